@@ -1,0 +1,241 @@
+"""Token rows and their segment tables: the truth about who wrote which token.
+
+A sequence of nine tokens, of which the policy sampled three (two of them under version 4):
+
+    token_ids           5  8  2 | 11 12 | 7 | 3 | 9 | 2
+    source              PROMPT  | MODEL | MODEL | TEMPLATE | TOOL | TEMPLATE
+    policy_version      -         main-4  main-5
+    inference_logprobs            -0.1 -2.3   -0.4            (one per MODEL token, nothing else)
+
+Every mask is derived from the table, and nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dialoop.errors import InvalidSequence
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Ids = NDArray[np.int32]
+    Floats = NDArray[np.float32]
+    Mask = NDArray[np.bool_]
+
+
+class Source(IntEnum):
+    """Who wrote a token."""
+
+    PROMPT = 1
+    TEMPLATE = 2
+    MODEL = 3
+    ENVIRONMENT = 4
+    TOOL = 5
+
+
+class ForkCause(IntEnum):
+    """Why a sequence was started."""
+
+    NONE = 1
+    TEMPLATE_REWRITES_PAST = 2
+    HISTORY_REWRITTEN = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class PolicyVersion:
+    """(lineage, number): the number grows by one per publish, within a lineage."""
+
+    lineage: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.lineage}-{self.number}"
+
+    def staleness_of(self, older: PolicyVersion) -> int:
+        """How many versions `older` lags behind this one; an error across lineages."""
+        if older.lineage != self.lineage:
+            raise InvalidSequence(
+                f"Policy {older} is of another lineage than {self}.",
+                reason="LINEAGE_MISMATCH",
+                remedy="Drop data of a lineage that was given up.",
+            )
+        return self.number - older.number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A run of tokens with one origin; segments tile their sequence."""
+
+    start: int
+    length: int
+    source: Source
+    turn: int = 0
+    message_index: int | None = None
+    char_start: int = 0
+    char_length: int = 0
+    policy_version: PolicyVersion | None = None
+
+    @property
+    def end(self) -> int:
+        """One past the last token."""
+        return self.start + self.length
+
+    def shifted(self, offset: int) -> Segment:
+        """The same segment `offset` tokens later."""
+        return replace(self, start=self.start + offset)
+
+
+def _no_floats() -> Floats:
+    return np.empty(0, dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sequence:
+    """One flat token row of a trajectory.
+
+    token_ids int32 [L]; inference_logprobs, ref_logprobs and token_advantages float32 [M], where M
+    is the number of MODEL tokens, in order; ref_logprobs and token_advantages may be empty.
+    """
+
+    token_ids: Ids
+    segments: tuple[Segment, ...]
+    inference_logprobs: Floats = field(default_factory=_no_floats)
+    ref_logprobs: Floats = field(default_factory=_no_floats)
+    advantage: float | None = None
+    token_advantages: Floats = field(default_factory=_no_floats)
+    fork_cause: ForkCause = ForkCause.NONE
+
+    def __post_init__(self) -> None:
+        self._require_tiling()
+        for name in ("inference_logprobs", "ref_logprobs", "token_advantages"):
+            self._require_one_per_model_token(name)
+        for segment in self.segments:
+            if (segment.source is Source.MODEL) != (segment.policy_version is not None):
+                raise InvalidSequence(
+                    f"The segment at {segment.start} has source {segment.source.name} and "
+                    f"policy version {segment.policy_version}.",
+                    remedy="Exactly the sampled tokens carry a policy version.",
+                )
+
+    def _require_tiling(self) -> None:
+        position = 0
+        for segment in self.segments:
+            if segment.start != position or segment.length <= 0:
+                raise InvalidSequence(
+                    f"Segments leave a gap or overlap at token {position}.",
+                    reason="RAGGED",
+                    remedy="Segments must tile the sequence in order.",
+                )
+            position = segment.end
+        if position != len(self.token_ids):
+            raise InvalidSequence(
+                f"Segments cover {position} of {len(self.token_ids)} tokens.",
+                reason="RAGGED",
+                remedy="Segments must tile the sequence in order.",
+            )
+
+    def _require_one_per_model_token(self, name: str) -> None:
+        values: Floats = getattr(self, name)
+        if name != "inference_logprobs" and not len(values):
+            return
+        if len(values) != self.num_model_tokens:
+            raise InvalidSequence(
+                f"{name} has {len(values)} values for {self.num_model_tokens} sampled tokens.",
+                reason="RAGGED",
+                remedy="Give one value per MODEL token, and none for others.",
+            )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return (
+            self.segments == other.segments
+            and self.fork_cause == other.fork_cause
+            and self.advantage == other.advantage
+            and np.array_equal(self.token_ids, other.token_ids)
+            and np.array_equal(self.inference_logprobs, other.inference_logprobs)
+            and np.array_equal(self.ref_logprobs, other.ref_logprobs)
+            and np.array_equal(self.token_advantages, other.token_advantages)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # holds arrays
+
+    @property
+    def num_model_tokens(self) -> int:
+        """How many tokens the policy sampled and this sequence owns."""
+        return sum(s.length for s in self.segments if s.source is Source.MODEL)
+
+    @property
+    def policy_versions(self) -> tuple[PolicyVersion, ...]:
+        """The versions of the sampled tokens, without repeats, in order of first use."""
+        versions = (s.policy_version for s in self.segments if s.policy_version is not None)
+        return tuple(dict.fromkeys(versions))
+
+    def response_mask(self) -> Mask:
+        """bool [L]: the policy wrote this token (a fact)."""
+        mask = np.zeros(len(self), dtype=np.bool_)
+        for segment in self.segments:
+            if segment.source is Source.MODEL:
+                mask[segment.start : segment.end] = True
+        return mask
+
+    def token_versions(self) -> tuple[PolicyVersion, ...]:
+        """The policy version of each MODEL token, in order."""
+        versions: list[PolicyVersion] = []
+        for segment in self.segments:
+            if segment.policy_version is not None:
+                versions.extend([segment.policy_version] * segment.length)
+        return tuple(versions)
+
+    def extended_by(self, appended: Sequence) -> Sequence:
+        """This sequence followed by new tokens, whose segments count from 0."""
+        return replace(
+            self,
+            token_ids=np.concatenate([self.token_ids, appended.token_ids]),
+            segments=self.segments + tuple(s.shifted(len(self)) for s in appended.segments),
+            inference_logprobs=np.concatenate(
+                [self.inference_logprobs, appended.inference_logprobs]
+            ),
+        )
+
+    def as_context(self) -> Sequence:
+        """The same tokens as context in a forked sequence: nothing here is trained again."""
+        segments = tuple(
+            replace(s, source=Source.PROMPT, policy_version=None)
+            if s.source is Source.MODEL
+            else s
+            for s in self.segments
+        )
+        return Sequence(
+            token_ids=self.token_ids, segments=segments, fork_cause=self.fork_cause
+        )
+
+
+def sequence_of(
+    pieces: Iterable[tuple[Iterable[int], dict[str, Any]]], *, logprobs: Iterable[float] = ()
+) -> Sequence:
+    """Build a sequence from (token ids, segment fields) pieces; empty pieces vanish.
+
+    sequence_of([([5, 8], {"source": Source.PROMPT}), ([2], {"source": Source.TEMPLATE})])
+    """
+    ids: list[int] = []
+    segments: list[Segment] = []
+    for piece, fields in pieces:
+        tokens = list(piece)
+        if tokens:
+            segments.append(Segment(start=len(ids), length=len(tokens), **fields))
+            ids.extend(tokens)
+    return Sequence(
+        token_ids=np.array(ids, dtype=np.int32),
+        segments=tuple(segments),
+        inference_logprobs=np.array(list(logprobs), dtype=np.float32),
+    )

@@ -1,0 +1,220 @@
+"""Tasks, turns, trajectories and groups: the record of what was played.
+
+    Group(group_id="arithmetic/train/0/35+40#1", task=..., trajectories=(t0, ..., t7))
+    t0.reward            # 1.0: the sum of value * weight over all turns
+    t0.history           # user, assistant, tool, assistant
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from dialoop.chat import History
+from dialoop.errors import InvalidInput
+from dialoop.sequences import PolicyVersion, Sequence
+
+
+class StopReason(IntEnum):
+    """Why sampling ended."""
+
+    STOP = 1
+    LENGTH = 2
+    CONTEXT_FULL = 3
+    CANCELLED = 4
+
+
+class DoneReason(IntEnum):
+    """Why the episode ended."""
+
+    NOT_DONE = 1
+    SUBMITTED = 2
+    NO_CALL = 3
+    MAX_TURNS = 4
+    MAX_LENGTH = 5
+    INCOMPLETE = 6
+    CONTENT = 7
+    ERROR = 8
+
+
+class Owner(IntEnum):
+    """Whose fault a failure is; only the policy's own are scored."""
+
+    POLICY = 1
+    ENVIRONMENT = 2
+    TOOL = 3
+    INFERENCE = 4
+    REWARD = 5
+    REPLAY = 6
+    COLLECTOR = 7
+
+
+class Purpose(IntEnum):
+    """What a task's trajectories are for."""
+
+    TRAINING = 1
+    EVALUATION = 2
+
+
+class Stage(IntEnum):
+    """Where in the queue a group stands."""
+
+    UNSCORED = 1
+    SCORED = 2
+    EVALUATION = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample; `None` is neutral (temperature 1, nothing truncated, engine's own limit)."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", self.temperature, 0.0, float("inf")),
+            ("top_p", self.top_p, 0.0, 1.0),
+            ("min_p", self.min_p, 0.0, 1.0),
+            ("top_k", self.top_k, 1, float("inf")),
+            ("max_new_tokens", self.max_new_tokens, 1, float("inf")),
+        )
+        for name, value, low, high in checks:
+            if value is not None and not low <= value <= high:
+                raise InvalidInput(
+                    f"{name} is {value}.",
+                    reason="INVALID_SAMPLING",
+                    remedy=f"Give {name} between {low} and {high}, or leave it out for 'off'.",
+                )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether the sampler cut the distribution, so that log-probs are not the policy's."""
+        return any(v is not None for v in (self.top_p, self.top_k, self.min_p))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What an environment needs to start an episode, and how many trajectories to play of it."""
+
+    task_id: str
+    environment: str
+    split: str
+    key: str
+    epoch: int = 0
+    seed: int = 0
+    purpose: Purpose = Purpose.TRAINING
+    num_trajectories: int = 1
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """One component of a turn's reward: value * weight counts."""
+
+    name: str
+    value: float
+    weight: float = 1.0
+    success: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Something went wrong while the trajectory was made."""
+
+    owner: Owner
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One generate and one step, and the messages they added."""
+
+    message_start: int
+    num_messages: int
+    rewards: tuple[Reward, ...] = ()
+    stop_reason: StopReason = StopReason.STOP
+    generate_s: float = 0.0
+    step_s: float = 0.0
+    num_tool_calls: int = 0
+
+    @property
+    def reward(self) -> float:
+        """The sum of value * weight."""
+        return sum(r.value * r.weight for r in self.rewards)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """The record of one episode: one history, its turns, one or more token sequences."""
+
+    trajectory_id: str
+    group_id: str
+    task_key: str
+    seed: int
+    environment: str
+    environment_version: str
+    history: History
+    turns: tuple[Turn, ...]
+    sequences: tuple[Sequence, ...]
+    failures: tuple[Failure, ...] = ()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    tokenizer_digest: str = ""
+    template_digest: str = ""
+    terminated: bool = False
+    truncated: bool = False
+    done_reason: DoneReason = DoneReason.NOT_DONE
+    labels: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def reward(self) -> float:
+        """The sum of the turns' rewards."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def num_model_tokens(self) -> int:
+        """How many tokens the policy sampled."""
+        return sum(sequence.num_model_tokens for sequence in self.sequences)
+
+    @property
+    def num_tool_calls(self) -> int:
+        """How many tool calls were run."""
+        return sum(turn.num_tool_calls for turn in self.turns)
+
+    @property
+    def policy_versions(self) -> tuple[PolicyVersion, ...]:
+        """The versions of its sampled tokens, without repeats."""
+        found = (v for sequence in self.sequences for v in sequence.policy_versions)
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def is_scorable(self) -> bool:
+        """Whether nothing but the policy failed and there is something to train."""
+        blameless = all(failure.owner is Owner.POLICY for failure in self.failures)
+        return blameless and self.num_model_tokens > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The trajectories of one task: what the queue moves and advantages are computed on."""
+
+    group_id: str
+    task: Task
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def num_trajectories(self) -> int:
+        """How many trajectories it holds."""
+        return len(self.trajectories)
+
+    @property
+    def policy_versions(self) -> tuple[PolicyVersion, ...]:
+        """The versions of all sampled tokens, without repeats."""
+        found = (v for trajectory in self.trajectories for v in trajectory.policy_versions)
+        return tuple(dict.fromkeys(found))

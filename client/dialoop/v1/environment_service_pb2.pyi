@@ -1,0 +1,330 @@
+from dialoop.v1 import chat_pb2 as _chat_pb2
+from dialoop.v1 import trajectory_pb2 as _trajectory_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ListEnvironmentsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListEnvironmentsResponse(_message.Message):
+    __slots__ = ("environments",)
+    ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
+    environments: _containers.RepeatedCompositeFieldContainer[EnvironmentInfo]
+    def __init__(self, environments: _Optional[_Iterable[_Union[EnvironmentInfo, _Mapping]]] = ...) -> None: ...
+
+class GetEnvironmentRequest(_message.Message):
+    __slots__ = ("environment",)
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    environment: str
+    def __init__(self, environment: _Optional[str] = ...) -> None: ...
+
+class GetEnvironmentResponse(_message.Message):
+    __slots__ = ("environment",)
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    environment: EnvironmentInfo
+    def __init__(self, environment: _Optional[_Union[EnvironmentInfo, _Mapping]] = ...) -> None: ...
+
+class EnvironmentInfo(_message.Message):
+    __slots__ = ("name", "version", "description", "splits", "max_turns", "stop", "tools", "reward_names")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    SPLITS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TURNS_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_FIELD_NUMBER: _ClassVar[int]
+    REWARD_NAMES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    version: str
+    description: str
+    splits: _containers.RepeatedCompositeFieldContainer[SplitInfo]
+    max_turns: int
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    tools: _containers.RepeatedScalarFieldContainer[str]
+    reward_names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., description: _Optional[str] = ..., splits: _Optional[_Iterable[_Union[SplitInfo, _Mapping]]] = ..., max_turns: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., tools: _Optional[_Iterable[str]] = ..., reward_names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SplitInfo(_message.Message):
+    __slots__ = ("name", "num_tasks")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    num_tasks: int
+    def __init__(self, name: _Optional[str] = ..., num_tasks: _Optional[int] = ...) -> None: ...
+
+class ListTasksRequest(_message.Message):
+    __slots__ = ("environment", "split", "page_size", "page_token", "one_epoch", "shuffle_seed")
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ONE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHUFFLE_SEED_FIELD_NUMBER: _ClassVar[int]
+    environment: str
+    split: str
+    page_size: int
+    page_token: str
+    one_epoch: bool
+    shuffle_seed: int
+    def __init__(self, environment: _Optional[str] = ..., split: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., one_epoch: bool = ..., shuffle_seed: _Optional[int] = ...) -> None: ...
+
+class TaskRef(_message.Message):
+    __slots__ = ("key", "epoch", "seed")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    epoch: int
+    seed: int
+    def __init__(self, key: _Optional[str] = ..., epoch: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class ListTasksResponse(_message.Message):
+    __slots__ = ("tasks", "next_page_token")
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    tasks: _containers.RepeatedCompositeFieldContainer[TaskRef]
+    next_page_token: str
+    def __init__(self, tasks: _Optional[_Iterable[_Union[TaskRef, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class CreateSessionRequest(_message.Message):
+    __slots__ = ("session_id", "environment", "ttl_s")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    environment: str
+    ttl_s: float
+    def __init__(self, session_id: _Optional[str] = ..., environment: _Optional[str] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class CreateSessionResponse(_message.Message):
+    __slots__ = ("session_id", "ttl_s")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    ttl_s: float
+    def __init__(self, session_id: _Optional[str] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class ResetRequest(_message.Message):
+    __slots__ = ("session_id", "episode", "split", "task_key", "seed")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPISODE_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
+    TASK_KEY_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    episode: int
+    split: str
+    task_key: str
+    seed: int
+    def __init__(self, session_id: _Optional[str] = ..., episode: _Optional[int] = ..., split: _Optional[str] = ..., task_key: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class ResetResponse(_message.Message):
+    __slots__ = ("history", "info", "environment_version")
+    class InfoEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    history: _chat_pb2.ChatHistory
+    info: _containers.ScalarMap[str, str]
+    environment_version: str
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., info: _Optional[_Mapping[str, str]] = ..., environment_version: _Optional[str] = ...) -> None: ...
+
+class StepRequest(_message.Message):
+    __slots__ = ("session_id", "episode", "step_index", "history")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPISODE_FIELD_NUMBER: _ClassVar[int]
+    STEP_INDEX_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    episode: int
+    step_index: int
+    history: _chat_pb2.ChatHistory
+    def __init__(self, session_id: _Optional[str] = ..., episode: _Optional[int] = ..., step_index: _Optional[int] = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ...) -> None: ...
+
+class StepResponse(_message.Message):
+    __slots__ = ("history", "rewards", "terminated", "truncated", "done_reason", "failures", "num_tool_calls", "replayed")
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
+    TERMINATED_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    DONE_REASON_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_FIELD_NUMBER: _ClassVar[int]
+    history: _chat_pb2.ChatHistory
+    rewards: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Reward]
+    terminated: bool
+    truncated: bool
+    done_reason: _trajectory_pb2.DoneReason
+    failures: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Failure]
+    num_tool_calls: int
+    replayed: bool
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., rewards: _Optional[_Iterable[_Union[_trajectory_pb2.Reward, _Mapping]]] = ..., terminated: bool = ..., truncated: bool = ..., done_reason: _Optional[_Union[_trajectory_pb2.DoneReason, str]] = ..., failures: _Optional[_Iterable[_Union[_trajectory_pb2.Failure, _Mapping]]] = ..., num_tool_calls: _Optional[int] = ..., replayed: bool = ...) -> None: ...
+
+class StepAndResetRequest(_message.Message):
+    __slots__ = ("step", "next_split", "next_task_key", "next_seed")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NEXT_SPLIT_FIELD_NUMBER: _ClassVar[int]
+    NEXT_TASK_KEY_FIELD_NUMBER: _ClassVar[int]
+    NEXT_SEED_FIELD_NUMBER: _ClassVar[int]
+    step: StepRequest
+    next_split: str
+    next_task_key: str
+    next_seed: int
+    def __init__(self, step: _Optional[_Union[StepRequest, _Mapping]] = ..., next_split: _Optional[str] = ..., next_task_key: _Optional[str] = ..., next_seed: _Optional[int] = ...) -> None: ...
+
+class StepAndResetResponse(_message.Message):
+    __slots__ = ("step", "reset")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    step: StepResponse
+    reset: ResetResponse
+    def __init__(self, step: _Optional[_Union[StepResponse, _Mapping]] = ..., reset: _Optional[_Union[ResetResponse, _Mapping]] = ...) -> None: ...
+
+class ItemError(_message.Message):
+    __slots__ = ("code", "reason", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    reason: str
+    message: str
+    def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class BatchResetRequest(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[ResetRequest]
+    def __init__(self, items: _Optional[_Iterable[_Union[ResetRequest, _Mapping]]] = ...) -> None: ...
+
+class BatchResetResponse(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[BatchResetItem]
+    def __init__(self, items: _Optional[_Iterable[_Union[BatchResetItem, _Mapping]]] = ...) -> None: ...
+
+class BatchResetItem(_message.Message):
+    __slots__ = ("response", "error")
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    response: ResetResponse
+    error: ItemError
+    def __init__(self, response: _Optional[_Union[ResetResponse, _Mapping]] = ..., error: _Optional[_Union[ItemError, _Mapping]] = ...) -> None: ...
+
+class BatchStepRequest(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[StepRequest]
+    def __init__(self, items: _Optional[_Iterable[_Union[StepRequest, _Mapping]]] = ...) -> None: ...
+
+class BatchStepResponse(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[BatchStepItem]
+    def __init__(self, items: _Optional[_Iterable[_Union[BatchStepItem, _Mapping]]] = ...) -> None: ...
+
+class BatchStepItem(_message.Message):
+    __slots__ = ("response", "error")
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    response: StepResponse
+    error: ItemError
+    def __init__(self, response: _Optional[_Union[StepResponse, _Mapping]] = ..., error: _Optional[_Union[ItemError, _Mapping]] = ...) -> None: ...
+
+class InteractRequest(_message.Message):
+    __slots__ = ("request_id", "create_session", "reset", "step", "close_session")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CREATE_SESSION_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_SESSION_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    create_session: CreateSessionRequest
+    reset: ResetRequest
+    step: StepRequest
+    close_session: CloseSessionRequest
+    def __init__(self, request_id: _Optional[str] = ..., create_session: _Optional[_Union[CreateSessionRequest, _Mapping]] = ..., reset: _Optional[_Union[ResetRequest, _Mapping]] = ..., step: _Optional[_Union[StepRequest, _Mapping]] = ..., close_session: _Optional[_Union[CloseSessionRequest, _Mapping]] = ...) -> None: ...
+
+class InteractResponse(_message.Message):
+    __slots__ = ("request_id", "create_session", "reset", "step", "close_session", "error")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CREATE_SESSION_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_SESSION_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    create_session: CreateSessionResponse
+    reset: ResetResponse
+    step: StepResponse
+    close_session: CloseSessionResponse
+    error: ItemError
+    def __init__(self, request_id: _Optional[str] = ..., create_session: _Optional[_Union[CreateSessionResponse, _Mapping]] = ..., reset: _Optional[_Union[ResetResponse, _Mapping]] = ..., step: _Optional[_Union[StepResponse, _Mapping]] = ..., close_session: _Optional[_Union[CloseSessionResponse, _Mapping]] = ..., error: _Optional[_Union[ItemError, _Mapping]] = ...) -> None: ...
+
+class GetSessionRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class GetSessionResponse(_message.Message):
+    __slots__ = ("session_id", "environment", "episode", "next_step_index", "done", "history", "expires_in_s")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    EPISODE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_STEP_INDEX_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    environment: str
+    episode: int
+    next_step_index: int
+    done: bool
+    history: _chat_pb2.ChatHistory
+    expires_in_s: float
+    def __init__(self, session_id: _Optional[str] = ..., environment: _Optional[str] = ..., episode: _Optional[int] = ..., next_step_index: _Optional[int] = ..., done: bool = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., expires_in_s: _Optional[float] = ...) -> None: ...
+
+class CloseSessionRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class CloseSessionResponse(_message.Message):
+    __slots__ = ("closed",)
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    closed: bool
+    def __init__(self, closed: bool = ...) -> None: ...
+
+class ScoreRequest(_message.Message):
+    __slots__ = ("split", "trajectory")
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    split: str
+    trajectory: _trajectory_pb2.Trajectory
+    def __init__(self, split: _Optional[str] = ..., trajectory: _Optional[_Union[_trajectory_pb2.Trajectory, _Mapping]] = ...) -> None: ...
+
+class ScoreResponse(_message.Message):
+    __slots__ = ("turns",)
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    turns: _containers.RepeatedCompositeFieldContainer[TurnRewards]
+    def __init__(self, turns: _Optional[_Iterable[_Union[TurnRewards, _Mapping]]] = ...) -> None: ...
+
+class TurnRewards(_message.Message):
+    __slots__ = ("rewards",)
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
+    rewards: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Reward]
+    def __init__(self, rewards: _Optional[_Iterable[_Union[_trajectory_pb2.Reward, _Mapping]]] = ...) -> None: ...
