@@ -181,7 +181,7 @@ class Sequence:
         return tuple(dict.fromkeys(versions))
 
     def response_mask(self) -> Mask:
-        """bool [L]: the policy wrote this token (a fact)."""
+        """Bool [L]: the policy wrote this token (a fact)."""
         mask = np.zeros(len(self), dtype=np.bool_)
         for segment in self.segments:
             if segment.source is Source.MODEL:
@@ -210,14 +210,10 @@ class Sequence:
     def as_context(self) -> Sequence:
         """The same tokens as context in a forked sequence: nothing here is trained again."""
         segments = tuple(
-            replace(s, source=Source.PROMPT, policy_version=None)
-            if s.source is Source.MODEL
-            else s
+            replace(s, source=Source.PROMPT, policy_version=None) if s.source is Source.MODEL else s
             for s in self.segments
         )
-        return Sequence(
-            token_ids=self.token_ids, segments=segments, fork_cause=self.fork_cause
-        )
+        return Sequence(token_ids=self.token_ids, segments=segments, fork_cause=self.fork_cause)
 
 
 def sequence_of(

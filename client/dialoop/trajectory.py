@@ -1,8 +1,8 @@
 """Tasks, turns, trajectories and groups: the record of what was played.
 
-    Group(group_id="arithmetic/train/0/35+40#1", task=..., trajectories=(t0, ..., t7))
-    t0.reward            # 1.0: the sum of value * weight over all turns
-    t0.history           # user, assistant, tool, assistant
+Group(group_id="arithmetic/train/0/35+40#1", task=..., trajectories=(t0, ..., t7))
+t0.reward            # 1.0: the sum of value * weight over all turns
+t0.history           # user, assistant, tool, assistant
 """
 
 from __future__ import annotations
