@@ -100,7 +100,7 @@ class Sequence:
     """One flat token row of a trajectory.
 
     token_ids int32 [L]; inference_logprobs, ref_logprobs and token_advantages float32 [M], where M
-    is the number of MODEL tokens, in order; ref_logprobs and token_advantages may be empty.
+    is the number of MODEL tokens, in order; empty means unknown.
     """
 
     token_ids: Ids
@@ -142,9 +142,7 @@ class Sequence:
 
     def _require_one_per_model_token(self, name: str) -> None:
         values: Floats = getattr(self, name)
-        if name != "inference_logprobs" and not len(values):
-            return
-        if len(values) != self.num_model_tokens:
+        if len(values) not in (0, self.num_model_tokens):
             raise InvalidSequence(
                 f"{name} has {len(values)} values for {self.num_model_tokens} sampled tokens.",
                 reason="RAGGED",

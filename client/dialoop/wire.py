@@ -47,7 +47,7 @@ _PART_FIELDS = (
 
 
 def _number(value: IntEnum) -> Any:
-    """An enum's number: the stubs ask for their own enum classes, which do not exist at run time."""
+    """An enum's number; the stubs ask for enum classes that do not exist at run time."""
     return int(value)
 
 
