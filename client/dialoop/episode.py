@@ -1,0 +1,99 @@
+"""The two sides of an episode: what a policy answers and what an environment answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from dialoop.trajectory import DoneReason, Failure, Reward, SamplingParams, StopReason
+
+if TYPE_CHECKING:
+    from dialoop.chat import ChatHistory, History
+    from dialoop.sequences import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """The answer to a reset; `history` has `prompt` alone."""
+
+    history: ChatHistory
+    info: dict[str, str] = field(default_factory=dict)
+    environment_version: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The answer to a step; `history.prompt` is the policy's full and what was added to it."""
+
+    history: ChatHistory
+    rewards: tuple[Reward, ...] = ()
+    terminated: bool = False
+    truncated: bool = False
+    done_reason: DoneReason = DoneReason.NOT_DONE
+    failures: tuple[Failure, ...] = ()
+    num_tool_calls: int = 0
+    replayed: bool = False
+
+    @property
+    def done(self) -> bool:
+        """Whether the episode ended."""
+        return self.terminated or self.truncated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One answer of a policy.
+
+    `sequence` continues the context that was sent (its segments count from 0 of the new tokens)
+    when its fork_cause is NONE and a context was sent; else it is a whole new sequence.
+    """
+
+    history: ChatHistory
+    sequence: Sequence
+    stop_reason: StopReason
+    stop_string: str = ""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    tokenizer_digest: str = ""
+    template_digest: str = ""
+    generate_s: float = 0.0
+
+
+class Policy(Protocol):
+    """Whoever answers a prompt: an InferenceClient, or a twin from `dialoop.testing`."""
+
+    async def generate(
+        self,
+        history: History,
+        *,
+        context: Sequence | None = None,
+        num_context_messages: int = 0,
+        sampling: SamplingParams | None = None,
+        turn: int = 0,
+        num_samples: int = 1,
+    ) -> tuple[Sample, ...]:
+        """Answer the prompt `num_samples` times."""
+        ...
+
+
+class Sessions(Protocol):
+    """Where episodes are played: an EnvironmentClient, or a twin from `dialoop.testing`."""
+
+    async def create_session(self, session_id: str, environment: str) -> float:
+        """Open a session under the caller's id; its time to live in seconds."""
+        ...
+
+    async def reset(
+        self, session_id: str, *, episode: int, split: str, task_key: str, seed: int = 0
+    ) -> Opening:
+        """Start an episode of the session."""
+        ...
+
+    async def step(
+        self, session_id: str, *, episode: int, step_index: int, history: ChatHistory
+    ) -> Outcome:
+        """Take the policy's answer; a retry gets the first answer."""
+        ...
+
+    async def close_session(self, session_id: str) -> bool:
+        """Forget the session; whether there was one."""
+        ...

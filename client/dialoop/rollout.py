@@ -1,0 +1,237 @@
+"""Play an episode, play a group: the same code in a notebook and in the collector.
+
+    trajectory = await play(task, sessions=environment, policy=inference, ...)
+
+A failure becomes a value with its owner on the trajectory; it never becomes reward 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from dialoop.chat import ChatHistory, History
+from dialoop.errors import DialoopError
+from dialoop.sequences import ForkCause, Sequence
+from dialoop.trajectory import (
+    DoneReason,
+    Failure,
+    Group,
+    Owner,
+    SamplingParams,
+    StopReason,
+    Task,
+    Trajectory,
+    Turn,
+)
+
+if TYPE_CHECKING:
+    from dialoop.episode import Opening, Outcome, Policy, Sample, Sessions
+
+
+@dataclass(slots=True)
+class _Tape:
+    """What has been recorded of the running episode; touched by its one task only."""
+
+    history: History = field(default_factory=History)
+    turns: list[Turn] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    covered: int = 0
+    environment_version: str = ""
+    sample: Sample | None = None
+    outcome: Outcome | None = None
+
+    @property
+    def context(self) -> Sequence | None:
+        return self.sequences[-1] if self.sequences else None
+
+    def answered(self, sample: Sample) -> None:
+        """Keep the sampled tokens: appended to the running sequence, or as a fork of it."""
+        continues = self.sequences and sample.sequence.fork_cause is ForkCause.NONE
+        if continues:
+            self.sequences[-1] = self.sequences[-1].extended_by(sample.sequence)
+        else:
+            self.sequences.append(sample.sequence)
+        self.history = sample.history.require_full()
+        self.covered = len(self.history)
+        self.sample = sample
+
+    def stepped(self, outcome: Outcome, step_s: float) -> None:
+        """Keep what the environment answered."""
+        sample = self.sample
+        assert sample is not None
+        after = outcome.history.require_prompt()
+        start = len(sample.history.require_prompt())
+        turn = Turn(
+            message_start=start,
+            num_messages=len(after) - start,
+            rewards=outcome.rewards,
+            stop_reason=sample.stop_reason,
+            generate_s=sample.generate_s,
+            step_s=step_s,
+            num_tool_calls=outcome.num_tool_calls,
+        )
+        self.turns.append(turn)
+        self.failures.extend(outcome.failures)
+        self.history = after
+        self.outcome = outcome
+
+    def failed(self, owner: Owner, error: Exception) -> None:
+        """Keep a failure with its owner; an unforeseen error gives its type only."""
+        known = isinstance(error, DialoopError)
+        reason = error.reason if isinstance(error, DialoopError) else type(error).__name__
+        message = str(error) if known else "unexpected error"
+        self.failures.append(Failure(owner=owner, reason=reason, message=message))
+
+
+async def play(
+    task: Task,
+    *,
+    sessions: Sessions,
+    policy: Policy,
+    group_id: str = "",
+    sampling: SamplingParams | None = None,
+    max_turns: int = 64,
+) -> Trajectory:
+    """Play one episode of the task and return its record, whatever happens on the way.
+
+    Only cancellation escapes. `max_turns` bounds an environment that never ends its episodes.
+    """
+    tape = _Tape()
+    session_id = uuid.uuid4().hex
+    sampling = sampling or task.sampling
+    opening = await _open(task, sessions, session_id, tape)
+    if opening is not None:
+        tape.history = opening.history.require_prompt()
+        tape.environment_version = opening.environment_version
+        for turn in range(max_turns):
+            if not await _turn(tape, sessions, policy, session_id, sampling, turn):
+                break
+    await _close(sessions, session_id)
+    return _record(task, tape, group_id=group_id, sampling=sampling)
+
+
+async def _open(task: Task, sessions: Sessions, session_id: str, tape: _Tape) -> Opening | None:
+    try:
+        await sessions.create_session(session_id, task.environment)
+        return await sessions.reset(
+            session_id, episode=1, split=task.split, task_key=task.key, seed=task.seed
+        )
+    except Exception as error:
+        tape.failed(Owner.ENVIRONMENT, error)
+        return None
+
+
+async def _turn(
+    tape: _Tape,
+    sessions: Sessions,
+    policy: Policy,
+    session_id: str,
+    sampling: SamplingParams,
+    turn: int,
+) -> bool:
+    """One generate and one step; whether the episode goes on."""
+    try:
+        (sample,) = await policy.generate(
+            tape.history,
+            context=tape.context,
+            num_context_messages=tape.covered,
+            sampling=sampling,
+            turn=turn,
+        )
+    except Exception as error:
+        tape.failed(Owner.INFERENCE, error)
+        return False
+    tape.answered(sample)
+    if sample.stop_reason is StopReason.CANCELLED:
+        tape.failures.append(
+            Failure(owner=Owner.INFERENCE, reason="CANCELLED", message="Sampling was cancelled.")
+        )
+        return False
+    started = time.perf_counter()
+    try:
+        outcome = await sessions.step(
+            session_id, episode=1, step_index=turn, history=sample.history
+        )
+    except Exception as error:
+        tape.failed(Owner.ENVIRONMENT, error)
+        return False
+    tape.stepped(outcome, time.perf_counter() - started)
+    return not outcome.done
+
+
+async def _close(sessions: Sessions, session_id: str) -> None:
+    try:
+        await sessions.close_session(session_id)
+    except DialoopError:
+        return  # the environment's reaper closes it; the trajectory is whole without
+
+
+def _record(task: Task, tape: _Tape, *, group_id: str, sampling: SamplingParams) -> Trajectory:
+    outcome, sample = tape.outcome, tape.sample
+    done_reason = outcome.done_reason if outcome else DoneReason.NOT_DONE
+    if tape.failures:
+        done_reason = DoneReason.ERROR
+    return Trajectory(
+        trajectory_id=uuid.uuid4().hex,
+        group_id=group_id,
+        task_key=task.key,
+        seed=task.seed,
+        environment=task.environment,
+        environment_version=tape.environment_version,
+        history=tape.history,
+        turns=tuple(tape.turns),
+        sequences=tuple(tape.sequences),
+        failures=tuple(tape.failures),
+        sampling=sample.sampling if sample else sampling,
+        tokenizer_digest=sample.tokenizer_digest if sample else "",
+        template_digest=sample.template_digest if sample else "",
+        terminated=bool(outcome and outcome.terminated),
+        truncated=bool(outcome is None or outcome.truncated),
+        done_reason=done_reason,
+    )
+
+
+async def play_group(
+    task: Task,
+    *,
+    sessions: Sessions,
+    policy: Policy,
+    group_id: str,
+    sampling: SamplingParams | None = None,
+    max_turns: int = 64,
+) -> Group:
+    """Play `task.num_trajectories` episodes of one task at the same time."""
+    async with asyncio.TaskGroup() as players:
+        playing = [
+            players.create_task(
+                play(
+                    task,
+                    sessions=sessions,
+                    policy=policy,
+                    group_id=group_id,
+                    sampling=_seeded(sampling or task.sampling, member),
+                    max_turns=max_turns,
+                )
+            )
+            for member in range(task.num_trajectories)
+        ]
+    return Group(
+        group_id=group_id, task=task, trajectories=tuple(player.result() for player in playing)
+    )
+
+
+def _seeded(sampling: SamplingParams, member: int) -> SamplingParams:
+    """Members of a seeded group must differ, or the group has no signal."""
+    if sampling.seed is None:
+        return sampling
+    return replace(sampling, seed=sampling.seed + member)
+
+
+def as_prompt(history: History) -> ChatHistory:
+    """A chat history with a prompt alone, as a policy is asked."""
+    return ChatHistory(prompt=history)
