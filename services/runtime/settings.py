@@ -1,0 +1,120 @@
+"""Typed settings from the environment: unknown keys are refused, mistakes make one sentence.
+
+class EnvironmentSettings(ServerSettings):
+    model_config = SettingsConfigDict(env_prefix="DIALOOP_ENVIRONMENT_")
+    ttl_s: float = 600.0
+
+settings = load(EnvironmentSettings)      # reads DIALOOP_ENVIRONMENT_PORT, ..._TTL_S, DIALOOP_TOKEN
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dialoop.errors import InvalidConfig
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+_S = TypeVar("_S", bound=BaseSettings)
+
+
+class _StrictEnvironment(EnvSettingsSource):
+    """The environment, reporting variables with the service's prefix that no field reads."""
+
+    def __call__(self) -> dict[str, Any]:
+        return super().__call__() | dict.fromkeys(self._unread(), "")
+
+    def _unread(self) -> list[str]:
+        prefix = self.env_prefix.lower()
+        if not prefix:
+            return []
+        known = tuple(prefix + name.lower() for name in self.settings_cls.model_fields)
+        nested = tuple(f"{name}{self.env_nested_delimiter}" for name in known)
+        return [
+            name[len(prefix) :]
+            for name in self.env_vars
+            if name.startswith(prefix)
+            and name not in known
+            and not (self.env_nested_delimiter and name.startswith(nested))
+        ]
+
+
+class StrictSettings(BaseSettings):
+    """Base of all settings: give `model_config = SettingsConfigDict(env_prefix="DIALOOP_X_")`."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_by_name=True,
+        validate_by_alias=True,
+        use_attribute_docstrings=True,
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read arguments first, then the environment; nothing else."""
+        return init_settings, _StrictEnvironment(settings_cls)
+
+
+class ServerSettings(StrictSettings):
+    """Where and how a service listens."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; anything but loopback needs a token."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port to listen on; 0 lets the system choose."""
+    token: SecretStr = Field(default=SecretStr(""), validation_alias="DIALOOP_TOKEN")
+    """Bearer token that every call must carry; empty for none. One for all services."""
+    drain_s: float = Field(default=10.0, ge=0)
+    """Seconds that calls in flight may go on after the service was told to stop."""
+    max_message_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
+    """Largest message that is sent or received."""
+
+    @field_validator("token")
+    @classmethod
+    def _require_header_characters(cls, token: SecretStr) -> SecretStr:
+        text = token.get_secret_value()
+        if not (text.isascii() and text.replace(" ", "x").isprintable()):
+            raise ValueError("the token travels in a header and must be printable ASCII")
+        return token
+
+
+def load(kind: type[_S], **given: Any) -> _S:
+    """Read the settings of `kind`; raises InvalidConfig that names every wrong variable."""
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        raise InvalidConfig(
+            "; ".join(_sentence(kind, detail) for detail in error.errors()) + ".",
+            remedy=f"Correct the settings of {kind.__name__}.",
+        ) from error
+
+
+def _sentence(kind: type[BaseSettings], detail: ErrorDetails) -> str:
+    """Say what is wrong with one setting; its value stays out, it may be a secret."""
+    prefix = str(kind.model_config.get("env_prefix", ""))
+    if not detail["loc"]:
+        return detail["msg"]
+    field = ".".join(str(part) for part in detail["loc"])
+    name = field if field.isupper() else (prefix + field).upper()
+    if detail["type"] != "extra_forbidden":
+        return f"{name}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+    near = difflib.get_close_matches(field, kind.model_fields, n=1)
+    hint = f", did you mean {(prefix + near[0]).upper()}?" if near else ""
+    return f"{name} is not a setting{hint}"

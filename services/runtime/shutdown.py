@@ -1,0 +1,66 @@
+"""A stop signal: one event, set by SIGTERM, by SIGINT or by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from contextlib import AsyncExitStack
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+owns_process: ContextVar[bool] = ContextVar("owns_process", default=False)
+"""True inside `run`: the process is a service, and its signals are meant for the server."""
+
+
+class StopSignal:
+    """Owns the event that says the service was told to stop.
+
+    Inside a service's process the signals set it from entering until leaving. Elsewhere (a test, a
+    notebook) they do so only once somebody waits, so that Ctrl-C keeps its meaning.
+    """
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self._exits = AsyncExitStack()
+        self._is_listening = False
+
+    async def wait(self) -> None:
+        """Wait for SIGTERM, SIGINT or `event.set()`."""
+        self._listen()
+        await self.event.wait()
+
+    async def __aenter__(self) -> Self:
+        if owns_process.get():
+            self._listen()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.event.set()
+        await self._exits.aclose()
+
+    def _listen(self) -> None:
+        """Listen until leaving.
+
+        Repeated signals change nothing: a terminal's Ctrl-C reaches a whole process group, whose
+        supervisor then stops its children once more; the drain must survive that.
+        """
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if self._is_listening or not in_main_thread:  # only the main thread is told of signals
+            return
+        self._is_listening = True
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self.event.set)
+            self._exits.callback(loop.remove_signal_handler, number)
