@@ -1,0 +1,1 @@
+"""Algorithms that need torch: packed batches, log-probs, losses, models."""

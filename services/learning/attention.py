@@ -1,0 +1,131 @@
+"""Causal attention inside each sequence of a packed row, for any transformers model.
+
+The model's linear layers see the packed row; attention is one SDPA call per bucket of sequences of
+similar length. Sequences of a bucket are laid side by side and filled up on the right: under a
+causal mask no real token looks to its right, so the filling needs no mask and changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from dialoop.errors import Unsupported
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+PACKED_ATTENTION = "dialoop_packed"
+"""The `attn_implementation` under which `packed_attention` is known to transformers."""
+
+_ALTERING = ("softcap", "s_aux", "position_bias", "cache")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionPlan:
+    """How a packed row of T tokens is laid out for attention, made once per batch.
+
+    buckets: per bucket the packed positions int64 [n, longest]; filling repeats a real position.
+    restore: int64 [T], where each token's result stands in the concatenated bucket results.
+    """
+
+    buckets: tuple[Tensor, ...]
+    restore: Tensor
+    longest: int
+
+
+def plan_attention(
+    lengths: tuple[int, ...], *, device: torch.device | str = "cpu", fill: float = 0.25
+) -> AttentionPlan:
+    """Buckets of sequences so that at most a share of `fill` of any row is filling."""
+    starts = [0, *accumulate(lengths)]
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    buckets: list[list[int]] = []
+    for i in order:
+        if not buckets or lengths[i] < (1 - fill) * lengths[buckets[-1][0]]:
+            buckets.append([])
+        buckets[-1].append(i)
+    restore = torch.empty(starts[-1], dtype=torch.int64)
+    layouts, offset = [], 0
+    for bucket in buckets:
+        width = lengths[bucket[0]]
+        first = torch.tensor([starts[i] for i in bucket])[:, None]
+        size = torch.tensor([lengths[i] for i in bucket])[:, None]
+        steps = torch.arange(width)
+        real = steps < size
+        layout = first + torch.minimum(steps, size - 1)
+        restore[layout[real]] = offset + real.flatten().nonzero().squeeze(-1)
+        offset += layout.numel()
+        layouts.append(layout.to(device))
+    return AttentionPlan(
+        buckets=tuple(layouts), restore=restore.to(device), longest=max(lengths, default=0)
+    )
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: query [1, H, T, D], key and value [1, K, T, D].
+
+    Returns [1, T, H, D]. Needs `attention_plan` among the model's keyword arguments, and refuses
+    what it cannot do exactly (masks, soft caps, sinks, windows shorter than a sequence).
+    """
+    plan = _require_plan(query, attention_mask, kwargs)
+    grouped = query.shape[1] != key.shape[1]
+    results = []
+    for layout in plan.buckets:
+        out = scaled_dot_product_attention(
+            _laid_out(query, layout),
+            _laid_out(key, layout),
+            _laid_out(value, layout),
+            is_causal=True,
+            scale=kwargs.get("scaling"),
+            enable_gqa=grouped,
+        )
+        results.append(out.transpose(1, 2).flatten(0, 1))
+    packed = torch.cat(results) if len(results) > 1 else results[0]
+    return packed.index_select(0, plan.restore)[None], None
+
+
+def _laid_out(packed: Tensor, layout: Tensor) -> Tensor:
+    """[1, H, T, D] at positions [n, longest] as a batch of sequences [n, H, longest, D]."""
+    heads, _, size = packed.shape[1:]
+    flat = packed[0].index_select(1, layout.flatten())
+    return flat.view(heads, *layout.shape, size).transpose(0, 1)
+
+
+def _require_plan(query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> AttentionPlan:
+    plan: AttentionPlan | None = kwargs.get("attention_plan")
+    window = kwargs.get("sliding_window")
+    if plan is None or query.shape[0] != 1 or query.shape[2] != len(plan.restore):
+        raise Unsupported(
+            "Packed attention needs one packed row and its attention_plan.",
+            reason="ATTENTION_PLAN_MISSING",
+            remedy="Call the model through services.learning.models.PolicyModel.",
+        )
+    altering = [name for name in _ALTERING if kwargs.get(name) is not None]
+    if kwargs.get("dropout"):
+        altering.append("dropout")
+    if window is not None and window < plan.longest:
+        altering.append("sliding_window")
+    if mask is not None:
+        altering.append("attention_mask")
+    if altering:
+        raise Unsupported(
+            f"Packed attention cannot do {', '.join(altering)}.",
+            reason="ATTENTION_NOT_PLAIN",
+            remedy="Use a model with plain causal attention.",
+        )
+    return plan
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,0 +1,143 @@
+"""The policy model: a causal language model of transformers that scores packed rows.
+
+policy = load_policy(directory)
+scores = policy(batch, temperature=1.0)     # log-probs [M] of the batch's M trained tokens
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from dialoop.errors import InvalidConfig, Unsupported
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from services.learning.attention import PACKED_ATTENTION, plan_attention
+from services.learning.logprobs import DEFAULT_CHUNK_ROWS, TokenScores, token_logprobs
+from services.learning.packing import TokenRow, pack_rows
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from services.learning.packing import PackedBatch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""The number formats a setting may name."""
+
+
+class PolicyModel(nn.Module):
+    """A causal language model whose forward gives log-probs of trained tokens.
+
+    Everything happens inside `forward`, so that FSDP2 can shard this module as a whole.
+    """
+
+    def __init__(self, causal_lm: Any, *, chunk_rows: int = DEFAULT_CHUNK_ROWS) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.chunk_rows = chunk_rows
+
+    def forward(
+        self,
+        batch: PackedBatch,
+        *,
+        temperature: float | Tensor = 1.0,
+        with_entropy: bool = False,
+    ) -> TokenScores:
+        """Scores of the M tokens under the batch's loss mask, in packed order."""
+        positions = batch.trained_positions
+        hidden = self._hidden_states(batch).index_select(0, positions - 1)
+        return token_logprobs(
+            hidden,
+            self.causal_lm.get_output_embeddings().weight,
+            batch.packed_tokens[positions],
+            temperature=temperature,
+            with_entropy=with_entropy,
+            chunk_rows=self.chunk_rows,
+        )
+
+    def save(self, directory: Path) -> None:
+        """Write config.json and model.safetensors, as transformers and vLLM load them."""
+        self.causal_lm.save_pretrained(directory)
+
+    def _hidden_states(self, batch: PackedBatch) -> Tensor:
+        """[T, H] after the last layer and its norm."""
+        output = self.causal_lm.base_model(
+            input_ids=batch.packed_tokens[None],
+            position_ids=batch.position_ids[None],
+            attention_plan=plan_attention(
+                batch.attention_lengths, device=batch.packed_tokens.device
+            ),
+            use_cache=False,
+        )
+        states: Tensor = output.last_hidden_state[0]
+        return states
+
+
+def load_policy(
+    directory: Path | str,
+    *,
+    dtype: str = "float32",
+    device: torch.device | str = "cpu",
+    chunk_rows: int = DEFAULT_CHUNK_ROWS,
+) -> PolicyModel:
+    """Load the model in `directory`, without dropout, and prove that it scores packed rows.
+
+    Raises Unsupported (MODEL_NOT_PACKABLE) for a model whose packed log-probs are not its own.
+    """
+    if dtype not in DTYPES:
+        raise InvalidConfig(f"dtype is {dtype!r}.", remedy=f"Use one of {', '.join(DTYPES)}.")
+    try:
+        causal_lm = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=DTYPES[dtype], attn_implementation=PACKED_ATTENTION
+        )
+    except ValueError as error:
+        raise _not_packable(str(error)) from error
+    policy = PolicyModel(causal_lm.to(device), chunk_rows=chunk_rows)
+    policy.eval()
+    require_packable(policy)
+    return policy
+
+
+@torch.no_grad()
+def require_packable(policy: PolicyModel) -> None:
+    """Compare a packed row with the model's own logits, one sequence at a time.
+
+    This is what notices soft caps, scaled logits, biased heads, state-space layers, or attention
+    that is not plain: they would otherwise train something else than what is served.
+    """
+    weight = policy.causal_lm.get_output_embeddings().weight
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for length in (5, 9, 2):
+        ids = torch.randint(weight.shape[0], (length,), generator=generator).tolist()
+        rows.append(TokenRow.from_demonstration(ids, [False] + [True] * (length - 1)))
+    packed = policy(pack_rows(rows).to(weight.device)).logprobs
+    own = _own_logprobs(policy.causal_lm, [row.token_ids.to(weight.device) for row in rows])
+    difference = float((packed - own).abs().max())
+    if not difference <= (1e-3 if weight.dtype is torch.float32 else 0.25):
+        raise _not_packable(f"its packed log-probs are off by {difference:.2g} nat")
+
+
+def _own_logprobs(causal_lm: Any, rows: list[Tensor]) -> Tensor:
+    """Log-probs [sum of L - 1] by the model's unpacked forward and head."""
+    causal_lm.set_attn_implementation("eager")
+    try:
+        parts = []
+        for ids in rows:
+            logits = causal_lm(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            logprobs = logits.float().log_softmax(-1)
+            parts.append(logprobs.gather(-1, ids[1:, None]).squeeze(-1))
+        return torch.cat(parts)
+    finally:
+        causal_lm.set_attn_implementation(PACKED_ATTENTION)
+
+
+def _not_packable(why: str) -> Unsupported:
+    return Unsupported(
+        f"This model cannot be trained on packed rows: {why}.",
+        reason="MODEL_NOT_PACKABLE",
+        remedy="Use a decoder with plain causal attention, as Qwen2, Qwen3 or Llama.",
+    )

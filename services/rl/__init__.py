@@ -1,0 +1,1 @@
+"""Algorithms of reinforcement learning that need neither torch nor I/O."""
