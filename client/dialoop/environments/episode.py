@@ -1,0 +1,146 @@
+"""The state of one running episode, and what a reset and a step make of it.
+
+opening = environment.reset(TaskData(key="35+40", question="35+40", answer="75"), seed=1)
+opening.history.prompt        # user: 35+40
+outcome = await environment.step(opening.episode, opening.history.respond(answer))
+outcome.episode.done          # what the transforms decided
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dialoop.chat import ChatHistory, History, Message
+from dialoop.trajectory import DoneReason, Failure, Owner, Reward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskData:
+    """What one task asks: `TaskData(key="35+40", question="35+40", answer="75")`."""
+
+    key: str
+    question: str
+    answer: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """One running episode: the conversation so far and whether it is over.
+
+    `answer` is the last message the policy wrote, known by who sent it and not by how it reads.
+    `state` is whatever the environment's transforms have to remember (never changed in place).
+    """
+
+    task: TaskData
+    seed: int
+    history: History
+    step_index: int = 0
+    answer: Message | None = None
+    terminated: bool = False
+    truncated: bool = False
+    done_reason: DoneReason = DoneReason.NOT_DONE
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        """Terminated or truncated."""
+        return self.terminated or self.truncated
+
+    @property
+    def answer_text(self) -> str:
+        """The text of the policy's last message; empty before the first."""
+        return "" if self.answer is None else self.answer.text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What a reset makes: the first state of an episode, and facts for the caller."""
+
+    episode: Episode
+    info: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def history(self) -> ChatHistory:
+        """The prompt; nothing has been answered yet."""
+        return ChatHistory(prompt=self.episode.history)
+
+    def append(self, *messages: Message) -> Opening:
+        """The same opening with more messages."""
+        episode = replace(self.episode, history=self.episode.history.extend(messages))
+        return replace(self, episode=episode)
+
+    def remember(self, **state: Any) -> Opening:
+        """The same opening with more in the episode's state."""
+        return replace(self, episode=replace(self.episode, state={**self.episode.state, **state}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Rewards, and the failures of reward functions that could give none."""
+
+    rewards: tuple[Reward, ...] = ()
+    failures: tuple[Failure, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a step makes of the policy's response; each transform returns a changed one."""
+
+    episode: Episode
+    response: History
+    rewards: tuple[Reward, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    num_tool_calls: int = 0
+
+    @property
+    def history(self) -> ChatHistory:
+        """The next prompt: all messages so far."""
+        return ChatHistory(prompt=self.episode.history)
+
+    @property
+    def is_scorable(self) -> bool:
+        """Whether nothing but the policy failed."""
+        return all(failure.owner is Owner.POLICY for failure in self.failures)
+
+    def append(self, *messages: Message) -> Outcome:
+        """The same outcome with messages of the environment added."""
+        episode = replace(self.episode, history=self.episode.history.extend(messages))
+        return replace(self, episode=episode)
+
+    def remember(self, **state: Any) -> Outcome:
+        """The same outcome with more in the episode's state."""
+        return replace(self, episode=replace(self.episode, state={**self.episode.state, **state}))
+
+    def terminate(self, reason: DoneReason) -> Outcome:
+        """The task came to its own end; an episode that is over stays as it is."""
+        return self._end(reason, terminated=True)
+
+    def truncate(self, reason: DoneReason) -> Outcome:
+        """The episode was cut off; one that is over stays as it is."""
+        return self._end(reason, terminated=False)
+
+    def _end(self, reason: DoneReason, *, terminated: bool) -> Outcome:
+        if self.episode.done:
+            return self
+        ended = replace(
+            self.episode, terminated=terminated, truncated=not terminated, done_reason=reason
+        )
+        return replace(self, episode=ended)
+
+    def fail(self, failure: Failure) -> Outcome:
+        """Something of ours failed: the episode ends as an error, which is never a reward of 0."""
+        ended = replace(
+            self.episode, terminated=False, truncated=True, done_reason=DoneReason.ERROR
+        )
+        return replace(self, episode=ended, failures=(*self.failures, failure))
+
+    def with_score(self, score: Score) -> Outcome:
+        """The same outcome with rewards, and failures of reward functions, added."""
+        return replace(
+            self,
+            rewards=self.rewards + score.rewards,
+            failures=self.failures + score.failures,
+        )

@@ -1,0 +1,72 @@
+"""Environments by name: a built-in one, or `module:attribute` of an author's own file."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dialoop.environments.chat_env import Environment
+from dialoop.environments.standard import arithmetic, jsonl
+from dialoop.errors import DialoopError, InvalidConfig
+
+_REQUIRED = ("name", "version", "description", "tasks", "traits", "reset", "step", "score")
+
+
+def load_environment(use: str, options: Mapping[str, Any] | None = None) -> Environment:
+    """The environment `arithmetic`, `jsonl` or `module:attribute`; InvalidConfig when it is none.
+
+    The attribute is an environment, or a function or class that makes one from the options.
+    """
+    built_in: dict[str, Callable[..., Environment]] = {"arithmetic": arithmetic, "jsonl": jsonl}
+    found = built_in.get(use) or _imported(use, tuple(built_in))
+    made = _made(found, dict(options or {}), use)
+    missing = [name for name in _REQUIRED if not hasattr(made, name)]
+    if missing:
+        raise InvalidConfig(
+            f"{use} is not an environment: it has no {missing[0]}.",
+            reason="NOT_AN_ENVIRONMENT",
+            remedy="Name a ChatEnv, or a function that returns one.",
+        )
+    environment: Environment = made
+    return environment
+
+
+def _imported(use: str, built_in: tuple[str, ...]) -> Any:
+    module, _, attribute = use.partition(":")
+    if not module or not attribute:
+        raise InvalidConfig(
+            f"There is no environment '{use}'.",
+            reason="ENVIRONMENT_NOT_FOUND",
+            remedy=f"Use {', '.join(built_in)} or module:attribute.",
+        )
+    try:
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise InvalidConfig(
+            f"The environment '{use}' cannot be imported: {error}.",
+            reason="ENVIRONMENT_NOT_FOUND",
+            remedy="Check the path, and that its folder is the current one or on PYTHONPATH.",
+        ) from error
+    return found
+
+
+def _made(found: Any, options: dict[str, Any], use: str) -> Any:
+    if not callable(found):
+        if options:
+            raise InvalidConfig(
+                f"The environment '{use}' takes no options.", remedy="Name a function instead."
+            )
+        return found
+    try:
+        return found(**options)
+    except DialoopError:
+        raise
+    except TypeError as error:
+        raise InvalidConfig(
+            f"The environment '{use}' does not take these options: {error}.",
+            reason="BAD_OPTIONS",
+            remedy="Compare them with the function's parameters.",
+        ) from error

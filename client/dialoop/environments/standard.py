@@ -1,0 +1,124 @@
+"""The usual environment in one call, and the two that are built in: arithmetic and jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dialoop.environments.arithmetic_tasks import ArithmeticDemonstrations, ArithmeticTasks
+from dialoop.environments.calculator import Calculator
+from dialoop.environments.call_syntax import CallSyntax
+from dialoop.environments.chat_env import ChatEnv, Demonstrate
+from dialoop.environments.endings import EndOnText, EndWhenIncomplete, EndWithoutCall, MaxTurns
+from dialoop.environments.jsonl_tasks import JsonlTasks
+from dialoop.environments.rewards import ExactResult, RewardCallable, Rewards
+from dialoop.environments.tasks import TaskSource
+from dialoop.environments.tools import ToolCalls, ToolFunction
+from dialoop.environments.transform import Transform
+
+
+def tool_transforms(
+    *,
+    tools: Mapping[str, ToolFunction] | Sequence[ToolFunction],
+    rewards: Sequence[RewardCallable],
+    max_turns: int = 4,
+    max_tool_response: int = 100,
+    tool_timeout_s: float = 10.0,
+    syntax: CallSyntax | None = None,
+) -> tuple[Transform, ...]:
+    """The usual transforms, in the order in which they decide.
+
+    A cut-off message ends the episode whatever it says; a submit wins over a call; the turn limit
+    comes after the tools, so that the last tool's answer is part of the record.
+    """
+    syntax = syntax or CallSyntax()
+    return (
+        EndWhenIncomplete(),
+        EndOnText(syntax.submit),
+        EndWithoutCall(syntax),
+        ToolCalls(
+            tools,
+            syntax=syntax,
+            max_tool_response=max_tool_response,
+            timeout_s=tool_timeout_s,
+        ),
+        MaxTurns(max_turns),
+        Rewards(rewards),
+    )
+
+
+def tool_environment(  # noqa: PLR0913 - the options are the interface
+    *,
+    name: str,
+    tasks: TaskSource,
+    tools: Mapping[str, ToolFunction] | Sequence[ToolFunction],
+    rewards: Sequence[RewardCallable],
+    max_turns: int = 4,
+    system_prompt: str = "",
+    version: str = "1",
+    description: str = "",
+    max_tool_response: int = 100,
+    tool_timeout_s: float = 10.0,
+    demonstrate: Demonstrate | None = None,
+) -> ChatEnv:
+    """A chat environment with tools, rewards, a submit marker and a turn limit."""
+    transforms = tool_transforms(
+        tools=tools,
+        rewards=rewards,
+        max_turns=max_turns,
+        max_tool_response=max_tool_response,
+        tool_timeout_s=tool_timeout_s,
+    )
+    return ChatEnv(
+        name=name,
+        version=version,
+        description=description,
+        tasks=tasks,
+        transforms=transforms,
+        system_prompt=system_prompt,
+        demonstrate=demonstrate,
+    )
+
+
+def arithmetic(
+    *,
+    operations: str = "+",
+    low: int = 10,
+    high: int = 99,
+    num_heldout: int = 256,
+    max_turns: int = 3,
+    direct: float = 0.6,
+) -> ChatEnv:
+    """The built-in `arithmetic` environment: two-digit sums, with a calculator.
+
+    user 35+40, assistant <request><Calculator>35+40<call>, tool 75<response>, assistant
+    Result=75<submit>: reward 1. `direct` is the share of demonstrations that guess.
+    """
+    return tool_environment(
+        name="arithmetic",
+        description="Sums of two numbers, with a calculator.",
+        tasks=ArithmeticTasks(operations=operations, low=low, high=high, num_heldout=num_heldout),
+        tools=[Calculator()],
+        rewards=[ExactResult()],
+        max_turns=max_turns,
+        demonstrate=ArithmeticDemonstrations(direct=direct),
+    )
+
+
+def jsonl(
+    *,
+    path: str,
+    heldout_path: str | None = None,
+    heldout_fraction: float = 0.0,
+    max_turns: int = 4,
+    system_prompt: str = "",
+) -> ChatEnv:
+    """The built-in `jsonl` environment: word problems from a file, with a calculator."""
+    return tool_environment(
+        name="jsonl",
+        description="Problems with one numeric answer from a file, with a calculator.",
+        tasks=JsonlTasks(path, heldout_path=heldout_path, heldout_fraction=heldout_fraction),
+        tools=[Calculator()],
+        rewards=[ExactResult()],
+        max_turns=max_turns,
+        system_prompt=system_prompt,
+    )

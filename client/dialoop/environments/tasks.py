@@ -1,0 +1,164 @@
+"""Where tasks come from: splits, endless pages of task references, and the tasks themselves.
+
+page = tasks.page("train", page_size=2, shuffle_seed=7)
+page.tasks              # (TaskRef(key="35+40", epoch=0, seed=...), TaskRef(...))
+tasks.page("train", page_token=page.next_page_token)      # goes on, through epoch after epoch
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from dialoop.environments.episode import TaskData
+from dialoop.errors import InvalidInput, NotFound
+
+MAX_PAGE_SIZE = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRef:
+    """Names one task in one epoch: TaskRef(key="35+40", epoch=0, seed=1207)."""
+
+    key: str
+    epoch: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskPage:
+    """Some task references, and the token of the next page (empty at the end)."""
+
+    tasks: tuple[TaskRef, ...]
+    next_page_token: str
+
+
+class TaskSource(ABC):
+    """Tasks by split and key; an author writes `splits`, `keys` and `get`, pages come for free."""
+
+    @property
+    @abstractmethod
+    def splits(self) -> tuple[str, ...]:
+        """The names of the splits."""
+
+    @abstractmethod
+    def keys(self, split: str) -> Sequence[str]:
+        """The keys of a split, in the source's own order; each time the same."""
+
+    @abstractmethod
+    def get(self, split: str, key: str) -> TaskData:
+        """The task; NotFound (SPLIT_NOT_FOUND, TASK_NOT_FOUND) when there is none."""
+
+    def num_tasks(self, split: str) -> int:
+        """How many tasks the split holds."""
+        return len(self.keys(split))
+
+    def require_split(self, split: str) -> str:
+        """The split's name; empty means "train", or the only one there is."""
+        if split in self.splits:
+            return split
+        if not split and "train" in self.splits:
+            return "train"
+        if not split and len(self.splits) == 1:
+            return self.splits[0]
+        raise NotFound(
+            f"There is no split '{split[:80]}'.",
+            reason="SPLIT_NOT_FOUND",
+            remedy=f"Choose one of: {', '.join(self.splits)}.",
+        )
+
+    def page(
+        self,
+        split: str,
+        *,
+        page_token: str = "",
+        page_size: int = 0,
+        one_epoch: bool = False,
+        shuffle_seed: int = 0,
+    ) -> TaskPage:
+        """The next tasks: a pure function of its arguments, at a cost that grows with the page.
+
+        Seed 0 keeps the source's order; another seed orders each epoch in its own way. Without
+        `one_epoch` a page is always full and there is always a next one.
+        """
+        split = self.require_split(split)
+        keys = self.keys(split)
+        size = _page_size(page_size)
+        start = _position(page_token, len(keys))
+        end = min(start + size, max(start, len(keys))) if one_epoch else start + size
+        if not keys:
+            return TaskPage(tasks=(), next_page_token="")
+        refs = [_ref(keys, split, position, shuffle_seed) for position in range(start, end)]
+        over = one_epoch and end >= len(keys)
+        token = "" if over else "{}:{}".format(*divmod(end, len(keys)))
+        return TaskPage(tasks=tuple(refs), next_page_token=token)
+
+
+def task_not_found(split: str, key: str) -> NotFound:
+    """The error for a key that a split does not hold."""
+    return NotFound(
+        f"Split '{split}' holds no task '{key[:80]}'.",
+        reason="TASK_NOT_FOUND",
+        remedy="Take keys from ListTasks of the same environment and split.",
+    )
+
+
+def share_of(text: str) -> float:
+    """A fixed number in [0, 1) for a text, the same in every process."""
+    return _hash(text) / 2**64
+
+
+def permuted(index: int, size: int, seed: str) -> int:
+    """Where a permutation of range(size) sends `index`: a Feistel network, walked into range.
+
+    Costs no memory and nothing per task outside the page, whatever the size.
+    """
+    half = ((size - 1).bit_length() + 1) // 2
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for round_number in range(4):
+            left, right = right, left ^ (_hash(f"{seed}:{round_number}:{right}") & mask)
+        index = left << half | right
+        if index < size:
+            return index
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _ref(keys: Sequence[str], split: str, position: int, shuffle_seed: int) -> TaskRef:
+    epoch, offset = divmod(position, len(keys))
+    if shuffle_seed:
+        offset = permuted(offset, len(keys), f"{shuffle_seed}:{split}:{epoch}")
+    key = keys[offset]
+    seed = _hash(f"{shuffle_seed}:{split}:{epoch}:{key}") >> 33
+    return TaskRef(key=key, epoch=epoch, seed=seed)
+
+
+def _page_size(asked: int) -> int:
+    if not 0 <= asked <= MAX_PAGE_SIZE:
+        raise InvalidInput(
+            f"page_size is {asked}.",
+            reason="BAD_PAGE_SIZE",
+            remedy=f"Give 1 to {MAX_PAGE_SIZE}, or 0 for 100.",
+        )
+    return asked or 100
+
+
+def _position(token: str, num_tasks: int) -> int:
+    """Tasks before the page, all epochs counted."""
+    if not token:
+        return 0
+    epoch, _, offset = token.partition(":")
+    known = len(token) <= 40 and token.isascii() and epoch.isdecimal() and offset.isdecimal()
+    if not known or int(offset) >= num_tasks:
+        raise InvalidInput(
+            "page_token is not one this source gave out.",
+            reason="BAD_PAGE_TOKEN",
+            remedy="Send next_page_token of the page before, or nothing for the first page.",
+        )
+    return int(epoch) * num_tasks + int(offset)
