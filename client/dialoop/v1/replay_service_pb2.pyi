@@ -116,12 +116,14 @@ class AppendGroupsRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., stage: _Optional[_Union[_trajectory_pb2.Stage, str]] = ..., items: _Optional[_Iterable[_Union[AppendItem, _Mapping]]] = ...) -> None: ...
 
 class AppendItem(_message.Message):
-    __slots__ = ("group", "lease_id")
+    __slots__ = ("group", "lease_id", "num_discarded")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISCARDED_FIELD_NUMBER: _ClassVar[int]
     group: _trajectory_pb2.Group
     lease_id: str
-    def __init__(self, group: _Optional[_Union[_trajectory_pb2.Group, _Mapping]] = ..., lease_id: _Optional[str] = ...) -> None: ...
+    num_discarded: int
+    def __init__(self, group: _Optional[_Union[_trajectory_pb2.Group, _Mapping]] = ..., lease_id: _Optional[str] = ..., num_discarded: _Optional[int] = ...) -> None: ...
 
 class AppendGroupsResponse(_message.Message):
     __slots__ = ("outcomes",)
