@@ -1,0 +1,108 @@
+"""One leased batch: which groups to train, which to drop and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dialoop.sequences import ForkCause
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from collections.abc import Sequence as Rows
+
+    from dialoop.clients.replay import GroupLease
+    from dialoop.sequences import PolicyVersion, Sequence
+    from dialoop.trajectory import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What became of the leased groups."""
+
+    train: tuple[GroupLease, ...]
+    already_consumed: tuple[GroupLease, ...]
+    dropped: dict[str, tuple[GroupLease, ...]]
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups to train."""
+        return tuple(lease.group for lease in self.train)
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """The token rows to train: those with sampled tokens and an advantage that is not 0."""
+        return tuple(
+            sequence
+            for group in self.groups
+            for trajectory in group.trajectories
+            for sequence in trajectory.sequences
+            if sequence.num_model_tokens and _has_signal(sequence)
+        )
+
+    def staleness(self, current: PolicyVersion) -> Counter[int]:
+        """Trained trajectories by the versions their oldest token lags behind `current`."""
+        return Counter(
+            current.staleness_of(min(trajectory.policy_versions))
+            for group in self.groups
+            for trajectory in group.trajectories
+        )
+
+    def forks(self) -> Counter[str]:
+        """Trained sequences that started as a fork, by cause."""
+        return Counter(
+            sequence.fork_cause.name.lower()
+            for group in self.groups
+            for trajectory in group.trajectories
+            for sequence in trajectory.sequences
+            if sequence.fork_cause is not ForkCause.NONE
+        )
+
+
+def sort_batch(
+    leases: Rows[GroupLease],
+    *,
+    current: PolicyVersion,
+    max_staleness: int,
+    consumed_group_ids: Collection[str],
+) -> Batch:
+    """Split leased groups into train, drop and already consumed.
+
+    Staleness was checked when the groups were leased; it is checked again here because a publish
+    may have come between.
+    """
+    train: list[GroupLease] = []
+    consumed: list[GroupLease] = []
+    dropped: dict[str, list[GroupLease]] = {}
+    for lease in leases:
+        reason = _reason_to_drop(lease.group, current, max_staleness)
+        if lease.group.group_id in consumed_group_ids:
+            consumed.append(lease)
+        elif reason:
+            dropped.setdefault(reason, []).append(lease)
+        else:
+            train.append(lease)
+    return Batch(
+        train=tuple(train),
+        already_consumed=tuple(consumed),
+        dropped={reason: tuple(found) for reason, found in dropped.items()},
+    )
+
+
+def _reason_to_drop(group: Group, current: PolicyVersion, max_staleness: int) -> str:
+    versions = group.policy_versions
+    if any(version.lineage != current.lineage for version in versions):
+        return "stale"
+    if current.staleness_of(min(versions)) > max_staleness:
+        return "stale"
+    if any(trajectory.sampling.truncates for trajectory in group.trajectories):
+        return "truncated_sampling"
+    sequences = (s for trajectory in group.trajectories for s in trajectory.sequences)
+    return "" if any(_has_signal(sequence) for sequence in sequences) else "uniform_reward"
+
+
+def _has_signal(sequence: Sequence) -> bool:
+    if len(sequence.token_advantages):
+        return bool(sequence.token_advantages.any())
+    return bool(sequence.advantage)

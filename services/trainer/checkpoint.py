@@ -1,0 +1,117 @@
+"""Checkpoints: everything a restarted trainer needs to go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from dialoop.errors import InvalidConfig
+from dialoop.sequences import PolicyVersion
+
+from services.trainer.records import write_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from services.trainer.learner import Learner
+
+_FORMAT = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """How far the job is; owned by the job and written whole into every checkpoint.
+
+    `consumed_group_ids` are the groups whose gradient is in the weights and whose acknowledgement
+    may not have reached the queue yet: a redelivery of one is acknowledged, not trained again.
+    """
+
+    policy_version: PolicyVersion
+    num_warm_start_steps: int = 0
+    num_train_steps: int = 0
+    num_policy_versions: int = 0
+    num_trained_tokens: int = 0
+    num_trained_trajectories: int = 0
+    num_steps_with_older_data: int = 0
+    max_logprob_difference: float = 0.0
+    cursor: str = ""
+    consumed_group_ids: list[str] = field(default_factory=list)
+    staleness_histogram: Counter[int] = field(default_factory=Counter)
+    forks: Counter[str] = field(default_factory=Counter)
+    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+    phase_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"format": _FORMAT, **values, "policy_version": asdict(self.policy_version)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Progress:
+        """What `to_json` wrote."""
+        if data.pop("format", None) != _FORMAT:
+            raise InvalidConfig("The checkpoint is of another format.", remedy="Start a fresh run.")
+        version = PolicyVersion(**data.pop("policy_version"))
+        histogram = Counter({int(k): v for k, v in data.pop("staleness_histogram").items()})
+        forks = Counter(data.pop("forks"))
+        return cls(policy_version=version, staleness_histogram=histogram, forks=forks, **data)
+
+
+class Checkpoints:
+    """The checkpoint directory of a run; keeps the newest two."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._root = run_dir / "checkpoints"
+
+    def save(self, learner: Learner, progress: Progress) -> Path:
+        """Write a checkpoint; it counts from the moment the pointer names it."""
+        name = f"{progress.policy_version}-{progress.num_train_steps:06d}"
+        directory = self._root / name
+        directory.mkdir(parents=True, exist_ok=True)
+        learner.export(directory / "model.safetensors")
+        learner.save_state(directory / "learner.pt")
+        write_json(directory / "progress.json", progress.to_json())
+        write_json(self._root / "latest.json", {"name": name})
+        self._forget_all_but(name)
+        return directory
+
+    def restore(self, learner: Learner) -> Progress | None:
+        """Load the newest checkpoint into the learner; None when there is none."""
+        pointer = self._root / "latest.json"
+        if not pointer.is_file():
+            return None
+        directory = self._root / json.loads(pointer.read_text("utf-8"))["name"]
+        learner.load_weights(directory / "model.safetensors")
+        learner.load_state(directory / "learner.pt")
+        return Progress.from_json(json.loads((directory / "progress.json").read_text("utf-8")))
+
+    def _forget_all_but(self, newest: str) -> None:
+        others = [d for d in self._root.iterdir() if d.is_dir() and d.name != newest]
+        for directory in sorted(others, key=lambda d: d.stat().st_mtime)[:-1]:
+            shutil.rmtree(directory)
+
+
+def lineage_after_restore(
+    restored: PolicyVersion, published: PolicyVersion | None
+) -> PolicyVersion:
+    """The version the restored weights go on under.
+
+    When newer versions were published and are now discarded, their numbers must not come back with
+    other weights: a new lineage starts (main, main.1, main.2, ...).
+    """
+    if published is None or published == restored:
+        return restored
+    base, _, generation = published.lineage.partition(".")
+    return PolicyVersion(lineage=f"{base}.{int(generation or 0) + 1}", number=restored.number)
+
+
+def published_version(run_dir: Path) -> PolicyVersion | None:
+    """The version that `policies/latest.json` names, if any."""
+    pointer = run_dir / "policies" / "latest.json"
+    if not pointer.is_file():
+        return None
+    data = json.loads(pointer.read_text("utf-8"))
+    return PolicyVersion(lineage=data["lineage"], number=data["number"])

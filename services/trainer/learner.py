@@ -1,0 +1,201 @@
+"""The model being trained and its optimisers: steps, log-probs, export, state. No network.
+
+Every method blocks on the CPU or GPU; the job calls them from one worker thread at a time.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from dialoop.errors import InvalidConfig
+from safetensors.torch import load_file, save_file
+
+from services.learning.loss_loading import load_loss
+from services.learning.models import load_policy
+from services.learning.optim import GuardedOptimizer, OptimizerSettings
+from services.learning.packing import TokenRow, pack_rows
+from services.learning.training import UpdateReport, update
+from services.rl.packing_plan import plan_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Rows
+
+    from dialoop.sequences import Sequence
+    from numpy.typing import NDArray
+
+    from services.learning.packing import PackedBatch
+    from services.trainer.settings import TrainerSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedWeights:
+    """A safetensors file of the whole policy."""
+
+    path: Path
+    sha256: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainStepReport:
+    """One train step: the mean of its updates."""
+
+    loss: float
+    metrics: dict[str, float]
+    grad_norm: float
+    num_updates: int
+    num_refused: int
+    num_trained_tokens: int
+
+
+class Learner:
+    """Owns the policy model and its optimisers."""
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        torch.set_num_threads(settings.torch_threads)
+        torch.manual_seed(settings.seed)
+        self._settings = settings
+        self._random = random.Random(settings.seed)
+        self._policy = load_policy(settings.model_dir, dtype=settings.dtype)
+        self._loss = load_loss(settings.loss, settings.loss_options)
+        self._sft = load_loss("sft")
+        parameters = list(self._policy.parameters())
+        self._warm_start_optimizer = GuardedOptimizer(
+            parameters,
+            OptimizerSettings(
+                learning_rate=settings.warm_start_learning_rate,
+                max_grad_norm=settings.max_grad_norm,
+                warmup_steps=settings.warm_start_warmup_steps,
+                total_steps=max(1, settings.warm_start_steps),
+            ),
+        )
+        self._optimizer = GuardedOptimizer(
+            parameters,
+            OptimizerSettings(
+                learning_rate=settings.learning_rate,
+                weight_decay=settings.weight_decay,
+                max_grad_norm=settings.max_grad_norm,
+            ),
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained parameters; tied ones count once."""
+        return sum(p.numel() for p in self._policy.parameters())
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output embedding."""
+        return int(self._policy.causal_lm.get_output_embeddings().weight.shape[0])
+
+    def warm_start_step(self, demonstrations: Rows[Sequence]) -> UpdateReport:
+        """One SFT update on demonstrations."""
+        rows = self._packed(
+            [
+                TokenRow.from_demonstration(s.token_ids.tolist(), s.response_mask().tolist())
+                for s in demonstrations
+            ]
+        )
+        return update(self._policy, self._warm_start_optimizer, rows, self._sft)
+
+    def train_step(self, sequences: Rows[Sequence], *, temperature: float) -> TrainStepReport:
+        """`num_minibatches` updates over the sequences, in a seeded random order."""
+        order = list(sequences)
+        self._random.shuffle(order)
+        num = min(self._settings.num_minibatches, len(order))
+        reports = [
+            update(
+                self._policy,
+                self._optimizer,
+                self._packed([TokenRow.from_sequence(s) for s in order[start::num]]),
+                self._loss,
+                temperature=temperature,
+            )
+            for start in range(num)
+        ]
+        names = reports[0].metrics
+        return TrainStepReport(
+            loss=float(np.mean([r.loss for r in reports])),
+            metrics={n: float(np.mean([r.metrics[n] for r in reports])) for n in names},
+            grad_norm=float(np.mean([r.step.grad_norm for r in reports])),
+            num_updates=sum(r.step.applied for r in reports),
+            num_refused=sum(not r.step.applied for r in reports),
+            num_trained_tokens=sum(s.num_model_tokens for s in sequences),
+        )
+
+    @torch.no_grad()
+    def logprobs(
+        self, rows: Rows[Rows[int]], *, temperature: float = 1.0
+    ) -> list[NDArray[np.float32]]:
+        """Log-probs float32 [L - 1] of each row's tokens from position 1 on."""
+        packed = [
+            TokenRow.from_demonstration(list(ids), [False] + [True] * (len(ids) - 1))
+            for ids in rows
+        ]
+        batch = pack_rows(packed)
+        scores = self._policy(batch, temperature=temperature).logprobs
+        return [values.numpy() for values in batch.split(scores)]
+
+    def export(self, path: Path) -> ExportedWeights:
+        """Write the weights as they are now; the file appears whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        save_file(self._tensors(), temporary, metadata={"format": "pt"})
+        temporary.replace(path)
+        data = path.read_bytes()
+        return ExportedWeights(
+            path=path, sha256=hashlib.sha256(data).hexdigest(), num_bytes=len(data)
+        )
+
+    def load_weights(self, path: Path) -> None:
+        """Take weights that `export` wrote; InvalidConfig when they are another model's."""
+        tensors = load_file(path)
+        own = self._tensors()
+        if {k: v.shape for k, v in tensors.items()} != {k: v.shape for k, v in own.items()}:
+            raise InvalidConfig(
+                f"The weights {path.name} are not of the model in {self._settings.model_dir}.",
+                reason="WEIGHTS_MISMATCH",
+                remedy="Resume with the model directory the run was started with.",
+            )
+        self._policy.causal_lm.load_state_dict(tensors, strict=False)
+        self._policy.causal_lm.tie_weights()
+
+    def save_state(self, path: Path) -> None:
+        """Write optimisers and random state, for `load_state`."""
+        state = {
+            "warm_start": self._warm_start_optimizer.state_dict(),
+            "train": self._optimizer.state_dict(),
+            "torch_random": torch.get_rng_state(),
+            "python_random": repr(self._random.getstate()),
+        }
+        torch.save(state, path)
+
+    def load_state(self, path: Path) -> None:
+        """Continue as if never stopped."""
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+        self._warm_start_optimizer.load_state_dict(state["warm_start"])
+        self._optimizer.load_state_dict(state["train"])
+        torch.set_rng_state(state["torch_random"])
+        self._random.setstate(ast.literal_eval(state["python_random"]))
+
+    def _packed(self, rows: list[TokenRow]) -> list[PackedBatch]:
+        lengths = [len(row.token_ids) for row in rows]
+        plan = plan_rows(lengths, max_tokens=self._settings.max_row_tokens)
+        return [pack_rows([rows[index] for index in indices]) for indices in plan.rows]
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters by their Hugging Face names; a tied head is not repeated."""
+        model = self._policy.causal_lm
+        tied = model.config.tie_word_embeddings
+        return {
+            name: tensor.detach().contiguous()
+            for name, tensor in model.state_dict().items()
+            if not (tied and name == "lm_head.weight")
+        }

@@ -1,0 +1,124 @@
+"""What a run leaves to read: metrics.jsonl, trajectories.jsonl and trainer.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dialoop.sequences import PolicyVersion, Sequence
+    from dialoop.trajectory import Trajectory
+
+
+class RunRecords:
+    """Appends to the run's files; one line per call, flushed, so that a kill loses no line."""
+
+    def __init__(self, run_dir: Path) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._run_dir = run_dir
+        self._metrics = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._trajectories = (run_dir / "trajectories.jsonl").open("a", encoding="utf-8")
+        self.newest: dict[str, float] = {}
+
+    def metric(
+        self, kind: str, *, train_step: int, policy_version: PolicyVersion | None, **values: Any
+    ) -> None:
+        """Add one row; numbers also become `newest["<kind>/<name>"]`."""
+        row = {
+            "time": time.time(),
+            "kind": kind,
+            "train_step": train_step,
+            "policy_version": None if policy_version is None else policy_version.number,
+            "lineage": None if policy_version is None else policy_version.lineage,
+            **values,
+        }
+        self._metrics.write(json.dumps(row) + "\n")
+        self._metrics.flush()
+        prefix = f"{kind}/{values['label']}" if "label" in values else kind
+        numbers = {f"{prefix}/{k}": float(v) for k, v in values.items() if _is_number(v)}
+        self.newest.update(numbers)
+
+    def trajectories(
+        self, trajectories: Iterable[Trajectory], *, outcome: str, label: str, train_step: int
+    ) -> None:
+        """Add trajectories with what became of them: trained, evaluation or a drop's reason."""
+        fate = {"outcome": outcome, "label": label, "train_step": train_step}
+        lines = [json.dumps({**fate, **as_row(t)}, ensure_ascii=False) for t in trajectories]
+        self._trajectories.write("".join(line + "\n" for line in lines))
+        self._trajectories.flush()
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        """Write trainer.json in one piece."""
+        write_json(self._run_dir / "trainer.json", result)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._metrics.close()
+        self._trajectories.close()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file so that a reader sees the old one or the new one, never half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def as_row(trajectory: Trajectory) -> dict[str, Any]:
+    """A trajectory as plain JSON: what `trajectories.jsonl` holds."""
+    return {
+        "trajectory_id": trajectory.trajectory_id,
+        "group_id": trajectory.group_id,
+        "task_key": trajectory.task_key,
+        "environment": trajectory.environment,
+        "reward": trajectory.reward,
+        "done_reason": trajectory.done_reason.name,
+        "num_tool_calls": trajectory.num_tool_calls,
+        "temperature": trajectory.sampling.temperature,
+        "messages": trajectory.history.to_chats(),
+        "turns": [
+            {
+                "message_start": turn.message_start,
+                "num_messages": turn.num_messages,
+                "rewards": {r.name: r.value * r.weight for r in turn.rewards},
+                "stop_reason": turn.stop_reason.name,
+            }
+            for turn in trajectory.turns
+        ],
+        "sequences": [_sequence_row(sequence) for sequence in trajectory.sequences],
+        "failures": [
+            {"owner": f.owner.name, "reason": f.reason, "message": f.message}
+            for f in trajectory.failures
+        ],
+    }
+
+
+def _sequence_row(sequence: Sequence) -> dict[str, Any]:
+    return {
+        "token_ids": sequence.token_ids.tolist(),
+        "segments": [
+            {
+                "start": s.start,
+                "length": s.length,
+                "source": s.source.name,
+                "turn": s.turn,
+                "message_index": s.message_index,
+                "lineage": None if s.policy_version is None else s.policy_version.lineage,
+                "policy_version": None if s.policy_version is None else s.policy_version.number,
+            }
+            for s in sequence.segments
+        ],
+        "inference_logprobs": sequence.inference_logprobs.tolist(),
+        "advantage": sequence.advantage,
+        "fork_cause": sequence.fork_cause.name,
+    }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

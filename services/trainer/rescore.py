@@ -1,0 +1,129 @@
+"""Prove a run's log-probs: `python -m services.trainer.rescore RUN_DIR` prints one JSON line.
+
+Every stored token is scored again under the very policy version it was sampled with, by a full
+forward pass of the trainer's model, and compared with the log-prob the engine recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from dialoop.errors import DataLost
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+
+from services.learning.models import PolicyModel, load_policy
+from services.learning.packing import TokenRow, pack_rows
+
+_ROWS_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """The tokens of one sequence that one version sampled, at `positions`."""
+
+    token_ids: tuple[int, ...]
+    positions: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+
+
+def sampled_by_version(
+    path: Path,
+) -> tuple[int, dict[tuple[str, float], list[Sampled]]]:
+    """Number of trajectories, and their sampled tokens by (version, temperature)."""
+    found: dict[tuple[str, float], list[Sampled]] = defaultdict(list)
+    num_trajectories = 0
+    for line in path.read_text("utf-8").splitlines():
+        row = json.loads(line)
+        num_trajectories += 1
+        # A greedy sampler reports the log-probs of the untempered distribution.
+        temperature = row["temperature"] or 1.0
+        for sequence in row["sequences"]:
+            for version, sampled in _sampled(sequence):
+                found[version, temperature].append(sampled)
+    return num_trajectories, found
+
+
+def _sampled(sequence: dict[str, Any]) -> Iterator[tuple[str, Sampled]]:
+    start = 0
+    ids = tuple(sequence["token_ids"])
+    logprobs = np.array(sequence["inference_logprobs"], dtype=np.float32)
+    for segment in sequence["segments"]:
+        if segment["source"] != "MODEL":
+            continue
+        positions = np.arange(segment["start"], segment["start"] + segment["length"])
+        version = f"{segment['lineage']}-{segment['policy_version']}"
+        own = logprobs[start : start + len(positions)]
+        start += len(positions)
+        # Later tokens cannot matter, so a row ends where its version's tokens end.
+        yield (
+            version,
+            Sampled(token_ids=ids[: positions[-1] + 1], positions=positions, logprobs=own),
+        )
+
+
+@torch.no_grad()
+def largest_difference(policy: PolicyModel, rows: list[Sampled], temperature: float) -> float:
+    """Largest absolute difference in nats over the rows' sampled tokens."""
+    worst = 0.0
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        part = rows[start : start + _ROWS_AT_ONCE]
+        batch = pack_rows([_as_row(sampled) for sampled in part])
+        own = policy(batch, temperature=temperature).logprobs
+        for scores, sampled in zip(batch.split(own), part, strict=True):
+            difference = np.abs(scores.numpy() - sampled.logprobs).max()
+            worst = max(worst, float(difference))
+    return worst
+
+
+def _as_row(sampled: Sampled) -> TokenRow:
+    mask = np.zeros(len(sampled.token_ids), dtype=np.bool_)
+    mask[sampled.positions] = True
+    return TokenRow.from_demonstration(list(sampled.token_ids), mask.tolist())
+
+
+def rescore(run_dir: Path, model_dir: Path) -> dict[str, float]:
+    """Re-score all of `trajectories.jsonl`; DataLost when a version's weights are gone."""
+    num_trajectories, found = sampled_by_version(run_dir / "trajectories.jsonl")
+    policy = load_policy(model_dir)
+    worst, num_tokens = 0.0, 0
+    for (version, temperature), rows in sorted(found.items()):
+        path = run_dir / "policies" / version / "model.safetensors"
+        if not path.is_file():
+            raise DataLost(
+                f"The weights of policy {version} are gone.",
+                reason="POLICY_GONE",
+                remedy="Run with keep_policies = 0 to re-score everything.",
+            )
+        policy.causal_lm.load_state_dict(load_file(path), strict=False)
+        policy.causal_lm.tie_weights()
+        worst = max(worst, largest_difference(policy, rows, temperature))
+        num_tokens += sum(len(sampled.positions) for sampled in rows)
+    return {
+        "num_trajectories": num_trajectories,
+        "num_tokens": num_tokens,
+        "num_policy_versions": len({version for version, _ in found}),
+        "max_difference": worst,
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Re-score a run's trajectories.")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--model-dir", type=Path, help="default: RUN_DIR/model")
+    arguments = parser.parse_args()
+    model_dir = arguments.model_dir or arguments.run_dir / "model"
+    print(json.dumps(rescore(arguments.run_dir, model_dir)))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Settings of the trainer, read from DIALOOP_TRAINER_... once, in __main__."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from dialoop.errors import InvalidConfig
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from services.runtime.settings import ServerSettings
+
+
+class TrainerSettings(ServerSettings):
+    """What to train, on what, how, and where to write it."""
+
+    model_config = SettingsConfigDict(env_prefix="DIALOOP_TRAINER_")
+
+    run: str = "default"
+    """Run id: scopes the queue's keys."""
+    run_dir: Path = Path("runs/default")
+    """Where metrics, trajectories, policies and checkpoints go."""
+    model_dir: Path = Path("runs/default/model")
+    """Hugging Face model directory to start from, with its tokenizer."""
+    seed: int = 0
+    """Seeds the order of demonstrations and minibatches."""
+    torch_threads: int = Field(default=1, ge=1)
+    """CPU threads of one train step."""
+
+    replay_address: str = "127.0.0.1:7003"
+    """host:port of the replay service."""
+    environment_address: str = "127.0.0.1:7001"
+    """host:port of the environment service; asked for the tasks to evaluate on."""
+    inference_addresses: list[str] = Field(default=["127.0.0.1:7002"], min_length=1)
+    """host:port of every inference replica; each gets every publish."""
+
+    environment: str = "arithmetic"
+    """Name of the environment to evaluate on."""
+    heldout_split: str = "heldout"
+    """Split that evaluations use."""
+    max_new_tokens: int = Field(default=24, ge=1)
+    """Most tokens an evaluation samples in one turn."""
+
+    warm_start_steps: int = Field(default=0, ge=0)
+    """SFT steps before RL; 0 for none."""
+    warm_start_batch_size: int = Field(default=64, ge=1)
+    """Demonstrations in an SFT step."""
+    warm_start_learning_rate: float = Field(default=3e-3, gt=0)
+    """Peak SFT learning rate; decays to a tenth."""
+    warm_start_warmup_steps: int = Field(default=20, ge=0)
+    """SFT steps that raise the learning rate from 0."""
+    warm_start_file: Path | None = None
+    """JSONL of {"messages": [...]} demonstrations; absent: the environment's own."""
+    warm_start_split: str = "train"
+    """Split whose tasks the environment demonstrates."""
+    environment_use: str = ""
+    """What demonstrates: a built-in's name or module:attribute; empty: as `environment`."""
+    environment_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of that environment, as the environment service has them."""
+
+    num_train_steps: int = Field(default=50, ge=0)
+    """RL train steps; one leased batch each."""
+    groups_per_train_step: int = Field(default=16, ge=1)
+    """Groups leased for a train step."""
+    num_minibatches: int = Field(default=2, ge=1)
+    """Optimiser updates of a train step."""
+    learning_rate: float = Field(default=1e-4, gt=0)
+    """AdamW learning rate of RL."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW weight decay."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradient norm to clip at."""
+    loss: str = "dppo_mask"
+    """Name of a built-in loss, or module:function of yours."""
+    loss_options: dict[str, float] = Field(default_factory=dict)
+    """Options of the loss, as {"clip_low": 0.2, "clip_high": 0.2}."""
+    max_row_tokens: int = Field(default=1024, ge=16)
+    """Most tokens in a packed row."""
+
+    pipeline_depth: int = Field(default=2, ge=0)
+    """Train steps that generation may run ahead; 0 is synchronous."""
+    max_staleness: int = Field(default=4, ge=0)
+    """Policy versions that the oldest trained token may lag."""
+    lease_s: float = Field(default=120.0, gt=0)
+    """Seconds a leased group is ours without an extension."""
+
+    evaluate_every: int = Field(default=10, ge=0)
+    """Train steps between evaluations while training goes on; 0 for none."""
+    num_evaluation_tasks: int = Field(default=256, ge=0)
+    """Held-out tasks before and after training; 0 for no evaluation."""
+    num_running_evaluation_tasks: int = Field(default=64, ge=1)
+    """Held-out tasks of an evaluation while training goes on."""
+
+    checkpoint_every: int = Field(default=10, ge=1)
+    """Train steps between checkpoints."""
+    keep_policies: int = Field(default=0, ge=0)
+    """Published policies to keep on disk; 0 keeps all, which re-scoring needs."""
+    max_logprob_difference: float = Field(default=1e-4, gt=0)
+    """Trainer and replica may differ by this much on the probe, in nats, before it is an alarm."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Parameter type of the trained model."""
+
+    def require_consistent(self) -> TrainerSettings:
+        """Check what one field cannot; InvalidConfig names both."""
+        if self.max_staleness < self.pipeline_depth:
+            raise InvalidConfig(
+                f"max_staleness is {self.max_staleness} and pipeline_depth {self.pipeline_depth}.",
+                remedy="Set max_staleness at least to pipeline_depth, or all data ends up stale.",
+            )
+        return self
+
+    @property
+    def max_outstanding_groups(self) -> int:
+        """Groups that may be outstanding: (pipeline_depth + 1) batches."""
+        return (self.pipeline_depth + 1) * self.groups_per_train_step
