@@ -1,0 +1,1 @@
+"""The environment service: sessions, episodes and tasks of chat environments over gRPC."""

@@ -1,0 +1,42 @@
+"""The environments a service has, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from dialoop.environments import Environment, load_environment
+from dialoop.errors import InvalidConfig, NotFound
+
+from services.environment.settings import EnvironmentEntry
+
+
+class Catalogue:
+    """Environments by name, fixed from the start."""
+
+    def __init__(self, environments: Iterable[Environment]) -> None:
+        self._by_name: dict[str, Environment] = {}
+        for environment in environments:
+            if environment.name in self._by_name:
+                raise InvalidConfig(
+                    f"Two environments are named '{environment.name}'.",
+                    remedy="Give one of them another name.",
+                )
+            self._by_name[environment.name] = environment
+
+    @classmethod
+    def from_entries(cls, entries: Iterable[EnvironmentEntry]) -> Catalogue:
+        """Load each entry; InvalidConfig when one cannot be."""
+        return cls(load_environment(entry.use, entry.options) for entry in entries)
+
+    def get(self, name: str) -> Environment:
+        """The environment of that name; NotFound (ENVIRONMENT_NOT_FOUND)."""
+        if name not in self._by_name:
+            raise NotFound(
+                f"There is no environment '{name[:80]}'.",
+                reason="ENVIRONMENT_NOT_FOUND",
+                remedy=f"Choose one of: {', '.join(self._by_name)}.",
+            )
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[Environment]:
+        return iter(self._by_name.values())

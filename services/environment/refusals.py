@@ -1,0 +1,89 @@
+"""The errors of sessions, each with what to do about it."""
+
+from __future__ import annotations
+
+from dialoop.errors import (
+    AlreadyExists,
+    Busy,
+    CapacityExhausted,
+    InvalidInput,
+    NotFound,
+    PreconditionFailed,
+)
+
+
+def session_lost(session_id: str) -> NotFound:
+    """Nobody here knows the session."""
+    return NotFound(
+        f"There is no session '{session_id[:80]}': it was closed, or this service was restarted.",
+        reason="SESSION_LOST",
+        remedy="Create a session and play the task again from its start.",
+    )
+
+
+def session_expired(session_id: str) -> NotFound:
+    """The session was not used within its time to live."""
+    return NotFound(
+        f"Session '{session_id[:80]}' expired unused.",
+        reason="SESSION_EXPIRED",
+        remedy="Create a session with a longer ttl_s and play the task again.",
+    )
+
+
+def session_busy(session_id: str) -> Busy:
+    """A step of the session is under way."""
+    return Busy(
+        f"Session '{session_id[:80]}' is at work on a step.",
+        reason="SESSION_BUSY",
+        remedy="Wait for its answer, or play in another session.",
+    )
+
+
+def session_conflict(session_id: str, environment: str) -> AlreadyExists:
+    """The id is taken by a session of another environment."""
+    return AlreadyExists(
+        f"Session '{session_id[:80]}' is one of environment '{environment}'.",
+        reason="SESSION_CONFLICT",
+        remedy="Choose another session_id.",
+    )
+
+
+def no_capacity(capacity: int) -> CapacityExhausted:
+    """All places are taken."""
+    return CapacityExhausted(
+        f"All {capacity} sessions are in use.",
+        reason="CAPACITY",
+        remedy="Close sessions, wait for some to expire, or raise the capacity.",
+    )
+
+
+def step_conflict(what: str) -> PreconditionFailed:
+    """The same place was asked for with other content before."""
+    return PreconditionFailed(
+        f"{what} was asked for before, with other content.",
+        reason="STEP_CONFLICT",
+        remedy="Retry with the same content, or go on to the next one.",
+    )
+
+
+def step_gap(what: str, expected: int) -> PreconditionFailed:
+    """Something in between is missing."""
+    return PreconditionFailed(
+        f"{what} comes too early: the next one is {expected}.",
+        reason="STEP_GAP",
+        remedy="Take episodes and steps in order, starting with a reset.",
+    )
+
+
+def episode_done(episode: int) -> PreconditionFailed:
+    """The episode takes no more steps."""
+    return PreconditionFailed(
+        f"Episode {episode} is over.",
+        reason="EPISODE_DONE",
+        remedy="Reset the session to start another.",
+    )
+
+
+def bad_value(name: str, remedy: str) -> InvalidInput:
+    """A field is out of range."""
+    return InvalidInput(f"{name} is out of range.", reason="OUT_OF_RANGE", remedy=remedy)

@@ -1,0 +1,42 @@
+"""The whole service in one context: sessions, servicer, server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from dialoop.v1.environment_service_pb2_grpc import add_EnvironmentServiceServicer_to_server
+
+from services.environment.catalogue import Catalogue
+from services.environment.servicer import EnvironmentServicer
+from services.environment.sessions import Limits, open_sessions
+from services.environment.settings import EnvironmentSettings
+from services.runtime import GrpcServer
+
+SERVICE = "dialoop.v1.EnvironmentService"
+
+
+@asynccontextmanager
+async def serving(
+    settings: EnvironmentSettings, catalogue: Catalogue | None = None
+) -> AsyncIterator[GrpcServer]:
+    """A listening server, `server.address`; leaving drains it and ends all sessions.
+
+    Without a catalogue the environments of the settings are loaded first.
+    """
+    catalogue = catalogue or Catalogue.from_entries(settings.entries)
+    limits = Limits(
+        ttl_s=settings.ttl_s,
+        max_ttl_s=settings.max_ttl_s,
+        capacity=settings.capacity,
+        step_timeout_s=settings.step_timeout_s,
+        reap_interval_s=settings.reap_interval_s,
+    )
+    server = GrpcServer(settings)
+    async with open_sessions(catalogue, limits) as sessions:
+        servicer = EnvironmentServicer(
+            catalogue, sessions, max_concurrent_items=settings.max_concurrent_items
+        )
+        server.add(add_EnvironmentServiceServicer_to_server, servicer, SERVICE)
+        async with server:
+            yield server
