@@ -157,7 +157,7 @@ def combine_metrics(rows: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
     totals: dict[str, float] = {}
     for row in rows:
         for name, value in row.items():
-            totals[name] = totals.get(name, 0.0) + float(value)
+            totals[name] = totals.get(name, 0.0) + float(torch.as_tensor(value).detach())
     if totals.get("ratio_squared"):
         totals["ess"] = totals["ratio"] ** 2 / totals["ratio_squared"]
     return totals
