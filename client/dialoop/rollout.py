@@ -8,6 +8,7 @@ A failure becomes a value with its owner on the trajectory; it never becomes rew
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from dialoop.episode import Opening, Outcome, Policy, Sample, Sessions
 
 
+_CLOSE_S = 5.0
+
+
 @dataclass(slots=True)
 class _Tape:
     """What has been recorded of the running episode; touched by its one task only."""
@@ -49,14 +53,32 @@ class _Tape:
     def context(self) -> Sequence | None:
         return self.sequences[-1] if self.sequences else None
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether something failed that was not the policy's: going on would be for nothing."""
+        return any(failure.owner is not Owner.POLICY for failure in self.failures)
+
+    @property
+    def done_reason(self) -> DoneReason:
+        """Why it ended; the policy's own mistakes do not hide the environment's reason."""
+        if self.outcome is not None and self.outcome.done:
+            return self.outcome.done_reason
+        return DoneReason.ERROR if self.is_lost else DoneReason.MAX_TURNS
+
+    def opened(self, opening: Opening) -> None:
+        """Keep what the environment begins with."""
+        self.history = opening.history.require_prompt()
+        self.environment_version = opening.environment_version
+
     def answered(self, sample: Sample) -> None:
         """Keep the sampled tokens: appended to the running sequence, or as a fork of it."""
+        full = sample.history.require_full()
         continues = self.sequences and sample.sequence.fork_cause is ForkCause.NONE
         if continues:
             self.sequences[-1] = self.sequences[-1].extended_by(sample.sequence)
         else:
             self.sequences.append(sample.sequence)
-        self.history = sample.history.require_full()
+        self.history = full
         self.covered = len(self.history)
         self.sample = sample
 
@@ -104,26 +126,28 @@ async def play(
     tape = _Tape()
     session_id = uuid.uuid4().hex
     sampling = sampling or task.sampling
-    opening = await _open(task, sessions, session_id, tape)
-    if opening is not None:
-        tape.history = opening.history.require_prompt()
-        tape.environment_version = opening.environment_version
-        for turn in range(max_turns):
-            if not await _turn(tape, sessions, policy, session_id, sampling, turn):
-                break
-    await _close(sessions, session_id)
+    try:
+        if await _open(task, sessions, session_id, tape):
+            for turn in range(max_turns):
+                if not await _turn(tape, sessions, policy, session_id, sampling, turn):
+                    break
+    finally:
+        await _close(sessions, session_id)
     return _record(task, tape, group_id=group_id, sampling=sampling)
 
 
-async def _open(task: Task, sessions: Sessions, session_id: str, tape: _Tape) -> Opening | None:
+async def _open(task: Task, sessions: Sessions, session_id: str, tape: _Tape) -> bool:
+    """Whether the episode has begun."""
     try:
         await sessions.create_session(session_id, task.environment)
-        return await sessions.reset(
+        opening = await sessions.reset(
             session_id, episode=1, split=task.split, task_key=task.key, seed=task.seed
         )
+        tape.opened(opening)
     except Exception as error:
         tape.failed(Owner.ENVIRONMENT, error)
-        return None
+        return False
+    return True
 
 
 async def _turn(
@@ -143,10 +167,10 @@ async def _turn(
             sampling=sampling,
             turn=turn,
         )
+        tape.answered(sample)
     except Exception as error:
         tape.failed(Owner.INFERENCE, error)
         return False
-    tape.answered(sample)
     if sample.stop_reason is StopReason.CANCELLED:
         tape.failures.append(
             Failure(owner=Owner.INFERENCE, reason="CANCELLED", message="Sampling was cancelled.")
@@ -157,25 +181,23 @@ async def _turn(
         outcome = await sessions.step(
             session_id, episode=1, step_index=turn, history=sample.history
         )
+        tape.stepped(outcome, time.perf_counter() - started)
     except Exception as error:
         tape.failed(Owner.ENVIRONMENT, error)
         return False
-    tape.stepped(outcome, time.perf_counter() - started)
-    return not outcome.done
+    return not (outcome.done or tape.is_lost)
 
 
 async def _close(sessions: Sessions, session_id: str) -> None:
-    try:
-        await sessions.close_session(session_id)
-    except DialoopError:
-        return  # the environment's reaper closes it; the trajectory is whole without
+    # Whatever goes wrong here, the trajectory is whole, and the environment's reaper closes it.
+    with contextlib.suppress(Exception):
+        async with asyncio.timeout(_CLOSE_S):
+            await sessions.close_session(session_id)
 
 
 def _record(task: Task, tape: _Tape, *, group_id: str, sampling: SamplingParams) -> Trajectory:
-    outcome, sample = tape.outcome, tape.sample
-    done_reason = outcome.done_reason if outcome else DoneReason.NOT_DONE
-    if tape.failures:
-        done_reason = DoneReason.ERROR
+    sample = tape.sample
+    terminated = tape.outcome is not None and tape.outcome.terminated
     return Trajectory(
         trajectory_id=uuid.uuid4().hex,
         group_id=group_id,
@@ -190,9 +212,9 @@ def _record(task: Task, tape: _Tape, *, group_id: str, sampling: SamplingParams)
         sampling=sample.sampling if sample else sampling,
         tokenizer_digest=sample.tokenizer_digest if sample else "",
         template_digest=sample.template_digest if sample else "",
-        terminated=bool(outcome and outcome.terminated),
-        truncated=bool(outcome is None or outcome.truncated),
-        done_reason=done_reason,
+        terminated=terminated,
+        truncated=not terminated,  # by the environment, by max_turns or by a failure
+        done_reason=tape.done_reason,
     )
 
 
@@ -214,7 +236,7 @@ async def play_group(
                     sessions=sessions,
                     policy=policy,
                     group_id=group_id,
-                    sampling=_seeded(sampling or task.sampling, member),
+                    sampling=seeded(sampling or task.sampling, member),
                     max_turns=max_turns,
                 )
             )
@@ -225,8 +247,8 @@ async def play_group(
     )
 
 
-def _seeded(sampling: SamplingParams, member: int) -> SamplingParams:
-    """Members of a seeded group must differ, or the group has no signal."""
+def seeded(sampling: SamplingParams, member: int) -> SamplingParams:
+    """The sampling of one member: members of a seeded group must differ to carry a signal."""
     if sampling.seed is None:
         return sampling
     return replace(sampling, seed=sampling.seed + member)
