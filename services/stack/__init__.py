@@ -1,0 +1,1 @@
+"""The embedded stack: every service on one machine, in one command, supervised."""

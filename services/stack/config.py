@@ -1,0 +1,220 @@
+"""The job config: what a TOML file may say, with defaults that train the built-in arithmetic task.
+
+engine = "vllm"
+[train]
+num_train_steps = 50
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class ModelSection(_Section):
+    """The policy to start from."""
+
+    directory: str = ""
+    """Hugging Face model directory with its tokenizer; empty: make the tiny model of the demo."""
+
+
+class EnvironmentSection(_Section):
+    """Where tasks come from and who answers the policy."""
+
+    use: str = "arithmetic"
+    """`arithmetic`, `jsonl`, or `module:attribute` of yours."""
+    name: str = ""
+    """The environment's own name; empty: as `use`."""
+    task_file: str = ""
+    """JSONL file of question and answer pairs; makes `use` "jsonl"."""
+    heldout_file: str = ""
+    """Tasks to evaluate on; empty: a share of `task_file`."""
+    heldout_fraction: float = Field(default=0.1, ge=0, lt=1)
+    """That share."""
+    train_split: str = "train"
+    """Split that is trained on."""
+    heldout_split: str = "heldout"
+    """Split that is evaluated on."""
+    options: dict[str, Any] = {}
+    """Arguments of the function that makes the environment."""
+
+    @property
+    def kind(self) -> str:
+        """What to load: `use`, or jsonl when there is a task file."""
+        return "jsonl" if self.task_file else self.use
+
+    @property
+    def served_name(self) -> str:
+        """The name that tasks carry."""
+        return self.name or self.kind
+
+    @model_validator(mode="after")
+    def _require_one_kind(self) -> EnvironmentSection:
+        if self.heldout_file and not self.task_file:
+            raise ValueError("heldout_file needs a task_file")
+        if self.task_file and self.use not in ("arithmetic", "jsonl"):
+            raise ValueError("give use or task_file, not both")
+        return self
+
+
+class InferenceSection(_Section):
+    """How the policy is sampled from."""
+
+    num_replicas: int = Field(default=1, ge=1, le=64)
+    """Inference processes; each loads every publish."""
+    max_model_len: int = Field(default=512, ge=16)
+    """Most tokens of prompt and response together."""
+    max_num_seqs: int = Field(default=64, ge=1)
+    """Sequences sampled at one time."""
+
+
+class CollectorSection(_Section):
+    """How episodes are played."""
+
+    group_size: int = Field(default=8, ge=1)
+    """Trajectories of one task: advantages are computed among them."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature of training trajectories."""
+    max_new_tokens: int = Field(default=24, ge=1)
+    """Most tokens of one turn."""
+    max_groups_in_flight: int = Field(default=16, ge=1)
+    """Groups played at one time."""
+
+
+class ScorerSection(_Section):
+    """How groups are scored."""
+
+    divide_by_std: bool = True
+    """Divide advantages by the standard deviation of the group's rewards."""
+
+
+class WarmStartSection(_Section):
+    """Supervised steps on demonstrations before reinforcement learning."""
+
+    num_steps: int = Field(default=0, ge=0)
+    """SFT steps; 0 for none."""
+    batch_size: int = Field(default=64, ge=1)
+    """Demonstrations in a step."""
+    learning_rate: float = Field(default=3e-3, gt=0)
+    """Peak learning rate; decays to a tenth."""
+    num_warmup_steps: int = Field(default=20, ge=0)
+    """Steps that raise the learning rate from 0."""
+    file: str = ""
+    """JSONL of {"messages": [...]}; empty: the environment's own demonstrations."""
+
+
+class TrainSection(_Section):
+    """The reinforcement learning itself."""
+
+    num_steps: int = Field(default=50, ge=0)
+    """Train steps; one leased batch and one publish each."""
+    groups_per_train_step: int = Field(default=16, ge=1)
+    """Groups in a batch."""
+    num_minibatches: int = Field(default=2, ge=1)
+    """Optimiser updates of a train step."""
+    learning_rate: float = Field(default=1e-4, gt=0)
+    """AdamW learning rate."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW weight decay."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradient norm to clip at."""
+    loss: str = "dppo_mask"
+    """A built-in loss, or `module:function` of yours."""
+    loss_options: dict[str, float] = {}
+    """Options of the loss."""
+    pipeline_depth: int = Field(default=2, ge=0)
+    """Train steps that generation may run ahead; 0 is synchronous."""
+    max_staleness: int = Field(default=4, ge=0)
+    """Policy versions that the oldest trained token may lag."""
+    checkpoint_every: int = Field(default=10, ge=1)
+    """Train steps between checkpoints."""
+    keep_policies: int = Field(default=0, ge=0)
+    """Published policies to keep on disk; 0 keeps all, which re-scoring needs."""
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads of the trainer."""
+
+    @model_validator(mode="after")
+    def _require_staleness_covers_depth(self) -> TrainSection:
+        if self.max_staleness < self.pipeline_depth:
+            raise ValueError(
+                f"max_staleness is {self.max_staleness}, below pipeline_depth "
+                f"{self.pipeline_depth}: all data would end up stale"
+            )
+        return self
+
+
+class EvaluationSection(_Section):
+    """Held-out evaluation through the same services."""
+
+    num_tasks: int = Field(default=256, ge=0)
+    """Tasks before and after training, greedy and sampled; 0 for no evaluation."""
+    every: int = Field(default=10, ge=0)
+    """Train steps between evaluations while training goes on; 0 for none."""
+    num_running_tasks: int = Field(default=64, ge=1)
+    """Tasks of one of those."""
+
+
+class GatesSection(_Section):
+    """What must hold at the end for exit code 0, beside what always must; absent: not asked."""
+
+    heldout_greedy_before_at_most: float | None = None
+    """Greedy held-out accuracy before training."""
+    heldout_greedy_after_at_least: float | None = None
+    """Greedy held-out accuracy after training."""
+    tool_call_rate_after_at_least: float | None = None
+    """Share of sampled held-out trajectories that call a tool, after training."""
+    older_data_share_at_least: float | None = None
+    """Share of train steps that used data of an older policy version."""
+    policy_versions_at_least: int | None = None
+    """Published policy versions."""
+    logprob_difference_at_most: float = Field(default=1e-4, gt=0)
+    """Trainer against inference after every publish, and re-scoring, in nats."""
+
+
+class PortsSection(_Section):
+    """Fixed loopback ports; 0 for any free one."""
+
+    redis: int = Field(default=0, ge=0, le=65535)
+    """Port of the Redis that is started."""
+    replay: int = Field(default=0, ge=0, le=65535)
+    """Port of the replay service."""
+    environment: int = Field(default=0, ge=0, le=65535)
+    """Port of the environment service."""
+    inference: int = Field(default=0, ge=0, le=65535)
+    """Port of the first inference replica."""
+    trainer: int = Field(default=0, ge=0, le=65535)
+    """Port of the trainer."""
+    scorer: int = Field(default=0, ge=0, le=65535)
+    """Port of the scorer."""
+    collector: int = Field(default=0, ge=0, le=65535)
+    """Port of the collector."""
+
+
+class JobConfig(_Section):
+    """A whole job."""
+
+    run: str = Field(default="default", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    """Name of the run; its state is under runs/<name>/."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the tiny model, demonstrations, task order and sampling; SEED overrides it."""
+    engine: Literal["vllm", "transformers"] = "vllm"
+    """What samples."""
+    store: Literal["redis", "memory"] = "redis"
+    """Where the queue lives; memory forgets when the replay service ends."""
+    model: ModelSection = ModelSection()
+    environment: EnvironmentSection = EnvironmentSection()
+    inference: InferenceSection = InferenceSection()
+    collector: CollectorSection = CollectorSection()
+    scorer: ScorerSection = ScorerSection()
+    warm_start: WarmStartSection = WarmStartSection()
+    train: TrainSection = TrainSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    gates: GatesSection = GatesSection()
+    ports: PortsSection = PortsSection()

@@ -1,0 +1,214 @@
+"""From a job config to processes: each service's command, variables, address and place in line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from services.stack.child import ServiceSpec
+from services.stack.ports import HOST, choose_ports
+from services.stack.readiness import grpc_ready
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from services.stack.config import JobConfig
+    from services.stack.run_dir import RunDir
+
+STOP_ORDER = (
+    "collector",
+    "trainer",
+    "scorer",
+    "inference",
+    "environment",
+    "replay",
+    "redis",
+)
+"""Who works for whom: producers of work first, the queue's store last."""
+
+_READY_TIMEOUT_S = {"inference": 300.0}
+_STOP_GRACE_S = {"trainer": 45.0, "inference": 30.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A stack on this machine: who listens where, and what each process is told."""
+
+    config: JobConfig
+    run_dir: RunDir
+    ports: Mapping[str, int]
+    redis_url: str = ""
+    token: str = ""
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """Names of the inference processes."""
+        return replica_names(self.config)
+
+    def address(self, name: str) -> str:
+        """host:port of a process."""
+        return f"{HOST}:{self.ports[name]}"
+
+    def spec(self, name: str) -> ServiceSpec:
+        """How to start the process `name` (`inference-1` is the second replica)."""
+        service = name.partition("-")[0]
+        variables = self.environment_of(service) | {
+            f"DIALOOP_{service.upper()}_PORT": str(self.ports[name]),
+            "DIALOOP_RUN": self.run_dir.run_id,
+        }
+        return ServiceSpec(
+            name=name,
+            command=(sys.executable, "-m", f"services.{service}"),
+            environment=variables,
+            address=self.address(name),
+            is_ready=grpc_ready(self.address(name)),
+            ready_timeout_s=_READY_TIMEOUT_S.get(service, 120.0),
+            stop_grace_s=_STOP_GRACE_S.get(service, 20.0),
+            stop_rank=STOP_ORDER.index(service),
+        )
+
+    def environment_of(self, service: str) -> dict[str, str]:
+        """The variables of a service, without its port."""
+        values = {
+            "replay": self._replay,
+            "environment": self._environment,
+            "inference": self._inference,
+            "trainer": self._trainer,
+            "scorer": self._scorer,
+            "collector": self._collector,
+        }[service]()
+        return {f"DIALOOP_{service.upper()}_{k.upper()}": _text(v) for k, v in values.items()}
+
+    def _replay(self) -> dict[str, object]:
+        address = {"redis_url": self.redis_url} if self.config.store == "redis" else {}
+        return {"store": self.config.store, **address}
+
+    def _environment(self) -> dict[str, object]:
+        entry = {"use": self.config.environment.kind, "options": environment_options(self.config)}
+        return {"environments": [entry]}
+
+    def _inference(self) -> dict[str, object]:
+        section = self.config.inference
+        return {
+            "engine": self.config.engine,
+            "model_dir": self.run_dir.model(self.config).resolve(),
+            "weights_root": self.run_dir.policies.resolve(),
+            "max_model_len": section.max_model_len,
+            "max_num_seqs": section.max_num_seqs,
+            "seed": self.config.seed,
+        }
+
+    def _scorer(self) -> dict[str, object]:
+        return {
+            "run": self.run_dir.run_id,
+            "replay_address": self.address("replay"),
+            "divide_by_std": self.config.scorer.divide_by_std,
+        }
+
+    def _collector(self) -> dict[str, object]:
+        section, environment = self.config.collector, self.config.environment
+        return {
+            "run": self.run_dir.run_id,
+            "run_dir": self.run_dir.path.resolve(),
+            "replay_address": self.address("replay"),
+            "environment_address": self.address("environment"),
+            "inference_addresses": [self.address(name) for name in self.replicas],
+            "environment": environment.served_name,
+            "split": environment.train_split,
+            "group_size": section.group_size,
+            "temperature": section.temperature,
+            "max_new_tokens": section.max_new_tokens,
+            "max_groups_in_flight": section.max_groups_in_flight,
+            "seed": self.config.seed,
+        }
+
+    def _trainer(self) -> dict[str, object]:
+        environment, evaluation = self.config.environment, self.config.evaluation
+        return {
+            "run": self.run_dir.run_id,
+            "run_dir": self.run_dir.path.resolve(),
+            "model_dir": self.run_dir.model(self.config).resolve(),
+            "seed": self.config.seed,
+            "replay_address": self.address("replay"),
+            "environment_address": self.address("environment"),
+            "inference_addresses": [self.address(name) for name in self.replicas],
+            "environment": environment.served_name,
+            "environment_use": environment.kind,
+            "environment_options": environment_options(self.config),
+            "heldout_split": environment.heldout_split,
+            "max_new_tokens": self.config.collector.max_new_tokens,
+            "evaluate_every": evaluation.every,
+            "num_evaluation_tasks": evaluation.num_tasks,
+            "num_running_evaluation_tasks": evaluation.num_running_tasks,
+            **self._warm_start(),
+            **self._train(),
+        }
+
+    def _warm_start(self) -> dict[str, object]:
+        section = self.config.warm_start
+        return {
+            "warm_start_steps": section.num_steps,
+            "warm_start_batch_size": section.batch_size,
+            "warm_start_learning_rate": section.learning_rate,
+            "warm_start_warmup_steps": section.num_warmup_steps,
+            "warm_start_split": self.config.environment.train_split,
+            **({"warm_start_file": section.file} if section.file else {}),
+        }
+
+    def _train(self) -> dict[str, object]:
+        section = self.config.train
+        return {
+            "num_train_steps": section.num_steps,
+            "groups_per_train_step": section.groups_per_train_step,
+            "num_minibatches": section.num_minibatches,
+            "learning_rate": section.learning_rate,
+            "weight_decay": section.weight_decay,
+            "max_grad_norm": section.max_grad_norm,
+            "loss": section.loss,
+            "loss_options": section.loss_options,
+            "pipeline_depth": section.pipeline_depth,
+            "max_staleness": section.max_staleness,
+            "checkpoint_every": section.checkpoint_every,
+            "keep_policies": section.keep_policies,
+            "torch_threads": section.num_threads,
+            "max_logprob_difference": self.config.gates.logprob_difference_at_most,
+        }
+
+
+def replica_names(config: JobConfig) -> tuple[str, ...]:
+    """inference, inference-1, inference-2, ..."""
+    more = (f"inference-{index}" for index in range(1, config.inference.num_replicas))
+    return ("inference", *more)
+
+
+def ports_of(config: JobConfig, *, with_redis: bool) -> dict[str, int]:
+    """Choose every port before anything starts; InvalidConfig when a fixed one is taken."""
+    wanted = config.ports.model_dump()
+    first = wanted["inference"]
+    for index, name in enumerate(replica_names(config)):
+        wanted[name] = first + index if first else 0
+    if not with_redis:
+        del wanted["redis"]
+    return choose_ports(wanted)
+
+
+def environment_options(config: JobConfig) -> dict[str, object]:
+    """What makes the environment: its options, and the files of a JSONL one."""
+    section = config.environment
+    if not section.task_file:
+        return dict(section.options)
+    if section.heldout_file:
+        files: dict[str, object] = {"heldout_path": section.heldout_file}
+    else:
+        files = {"heldout_fraction": section.heldout_fraction}
+    return {"path": section.task_file, **files, **section.options}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (dict, list)):
+        return json.dumps(value)
+    return str(value)

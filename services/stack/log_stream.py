@@ -1,0 +1,105 @@
+"""One readable stream out of all services' log files: our own records, prefixed by service.
+
+Each service writes runs/<name>/logs/<service>.log itself. What other libraries print there (vLLM's
+start-up, Redis) stays in the file; records in Dialoop's format also reach the terminal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+_RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?P<level>[A-Z]+) (?P<message>.*)$")
+_SEVERITY = {"DEBUG": 0, "INFO": 1, "WARNING": 2, "ERROR": 3, "CRITICAL": 4}
+_STYLES = {"WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
+_COLOURS = ("cyan", "green", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
+_POLL_S = 0.3
+_WIDTH = 12
+
+
+class LogStream:
+    """Owns the terminal's log lines and the reading positions in the services' files."""
+
+    def __init__(self, console: Console, directory: Path, *, least: str = "INFO") -> None:
+        self._console = console
+        self._directory = directory
+        self._least = _SEVERITY[least]
+        self._started = time.monotonic()
+        self._positions: dict[str, int] = {}
+
+    def path_of(self, service: str) -> Path:
+        """Where a service's whole output goes; followed from its present end on."""
+        path = self._directory / f"{service}.log"
+        self._positions.setdefault(service, path.stat().st_size if path.exists() else 0)
+        return path
+
+    def say(self, service: str, text: str, *, style: str = "") -> None:
+        """Print one line of the stack's own about a service."""
+        seconds = time.monotonic() - self._started
+        line = Text(f"{seconds:7.1f} s  ", style="dim")
+        line.append(f"{service:<{_WIDTH}}", style=self._colour_of(service))
+        line.append(text, style=style)
+        self._console.print(line, soft_wrap=True)
+
+    def last_line(self, service: str) -> str:
+        """The last thing a service wrote: of one that gave up, the reason."""
+        tail = self._tail(service)
+        return next((line.strip() for line in reversed(tail) if line.strip()), "")
+
+    def sentence_of(self, service: str) -> str:
+        """What a service said when it ended over a wrong setting, without its own prefix."""
+        for line in reversed(self._tail(service)):
+            if line.startswith("dialoop "):
+                return line.partition(": ")[2].strip()
+        return self.last_line(service)
+
+    async def follow(self) -> None:
+        """Print new records until cancelled."""
+        while True:
+            self.flush()
+            await asyncio.sleep(_POLL_S)
+
+    def flush(self) -> None:
+        """Print what the services have written since the last time."""
+        for service in list(self._positions):
+            for line in self._new_lines(service):
+                self._print_record(service, line)
+
+    def _print_record(self, service: str, line: str) -> None:
+        record = _RECORD.match(line)
+        if record and _SEVERITY.get(record["level"], 1) >= self._least:
+            # The service is the prefix already.
+            message = record["message"].replace(f"service={service.partition('-')[0]}", "")
+            message = re.sub(r" \[\s*\]$", "", message.replace("[ ", "["))
+            self.say(service, message, style=_STYLES.get(record["level"], ""))
+
+    def _new_lines(self, service: str) -> list[str]:
+        path = self._directory / f"{service}.log"
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            file.seek(self._positions[service])
+            content = file.read()
+        whole, newline, _ = content.rpartition(b"\n")
+        self._positions[service] += len(whole) + len(newline)
+        return whole.decode("utf-8", errors="replace").splitlines()
+
+    def _tail(self, service: str, num_bytes: int = 8192) -> list[str]:
+        path = self._directory / f"{service}.log"
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - num_bytes))
+            return file.read().decode("utf-8", errors="replace").splitlines()
+
+    def _colour_of(self, service: str) -> str:
+        return _COLOURS[sum(service.encode()) % len(_COLOURS)]

@@ -1,0 +1,45 @@
+"""Free loopback ports, chosen before anything starts, so that every service knows every address."""
+
+from __future__ import annotations
+
+import socket
+
+from dialoop.errors import InvalidConfig
+
+HOST = "127.0.0.1"
+
+
+def choose_ports(wanted: dict[str, int]) -> dict[str, int]:
+    """Give each name its wanted port, or a free one for 0; InvalidConfig when a port is taken.
+
+    choose_ports({"replay": 7003, "trainer": 0})   # {"replay": 7003, "trainer": 40123}
+    """
+    probes: list[socket.socket] = []
+    try:
+        ports: dict[str, int] = {}
+        # Fixed ones first, and all held until the last is chosen: no free one may collide.
+        for name, port in sorted(wanted.items(), key=lambda item: item[1] == 0):
+            probes.append(_bound(name, port))
+            ports[name] = probes[-1].getsockname()[1]
+        return {name: ports[name] for name in wanted}
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def _bound(name: str, port: int) -> socket.socket:
+    probe = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # As the servers do: a port in TIME_WAIT is free, one that somebody listens on is not.
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        probe.bind((HOST, port))
+        # Listening marks it as taken for the next probe of ours, in spite of SO_REUSEADDR.
+        probe.listen(1)
+    except OSError as error:
+        probe.close()
+        raise InvalidConfig(
+            f"Port {port} of {name} is taken.",
+            reason="PORT_TAKEN",
+            remedy=f"Set ports.{name} to another port, or to 0 for any free one.",
+        ) from error
+    return probe
