@@ -1,0 +1,1 @@
+"""The durable queue between collector, scorer and trainer: tasks, groups, leases, credits."""

@@ -1,0 +1,24 @@
+-- call: items = {{lease, outcome = consumed | dropped, reason}}
+local function acknowledge(item)
+  local rec, stage, entry = held_group(item.lease)
+  if not rec then return 'LEASE_LOST' end
+  if stage == 'unscored' and item.outcome == 'consumed' then
+    if not rec.sc then return 'NOT_SCORED' end
+  elseif stage == 'unscored' and rec.sc then
+    return 'ALREADY_SCORED'
+  elseif rec.s == 'consumed' or rec.s == 'dropped' then
+    return rec.s == item.outcome and '' or 'ALREADY_' .. string.upper(rec.s)
+  elseif item.outcome == 'consumed' then
+    consume(rec)
+  else
+    drop(rec, item.reason)
+    forget_task(rec)
+  end
+  if not entry.gone then remove_entry(rec, stage) end
+  save(rec)
+  return ''
+end
+
+local reasons = {}
+for i, item in ipairs(call.items) do reasons[i] = acknowledge(item) end
+return {cjson.encode({reasons = reasons})}

@@ -1,0 +1,28 @@
+-- call: items = {{lease, reason, n, failed}}
+local num_returned, num_dropped = 0, 0
+
+local function give_back(item)
+  local rec = held_task(item.lease)
+  if rec then
+    if item.n > 0 then
+      count(rec.p .. ':t:generated', item.n)
+      count(rec.p .. ':t:dropped:' .. item.reason, item.n)
+    end
+    local dropped = reissue(rec, item.reason, item.failed)
+    save(rec)
+    return true, dropped
+  end
+  local held, stage, entry = held_group(item.lease)
+  if not held or not redis.call('ZSCORE', key('deadlines'), item.lease) then return false, false end
+  local dropped = redeliver(held, stage, item.reason, item.failed)
+  entry.l = ''
+  save(held)
+  return true, dropped
+end
+
+for _, item in ipairs(call.items) do
+  local returned, dropped = give_back(item)
+  if returned then num_returned = num_returned + 1 end
+  if dropped then num_dropped = num_dropped + 1 end
+end
+return {cjson.encode({num_returned = num_returned, num_dropped = num_dropped})}

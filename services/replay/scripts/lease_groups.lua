@@ -1,0 +1,51 @@
+-- call: stage, worker, max_groups, min_groups, lease_ms, max_staleness (or absent), prefix
+local stage, ready = call.stage, key('ready:' .. call.stage)
+local lineage, number = meta('lineage'), tonumber(meta('number'))
+
+local function is_stale(rec)
+  if stage ~= 'scored' or not call.max_staleness or not number then return false end
+  for sampled_in, span in pairs(rec.v) do
+    if sampled_in ~= lineage or number - span[1] > call.max_staleness then return true end
+  end
+  return false
+end
+
+local chosen = {}
+for _, id in ipairs(redis.call('ZRANGE', ready, 0, -1)) do
+  if #chosen == call.max_groups then break end
+  if string.sub(id, 1, #call.prefix) == call.prefix then
+    local rec = load(id)
+    if is_stale(rec) then
+      remove_entry(rec, stage)
+      rec.e[stage].l = ''
+      drop(rec, 'stale')
+      forget_task(rec)
+      save(rec)
+    else
+      chosen[#chosen + 1] = rec
+    end
+  end
+end
+
+if #chosen < math.max(1, call.min_groups) then
+  local empty = #chosen > 0 and 'TOO_FEW' or 'NO_GROUPS'
+  return {cjson.encode({leases = {}, empty = empty, ready = redis.call('ZCARD', ready)})}
+end
+
+local leases, reply = {}, {''}
+for i, rec in ipairs(chosen) do
+  local entry = rec.e[stage]
+  redis.call('ZREM', ready, rec.id)
+  entry.l = new_lease(stage, rec.id, now + call.lease_ms)
+  entry.n = entry.n + 1
+  if entry.n > 1 then count('redelivered', 1) end
+  if stage ~= 'unscored' then move(rec, 'training') end
+  save(rec)
+  -- FORCE makes it pending under this worker whoever had it before, or nobody.
+  local claimed = redis.call(
+    'XCLAIM', key(stage), WORKERS, call.worker, 0, entry_id(entry), 'FORCE')
+  leases[i] = {id = entry.l, n = entry.n}
+  reply[i + 1] = claimed[1][2][4]
+end
+reply[1] = cjson.encode({leases = leases, empty = 'NOT_EMPTY', ready = redis.call('ZCARD', ready)})
+return reply

@@ -1,0 +1,26 @@
+-- call: max_tasks, lease_ms
+local leases, reply = {}, {''}
+local function lease(purpose, allowed)
+  local waiting = key('offered:' .. purpose)
+  local wanted = math.min(allowed, call.max_tasks - #leases)
+  for _ = 1, wanted do
+    local id = redis.call('ZPOPMIN', waiting)[1]
+    if not id then return end
+    local rec = load(id)
+    move(rec, 'leased')
+    rec.l = new_lease('task', id, now + call.lease_ms)
+    save(rec)
+    leases[#leases + 1] = {id = rec.l, a = rec.a}
+    reply[#reply + 1] = redis.call('HGET', key('tasks'), id)
+  end
+end
+lease(EVALUATION, call.max_tasks)
+lease(TRAINING, credits())
+local empty = 'NOT_EMPTY'
+if #leases == 0 then
+  if redis.call('ZCARD', key('offered:' .. TRAINING)) == 0 then empty = 'NO_TASKS'
+  elseif meta('max_outstanding') == '' then empty = 'NO_POLICY'
+  else empty = 'NO_CREDITS' end
+end
+reply[1] = cjson.encode({leases = leases, empty = empty, credits = credits(), cursor = meta('cursor')})
+return reply

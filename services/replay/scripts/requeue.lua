@@ -1,0 +1,21 @@
+-- call: groups = {group id}; all or none
+local records = {}
+for i, group in ipairs(call.groups) do
+  local id = string.match(group, '^(.*)#%d+$')
+  local rec = id and load(id)
+  if not rec or rec.g ~= group or not rec.dead then return {cjson.encode({missing = group})} end
+  records[i] = rec
+end
+for _, rec in ipairs(records) do
+  local dead = rec.dead
+  local payload = read('dead', dead.id)
+  redis.call('XDEL', key('dead'), dead.id)
+  rec.dead = nil
+  count(rec.p .. ':dropped:dead_letter', -1)
+  count(rec.p .. ':t:dropped:dead_letter', -rec.n)
+  count(rec.p .. ':t:live', rec.n)
+  move(rec, dead.stage == 'unscored' and 'unscored' or 'scored')
+  add_entry(rec, dead.stage, payload)
+  save(rec)
+end
+return {cjson.encode({num_requeued = #records})}
