@@ -57,7 +57,7 @@ class EnvironmentSettings(ServerSettings):
     def _accept_names(cls, given: Any) -> Any:
         if isinstance(given, str):
             text = given.strip()
-            given = json.loads(text) if text.startswith("[") else _names(text)
+            given = json.loads(text) if text[:1] in ("[", "{") else _names(text)
         if not isinstance(given, (list, tuple)):
             raise ValueError("give names separated by commas, or a JSON list")
         if not given:
