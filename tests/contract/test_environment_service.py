@@ -134,17 +134,17 @@ async def test_refusals_have_their_status_and_reason():
         )
         broken = step("x")
         broken.history.response.messages[0].role = ""
-        for call, expected in [
-            (stub.CreateSession(other), ("RESOURCE_EXHAUSTED", "CAPACITY")),
-            (stub.CreateSession(conflict), ("ALREADY_EXISTS", "SESSION_CONFLICT")),
-            (stub.Step(nothing), ("INVALID_ARGUMENT", "FULL_MISSING")),
-            (stub.Step(rewritten), ("FAILED_PRECONDITION", "HISTORY_REWRITTEN")),
-            (stub.Step(broken), ("INVALID_ARGUMENT", "INVALID_HISTORY")),
-            (stub.Step(step("x", 4)), ("FAILED_PRECONDITION", "STEP_GAP")),
-            (stub.Step(step("x", session="t")), ("NOT_FOUND", "SESSION_LOST")),
-            (stub.Reset(reset(episode=2, key="x")), ("NOT_FOUND", "TASK_NOT_FOUND")),
+        for rpc, request, expected in [
+            (stub.CreateSession, other, ("RESOURCE_EXHAUSTED", "CAPACITY")),
+            (stub.CreateSession, conflict, ("ALREADY_EXISTS", "SESSION_CONFLICT")),
+            (stub.Step, nothing, ("INVALID_ARGUMENT", "FULL_MISSING")),
+            (stub.Step, rewritten, ("FAILED_PRECONDITION", "HISTORY_REWRITTEN")),
+            (stub.Step, broken, ("INVALID_ARGUMENT", "INVALID_HISTORY")),
+            (stub.Step, step("x", 4), ("FAILED_PRECONDITION", "STEP_GAP")),
+            (stub.Step, step("x", session="t"), ("NOT_FOUND", "SESSION_LOST")),
+            (stub.Reset, reset(episode=2, key="x"), ("NOT_FOUND", "TASK_NOT_FOUND")),
         ]:
-            assert await refusal(call) == expected
+            assert await refusal(rpc(request)) == expected
         state = await stub.GetSession(pb.GetSessionRequest(session_id="s"))
         assert (state.episode, state.next_step_index, state.done) == (1, 0, False)
 
