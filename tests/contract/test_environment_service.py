@@ -6,12 +6,19 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 from dialoop.chat import ChatHistory, History, Message
+from dialoop.clients.channel import Channel
+from dialoop.clients.environment import EnvironmentClient
 from dialoop.environments import ArithmeticTasks, ExactResult, arithmetic, tool_environment
 from dialoop.trajectory import DoneReason
 from dialoop.v1 import chat_pb2, trajectory_pb2
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceStub
-from dialoop.wire import chat_history_from_proto, chat_history_to_proto, history_to_proto
+from dialoop.wire import (
+    chat_history_from_proto,
+    chat_history_to_proto,
+    history_to_proto,
+    trajectory_from_proto,
+)
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
@@ -320,3 +327,24 @@ async def test_32_sessions_play_at_once():
 
         rewards = await asyncio.gather(*(play(f"s{n}") for n in range(32)))
         assert rewards == [1.0] * 32
+
+
+async def test_the_sdk_client_plays_scores_and_reads_tasks():
+    async with (
+        serving(EnvironmentSettings(), Catalogue([arithmetic()])) as server,
+        Channel(server.address) as channel,
+    ):
+        client = EnvironmentClient(channel)
+        assert (await client.get_environment("arithmetic")).max_turns == 3
+        page = await client.list_tasks("arithmetic", split="train", page_size=3, shuffle_seed=1)
+        assert len(page.tasks) == 3
+        await client.create_session("s", "arithmetic")
+        opening = await client.reset("s", episode=1, split="train", task_key=KEY)
+        answered = opening.history.respond(Message(role="assistant", content=SUBMIT))
+        outcome = await client.step("s", episode=1, step_index=0, history=answered)
+        assert outcome.rewards[0].success
+        again = await client.step("s", episode=1, step_index=0, history=answered)
+        assert again.replayed
+        rewards = await client.score(trajectory_from_proto(finished()), split="train")
+        assert [[r.value for r in turn] for turn in rewards] == [[1.0]]
+        assert await client.close_session("s")
