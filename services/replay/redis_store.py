@@ -133,7 +133,7 @@ class RedisStore:
 
     async def count_rejected(self, run: str, num_groups: int) -> None:
         """See `Store`."""
-        async with _translated():
+        async with _translated(self._client):
             await self._client.hincrby(f"{_prefix(run)}counts", "rejected", num_groups)
 
     async def lease_groups(self, run: str, query: GroupQuery) -> GroupLeases:
@@ -252,12 +252,12 @@ class RedisStore:
 
     async def purge(self, run: str) -> None:
         """See `Store`."""
-        async with _translated():
+        async with _translated(self._client):
             await self._client.unlink(*(_prefix(run) + key for key in _KEYS))
 
     async def check(self) -> None:
         """See `Store`; also learns how durable this Redis is."""
-        async with _translated():
+        async with _translated(self._client):
             server = await self._client.info("server")
             durability = await self._client.info("persistence")
         aof = "on" if durability.get("aof_enabled") else "off (not durable)"
@@ -278,7 +278,7 @@ class RedisStore:
         now = "" if self._clock is None else str(_ms(self._clock()))
         call["max_attempts"] = self._limits.max_attempts
         call["max_deliveries"] = self._limits.max_deliveries
-        async with _translated():
+        async with _translated(self._client):
             reply = await self._scripts[name](
                 keys=[_prefix(run)], args=[now, json.dumps(call), *payloads]
             )
@@ -330,11 +330,13 @@ def _pairs(flat: Sequence[bytes]) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def _translated() -> AsyncIterator[None]:
+async def _translated(client: redis.asyncio.Redis) -> AsyncIterator[None]:
     """Turn Redis' errors into ours; what is left over is a bug and stays one."""
     try:
         yield
     except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError) as error:
+        # The idle connections are likely as dead as this one: one error for a restart, not one each.
+        await client.connection_pool.disconnect(inuse_connections=False)
         raise store_unavailable() from error
     except redis.exceptions.ResponseError as error:
         text = str(error)
