@@ -9,7 +9,6 @@ Task: two-digit addition. The warm start demonstrates direct guesses (60 %) and 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import random
 import re
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from dialoop.environments.arithmetic_tasks import ArithmeticTasks
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
@@ -151,14 +151,9 @@ class Task:
     def __init__(self, tokenizer: Tokenizer, recipe: Recipe) -> None:
         self.tokenizer = tokenizer
         self.recipe = recipe
-        pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-        self.training = [pair for pair in pairs if not self._is_held_out(*pair)]
-        held_out = [pair for pair in pairs if self._is_held_out(*pair)]
-        self.held_out = random.Random(0).sample(held_out, recipe.num_held_out)
-
-    @staticmethod
-    def _is_held_out(a: int, b: int) -> bool:
-        return hashlib.sha256(f"{a}+{b}".encode()).digest()[0] < 26
+        tasks = ArithmeticTasks(num_heldout=recipe.num_held_out)
+        self.training = [_pair(key) for key in tasks.keys("train")]
+        self.held_out = [_pair(key) for key in tasks.keys("heldout")]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text with markers."""
@@ -228,6 +223,12 @@ class Task:
             "sampled": _mean([e.reward for e in sampled]),
             "sampled_tool_rate": _mean([e.used_tool for e in sampled]),
         }
+
+
+def _pair(key: str) -> tuple[int, int]:
+    """The numbers of a task key: "35+40" is (35, 40)."""
+    a, _, b = key.partition("+")
+    return int(a), int(b)
 
 
 def _mean(values: Many[float]) -> float:

@@ -3,6 +3,10 @@
 The model's linear layers see the packed row; attention is one SDPA call per bucket of sequences of
 similar length. Sequences of a bucket are laid side by side and filled up on the right: under a
 causal mask no real token looks to its right, so the filling needs no mask and changes nothing.
+
+With 64 sequences of about 30 tokens in the demo's model this took two thirds of the time of one
+call per sequence and a third of that of one dense block mask (one CPU core, forward and backward).
+The same code should use the flash kernels of SDPA on a GPU; it was not run there.
 """
 
 from __future__ import annotations
