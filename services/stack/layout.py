@@ -116,12 +116,13 @@ class Layout:
             "environment_address": self.address("environment"),
             "inference_addresses": [self.address(name) for name in self.replicas],
             "environment": environment.served_name,
-            "split": environment.train_split,
+            "train_split": environment.train_split,
             "group_size": section.group_size,
             "temperature": section.temperature,
             "max_new_tokens": section.max_new_tokens,
             "max_groups_in_flight": section.max_groups_in_flight,
-            "seed": self.config.seed,
+            # 0 would keep the tasks in the source's order.
+            "shuffle_seed": self.config.seed + 1,
         }
 
     def _trainer(self) -> dict[str, object]:

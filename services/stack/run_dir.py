@@ -63,7 +63,8 @@ def opened(root: Path, config: JobConfig, *, fresh: bool, reuse: bool = False) -
 def _prepared(path: Path, config: JobConfig, *, fresh: bool, reuse: bool) -> RunDir:
     if path.exists() and any(path.iterdir()):
         _require_ours(path)
-        if not fresh:
+        # A run that ended before it learned anything holds nothing to lose.
+        if not fresh and (path / "metrics.jsonl").is_file():
             return _resumed(path, reuse=reuse)
         shutil.rmtree(path)
     path.mkdir(parents=True, exist_ok=True)

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidConfig, Unavailable
 
@@ -82,6 +82,10 @@ class Supervisor:
         service = self._services[spec.name] = Service(spec=spec)
         self._tasks.append(self._keepers.create_task(self._keep(service)))
         await service.ready.wait()
+
+    def run_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine until the stack stops."""
+        self._tasks.append(self._keepers.create_task(work))
 
     async def stop(self, *names: str) -> None:
         """Stop services one after the other; those that never started or have ended are skipped."""
@@ -198,6 +202,7 @@ async def supervised(log: LogStream) -> AsyncIterator[Supervisor]:
         try:
             async with asyncio.TaskGroup() as keepers:
                 supervisor = Supervisor(keepers, guardian, log)
+                supervisor.run_beside(log.follow())
                 yield supervisor
                 await supervisor.stop_all()
         finally:

@@ -1,0 +1,37 @@
+# Everything runs in .venv, which every target that needs it makes or brings up to date.
+BIN := .venv/bin
+SEED ?=
+
+.PHONY: setup demo up test test-heavy check proto bench
+
+setup:  ## make or update .venv
+	@infra/setup.sh
+
+demo: setup  ## the main job: a tiny model learns to use a calculator; SEED=1 for another seed
+	@SEED=$(SEED) $(BIN)/python -m services.stack train infra/configs/demo.toml --fresh
+
+up: setup  ## every service on this machine, until Ctrl-C
+	@$(BIN)/python -m services.stack
+
+test: setup  ## all tests but the heavy ones, which are listed at the end
+	$(BIN)/python -m pytest -m "not heavy"
+
+test-heavy: setup  ## the tests that take minutes
+	$(BIN)/python -m pytest -m heavy
+
+check: setup  ## format, lint, types, layers, protos, generated code, sizes
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint proto
+	$(BIN)/buf format proto --diff --exit-code
+	infra/check_generated.sh
+	$(BIN)/python infra/check_size.py
+
+proto: setup  ## generate client/dialoop/v1 from proto/
+	infra/generate_protos.sh
+
+bench: setup  ## every benchmark; each writes benchmarks/results/<name>.json
+	@mkdir -p benchmarks/results
+	@for script in benchmarks/*.py; do echo "$$script"; $(BIN)/python "$$script" || exit 1; done

@@ -1,0 +1,114 @@
+"""A whole stack, from a config to services that answer.
+
+async with running_stack(config, run_dir, log) as stack:
+    stack.layout.address("replay")         # "127.0.0.1:40123", ready
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from dialoop.errors import Unavailable
+
+from services.stack.layout import STOP_ORDER, Layout, ports_of
+from services.stack.ports import HOST
+from services.stack.redis_server import FoundRedis, find_redis, redis_service, version_of
+from services.stack.supervisor import Supervisor, supervised
+
+if TYPE_CHECKING:
+    from services.stack.config import JobConfig
+    from services.stack.log_stream import LogStream
+    from services.stack.run_dir import RunDir
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What will be started: settled before the first process, so that mistakes cost nothing."""
+
+    layout: Layout
+    redis_program: str = ""
+
+    @property
+    def redis_version(self) -> str:
+        """Of the server we start; empty when it is somebody's own, or there is none."""
+        return version_of(self.redis_program) if self.redis_program else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningStack:
+    """A stack whose services all answer."""
+
+    plan: Plan
+    supervisor: Supervisor
+
+    @property
+    def layout(self) -> Layout:
+        """Who listens where."""
+        return self.plan.layout
+
+
+def planned(config: JobConfig, run_dir: RunDir) -> Plan:
+    """Find Redis and choose ports; InvalidConfig when there is no Redis or a port is taken."""
+    found = find_redis(os.environ) if config.store == "redis" else FoundRedis()
+    ports = ports_of(config, with_redis=bool(found.program))
+    url = f"redis://{HOST}:{ports['redis']}/0" if found.program else found.url
+    token = os.environ.get("DIALOOP_TOKEN", "")
+    layout = Layout(config=config, run_dir=run_dir, ports=ports, redis_url=url, token=token)
+    return Plan(layout=layout, redis_program=found.program)
+
+
+@asynccontextmanager
+async def running_stack(plan: Plan, log: LogStream) -> AsyncIterator[RunningStack]:
+    """Start everything the plan names; all of it has ended when the context is left."""
+    async with supervised(log) as supervisor:
+        await _start_all(plan, supervisor, log)
+        yield RunningStack(plan=plan, supervisor=supervisor)
+
+
+async def _start_all(plan: Plan, supervisor: Supervisor, log: LogStream) -> None:
+    """Each as early as it can: vLLM takes half a minute, in which the trainer warms up."""
+    layout = plan.layout
+    async with asyncio.TaskGroup() as starting:
+        starting.create_task(_start_queue(plan, supervisor))
+        starting.create_task(supervisor.start(layout.spec("environment")))
+        await _make_model(layout, supervisor, log)
+        for name in ("trainer", *layout.replicas):
+            starting.create_task(supervisor.start(layout.spec(name)))
+    for name in ("scorer", "collector"):
+        await supervisor.start(layout.spec(name))
+
+
+async def _start_queue(plan: Plan, supervisor: Supervisor) -> None:
+    layout = plan.layout
+    if plan.redis_program:
+        spec = redis_service(
+            plan.redis_program,
+            port=layout.ports["redis"],
+            directory=layout.run_dir.path / "redis",
+        )
+        await supervisor.start(replace(spec, stop_rank=STOP_ORDER.index("redis")))
+    await supervisor.start(layout.spec("replay"))
+
+
+async def _make_model(layout: Layout, supervisor: Supervisor, log: LogStream) -> None:
+    """Make the tiny model, once per run, when the config names no other."""
+    directory = layout.run_dir.model(layout.config)
+    if layout.config.model.directory or (directory / "model.safetensors").is_file():
+        return
+    seed = str(layout.config.seed)
+    module = "services.learning.tiny"
+    command = (sys.executable, "-m", module, str(directory.resolve()), "--seed", seed)
+    code = await supervisor.run_once("model", command)
+    if code:
+        raise Unavailable(
+            f"The tiny model could not be made: {log.last_line('model')}",
+            reason="MODEL_FAILED",
+            remedy=f"Look into {log.path_of('model')}.",
+        )
+    log.say("model", f"made the tiny model (seed {seed})")

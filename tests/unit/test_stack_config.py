@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+from dialoop.errors import InvalidConfig
+from pydantic_settings import BaseSettings
+
+from services.stack import preflight
+from services.stack.config import JobConfig
+from services.stack.config_file import load_config
+from services.stack.layout import Layout, environment_options, ports_of
+from services.stack.run_dir import RunDir
+
+ROOT = Path(__file__).parents[2]
+
+
+def written(directory: Path, text: str) -> Path:
+    path = directory / "job.toml"
+    path.write_text(text)
+    return path
+
+
+def mistake_in(directory: Path, text: str) -> str:
+    with pytest.raises(InvalidConfig) as caught:
+        load_config(written(directory, text), environment={})
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_an_unknown_key_is_named_with_the_nearest_and_the_known_ones(tmp_path: Path) -> None:
+    message = mistake_in(tmp_path, "[train]\nnum_step = 3\n")
+    assert "job.toml has an unknown key 'num_step' in [train]; did you mean 'num_steps'?" in message
+    assert "groups_per_train_step" in message
+
+
+def test_an_unknown_section_is_named(tmp_path: Path) -> None:
+    message = mistake_in(tmp_path, "[trainer]\nnum_steps = 3\n")
+    assert "unknown key 'trainer'; did you mean 'train'?" in message
+
+
+def test_a_bad_value_is_named_with_its_key(tmp_path: Path) -> None:
+    message = mistake_in(tmp_path, "[train]\nnum_steps = -1\n")
+    assert "train.num_steps is -1: input should be greater than or equal to 0." in message
+
+
+def test_settings_that_contradict_each_other_are_named(tmp_path: Path) -> None:
+    message = mistake_in(tmp_path, "[train]\npipeline_depth = 3\nmax_staleness = 2\n")
+    assert "max_staleness is 2, below pipeline_depth 3" in message
+
+
+def test_a_file_that_is_not_toml_is_told_with_its_line(tmp_path: Path) -> None:
+    assert "line 2" in mistake_in(tmp_path, "run = 'a'\nseed = = 3\n")
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="No such file"):
+        load_config(tmp_path / "none.toml", environment={})
+
+
+def test_seed_of_the_environment_overrides_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "seed = 3\n")
+    assert load_config(path, environment={"SEED": "7"}).seed == 7
+    assert load_config(path, environment={"SEED": ""}).seed == 3
+
+
+def test_paths_are_relative_to_the_config(tmp_path: Path) -> None:
+    config = load_config(
+        written(tmp_path, "[environment]\ntask_file = 'tasks.jsonl'\n"), environment={}
+    )
+    assert environment_options(config) == {
+        "path": str(tmp_path / "tasks.jsonl"),
+        "heldout_fraction": 0.1,
+    }
+
+
+def test_the_shipped_configs_are_valid() -> None:
+    for path in sorted((ROOT / "infra" / "configs").glob("*.toml")):
+        preflight.check(load_config(path, environment={}))
+
+
+def test_a_model_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("")
+    with pytest.raises(InvalidConfig, match=r"has no tokenizer\.json"):
+        preflight.check_model(tmp_path)
+
+
+def test_a_task_file_with_a_broken_line_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"question": "1+1", "answer": "2"}\n{"question": \n')
+    path = written(tmp_path, "engine = 'transformers'\n[environment]\ntask_file = 'tasks.jsonl'\n")
+    with pytest.raises(InvalidConfig, match=r"Line 2 of .*tasks\.jsonl is broken"):
+        preflight.check(load_config(path, environment={}))
+
+
+@pytest.mark.parametrize(
+    "service", ["replay", "environment", "inference", "trainer", "scorer", "collector"]
+)
+def test_every_variable_is_a_valid_setting_of_its_service(
+    service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module(f"services.{service}.settings")
+    settings: type[BaseSettings] = getattr(module, f"{service.capitalize()}Settings")
+    config = JobConfig.model_validate({"warm_start": {"file": "demonstrations.jsonl"}})
+    ports = ports_of(config, with_redis=True)
+    layout = Layout(
+        config=config,
+        run_dir=RunDir(path=tmp_path, run_id="r-1"),
+        ports=ports,
+        redis_url="redis://127.0.0.1:1/0",
+    )
+    for name, value in layout.spec(service).environment.items():
+        monkeypatch.setenv(name, value)
+    loaded = settings()
+    assert loaded.model_dump()["port"] == ports[service]
