@@ -1,0 +1,215 @@
+"""A connection to one service: tokens, deadlines, retries, and errors of our own tree.
+
+async with Channel("127.0.0.1:50051", token="secret") as channel:
+    environment = EnvironmentClient(channel)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import grpc
+
+from dialoop.clients.errors import error_of, is_worth_retrying
+from dialoop.errors import DialoopError, Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from types import TracebackType
+    from typing import Self
+
+    from google.protobuf.message import Message
+
+    Metadata = tuple[tuple[str, str], ...]
+
+Q = TypeVar("Q", bound="Message")
+A = TypeVar("A", bound="Message")
+
+
+@dataclass(frozen=True, slots=True)
+class Rpc(Generic[Q, A]):
+    """One rpc: its path, its messages, and how to call it.
+
+    `is_retried` only where a second call does no harm after a first whose answer was lost.
+    """
+
+    path: str
+    request: type[Q]
+    answer: type[A]
+    is_retried: bool = field(default=False, kw_only=True)
+    deadline_s: float = field(default=60.0, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """Exponential back-off with jitter: 0.1, 0.2, 0.4, ... s, each times a number in [0.5, 1]."""
+
+    max_attempts: int = 6
+    first_wait_s: float = 0.1
+    max_wait_s: float = 5.0
+
+    def wait_s(self, attempt: int, chance: float) -> float:
+        """Seconds between attempt number `attempt` (from 1) and the next; chance in [0, 1]."""
+        longest = min(self.max_wait_s, self.first_wait_s * 2 ** (attempt - 1))
+        return float(longest * (0.5 + 0.5 * chance))
+
+
+class Channel:
+    """Calls the rpcs of the service at `host:port`; make it inside a running event loop."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str = "",
+        max_message_bytes: int = 64 * 1024 * 1024,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        self.address = address
+        self._metadata: Metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._retry = retry or RetryPolicy()
+        self._random = random.Random()
+        self._channel = grpc.aio.insecure_channel(
+            address,
+            options=[
+                ("grpc.max_send_message_length", max_message_bytes),
+                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.max_metadata_size", 64 * 1024),  # error details travel there
+                # Notice a dead server during a long call, and a restarted one soon.
+                ("grpc.keepalive_time_ms", 30_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.http2.max_pings_without_data", 0),
+                ("grpc.initial_reconnect_backoff_ms", 100),
+                ("grpc.min_reconnect_backoff_ms", 100),
+                ("grpc.max_reconnect_backoff_ms", 2_000),
+                ("grpc.enable_retries", 0),  # retries are counted here, where they are seen
+                ("grpc.use_local_subchannel_pool", 1),
+            ],
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; calls in flight raise Unavailable."""
+        await self._channel.close()
+
+    async def wait_until_connected(self, *, timeout_s: float = 30.0) -> None:
+        """Wait until the server listens; raises Unavailable when it does not in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._channel.channel_ready()
+        except TimeoutError:
+            raise Unavailable(
+                f"{self.address} did not answer within {timeout_s:g} s.",
+                remedy="Is the service running there?",
+            ) from None
+
+    async def call(self, rpc: Rpc[Q, A], request: Q, *, deadline_s: float | None = None) -> A:
+        """One request, one answer; the deadline covers all attempts."""
+        method = self._channel.unary_unary(
+            rpc.path,
+            request_serializer=rpc.request.SerializeToString,
+            response_deserializer=rpc.answer.FromString,
+        )
+        ends_at = time.monotonic() + (rpc.deadline_s if deadline_s is None else deadline_s)
+        attempt = 1
+        while True:
+            left_s = max(0.0, ends_at - time.monotonic())
+            try:
+                async with _Translating(self.address):
+                    return await method(request, timeout=left_s, metadata=self._metadata)
+            except DialoopError as error:
+                wait_s = self._retry.wait_s(attempt, self._random.random())
+                is_last = attempt >= self._retry.max_attempts or time.monotonic() + wait_s > ends_at
+                if is_last or not (rpc.is_retried and is_worth_retrying(error)):
+                    raise
+            await asyncio.sleep(wait_s)
+            attempt += 1
+
+    async def stream(
+        self, rpc: Rpc[Q, A], request: Q, *, deadline_s: float | None = None
+    ) -> AsyncIterator[A]:
+        """One request, many answers; without a deadline unless one is given."""
+        method = self._channel.unary_stream(
+            rpc.path,
+            request_serializer=rpc.request.SerializeToString,
+            response_deserializer=rpc.answer.FromString,
+        )
+        call = method(request, timeout=deadline_s, metadata=self._metadata)
+        try:
+            async with _Translating(self.address):
+                async for answer in call:
+                    yield answer
+        finally:
+            call.cancel()
+
+    async def upload(
+        self, rpc: Rpc[Q, A], requests: AsyncIterator[Q], *, deadline_s: float | None = None
+    ) -> A:
+        """Many requests, one answer; never repeated, because the requests are used up."""
+        method = self._channel.stream_unary(
+            rpc.path,
+            request_serializer=rpc.request.SerializeToString,
+            response_deserializer=rpc.answer.FromString,
+        )
+        timeout_s = rpc.deadline_s if deadline_s is None else deadline_s
+        async with _Translating(self.address):
+            return await method(requests, timeout=timeout_s, metadata=self._metadata)
+
+    async def exchange(self, rpc: Rpc[Q, A], requests: AsyncIterator[Q]) -> AsyncIterator[A]:
+        """Many requests, many answers, until either side ends; without a deadline."""
+        method = self._channel.stream_stream(
+            rpc.path,
+            request_serializer=rpc.request.SerializeToString,
+            response_deserializer=rpc.answer.FromString,
+        )
+        call = method(requests, metadata=self._metadata)
+        try:
+            async with _Translating(self.address):
+                async for answer in call:
+                    yield answer
+        finally:
+            call.cancel()
+
+
+class _Translating:
+    """Turns gRPC's errors into ours on the way out."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, grpc.aio.AioRpcError):
+            raise error_of(error, address=self._address) from error
+        if isinstance(error, (asyncio.CancelledError, grpc.aio.UsageError)) and not _is_cancelled():
+            # A closed channel cancels its calls. Left alone, that would look to a task group as if
+            # somebody had cancelled the task, and the failure would vanish.
+            raise Unavailable(
+                f"The connection to {self._address} was closed.", reason="CHANNEL_CLOSED"
+            ) from error
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

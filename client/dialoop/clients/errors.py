@@ -1,0 +1,70 @@
+"""gRPC failures back to the one error tree, with reason and remedy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status
+
+from dialoop.errors import (
+    ERRORS_BY_STATUS,
+    CapacityExhausted,
+    DialoopError,
+    InternalError,
+    Status,
+    Unavailable,
+)
+
+if TYPE_CHECKING:
+    from dialoop.v1.environment_service_pb2 import ItemError
+
+# Errors of a retryable class that would only repeat themselves: the message stays too large, and
+# the cursor that a collector expected stays behind.
+_HOPELESS = frozenset({"MESSAGE_TOO_LARGE", "CURSOR_MOVED"})
+
+
+def error_of(failure: grpc.aio.AioRpcError, *, address: str) -> DialoopError:
+    """The error a service raised, or the nearest one when gRPC itself failed."""
+    code = failure.code()
+    text = failure.details() or f"{address} answered {code.name}."
+    info = _info_of(failure)
+    if info is not None:
+        remedy = info.metadata.get("remedy", "")
+        return _kind_of(code.value[0])(text, reason=info.reason, remedy=remedy)
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return Unavailable(
+            f"{address} is not reachable: {text}", remedy="Is the service running there?"
+        )
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        remedy = "Send fewer or shorter items, or raise max_message_bytes on both sides."
+        return CapacityExhausted(text, reason="MESSAGE_TOO_LARGE", remedy=remedy)
+    return _kind_of(code.value[0])(text)
+
+
+def error_of_item(item: ItemError) -> DialoopError:
+    """The error of one item of a batch or stream."""
+    return _kind_of(item.code)(item.message, reason=item.reason or None)
+
+
+def is_worth_retrying(error: DialoopError) -> bool:
+    """Whether the same request may succeed later."""
+    return error.retryable and error.reason not in _HOPELESS
+
+
+def _kind_of(code: int) -> type[DialoopError]:
+    known = code in set(Status)
+    return ERRORS_BY_STATUS[Status(code)] if known else InternalError
+
+
+def _info_of(failure: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
+    try:
+        status = rpc_status.from_call(failure)
+    except ValueError:  # a proxy changed the status and left the details
+        return None
+    info = error_details_pb2.ErrorInfo()
+    for detail in status.details if status else ():
+        if detail.Unpack(info):
+            return info
+    return None

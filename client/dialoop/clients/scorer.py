@@ -1,0 +1,49 @@
+"""ScorerClient: reference log-probs and scored groups, in domain types."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dialoop.clients.channel import Rpc
+from dialoop.clients.inference import logprobs_from_proto, token_ids_to_proto
+from dialoop.v1 import scorer_service_pb2 as pb
+from dialoop.wire import group_from_proto, group_to_proto
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dialoop.clients.channel import Channel
+    from dialoop.sequences import Floats
+    from dialoop.trajectory import Group
+
+LOG_PROB: Rpc[Any, Any] = Rpc(
+    "/dialoop.v1.ScorerService/LogProb",
+    pb.ScorerServiceLogProbRequest,
+    pb.ScorerServiceLogProbResponse,
+    is_retried=True,
+    deadline_s=600.0,
+)
+SCORE: Rpc[Any, Any] = Rpc(
+    "/dialoop.v1.ScorerService/Score",
+    pb.ScorerServiceScoreRequest,
+    pb.ScorerServiceScoreResponse,
+    is_retried=True,
+    deadline_s=600.0,
+)
+
+
+class ScorerClient:
+    """Asks one scorer."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    async def logprobs(self, rows: Iterable[Iterable[int]]) -> tuple[Floats, ...]:
+        """Log-probs in nats under the reference model, float32 [L - 1] per row."""
+        request = pb.ScorerServiceLogProbRequest(token_ids=token_ids_to_proto(rows))
+        return logprobs_from_proto((await self._channel.call(LOG_PROB, request)).logprobs)
+
+    async def score(self, group: Group) -> Group:
+        """The group with rewards, reference log-probs and advantages."""
+        request = pb.ScorerServiceScoreRequest(group=group_to_proto(group))
+        return group_from_proto((await self._channel.call(SCORE, request)).group)
