@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from dialoop.errors import InvalidConfig, Unavailable
+from rich.console import Console
+
+from services.stack.child import ServiceSpec
+from services.stack.log_stream import LogStream
+from services.stack.processes import members
+from services.stack.redis_server import find_redis, redis_service
+from services.stack.supervisor import Supervisor, supervised
+
+ROOT = Path(__file__).parents[2]
+
+# Becomes ready, has a child that ignores SIGTERM, and ends on SIGTERM itself.
+STUBBORN_CHILD = """
+import pathlib, signal, subprocess, sys, time
+ignoring = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", ignoring])
+signal.signal(15, lambda *_: sys.exit(0))
+pathlib.Path(sys.argv[1]).write_text(str(child.pid))
+time.sleep(60)
+"""
+DEAF = """
+import pathlib, signal, sys, time
+signal.signal(15, signal.SIG_IGN)
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(60)
+"""
+MISTAKEN = """
+import sys
+sys.stderr.write("dialoop probe: The colour is wrong. Choose another.\\n")
+sys.exit(2)
+"""
+STACK = """
+import asyncio, pathlib, sys
+from rich.console import Console
+sys.path.insert(0, sys.argv[3])
+from tests.faults.test_stack_supervisor import STUBBORN_CHILD, spec, log_in
+from services.stack.supervisor import supervised
+
+async def main():
+    directory = pathlib.Path(sys.argv[1])
+    async with supervised(log_in(directory)) as supervisor:
+        await supervisor.start(spec(directory, STUBBORN_CHILD))
+        pathlib.Path(sys.argv[2]).touch()
+        await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def log_in(directory: Path) -> LogStream:
+    return LogStream(Console(quiet=True), directory / "logs")
+
+
+def spec(directory: Path, code: str, *, name: str = "probe", grace_s: float = 5.0) -> ServiceSpec:
+    mark = directory / f"{name}.ready"
+
+    async def is_ready() -> bool:
+        return mark.exists()
+
+    return ServiceSpec(
+        name=name,
+        command=(sys.executable, "-c", code, str(mark)),
+        is_ready=is_ready,
+        ready_timeout_s=10.0,
+        stop_grace_s=grace_s,
+    )
+
+
+def pid_of(supervisor: Supervisor) -> int:
+    child = supervisor.services[0].child
+    assert child is not None
+    return child.pid
+
+
+async def until(condition: object, timeout_s: float = 15.0) -> None:
+    assert callable(condition)
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+async def test_nothing_is_left_when_the_context_is_left(tmp_path: Path) -> None:
+    async with supervised(log_in(tmp_path)) as supervisor:
+        await supervisor.start(spec(tmp_path, STUBBORN_CHILD))
+        pid = pid_of(supervisor)
+        assert len(members({pid})) == 2
+    assert members({pid}) == []
+
+
+async def test_a_service_that_does_not_stop_is_killed(tmp_path: Path) -> None:
+    async with supervised(log_in(tmp_path)) as supervisor:
+        await supervisor.start(spec(tmp_path, DEAF, grace_s=0.3))
+        pid = pid_of(supervisor)
+    assert members({pid}) == []
+
+
+async def test_a_killed_service_is_started_again_without_its_old_children(tmp_path: Path) -> None:
+    async with supervised(log_in(tmp_path)) as supervisor:
+        await supervisor.start(spec(tmp_path, STUBBORN_CHILD))
+        first, service = pid_of(supervisor), supervisor.services[0]
+        (tmp_path / "probe.ready").unlink()
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: service.num_restarts == 1 and service.ready.is_set())
+        assert pid_of(supervisor) != first
+        assert members({first}) == []
+
+
+async def test_exit_code_2_ends_the_stack_with_the_services_sentence(tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    async def run() -> None:
+        async with supervised(log_in(tmp_path)) as supervisor:
+            await supervisor.start(spec(tmp_path, STUBBORN_CHILD))
+            pids.append(pid_of(supervisor))
+            await supervisor.start(spec(tmp_path, MISTAKEN, name="mistaken"))
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await run()
+    assert caught.group_contains(InvalidConfig, match="^The colour is wrong. Choose another.$")
+    assert members(pids) == []
+
+
+async def test_a_service_that_never_starts_ends_the_stack(tmp_path: Path) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        async with supervised(log_in(tmp_path)) as supervisor:
+            await supervisor.start(spec(tmp_path, "raise SystemExit('no luck')"))
+    assert caught.group_contains(Unavailable, match="probe ended 2 times.*no luck")
+
+
+async def test_cancelling_stops_everything(tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    async def run() -> None:
+        async with supervised(log_in(tmp_path)) as supervisor:
+            await supervisor.start(spec(tmp_path, STUBBORN_CHILD))
+            pids.append(pid_of(supervisor))
+            await asyncio.sleep(60)
+
+    running = asyncio.ensure_future(run())
+    await until(lambda: pids)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert members(pids) == []
+
+
+def test_a_killed_stack_leaves_nothing_behind(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    arguments = [sys.executable, "-c", STACK, str(tmp_path), str(started), str(ROOT)]
+    stack = subprocess.Popen(arguments, cwd=ROOT)
+    wait_for(started.exists)
+    child = int((tmp_path / "probe.ready").read_text())
+    stack.kill()
+    stack.wait()
+    wait_for(lambda: not is_running(child), timeout_s=20.0)
+
+
+def wait_for(condition: object, timeout_s: float = 15.0) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+@pytest.mark.redis
+async def test_redis_comes_back_with_what_it_held(tmp_path: Path) -> None:
+    from services.stack.ports import choose_ports
+
+    port = choose_ports({"redis": 0})["redis"]
+    redis = redis_service(find_redis({"PATH": ""}).program, port=port, directory=tmp_path / "redis")
+
+    async def ask(command: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(command + b"\r\n")
+        answer = await reader.readline()
+        writer.close()
+        return answer + (await reader.readline() if answer.startswith(b"$") else b"")
+
+    async with supervised(log_in(tmp_path)) as supervisor:
+        await supervisor.start(redis)
+        assert await ask(b"SET colour green") == b"+OK\r\n"
+        await asyncio.sleep(1.5)
+        service = supervisor.services[0]
+        os.kill(pid_of(supervisor), signal.SIGKILL)
+        await until(lambda: service.num_restarts == 1 and service.ready.is_set())
+        assert b"green" in await ask(b"GET colour")
