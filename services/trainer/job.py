@@ -179,12 +179,15 @@ class TrainingJob:
 
     async def _train_step(self, batch: Batch, lease_s: float) -> None:
         version = self._progress.policy_version
-        for reason, leases in batch.dropped.items():
-            await self._drop(leases, reason)
         self._progress.num_train_steps += 1
         self._board.num_train_steps = self._progress.num_train_steps
-        if not batch.train:
-            return
+        if batch.train:
+            await self._update(batch, version, lease_s)
+        # After the publish: a refunded credit starts a group, which is to be of the new policy.
+        for reason, leases in batch.dropped.items():
+            await self._drop(leases, reason)
+
+    async def _update(self, batch: Batch, version: PolicyVersion, lease_s: float) -> None:
         temperature = batch.groups[0].trajectories[0].sampling.temperature or 1.0
         started = time.perf_counter()
         report = await asyncio.to_thread(

@@ -324,7 +324,9 @@ class ScoreResponse(_message.Message):
     def __init__(self, turns: _Optional[_Iterable[_Union[TurnRewards, _Mapping]]] = ...) -> None: ...
 
 class TurnRewards(_message.Message):
-    __slots__ = ("rewards",)
+    __slots__ = ("rewards", "failures")
     REWARDS_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
     rewards: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Reward]
-    def __init__(self, rewards: _Optional[_Iterable[_Union[_trajectory_pb2.Reward, _Mapping]]] = ...) -> None: ...
+    failures: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Failure]
+    def __init__(self, rewards: _Optional[_Iterable[_Union[_trajectory_pb2.Reward, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_trajectory_pb2.Failure, _Mapping]]] = ...) -> None: ...

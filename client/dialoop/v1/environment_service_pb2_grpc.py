@@ -139,7 +139,8 @@ class EnvironmentServiceServicer(object):
 
     def Reset(self, request, context):
         """Idempotent by (session_id, episode). OK, NOT_FOUND (SESSION_LOST, SESSION_EXPIRED,
-        TASK_NOT_FOUND), INVALID_ARGUMENT, ABORTED (SESSION_BUSY), FAILED_PRECONDITION (STEP_CONFLICT).
+        TASK_NOT_FOUND), INVALID_ARGUMENT, ABORTED (SESSION_BUSY), FAILED_PRECONDITION (STEP_CONFLICT,
+        STEP_GAP: an episode number was left out).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,7 +157,8 @@ class EnvironmentServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StepAndReset(self, request, context):
-        """Step; when that ends the episode, also reset to `next_task_key`. Statuses of Step and Reset.
+        """Step; when that ends the episode, also reset to `next_task_key`, which is checked before the
+        step. Statuses of Step and Reset.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
