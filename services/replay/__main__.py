@@ -31,7 +31,11 @@ async def serve() -> None:
         server = GrpcServer(settings)
         server.add(
             add_ReplayServiceServicer_to_server,
-            ReplayServicer(queue, default_lease_s=settings.lease_s),
+            ReplayServicer(
+                queue,
+                default_lease_s=settings.lease_s,
+                max_message_bytes=settings.max_message_bytes,
+            ),
             "dialoop.v1.ReplayService",
         )
         async with server:

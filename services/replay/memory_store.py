@@ -19,7 +19,12 @@ from services.replay.memory_moves import (
     lease_group,
 )
 from services.replay.memory_run import Record, Run, Tally
-from services.replay.refusals import cursor_moved, group_not_found, version_not_newer
+from services.replay.refusals import (
+    batch_too_large,
+    cursor_moved,
+    group_not_found,
+    version_not_newer,
+)
 from services.replay.store import (
     STALE,
     Acknowledgement,
@@ -126,7 +131,7 @@ class MemoryStore:
     async def lease_groups(self, run: str, query: GroupQuery) -> GroupLeases:
         """See `Store`."""
         state, stage = self._run(run), query.stage
-        ready, chosen = state.ready[stage], list[Record]()
+        ready, chosen, room = state.ready[stage], list[Record](), query.max_bytes
         for order in sorted(ready):
             record = ready[order]
             if len(chosen) == query.max_groups:
@@ -138,8 +143,13 @@ class MemoryStore:
                 record.entries[stage].lease_id = ""
                 state.drop(record, STALE)
                 continue
+            room -= len(record.entries[stage].payload)
+            if room < 0 and chosen:
+                break
             chosen.append(record)
         if len(chosen) < max(1, query.min_groups):
+            if room < 0:
+                raise batch_too_large()
             reason = EmptyReason.TOO_FEW if chosen else EmptyReason.NO_GROUPS
             return GroupLeases(leases=(), empty_reason=reason, num_ready=len(ready))
         deadline = self._clock() + query.lease_s

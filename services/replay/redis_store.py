@@ -2,7 +2,8 @@
 
 The scripts hold the logic (`scripts/ledger.lua` lists the keys); this module packs arguments and
 unpacks replies. Commands are not retried here: the caller's retry is safe, a blind one could lease
-the same thing twice over.
+twice what is wanted. With an append-only file flushed every second a power failure can undo the
+last second; work is then done again, never counted twice.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import redis.asyncio
 import redis.exceptions
+from dialoop.errors import InvalidConfig
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Stage
 from redis.asyncio.retry import Retry
@@ -22,6 +24,7 @@ from redis.backoff import NoBackoff
 
 from services.replay.redis_stats import decode_stats
 from services.replay.refusals import (
+    batch_too_large,
     cursor_moved,
     group_not_found,
     store_full,
@@ -145,10 +148,13 @@ class RedisStore:
             "min_groups": query.min_groups,
             "lease_ms": _ms(query.lease_s),
             "prefix": query.task_id_prefix,
+            "max_bytes": query.max_bytes,
         }
         if query.max_staleness is not None:
             call["max_staleness"] = query.max_staleness
         reply, payloads = await self._call("lease_groups", run, call)
+        if reply.get("too_large"):
+            raise batch_too_large()
         return GroupLeases(
             leases=tuple(
                 GroupLease(lease_id=lease["id"], num_deliveries=int(lease["n"]), payload=payload)
@@ -260,8 +266,15 @@ class RedisStore:
         async with _translated(self._client):
             server = await self._client.info("server")
             durability = await self._client.info("persistence")
+        major, minor, *_ = (*map(int, str(server["redis_version"]).split(".")), 0)
+        if (major, minor) < (6, 2):
+            raise InvalidConfig(
+                f"Redis is {server['redis_version']}.",
+                reason="REDIS_TOO_OLD",
+                remedy="Use Redis 6.2 or later, or Valkey.",
+            )
         aof = "on" if durability.get("aof_enabled") else "off (not durable)"
-        self._description = f"redis {server.get('redis_version', '?')}, append-only file {aof}"
+        self._description = f"redis {server['redis_version']}, append-only file {aof}"
 
     @property
     def description(self) -> str:
@@ -335,7 +348,7 @@ async def _translated(client: redis.asyncio.Redis) -> AsyncIterator[None]:
     try:
         yield
     except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError) as error:
-        # The idle connections are likely as dead as this one: one error for a restart, not one each.
+        # Idle connections are likely as dead as this one: one error per restart, not one each.
         await client.connection_pool.disconnect(inuse_connections=False)
         raise store_unavailable() from error
     except redis.exceptions.ResponseError as error:

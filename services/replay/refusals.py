@@ -46,6 +46,15 @@ def group_not_found(group_id: str) -> NotFound:
     )
 
 
+def batch_too_large() -> CapacityExhausted:
+    """The wanted groups do not fit one message."""
+    return CapacityExhausted(
+        "min_groups groups do not fit one message.",
+        reason="TOO_LARGE",
+        remedy="Lower min_groups, or raise max_message_bytes here and at the caller.",
+    )
+
+
 def store_unavailable() -> Unavailable:
     """Redis does not answer at the moment."""
     return Unavailable(

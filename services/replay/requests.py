@@ -88,7 +88,9 @@ def seconds_of(name: str, value: float) -> float:
     return value
 
 
-def query_of(request: pb.LeaseGroupsRequest, *, default_lease_s: float) -> GroupQuery:
+def query_of(
+    request: pb.LeaseGroupsRequest, *, default_lease_s: float, max_bytes: int
+) -> GroupQuery:
     """Which groups are wanted."""
     max_groups = count_of("max_groups", request.max_groups)
     min_groups = count_of("min_groups", request.min_groups, least=0) or 1
@@ -114,6 +116,7 @@ def query_of(request: pb.LeaseGroupsRequest, *, default_lease_s: float) -> Group
         lease_s=seconds_of("lease_s", request.lease_s) or default_lease_s,
         max_staleness=request.max_staleness if request.HasField("max_staleness") else None,
         task_id_prefix=request.task_id_prefix,
+        max_bytes=max_bytes,
     )
 
 

@@ -19,8 +19,12 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class ReplayServicer(rpc.ReplayServiceServicer):
     """The queue over the wire."""
 
-    def __init__(self, queue: ReplayQueue, *, default_lease_s: float) -> None:
+    def __init__(
+        self, queue: ReplayQueue, *, default_lease_s: float, max_message_bytes: int
+    ) -> None:
         self._queue = queue
+        # Room for what stands around the groups; above the limit a lease could not be answered.
+        self._max_lease_bytes = max_message_bytes * 9 // 10
         self._default_lease_s = default_lease_s
 
     def _lease_s(self, lease_s: float) -> float:
@@ -63,7 +67,9 @@ class ReplayServicer(rpc.ReplayServiceServicer):
     async def LeaseGroups(
         self, request: pb.LeaseGroupsRequest, context: _Context
     ) -> pb.LeaseGroupsResponse:
-        query = requests.query_of(request, default_lease_s=self._default_lease_s)
+        query = requests.query_of(
+            request, default_lease_s=self._default_lease_s, max_bytes=self._max_lease_bytes
+        )
         found = await self._queue.lease_groups(
             requests.run_of(request.run),
             query,

@@ -164,7 +164,7 @@ class Appended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupQuery:
-    """Which groups a worker wants; nothing is leased below `min_groups`."""
+    """Which groups a worker wants: none below `min_groups`, and no more than fit `max_bytes`."""
 
     stage: Stage
     worker: str
@@ -173,6 +173,7 @@ class GroupQuery:
     lease_s: float
     max_staleness: int | None = None
     task_id_prefix: str = ""
+    max_bytes: int = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,7 +287,10 @@ class Store(Protocol):
         ...
 
     async def lease_groups(self, run: str, query: GroupQuery) -> GroupLeases:
-        """Distinct groups, oldest first; too stale ones are dropped on the way."""
+        """Distinct groups, oldest first; too stale ones are dropped on the way.
+
+        CapacityExhausted (TOO_LARGE) when `min_groups` groups never fit `max_bytes`.
+        """
         ...
 
     async def acknowledge(self, run: str, items: Sequence[Acknowledgement]) -> tuple[str, ...]:

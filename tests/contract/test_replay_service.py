@@ -44,7 +44,7 @@ async def replay(request: pytest.FixtureRequest) -> AsyncIterator[ReplayServiceS
     server = GrpcServer(ServerSettings(drain_s=1))
     server.add(
         add_ReplayServiceServicer_to_server,
-        ReplayServicer(queue, default_lease_s=60),
+        ReplayServicer(queue, default_lease_s=60, max_message_bytes=64 << 20),
         "dialoop.v1.ReplayService",
     )
     async with server, grpc.aio.insecure_channel(server.address) as channel:

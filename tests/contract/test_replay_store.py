@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
-from dialoop.errors import Busy, NotFound, PreconditionFailed
+from dialoop.errors import Busy, CapacityExhausted, NotFound, PreconditionFailed
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Purpose, Stage
 
@@ -418,6 +419,16 @@ async def test_below_the_minimum_nothing_is_leased(store: Store, run: str) -> No
     assert (found.leases, found.empty_reason, found.num_ready) == ((), EmptyReason.TOO_FEW, 2)
     assert len((await lease(store, run, Stage.SCORED, num=4, least=2)).leases) == 2
     assert (await lease(store, run, Stage.SCORED)).empty_reason is EmptyReason.NO_GROUPS
+
+
+async def test_no_more_is_leased_than_fits_one_message(store: Store, run: str) -> None:
+    await ready_to_train(store, run, "a", "b", "c")
+    query = GroupQuery(stage=Stage.SCORED, worker="w", max_groups=3, lease_s=60, max_bytes=10)
+    with pytest.raises(CapacityExhausted) as caught:
+        await store.lease_groups(run, replace(query, min_groups=3))
+    assert caught.value.reason == "TOO_LARGE"
+    assert len((await store.lease_groups(run, query)).leases) == 2
+    assert len((await store.lease_groups(run, replace(query, max_bytes=1))).leases) == 1
 
 
 async def test_stale_groups_are_dropped_and_refunded_instead_of_leased(

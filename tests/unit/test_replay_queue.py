@@ -153,7 +153,7 @@ def test_a_run_that_could_not_be_a_key_is_refused(run: str) -> None:
 )
 def test_a_senseless_query_is_refused(request_: pb.LeaseGroupsRequest) -> None:
     with pytest.raises(InvalidInput):
-        requests.query_of(request_, default_lease_s=60)
+        requests.query_of(request_, default_lease_s=60, max_bytes=1 << 20)
 
 
 def test_a_drop_and_a_return_need_a_reason() -> None:

@@ -1,4 +1,4 @@
--- call: stage, worker, max_groups, min_groups, lease_ms, max_staleness (or absent), prefix
+-- call: stage, worker, max_groups, min_groups, lease_ms, max_staleness (or absent), prefix, max_bytes
 local stage, ready = call.stage, key('ready:' .. call.stage)
 local lineage, number = meta('lineage'), tonumber(meta('number'))
 
@@ -10,7 +10,7 @@ local function is_stale(rec)
   return false
 end
 
-local chosen = {}
+local chosen, room = {}, call.max_bytes
 for _, id in ipairs(redis.call('ZRANGE', ready, 0, -1)) do
   if #chosen == call.max_groups then break end
   if string.sub(id, 1, #call.prefix) == call.prefix then
@@ -22,12 +22,15 @@ for _, id in ipairs(redis.call('ZRANGE', ready, 0, -1)) do
       forget_task(rec)
       save(rec)
     else
+      room = room - rec.e[stage].b
+      if room < 0 and #chosen > 0 then break end
       chosen[#chosen + 1] = rec
     end
   end
 end
 
 if #chosen < math.max(1, call.min_groups) then
+  if room < 0 then return {cjson.encode({too_large = true})} end
   local empty = #chosen > 0 and 'TOO_FEW' or 'NO_GROUPS'
   return {cjson.encode({leases = {}, empty = empty, ready = redis.call('ZCARD', ready)})}
 end

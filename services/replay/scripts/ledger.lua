@@ -16,7 +16,7 @@
 --
 -- Record: id, p(urpose), n(um trajectories), o(rder), s(tate), a(ttempt), f(ailures), l(ease),
 --   g(roup id), d(igest), v = {lineage = {oldest, newest}}, sc(ored), dead = {...},
---   e = {stage = {o(rder), l(ease), n(um deliveries), f(ailures), gone}}
+--   e = {stage = {o(rder), l(ease), n(um deliveries), f(ailures), b(ytes), gone}}
 local TRAINING, EVALUATION = 1, 2
 local WORKERS = 'workers'
 
@@ -118,7 +118,7 @@ local function add_entry(rec, stage, payload)
   if redis.call('EXISTS', stream) == 0 then
     redis.call('XGROUP', 'CREATE', stream, WORKERS, '0', 'MKSTREAM')
   end
-  rec.e[stage] = {o = order, l = '', n = 0, f = 0}
+  rec.e[stage] = {o = order, l = '', n = 0, f = 0, b = #payload}
   redis.call('XADD', stream, entry_id(rec.e[stage]), 'g', rec.g, 'b', payload)
   redis.call('ZADD', key('ready:' .. stage), order, rec.id)
 end

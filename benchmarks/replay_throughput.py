@@ -1,0 +1,164 @@
+"""Groups per second through the replay service over gRPC: append, lease, acknowledge.
+
+python benchmarks/replay_throughput.py --groups 2000 --kib 16 --fsync everysec
+
+Starts a redis-server and the service in processes of their own; prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import grpc
+from dialoop.v1 import replay_service_pb2 as pb
+from dialoop.v1 import trajectory_pb2 as messages
+from dialoop.v1.replay_service_pb2_grpc import ReplayServiceStub
+
+from tests.redis_server import RedisServer
+
+RUN = "benchmark"
+UNSCORED = messages.STAGE_UNSCORED
+
+
+def _launch(settings: dict[str, str]) -> tuple[subprocess.Popen[str], str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.replay"],
+        env={**os.environ, **settings},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "address=" in line:
+            return process, line.rpartition("address=")[2].strip().rstrip("]")
+    raise RuntimeError("the service did not start")
+
+
+def _group(task: messages.Task, attempt: int, kib: int) -> messages.Group:
+    """Eight trajectories of one sequence; ids take two bytes and log-probs four."""
+    length = kib * 1024 // 8 // 6
+    version = messages.PolicyVersion(lineage="main", number=0)
+    segment = messages.Segment(length=length, source=messages.SOURCE_MODEL, policy_version=version)
+    sequence = messages.Sequence(
+        token_ids=[1000] * length, segments=[segment], inference_logprobs=[-0.5] * length
+    )
+    group_id = f"{task.task_id}#{attempt}"
+    return messages.Group(
+        group_id=group_id,
+        task=task,
+        trajectories=[
+            messages.Trajectory(trajectory_id=f"{group_id}.{i}", sequences=[sequence])
+            for i in range(8)
+        ],
+    )
+
+
+async def _prepare(stub: ReplayServiceStub, num_groups: int, kib: int) -> list[pb.AppendItem]:
+    tasks = [
+        messages.Task(task_id=f"t{i}", purpose=messages.PURPOSE_TRAINING, num_trajectories=8)
+        for i in range(num_groups)
+    ]
+    version = messages.PolicyVersion(lineage="main", number=0)
+    await stub.AdvancePolicy(
+        pb.AdvancePolicyRequest(run=RUN, policy_version=version, max_outstanding_groups=num_groups)
+    )
+    await stub.OfferTasks(pb.OfferTasksRequest(run=RUN, tasks=tasks))
+    leased = await stub.LeaseTasks(
+        pb.LeaseTasksRequest(run=RUN, worker="collector", max_tasks=num_groups)
+    )
+    return [
+        pb.AppendItem(group=_group(held.task, held.attempt, kib), lease_id=held.lease_id)
+        for held in leased.leases
+    ]
+
+
+async def _timed(
+    work: Callable[[int], Awaitable[None]], num_groups: int, batch: int, parallel: int
+) -> float:
+    """Groups per second of `work(start)` over all batches, `parallel` at a time."""
+    starts = iter(range(0, num_groups, batch))
+
+    async def worker() -> None:
+        for start in starts:
+            await work(start)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(worker() for _ in range(parallel)))
+    return num_groups / (time.perf_counter() - began)
+
+
+async def _measure(address: str, options: argparse.Namespace) -> dict[str, float]:
+    limit = [("grpc.max_receive_message_length", 64 << 20)]
+    async with grpc.aio.insecure_channel(address, options=limit) as channel:
+        stub = ReplayServiceStub(channel)
+        items = await _prepare(stub, options.groups, options.kib)
+        leases: list[str] = []
+
+        async def append(start: int) -> None:
+            batch = items[start : start + options.batch]
+            response = await stub.AppendGroups(
+                pb.AppendGroupsRequest(run=RUN, stage=UNSCORED, items=batch)
+            )
+            assert all(o.status == pb.APPEND_STATUS_APPENDED for o in response.outcomes)
+
+        async def lease(start: int) -> None:
+            response = await stub.LeaseGroups(
+                pb.LeaseGroupsRequest(
+                    run=RUN, stage=UNSCORED, worker="scorer", max_groups=options.batch
+                )
+            )
+            leases.extend(held.lease_id for held in response.leases)
+
+        async def acknowledge(start: int) -> None:
+            dropped = [
+                pb.AcknowledgeItem(lease_id=held, outcome=pb.OUTCOME_DROPPED, reason="measured")
+                for held in leases[start : start + options.batch]
+            ]
+            await stub.Acknowledge(pb.AcknowledgeRequest(run=RUN, items=dropped))
+
+        rates = {
+            f"{work.__name__}_groups_per_s": round(
+                await _timed(work, options.groups, options.batch, options.parallel)
+            )
+            for work in (append, lease, acknowledge)
+        }
+        stats = (await stub.GetStats(pb.GetStatsRequest(run=RUN))).stats
+        assert stats.training.num_groups_dropped["measured"] == options.groups
+        return {"group_bytes": items[0].group.ByteSize(), **rates}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--groups", type=int, default=2000)
+    parser.add_argument("--kib", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--parallel", type=int, default=4)
+    parser.add_argument("--fsync", choices=("everysec", "always", "no"), default="everysec")
+    parser.add_argument("--store", choices=("redis", "memory"), default="redis")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        redis = RedisServer(Path(directory), fsync=options.fsync)
+        redis.start()
+        process, address = _launch(
+            {"DIALOOP_REPLAY_STORE": options.store, "DIALOOP_REPLAY_REDIS_URL": redis.url}
+        )
+        try:
+            rates = asyncio.run(_measure(address, options))
+        finally:
+            process.terminate()
+            process.wait(timeout=20)
+            redis.stop()
+    print(json.dumps({"benchmark": "replay_throughput", **vars(options), **rates}))
+
+
+if __name__ == "__main__":
+    main()
