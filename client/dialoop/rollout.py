@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dialoop.episode import Opening, Outcome, Policy, Sample, Sessions
 
 
-_CLOSE_S = 5.0
+_CLOSE_S = 2.0
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class _Tape:
         start = len(sample.history.require_prompt())
         turn = Turn(
             message_start=start,
-            num_messages=len(after) - start,
+            num_messages=max(0, len(after) - start),  # an environment may shorten its past
             rewards=outcome.rewards,
             stop_reason=sample.stop_reason,
             generate_s=sample.generate_s,

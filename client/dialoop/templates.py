@@ -170,9 +170,9 @@ class TokenBuilder:
         if context is None:
             opening = self._tokens(self._pieces(history, 0, "", Source.PROMPT), turn)
             return Prompt(history=history, sequence=opening, appended=opening, turn=turn)
-        if not 0 < num_context_messages <= len(history):
+        if num_context_messages <= 0:
             raise InvalidInput(
-                f"num_context_messages is {num_context_messages} of {len(history)} messages.",
+                f"num_context_messages is {num_context_messages}.",
                 reason="BAD_CONTEXT",
                 remedy="Say how many of the prompt's messages the context's tokens cover.",
             )
@@ -233,6 +233,12 @@ class TokenBuilder:
                 num_context_messages=covered,
                 turn=0 if sequence is None else sequence.segments[-1].turn + 1,
             )
+            if prompt.sequence.fork_cause is not ForkCause.NONE:
+                raise Unsupported(
+                    "The chat template renders earlier messages otherwise once later ones follow.",
+                    reason="TEMPLATE_REWRITES_PAST",
+                    remedy="Demonstrate one assistant message at a time.",
+                )
             ids = self.tokenizer.encode(message.text).ids
             if not message.text.endswith(tuple(stop)):
                 ids += self.tokenizer.end_of_turn_ids[:1]
@@ -255,7 +261,7 @@ class TokenBuilder:
     ) -> tuple[_Piece, ...] | ForkCause:
         """What to append to the context, or why that is impossible."""
         last = context.segments[-1] if context.segments else None
-        if last is None or last.source is not Source.MODEL:
+        if last is None or last.source is not Source.MODEL or covered > len(history):
             return ForkCause.HISTORY_REWRITTEN
         sampled = [
             int(i)
@@ -267,6 +273,8 @@ class TokenBuilder:
         if last.message_index != covered - 1 or history[covered - 1].text != content:
             return ForkCause.HISTORY_REWRITTEN
         before = self.template.render(history[: covered - 1])
+        if not self._spells(context.token_ids[: len(context) - len(sampled)], before):
+            return ForkCause.HISTORY_REWRITTEN
         through = self.template.render(history[:covered], add_generation_prompt=False)
         if not through.startswith(before + content):
             return ForkCause.TEMPLATE_REWRITES_PAST
@@ -278,6 +286,13 @@ class TokenBuilder:
             return ForkCause.TEMPLATE_REWRITES_PAST
         glue = _Piece(text=closing[len(end_text) :], source=Source.TEMPLATE)
         return (glue, *self._pieces(history, covered, through, None))
+
+    def _spells(self, token_ids: AnySequence[int], text: str) -> bool:
+        """Whether the ids spell the text, as far as this tokenizer can tell."""
+        if self.tokenizer.decode(token_ids) == text:
+            return True
+        # A tokenizer that loses text on the way there and back cannot tell.
+        return self.tokenizer.decode(self.tokenizer.encode(text, trusted=True).ids) != text
 
     def _pieces(
         self, history: History, start: int, prefix: str, source: Source | None

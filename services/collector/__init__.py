@@ -1,0 +1,1 @@
+"""Plays groups of episodes: leases tasks, plays them, appends what was played."""

@@ -1,0 +1,87 @@
+"""`python -m services.collector`: collect until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+from dialoop.clients.channel import Channel, RetryPolicy
+from dialoop.clients.environment import EnvironmentClient
+from dialoop.clients.inference import InferenceClient
+from dialoop.clients.replay import ReplayClient
+
+from services.collector.collector import Collector
+from services.collector.counters import Counters, keep_written, write_counters
+from services.collector.offers import Offers
+from services.collector.player import Player
+from services.collector.replicas import PatientSessions, Replicas
+from services.collector.settings import CollectorSettings
+from services.runtime import GrpcServer, load, run
+from services.runtime.patience import Patience
+
+
+async def serve() -> None:
+    """Collect, and say on a port that we are well, until told to stop."""
+    settings = load(CollectorSettings)
+    async with AsyncExitStack() as exits:
+        counters = Counters(settings.worker)
+        collector = await make_collector(settings, counters, exits)
+        server = await exits.enter_async_context(GrpcServer(settings))
+        await collect(settings, collector, counters, server.stopping)
+
+
+async def make_collector(
+    settings: CollectorSettings, counters: Counters, exits: AsyncExitStack
+) -> Collector:
+    """A collector with its connections, which `exits` closes."""
+
+    async def channel(address: str, retry: RetryPolicy | None = None) -> Channel:
+        token = settings.token.get_secret_value()
+        size = settings.max_message_bytes
+        made = Channel(address, token=token, max_message_bytes=size, retry=retry)
+        return await exits.enter_async_context(made)
+
+    patience = Patience(total_s=settings.patience_s)
+    environment = EnvironmentClient(await channel(settings.environment_address))
+    replay = ReplayClient(await channel(settings.replay_address))
+    # One attempt: the next replica is a better second try than the same one.
+    once = RetryPolicy(max_attempts=1)
+    replicas = [InferenceClient(await channel(a, once)) for a in settings.inference_addresses]
+    player = Player(
+        PatientSessions(environment, patience),
+        Replicas(replicas, patience),
+        counters,
+        member_retries=settings.member_retries,
+        max_turns=settings.max_turns,
+        patience=patience,
+    )
+    return Collector(
+        settings,
+        replay=replay,
+        environment=environment,
+        player=player,
+        offers=Offers(settings, replay, environment, patience),
+        counters=counters,
+    )
+
+
+async def collect(
+    settings: CollectorSettings, collector: Collector, counters: Counters, stopping: asyncio.Event
+) -> None:
+    """Run the collector until `stopping`, with its counts in `run_dir`."""
+    path = settings.run_dir and settings.run_dir / f"collector-{settings.worker}.json"
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            working = [tasks.create_task(collector.run())]
+            if path is not None:
+                working.append(tasks.create_task(keep_written(counters, path)))
+            await stopping.wait()
+            for task in working:
+                task.cancel()
+    finally:
+        if path is not None:
+            write_counters(counters.to_json(), path)
+
+
+if __name__ == "__main__":
+    run(serve, name="collector")

@@ -1,0 +1,106 @@
+"""What a collector has done, for people and dashboards: a small JSON file, always whole.
+
+{"worker": "c1", "training": {"num_trajectories": 64, "num_tokens": 900, ...}, ...}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from dialoop.sequences import ForkCause
+from dialoop.trajectory import Purpose
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dialoop.trajectory import Trajectory
+
+
+class Counters:
+    """Counts since this process started; one event loop counts, one reads."""
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+        self._played: dict[Purpose, Counter[str]] = {purpose: Counter() for purpose in Purpose}
+        self._forks: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+        self._appended: dict[Purpose, Counter[str]] = {purpose: Counter() for purpose in Purpose}
+        self._returned: Counter[str] = Counter()
+        self._num_leases_lost = 0
+
+    def played(self, trajectory: Trajectory, purpose: Purpose) -> None:
+        """A trajectory is finished, whatever becomes of it."""
+        self._played[purpose].update(
+            num_trajectories=1,
+            num_turns=len(trajectory.turns),
+            num_tokens=trajectory.num_model_tokens,
+            num_tool_calls=trajectory.num_tool_calls,
+        )
+        causes = (sequence.fork_cause for sequence in trajectory.sequences)
+        self._forks.update(c.name.lower() for c in causes if c is not ForkCause.NONE)
+        self._failures.update(
+            f"{failure.owner.name.lower()}/{failure.reason.lower()}"
+            for failure in trajectory.failures
+        )
+
+    def appended(self, purpose: Purpose, *, num_trajectories: int, num_discarded: int) -> None:
+        """A group is in the queue; the discarded ones were members that were played again."""
+        self._appended[purpose].update(
+            num_groups_appended=1,
+            num_trajectories_appended=num_trajectories,
+            num_trajectories_discarded=num_discarded,
+        )
+
+    def returned(self, reason: str) -> None:
+        """A task was given back."""
+        self._returned[reason] += 1
+
+    def lost(self, purpose: Purpose, *, num_trajectories: int) -> None:
+        """A task went to another collector; what we played of it is worth nothing."""
+        self._num_leases_lost += 1
+        self._appended[purpose].update(num_trajectories_lost=num_trajectories)
+
+    def to_json(self) -> dict[str, Any]:
+        """All counts, by purpose where that matters."""
+        names = ("num_trajectories", "num_turns", "num_tokens", "num_tool_calls")
+        kept = (
+            "num_groups_appended",
+            "num_trajectories_appended",
+            "num_trajectories_discarded",
+            "num_trajectories_lost",
+        )
+        by_purpose = {
+            purpose.name.lower(): {name: self._played[purpose][name] for name in names}
+            | {name: self._appended[purpose][name] for name in kept}
+            for purpose in Purpose
+        }
+        return {
+            "worker": self._worker,
+            **by_purpose,
+            "num_forks": dict(self._forks),
+            "num_failures": dict(self._failures),
+            "num_tasks_returned": dict(self._returned),
+            "num_leases_lost": self._num_leases_lost,
+        }
+
+
+async def keep_written(counters: Counters, path: Path, *, interval_s: float = 1.0) -> None:
+    """Write the counts whenever they changed, until cancelled; the caller writes the last."""
+    written = None
+    while True:
+        counts = counters.to_json()
+        if counts != written:
+            write_counters(counts, path)
+            written = counts
+        await asyncio.sleep(interval_s)
+
+
+def write_counters(counts: dict[str, Any], path: Path) -> None:
+    """Replace the file at once, so that a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.tmp")
+    draft.write_text(json.dumps(counts) + "\n", encoding="utf-8")
+    draft.replace(path)

@@ -1,0 +1,125 @@
+"""Playing one leased task: all members at once, and a member again that failed blamelessly."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dialoop.rollout import play, seeded
+from dialoop.trajectory import Failure, Group, Owner, SamplingParams, Task, Trajectory
+
+from services.runtime.patience import SERVICE_AWAY, Patience
+
+if TYPE_CHECKING:
+    from dialoop.clients.replay import TaskLease
+    from dialoop.episode import Policy, Sessions
+
+    from services.collector.counters import Counters
+
+
+class MemberFailed(Exception):
+    """A member failed as often as it may; `failure` is the last one and not the policy's."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(f"{failure.owner.name.lower()}: {failure.reason}: {failure.message}")
+        self.failure = failure
+
+    @property
+    def is_outage(self) -> bool:
+        """Whether a service was away, which says nothing against the task."""
+        return self.failure.reason == SERVICE_AWAY
+
+
+@dataclass(slots=True, kw_only=True)
+class Round:
+    """One attempt at a task under one lease, and every trajectory finished in it so far.
+
+    `is_settling` once its group is on the way to the ledger.
+    """
+
+    lease: TaskLease
+    finished: list[Trajectory] = field(default_factory=list)
+    is_settling: bool = False
+
+    @property
+    def lease_id(self) -> str:
+        """The lease it is played under."""
+        return self.lease.lease_id
+
+    @property
+    def task(self) -> Task:
+        """The task being played."""
+        return self.lease.task
+
+    @property
+    def group_id(self) -> str:
+        """The name its group will have."""
+        return self.lease.group_id
+
+
+class Player:
+    """Plays rounds on an environment and a policy."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        policy: Policy,
+        counters: Counters,
+        *,
+        member_retries: int,
+        max_turns: int,
+        patience: Patience,
+    ) -> None:
+        self._sessions = sessions
+        self._policy = policy
+        self._counters = counters
+        self._member_retries = member_retries
+        self._max_turns = max_turns
+        self._patience = patience
+
+    async def play(self, round_: Round, sampling: SamplingParams) -> Group:
+        """The whole group; MemberFailed when one member cannot be had (the others are stopped)."""
+        try:
+            async with asyncio.TaskGroup() as members:
+                playing = [
+                    members.create_task(self._play_member(round_, seeded(sampling, member)))
+                    for member in range(round_.task.num_trajectories)
+                ]
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        trajectories = tuple(member.result() for member in playing)
+        return Group(group_id=round_.group_id, task=round_.task, trajectories=trajectories)
+
+    async def _play_member(self, round_: Round, sampling: SamplingParams) -> Trajectory:
+        for attempt in range(1, self._member_retries + 2):
+            trajectory = await play(
+                round_.task,
+                sessions=self._sessions,
+                policy=self._policy,
+                group_id=round_.group_id,
+                sampling=sampling,
+                max_turns=self._max_turns,
+            )
+            round_.finished.append(trajectory)
+            self._counters.played(trajectory, round_.task.purpose)
+            failure = _blameless_failure(trajectory)
+            if failure is None:
+                return trajectory
+            failed = MemberFailed(failure)
+            if failed.is_outage or attempt > self._member_retries:
+                raise failed
+            await asyncio.sleep(self._patience.pause_s(attempt))
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _blameless_failure(trajectory: Trajectory) -> Failure | None:
+    """The last failure that is not the policy's own: the trajectory says nothing about it."""
+    failures = [f for f in trajectory.failures if f.owner is not Owner.POLICY]
+    return failures[-1] if failures else None
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """One error of a task group; an unforeseen one before a failed member."""
+    unforeseen = [e for e in errors.exceptions if not isinstance(e, MemberFailed)]
+    return unforeseen[0] if unforeseen else errors.exceptions[0]

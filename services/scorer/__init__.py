@@ -1,0 +1,1 @@
+"""Scores whole groups: rewards, reference log-probs, KL, advantages."""

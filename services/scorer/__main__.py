@@ -1,0 +1,73 @@
+"""`python -m services.scorer`: score a run's groups and serve ScorerService."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from dialoop.clients.channel import Channel
+from dialoop.clients.replay import ReplayClient
+from dialoop.v1.scorer_service_pb2_grpc import add_ScorerServiceServicer_to_server
+
+from services.runtime import GrpcServer, load, run
+from services.scorer.desk import Desk, LazyReference
+from services.scorer.rewards import KlPenalty, load_rewards
+from services.scorer.scoring import Scoring
+from services.scorer.servicer import ScorerServicer
+from services.scorer.settings import ScorerSettings
+from services.scorer.worker import Worker
+
+if TYPE_CHECKING:
+    from services.scorer.scoring import Reference
+
+
+async def serve() -> None:
+    """Score until told to stop."""
+    settings = load(ScorerSettings).require_consistent()
+    desk = make_desk(settings)
+    server = GrpcServer(settings)
+    server.add(
+        add_ScorerServiceServicer_to_server, ScorerServicer(desk), "dialoop.v1.ScorerService"
+    )
+    token, size = settings.token.get_secret_value(), settings.max_message_bytes
+    async with Channel(settings.replay_address, token=token, max_message_bytes=size) as channel:
+        worker = Worker(settings, ReplayClient(channel), desk)
+        async with server, asyncio.TaskGroup() as tasks:
+            tasks.create_task(worker.run(server.stopping))
+            await server.wait_until_stopped()
+
+
+def make_desk(settings: ScorerSettings) -> Desk:
+    """The scoring the settings ask for; a reference that it needs is loaded now."""
+    reference = None
+    if settings.model_dir is not None:
+        reference = LazyReference(lambda: _load_reference(settings))
+    if reference is not None and settings.needs_reference:
+        reference.loaded()
+    penalty = KlPenalty(coefficient=settings.kl_coefficient, estimator=settings.kl_estimator)
+    scoring = Scoring(
+        rewards=load_rewards(settings.rewards),
+        advantages=settings.advantages,
+        reference=reference if settings.needs_reference else None,
+        kl_penalty=penalty if settings.kl_coefficient else None,
+        drop_uniform=settings.drop_uniform,
+    )
+    return Desk(scoring, reference)
+
+
+def _load_reference(settings: ScorerSettings) -> Reference:
+    # Imported here alone: a scorer without a reference model runs without torch.
+    from services.scorer.reference import load_reference
+
+    assert settings.model_dir is not None
+    return load_reference(
+        settings.model_dir,
+        dtype=settings.dtype,
+        device=settings.device,
+        max_row_tokens=settings.max_row_tokens,
+        num_threads=settings.torch_threads,
+    )
+
+
+if __name__ == "__main__":
+    run(serve, name="scorer")
