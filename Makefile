@@ -32,6 +32,9 @@ check: setup  ## format, lint, types, layers, protos, generated code, sizes
 proto: setup  ## generate client/dialoop/v1 from proto/
 	infra/generate_protos.sh
 
-bench: setup  ## every benchmark; each writes benchmarks/results/<name>.json
-	@mkdir -p benchmarks/results
-	@for script in benchmarks/*.py; do echo "$$script"; $(BIN)/python "$$script" || exit 1; done
+bench: setup  ## every benchmark; the figures go to runs/bench/<name>.json
+	@mkdir -p runs/bench
+	@for script in benchmarks/*.py; do \
+	  name=$$(basename "$$script" .py); echo "$$name"; \
+	  $(BIN)/python -m "benchmarks.$$name" > "runs/bench/$$name.json" || exit 1; \
+	done

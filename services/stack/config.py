@@ -93,6 +93,14 @@ class ScorerSection(_Section):
 
     divide_by_std: bool = True
     """Divide advantages by the standard deviation of the group's rewards."""
+    leave_one_out: bool = False
+    """Compare each trajectory with the mean of the others instead of the mean of all."""
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Reward -coefficient * KL(policy, starting model) of each trajectory."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """How KL is estimated from the sampled tokens."""
+    rewards: tuple[dict[str, Any], ...] = ()
+    """Rewards beside the environment's: {name, use = "module:function", weight}."""
 
 
 class WarmStartSection(_Section):

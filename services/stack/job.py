@@ -105,6 +105,7 @@ def _findings(
         num_sampled_tokens=last.num_sampled_tokens,
         redis_version=plan.redis_version,
         num_restarts=restarts,
+        is_resumed=plan.layout.run_dir.is_resumed,
     )
 
 

@@ -101,10 +101,16 @@ class Layout:
         }
 
     def _scorer(self) -> dict[str, object]:
+        section = self.config.scorer
         return {
             "run": self.run_dir.run_id,
             "replay_address": self.address("replay"),
-            "divide_by_std": self.config.scorer.divide_by_std,
+            "model_dir": self.run_dir.model(self.config).resolve(),
+            "divide_by_std": section.divide_by_std,
+            "leave_one_out": section.leave_one_out,
+            "kl_coefficient": section.kl_coefficient,
+            "kl_estimator": section.kl_estimator,
+            "rewards": list(section.rewards),
         }
 
     def _collector(self) -> dict[str, object]:

@@ -37,6 +37,7 @@ class Findings:
     num_sampled_tokens: int
     redis_version: str
     num_restarts: Mapping[str, int]
+    is_resumed: bool = False
 
 
 def summarise(findings: Findings) -> dict[str, Any]:
@@ -149,12 +150,16 @@ def accounting(findings: Findings) -> dict[str, Any]:
     return {
         "ledger_adds_up": _adds_up(training) and _adds_up(evaluation),
         "played_by_collectors": dict(zip(("training", "evaluation"), played, strict=True)),
-        # A killed collector takes its count of the last second, and what it was playing, along.
-        "collectors_agree": played == generated or bool(findings.num_restarts.get("collector")),
+        "collectors_agree": played == generated or _lost_a_collector(findings),
         "recorded_as_trained": rows.get("trained", 0),
         "trainer_agrees": findings.trainer["num_trajectories_trained"]
         == training.num_trajectories_consumed,
     }
+
+
+def _lost_a_collector(findings: Findings) -> bool:
+    """A killed collector takes its count of the last second, and what it was playing, along."""
+    return findings.is_resumed or findings.num_restarts.get("collector", 0) > 0
 
 
 def _adds_up(counts: LedgerCounts) -> bool:

@@ -1,0 +1,59 @@
+"""A service is killed in the middle of a job: the job goes on, and every count still closes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.stack_jobs import Job, assert_accounted, wait_for, write_config
+
+
+def num_train_rows(job: Job) -> int:
+    path = job.run_dir / "metrics.jsonl"
+    if not path.exists():
+        return 0
+    return sum('"kind": "train"' in line for line in path.open())
+
+
+@pytest.mark.heavy(reason="each kills one process of a whole job, about a minute")
+@pytest.mark.redis
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize(
+    "service", ["replay", "collector", "environment", "scorer", "trainer", "inference"]
+)
+def test_a_job_survives_the_death_of(service: str, tmp_path: Path) -> None:
+    config = write_config(tmp_path, num_train_steps=12)
+    with Job(tmp_path, "train", str(config)) as job:
+        wait_for(lambda: num_train_rows(job) >= 3, 240.0)
+        pid = job.service(service)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        ended = job.end(360.0)
+    assert ended.exit_code == 0, ended.output
+    assert job.left_running() == {}
+    assert ended.summary["num_restarts"][service] == 1
+    assert ended.summary["num_train_steps"] == 12
+    assert_accounted(ended.summary)
+
+
+@pytest.mark.heavy(reason="runs a job twice, about a minute")
+@pytest.mark.redis
+@pytest.mark.timeout(420)
+def test_a_killed_stack_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    config = write_config(tmp_path, num_train_steps=10)
+    with Job(tmp_path, "train", str(config)) as job:
+        wait_for(lambda: num_train_rows(job) >= 5, 240.0)
+        job.process.kill()
+        job.process.wait()
+        wait_for(lambda: not job.left_running(), 40.0)
+    with Job(tmp_path, "train", str(config)) as again:
+        ended = again.end(360.0)
+    assert ended.exit_code == 0, ended.output
+    assert "resuming" in ended.output
+    steps = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").open()]
+    assert max(row["train_step"] for row in steps if row["kind"] == "train") == 10
+    assert_accounted(ended.summary)
