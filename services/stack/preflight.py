@@ -1,8 +1,9 @@
-"""What can be told wrong before anything is started: the engine, the model, the tasks."""
+"""What can be told wrong before anything starts: engine, model, tasks, Redis, ports."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,8 @@ from dialoop.environments import load_environment
 from dialoop.errors import InvalidConfig
 from dialoop.tokenizer import Tokenizer
 
-from services.stack.layout import environment_options
+from services.stack.layout import environment_options, ports_of
+from services.stack.redis_server import FoundRedis, find_redis
 
 if TYPE_CHECKING:
     from services.stack.config import JobConfig
@@ -24,6 +26,9 @@ def check(config: JobConfig) -> None:
     if config.model.directory:
         check_model(Path(config.model.directory))
     _check_tasks(config)
+    # Both are asked for again when the stack starts; by then an old run may have been replaced.
+    found = find_redis(os.environ) if config.store == "redis" else FoundRedis()
+    ports_of(config, with_redis=bool(found.program))
 
 
 def _check_engine(config: JobConfig) -> None:
