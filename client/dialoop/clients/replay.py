@@ -1,53 +1,53 @@
-"""ReplayClient: the task ledger, groups and leases of a run, in domain types."""
+"""ReplayClient: the task ledger, groups, leases and credits of a run, in domain types."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.channel import Rpc
-from dialoop.clients.replay_values import (
+from dialoop.clients.ledger import (
+    Appended,
     AppendItem,
-    AppendOutcome,
-    AppendStatus,
     DeadLetter,
     EmptyReason,
     GroupLease,
-    GroupLeases,
-    LeaseOutcome,
+    LeasedGroups,
+    LeasedTasks,
     LedgerCounts,
     Offered,
     ReplayStats,
     Returned,
     ReturnItem,
     TaskLease,
-    TaskLeases,
+    stats_from_proto,
 )
 from dialoop.trajectory import Stage
 from dialoop.v1 import replay_service_pb2 as pb
+from dialoop.v1 import trajectory_pb2
 from dialoop.wire import (
     group_from_proto,
     group_to_proto,
-    policy_version_from_proto,
     policy_version_to_proto,
     task_from_proto,
     task_to_proto,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator, Sequence
 
     from dialoop.clients.channel import Channel
     from dialoop.sequences import PolicyVersion
     from dialoop.trajectory import Group, Task
 
+
 __all__ = [
     "AppendItem",
-    "AppendOutcome",
-    "AppendStatus",
+    "Appended",
     "DeadLetter",
     "EmptyReason",
     "GroupLease",
-    "GroupLeases",
+    "LeasedGroups",
+    "LeasedTasks",
     "LedgerCounts",
     "Offered",
     "ReplayClient",
@@ -55,41 +55,49 @@ __all__ = [
     "ReturnItem",
     "Returned",
     "TaskLease",
-    "TaskLeases",
 ]
 
 
-def _rpc(name: str, request: type[Any], answer: type[Any]) -> Rpc[Any, Any]:
-    # All are safe to repeat: ids make them idempotent, and a lease whose answer was lost runs out.
-    return Rpc(f"/dialoop.v1.ReplayService/{name}", request, answer, is_retried=True)
+def _rpc(name: str, *, is_retried: bool = True, deadline_s: float = 60.0) -> Rpc[Any, Any]:
+    request, answer = getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
+    path = f"/dialoop.v1.ReplayService/{name}"
+    return Rpc(path, request, answer, is_retried=is_retried, deadline_s=deadline_s)
 
 
-OFFER_TASKS = _rpc("OfferTasks", pb.OfferTasksRequest, pb.OfferTasksResponse)
-LEASE_TASKS = _rpc("LeaseTasks", pb.LeaseTasksRequest, pb.LeaseTasksResponse)
-APPEND_GROUPS = _rpc("AppendGroups", pb.AppendGroupsRequest, pb.AppendGroupsResponse)
-LEASE_GROUPS = _rpc("LeaseGroups", pb.LeaseGroupsRequest, pb.LeaseGroupsResponse)
-ACKNOWLEDGE = _rpc("Acknowledge", pb.AcknowledgeRequest, pb.AcknowledgeResponse)
-RETURN = _rpc("Return", pb.ReturnRequest, pb.ReturnResponse)
-EXTEND = _rpc("Extend", pb.ExtendRequest, pb.ExtendResponse)
-ADVANCE_POLICY = _rpc("AdvancePolicy", pb.AdvancePolicyRequest, pb.AdvancePolicyResponse)
-WATCH = _rpc("Watch", pb.WatchRequest, pb.WatchResponse)
-GET_STATS = _rpc("GetStats", pb.GetStatsRequest, pb.GetStatsResponse)
-PEEK = _rpc("Peek", pb.PeekRequest, pb.PeekResponse)
-LIST_DEAD_LETTERS = _rpc("ListDeadLetters", pb.ListDeadLettersRequest, pb.ListDeadLettersResponse)
-REQUEUE = _rpc("Requeue", pb.RequeueRequest, pb.RequeueResponse)
-PURGE = _rpc("Purge", pb.PurgeRequest, pb.PurgeResponse)
+# A repeated lease whose first answer was lost leaves leases that run out and come back.
+OFFER_TASKS = _rpc("OfferTasks", is_retried=False)
+LEASE_TASKS = _rpc("LeaseTasks")
+APPEND_GROUPS = _rpc("AppendGroups")
+LEASE_GROUPS = _rpc("LeaseGroups")
+ACKNOWLEDGE = _rpc("Acknowledge")
+RETURN = _rpc("Return")
+EXTEND = _rpc("Extend")
+ADVANCE_POLICY = _rpc("AdvancePolicy")
+WATCH = _rpc("Watch", is_retried=False)
+GET_STATS = _rpc("GetStats")
+PEEK = _rpc("Peek")
+LIST_DEAD_LETTERS = _rpc("ListDeadLetters")
+REQUEUE = _rpc("Requeue")
+PURGE = _rpc("Purge")
+
+_ANSWER_S = 30.0
 
 
 class ReplayClient:
-    """Asks the replay queue; `run` scopes every call."""
+    """Asks one replay service; `run` scopes everything."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
     async def offer_tasks(
-        self, run: str, tasks: Iterable[Task], *, expected_cursor: str = "", next_cursor: str = ""
+        self,
+        run: str,
+        tasks: Sequence[Task],
+        *,
+        expected_cursor: str = "",
+        next_cursor: str = "",
     ) -> Offered:
-        """Add unknown tasks and move the data position; Busy (CURSOR_MOVED) changes nothing."""
+        """Put tasks on offer, once each; raises Busy (CURSOR_MOVED) when another was first."""
         request = pb.OfferTasksRequest(
             run=run,
             tasks=[task_to_proto(task) for task in tasks],
@@ -100,14 +108,14 @@ class ReplayClient:
         return Offered(num_new=answer.num_new, num_known=answer.num_known, cursor=answer.cursor)
 
     async def lease_tasks(
-        self, run: str, *, worker: str, max_tasks: int, lease_s: float, wait_s: float = 0.0
-    ) -> TaskLeases:
-        """Evaluation tasks first, then training tasks against credits; waits up to `wait_s`."""
+        self, run: str, *, worker: str, max_tasks: int, lease_s: float = 60.0, wait_s: float = 0.0
+    ) -> LeasedTasks:
+        """Take up to `max_tasks` tasks to play; waits up to `wait_s` for a first one."""
         request = pb.LeaseTasksRequest(
             run=run, worker=worker, max_tasks=max_tasks, lease_s=lease_s, wait_s=wait_s
         )
-        answer = await self._channel.call(LEASE_TASKS, request, deadline_s=_waiting(wait_s))
-        leases = (
+        answer = await self._channel.call(LEASE_TASKS, request, deadline_s=wait_s + _ANSWER_S)
+        leases = tuple(
             TaskLease(
                 lease_id=lease.lease_id,
                 task=task_from_proto(lease.task),
@@ -116,20 +124,20 @@ class ReplayClient:
             )
             for lease in answer.leases
         )
-        return TaskLeases(
-            leases=tuple(leases),
+        return LeasedTasks(
+            leases=leases,
             empty_reason=EmptyReason(answer.empty_reason),
             credits=answer.credits,
             cursor=answer.cursor,
         )
 
     async def append_groups(
-        self, run: str, stage: Stage, items: Iterable[AppendItem]
-    ) -> tuple[AppendOutcome, ...]:
-        """Hand groups in, each under its lease; one outcome per item."""
+        self, run: str, stage: Stage, items: Sequence[AppendItem]
+    ) -> tuple[Appended, ...]:
+        """Hand groups on, each with its own outcome; repeating it does no harm."""
         request = pb.AppendGroupsRequest(
             run=run,
-            stage=int(stage),  # type: ignore[arg-type]
+            stage=trajectory_pb2.Stage.Name(int(stage)),
             items=[
                 pb.AppendItem(
                     group=group_to_proto(item.group),
@@ -141,39 +149,40 @@ class ReplayClient:
         )
         answer = await self._channel.call(APPEND_GROUPS, request)
         return tuple(
-            AppendOutcome(status=AppendStatus(o.status), reason=o.reason, message=o.message)
-            for o in answer.outcomes
+            Appended(
+                is_duplicate=outcome.status == pb.APPEND_STATUS_DUPLICATE,
+                is_rejected=outcome.status == pb.APPEND_STATUS_REJECTED,
+                reason=outcome.reason,
+                message=outcome.message,
+            )
+            for outcome in answer.outcomes
         )
 
     async def append_group(
-        self, run: str, stage: Stage, group: Group, *, lease_id: str, num_discarded: int = 0
-    ) -> AppendOutcome:
-        """Hand one group in under its lease."""
-        item = AppendItem(group=group, lease_id=lease_id, num_discarded=num_discarded)
-        (outcome,) = await self.append_groups(run, stage, [item])
+        self, run: str, stage: Stage, group: Group, *, lease_id: str
+    ) -> Appended:
+        """Hand one group on."""
+        items = [AppendItem(group=group, lease_id=lease_id)]
+        (outcome,) = await self.append_groups(run, stage, items)
         return outcome
 
-    async def lease_groups(  # noqa: PLR0913 - the rpc has these fields
+    async def lease_groups(  # noqa: PLR0913 - the request has as many fields
         self,
         run: str,
         stage: Stage,
         *,
         worker: str,
         max_groups: int,
-        lease_s: float,
         min_groups: int = 1,
+        lease_s: float = 60.0,
         wait_s: float = 0.0,
         max_staleness: int | None = None,
         task_id_prefix: str = "",
-    ) -> GroupLeases:
-        """Groups of a stage, oldest first, nothing below `min_groups`; waits up to `wait_s`.
-
-        Scored groups staler than `max_staleness` versions are dropped on the way. The prefix of
-        task ids is for the evaluation stage.
-        """
+    ) -> LeasedGroups:
+        """Take groups, `min_groups` at least or none; waits up to `wait_s` for them."""
         request = pb.LeaseGroupsRequest(
             run=run,
-            stage=int(stage),  # type: ignore[arg-type]
+            stage=trajectory_pb2.Stage.Name(int(stage)),
             worker=worker,
             max_groups=max_groups,
             min_groups=min_groups,
@@ -182,8 +191,8 @@ class ReplayClient:
             max_staleness=max_staleness,
             task_id_prefix=task_id_prefix,
         )
-        answer = await self._channel.call(LEASE_GROUPS, request, deadline_s=_waiting(wait_s))
-        leases = (
+        answer = await self._channel.call(LEASE_GROUPS, request, deadline_s=wait_s + _ANSWER_S)
+        leases = tuple(
             GroupLease(
                 lease_id=lease.lease_id,
                 group=group_from_proto(lease.group),
@@ -192,48 +201,35 @@ class ReplayClient:
             )
             for lease in answer.leases
         )
-        return GroupLeases(
-            leases=tuple(leases),
+        return LeasedGroups(
+            leases=leases,
             empty_reason=EmptyReason(answer.empty_reason),
             num_ready=answer.num_ready,
         )
 
-    async def acknowledge(self, run: str, lease_ids: Iterable[str]) -> tuple[str, ...]:
-        """The groups are consumed; returns the leases that were lost to others meanwhile."""
-        return await self._acknowledge(run, lease_ids, LeaseOutcome.CONSUMED, "")
+    async def acknowledge(self, run: str, lease_ids: Sequence[str]) -> tuple[str, ...]:
+        """Say that the groups are consumed for good; returns the leases that were lost."""
+        return await self._acknowledge(run, lease_ids, pb.OUTCOME_CONSUMED, "")
 
-    async def drop(self, run: str, lease_ids: Iterable[str], reason: str) -> tuple[str, ...]:
-        """The groups are thrown away, as `uniform_reward`; returns the leases that were lost."""
-        return await self._acknowledge(run, lease_ids, LeaseOutcome.DROPPED, reason)
+    async def drop(self, run: str, lease_ids: Sequence[str], reason: str) -> tuple[str, ...]:
+        """Give groups up under a snake_case reason; returns the leases that were lost."""
+        return await self._acknowledge(run, lease_ids, pb.OUTCOME_DROPPED, reason)
 
     async def _acknowledge(
-        self, run: str, lease_ids: Iterable[str], outcome: LeaseOutcome, reason: str
+        self, run: str, lease_ids: Sequence[str], outcome: Any, reason: str
     ) -> tuple[str, ...]:
+        if not lease_ids:
+            return ()
         items = [
-            pb.AcknowledgeItem(lease_id=lease_id, outcome=int(outcome), reason=reason)  # type: ignore[arg-type]
+            pb.AcknowledgeItem(lease_id=lease_id, outcome=outcome, reason=reason)
             for lease_id in lease_ids
         ]
-        answer = await self._channel.call(ACKNOWLEDGE, pb.AcknowledgeRequest(run=run, items=items))
-        return tuple(o.lease_id for o in answer.outcomes if not o.acknowledged)
+        request = pb.AcknowledgeRequest(run=run, items=items)
+        answer = await self._channel.call(ACKNOWLEDGE, request)
+        return tuple(found.lease_id for found in answer.outcomes if not found.acknowledged)
 
-    async def give_back(
-        self,
-        run: str,
-        leases: Iterable[ReturnItem | str],
-        *,
-        reason: str = "",
-        failed: bool = False,
-    ) -> Returned:
-        """The work is not done: tasks are issued again and groups redelivered.
-
-        A lease given by its id alone goes back for `reason`.
-        """
-        items = [
-            ReturnItem(lease_id=lease, reason=reason, failed=failed)
-            if isinstance(lease, str)
-            else lease
-            for lease in leases
-        ]
+    async def give_back(self, run: str, items: Sequence[ReturnItem]) -> Returned:
+        """Return leases: tasks are re-issued, groups delivered again."""
         request = pb.ReturnRequest(
             run=run,
             items=[
@@ -250,9 +246,9 @@ class ReplayClient:
         return Returned(num_returned=answer.num_returned, num_dropped=answer.num_dropped)
 
     async def extend(
-        self, run: str, lease_ids: Iterable[str], *, lease_s: float
+        self, run: str, lease_ids: Sequence[str], *, lease_s: float
     ) -> tuple[str, ...]:
-        """Move the deadlines to `lease_s` from now; returns the leases that are lost."""
+        """Keep leases for `lease_s` more from now; returns those that were lost."""
         request = pb.ExtendRequest(run=run, lease_ids=lease_ids, lease_s=lease_s)
         return tuple((await self._channel.call(EXTEND, request)).lost_lease_ids)
 
@@ -261,10 +257,10 @@ class ReplayClient:
         run: str,
         policy_version: PolicyVersion,
         *,
+        trained_lease_ids: Sequence[str] = (),
         max_outstanding_groups: int,
-        trained_lease_ids: Iterable[str] = (),
     ) -> int:
-        """Say which policy is live and which groups are in it; returns the credits."""
+        """Say which policy is live and what it was trained on; returns the credits left."""
         request = pb.AdvancePolicyRequest(
             run=run,
             policy_version=policy_version_to_proto(policy_version),
@@ -274,24 +270,26 @@ class ReplayClient:
         return int((await self._channel.call(ADVANCE_POLICY, request)).credits)
 
     async def watch(self, run: str, *, interval_s: float = 1.0) -> AsyncIterator[ReplayStats]:
-        """The ledger at once and after every change, at most every `interval_s`."""
+        """The stats at once and after changes, at most every `interval_s`."""
         request = pb.WatchRequest(run=run, interval_s=interval_s)
         async for answer in self._channel.stream(WATCH, request):
-            yield _stats_from_proto(answer.stats)
+            yield stats_from_proto(answer.stats)
 
     async def get_stats(self, run: str) -> ReplayStats:
-        """The ledger."""
+        """The ledger's counts."""
         answer = await self._channel.call(GET_STATS, pb.GetStatsRequest(run=run))
-        return _stats_from_proto(answer.stats)
+        return stats_from_proto(answer.stats)
 
-    async def peek(self, run: str, stage: Stage, *, max_groups: int = 10) -> tuple[Group, ...]:
-        """The groups that would be leased next, without leasing them."""
-        request = pb.PeekRequest(run=run, stage=int(stage), max_groups=max_groups)  # type: ignore[arg-type]
+    async def peek(self, run: str, stage: Stage, *, max_groups: int = 1) -> tuple[Group, ...]:
+        """Look at waiting groups without leasing them."""
+        request = pb.PeekRequest(
+            run=run, stage=trajectory_pb2.Stage.Name(int(stage)), max_groups=max_groups
+        )
         answer = await self._channel.call(PEEK, request)
         return tuple(group_from_proto(group) for group in answer.groups)
 
     async def list_dead_letters(self, run: str, *, max_groups: int = 100) -> tuple[DeadLetter, ...]:
-        """Groups that were delivered too often, oldest first."""
+        """Groups that were given up after too many deliveries."""
         request = pb.ListDeadLettersRequest(run=run, max_groups=max_groups)
         answer = await self._channel.call(LIST_DEAD_LETTERS, request)
         return tuple(
@@ -305,50 +303,11 @@ class ReplayClient:
             for letter in answer.dead_letters
         )
 
-    async def requeue(self, run: str, group_ids: Iterable[str]) -> int:
-        """Put dead letters back as if never delivered; returns how many."""
+    async def requeue(self, run: str, group_ids: Sequence[str]) -> int:
+        """Put dead letters back; returns how many."""
         request = pb.RequeueRequest(run=run, group_ids=group_ids)
         return int((await self._channel.call(REQUEUE, request)).num_requeued)
 
-    async def purge(self, run: str, *, confirm: str) -> None:
-        """Delete a run; `confirm` must repeat its name."""
-        await self._channel.call(PURGE, pb.PurgeRequest(run=run, confirm=confirm))
-
-
-def _waiting(wait_s: float) -> float:
-    """A deadline that leaves the server time to wait."""
-    return wait_s + 60.0
-
-
-def _stats_from_proto(proto: pb.ReplayStats) -> ReplayStats:
-    version = proto.policy_version if proto.HasField("policy_version") else None
-    return ReplayStats(
-        training=_counts_from_proto(proto.training),
-        evaluation=_counts_from_proto(proto.evaluation),
-        policy_version=None if version is None else policy_version_from_proto(version),
-        max_outstanding_groups=proto.max_outstanding_groups,
-        credits=proto.credits,
-        num_redelivered=proto.num_redelivered,
-        num_dead_letters=proto.num_dead_letters,
-        num_duplicate_appends=proto.num_duplicate_appends,
-        num_rejected_appends=proto.num_rejected_appends,
-        cursor=proto.cursor,
-        store=proto.store,
-    )
-
-
-def _counts_from_proto(proto: pb.LedgerCounts) -> LedgerCounts:
-    return LedgerCounts(
-        num_tasks_offered=proto.num_tasks_offered,
-        num_groups_leased=proto.num_groups_leased,
-        num_groups_unscored=proto.num_groups_unscored,
-        num_groups_scored=proto.num_groups_scored,
-        num_groups_training=proto.num_groups_training,
-        num_groups_trained=proto.num_groups_trained,
-        num_groups_consumed=proto.num_groups_consumed,
-        num_groups_dropped=dict(proto.num_groups_dropped),
-        num_trajectories_generated=proto.num_trajectories_generated,
-        num_trajectories_consumed=proto.num_trajectories_consumed,
-        num_trajectories_dropped=dict(proto.num_trajectories_dropped),
-        num_trajectories_live=proto.num_trajectories_live,
-    )
+    async def purge(self, run: str) -> None:
+        """Delete everything of the run."""
+        await self._channel.call(PURGE, pb.PurgeRequest(run=run, confirm=run))
