@@ -116,15 +116,12 @@ class Evaluator:
             wait_s=_WAIT_S,
             task_id_prefix=prefix,
         )
-        await self._replay.acknowledge_consumed(self._run, [g.lease_id for g in leased.leases])
+        await self._replay.acknowledge(self._run, [g.lease_id for g in leased.leases])
         return [lease.group for lease in leased.leases]
 
     async def _nothing_live(self) -> bool:
         """Whether the missing groups were all dropped."""
-        counts = (await self._replay.get_stats(self._run)).evaluation
-        return not (
-            counts.num_tasks_offered + counts.num_groups_leased + counts.num_groups_unscored
-        )
+        return not (await self._replay.get_stats(self._run)).evaluation.num_open
 
 
 def _summarise(trajectories: list[Trajectory], num_failed: int) -> Evaluation:

@@ -73,15 +73,13 @@ class Publisher:
         started = time.perf_counter()
         path = self._root / str(version) / "model.safetensors"
         weights = await asyncio.to_thread(self._learner.export, path)
+        # Announced first: tokens of this version may reach the queue before the last replica has it.
+        await self._advance(version, ())
         self._point_to(version, weights)
         num_replicas = await self._load_everywhere(version, weights)
         difference = await self._probe(version)
-        await self._replay.advance_policy(
-            self._settings.run,
-            version,
-            trained_lease_ids=tuple(trained_lease_ids),
-            max_outstanding_groups=self._settings.max_outstanding_groups,
-        )
+        # And now that it is live, what it was trained on gives its credits back.
+        await self._advance(version, trained_lease_ids)
         self._forget_old(version)
         return Published(
             policy_version=version,
@@ -89,6 +87,14 @@ class Publisher:
             publish_s=time.perf_counter() - started,
             max_logprob_difference=difference,
             num_replicas=num_replicas,
+        )
+
+    async def _advance(self, version: PolicyVersion, trained_lease_ids: Sequence[str]) -> None:
+        await self._replay.advance_policy(
+            self._settings.run,
+            version,
+            trained_lease_ids=tuple(trained_lease_ids),
+            max_outstanding_groups=self._settings.max_outstanding_groups,
         )
 
     def _point_to(self, version: PolicyVersion, weights: ExportedWeights) -> None:

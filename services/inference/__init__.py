@@ -1,0 +1,1 @@
+"""The inference service: one engine that samples, scores and takes new weights while it runs."""

@@ -1,0 +1,109 @@
+"""`python -m services.inference`: serve one replica of the policy."""
+
+from __future__ import annotations
+
+import os
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from dialoop.errors import InvalidConfig
+from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
+from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_server
+
+from services.inference.rendering import Renderer
+from services.inference.replica import Replica
+from services.inference.servicer import InferenceServicer, TemplateServicer
+from services.inference.settings import InferenceSettings
+from services.inference.weights import num_parameters
+from services.runtime.process import run
+from services.runtime.server import GrpcServer
+from services.runtime.settings import load
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from services.inference.engine import Engine
+
+_SERVICE = "dialoop.v1.InferenceService"
+
+
+async def serve() -> None:
+    """Start the engine, load the newest policy, serve until told to stop."""
+    settings = load(InferenceSettings)
+    if not settings.model_dir.is_dir():
+        raise InvalidConfig(
+            f"There is no model directory {settings.model_dir}.",
+            remedy="Set DIALOOP_INFERENCE_MODEL_DIR to a Hugging Face model directory.",
+        )
+    renderer = Renderer.of(settings.model_dir)
+    server = GrpcServer(settings)
+    async with _engine(settings) as engine:
+
+        async def report(serving: bool) -> None:
+            if server.port:  # before it listens nobody asks
+                await server.set_serving(serving, _SERVICE)
+
+        replica = Replica(engine, weights_root=settings.weights_root, report=report)
+        await replica.load_latest()
+        servicer = InferenceServicer(
+            replica,
+            renderer,
+            num_parameters=num_parameters(settings.model_dir),
+            max_new_tokens=settings.max_new_tokens,
+        )
+        server.add(add_InferenceServiceServicer_to_server, servicer, _SERVICE)
+        templates = TemplateServicer(renderer, settings.model_dir.name)
+        server.add(add_TemplateServiceServicer_to_server, templates, "dialoop.v1.TemplateService")
+        async with server:
+            await server.wait_until_stopped()
+
+
+@asynccontextmanager
+async def _engine(settings: InferenceSettings) -> AsyncIterator[Engine]:
+    engine = await (_vllm(settings) if settings.engine == "vllm" else _transformers(settings))
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def _vllm(settings: InferenceSettings) -> Engine:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    try:
+        from services.inference.vllm_engine import VllmEngine, VllmOptions
+    except ImportError as error:
+        raise InvalidConfig(
+            f"vLLM does not import ({error}).",
+            reason="VLLM_MISSING",
+            remedy="Run `make setup`, or set engine to transformers.",
+        ) from error
+    return await VllmEngine.start(
+        settings.model_dir,
+        VllmOptions(
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            kv_cache_bytes=settings.kv_cache_mib << 20,
+            dtype=settings.dtype,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            seed=settings.seed,
+        ),
+    )
+
+
+async def _transformers(settings: InferenceSettings) -> Engine:
+    import torch
+
+    from services.inference.transformers_engine import TransformersEngine
+
+    torch.set_num_threads(settings.torch_threads)
+    return await TransformersEngine.start(
+        settings.model_dir,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        seed=settings.seed,
+    )
+
+
+if __name__ == "__main__":
+    run(serve, name="inference")

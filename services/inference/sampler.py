@@ -1,0 +1,60 @@
+"""From logits to sampled tokens and the log-probs they were sampled with.
+
+The order is vLLM's: temperature, min-p, top-k, top-p. Greedy rows report log-probs at
+temperature 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dialoop.trajectory import SamplingParams
+
+_DROPPED = float("-inf")
+
+
+def processed_logprobs(logits: torch.Tensor, sampling: Sequence[SamplingParams]) -> torch.Tensor:
+    """Log-probs [B, V] float32 of the distributions the rows are sampled from; logits [B, V]."""
+    scaled = logits.float() / _column([s.temperature or 1.0 for s in sampling])
+    rows = [index for index, s in enumerate(sampling) if s.truncates and s.temperature != 0]
+    if rows:
+        scaled[rows] = _truncated(scaled[rows], [sampling[row] for row in rows])
+    return torch.log_softmax(scaled, dim=-1)
+
+
+def sample_rows(
+    logprobs: torch.Tensor,
+    sampling: Sequence[SamplingParams],
+    generators: Sequence[torch.Generator],
+) -> torch.Tensor:
+    """One token per row, int64 [B]: p / Exponential(1) is largest at i with probability p_i."""
+    greedy = torch.tensor([s.temperature == 0 for s in sampling])
+    noise = torch.stack(
+        [torch.empty(logprobs.shape[-1]).exponential_(generator=g) for g in generators]
+    )
+    drawn = (logprobs.exp() / noise.clamp_min_(torch.finfo(noise.dtype).tiny)).argmax(dim=-1)
+    return torch.where(greedy, logprobs.argmax(dim=-1), drawn)
+
+
+def _truncated(scaled: torch.Tensor, sampling: Sequence[SamplingParams]) -> torch.Tensor:
+    probs = scaled.softmax(dim=-1)
+    floor = _column([s.min_p or 0.0 for s in sampling]) * probs.amax(dim=-1, keepdim=True)
+    scaled = scaled.masked_fill(probs < floor, _DROPPED)
+    ordered, order = scaled.sort(dim=-1, descending=True)
+    size = scaled.shape[-1]
+    kth = torch.tensor([min(s.top_k or size, size) for s in sampling])[:, None] - 1
+    ordered = ordered.masked_fill(ordered < ordered.gather(-1, kth), _DROPPED)
+    ordered_probs = ordered.softmax(dim=-1)
+    before = ordered_probs.cumsum(dim=-1) - ordered_probs
+    top_p = _column([1.0 if s.top_p is None else s.top_p for s in sampling])
+    ordered = ordered.masked_fill((before >= top_p) & (top_p < 1), _DROPPED)
+    return torch.empty_like(scaled).scatter_(-1, order, ordered)
+
+
+def _column(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)[:, None]

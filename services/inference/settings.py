@@ -1,0 +1,40 @@
+"""Settings of the inference service, from DIALOOP_INFERENCE_* variables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from services.runtime.settings import ServerSettings
+
+
+class InferenceSettings(ServerSettings):
+    """Which model to serve, with which engine, and how large."""
+
+    model_config = SettingsConfigDict(env_prefix="DIALOOP_INFERENCE_")
+
+    model_dir: Path
+    """Hugging Face model directory with its tokenizer."""
+    engine: Literal["vllm", "transformers"] = "vllm"
+    """What samples; nothing falls back to the other by itself."""
+    weights_root: Path | None = None
+    """Folder of published policies; what its latest.json names is loaded at the start."""
+    max_model_len: int = Field(default=512, ge=2)
+    """Most tokens of prompt and answer together."""
+    max_num_seqs: int = Field(default=128, ge=1)
+    """Requests that are decoded at one time."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Tokens sampled when a request gives no limit."""
+    kv_cache_mib: int = Field(default=64, ge=1)
+    """Memory of vLLM's keys and values."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """vLLM's number format; the transformers engine computes in float32."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices one vLLM replica spans."""
+    torch_threads: int = Field(default=1, ge=1)
+    """CPU threads of the transformers engine."""
+    seed: int = 0
+    """Seeds sampling of requests that carry no seed."""

@@ -1,0 +1,114 @@
+"""Rows that decode together: a left-padded key cache that rows join and leave between steps.
+
+Two rows of 3 and 5 cached tokens (`.` is padding, hidden by the mask):
+
+    . . a a a
+    b b b b b
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import pad
+from transformers import DynamicCache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Layers = list[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values of each layer, [B, heads, L, head_dim] each."""
+
+
+class DecodingBatch:
+    """The keys of the running rows; the caller keeps the rows, in the same order."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._layers: Layers = []
+        self._mask = torch.empty(0, 0, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self._mask)
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        self._layers, self._mask = [], torch.empty(0, 0, dtype=torch.int64)
+
+    def admit(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Compute the keys of new rows, put them after the others; next-token logits [n, V]."""
+        lengths = torch.tensor([len(row) for row in rows])
+        width = int(lengths.max())
+        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+        lasts, which = torch.unique(lengths - 1, return_inverse=True)
+        # Padding stands on the right and attention is causal: no real token sees it.
+        output = self._model(
+            input_ids=ids, use_cache=True, past_key_values=DynamicCache(), logits_to_keep=lasts
+        )
+        shift = torch.arange(width)[None, :] - (width - lengths)[:, None]
+        index = shift.clamp_min(0)[:, None, :, None]
+        layers = [
+            (k.take_along_dim(index, dim=2), v.take_along_dim(index, dim=2))
+            for k, v in _layers_of(output.past_key_values)
+        ]
+        self._join(layers, (shift >= 0).long())
+        logits: torch.Tensor = output.logits[torch.arange(len(rows)), which]
+        return logits
+
+    def step(self, last_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """Feed one token per row, at its position; next-token logits [B, V]."""
+        cache = DynamicCache()
+        for layer, (keys, values) in enumerate(self._layers):
+            cache.update(keys, values, layer)
+        self._mask = pad(self._mask, (0, 1), value=1)
+        output = self._model(
+            input_ids=torch.tensor(last_ids)[:, None],
+            position_ids=torch.tensor(positions)[:, None],
+            attention_mask=self._mask,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        self._layers = _layers_of(output.past_key_values)
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Drop all rows but these, and the columns that are padding in all of them."""
+        if len(indices) == len(self):
+            return
+        if not indices:
+            self.clear()
+            return
+        mask = self._mask[list(indices)]
+        first = int(mask.any(dim=0).int().argmax())
+        self._mask = mask[:, first:]
+        self._layers = [
+            (k[list(indices)][:, :, first:], v[list(indices)][:, :, first:])
+            for k, v in self._layers
+        ]
+
+    def _join(self, layers: Layers, mask: torch.Tensor) -> None:
+        if not self._layers:
+            self._layers, self._mask = layers, mask
+            return
+        width = max(self._mask.shape[1], mask.shape[1])
+        self._mask = torch.cat([_widened(self._mask, width, 1), _widened(mask, width, 1)])
+        self._layers = [
+            (
+                torch.cat([_widened(old_keys, width, 2), _widened(keys, width, 2)]),
+                torch.cat([_widened(old_values, width, 2), _widened(values, width, 2)]),
+            )
+            for (old_keys, old_values), (keys, values) in zip(self._layers, layers, strict=True)
+        ]
+
+
+def _layers_of(cache: Any) -> Layers:
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def _widened(tensor: torch.Tensor, width: int, dim: int) -> torch.Tensor:
+    """The tensor with zeros in front along `dim`."""
+    missing = width - tensor.shape[dim]
+    after = [0, 0] * (tensor.ndim - 1 - dim)
+    return pad(tensor, [*after, missing, 0]) if missing else tensor

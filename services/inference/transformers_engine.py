@@ -1,0 +1,278 @@
+"""A transformers model as an engine: one task decodes all requests together, on CPU, in fp32.
+
+Versions are exact because everything that touches the model holds one lock: a step samples with one
+version, a load replaces all of it between two steps, and rows that were running compute their keys
+again under the new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from dialoop.errors import InternalError, InvalidConfig
+from dialoop.tokenizer import Tokenizer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from services.inference.engine import (
+    BASE_VERSION,
+    LoadTimes,
+    OnTokens,
+    Sampled,
+    Scored,
+    StopTokens,
+    context_full,
+    engine_stopped,
+    require_fit,
+    require_ids,
+    require_one_stream,
+    require_sampling,
+    room_for,
+    weights_bad,
+)
+from services.inference.sampler import processed_logprobs, sample_rows
+from services.inference.transformers_batch import DecodingBatch
+from services.inference.transformers_rows import Row
+from services.inference.weights import HEAD, is_tied, model_shapes, require_same_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dialoop.sequences import PolicyVersion
+    from dialoop.trajectory import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class TransformersEngine:
+    """An engine on a transformers model."""
+
+    name = "transformers"
+    version = str(transformers.__version__)
+
+    def __init__(
+        self, model: Any, *, model_dir: Path, max_model_len: int, max_num_seqs: int, seed: int
+    ) -> None:
+        self._model = model
+        self._tokenizer = Tokenizer.from_directory(model_dir)
+        self._shapes = model_shapes(model_dir)
+        self._tied = is_tied(model_dir)
+        self._policy_version = BASE_VERSION
+        self._batch = DecodingBatch(model)
+        self._running: list[Row] = []
+        # Filled by sample, drained by the runner as rows end; the callers of sample wait.
+        self._waiting: deque[Row] = deque()
+        self._has_work = asyncio.Event()
+        self._may_run = asyncio.Event()
+        self._may_run.set()
+        self._model_lock = asyncio.Lock()
+        self._generator = torch.Generator().manual_seed(seed)
+        self._max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.vocab_size = int(model.get_input_embeddings().num_embeddings)
+        self._runner = asyncio.create_task(self._run(), name="transformers-engine")
+
+    @classmethod
+    async def start(
+        cls, model_dir: Path, *, max_model_len: int, max_num_seqs: int, seed: int = 0
+    ) -> TransformersEngine:
+        """Load the model and start decoding."""
+        model = await asyncio.to_thread(_load_model, model_dir)
+        limit = int(model.config.get_text_config().max_position_embeddings)
+        if max_model_len > limit:
+            raise InvalidConfig(
+                f"max_model_len is {max_model_len}, the model has {limit} positions.",
+                remedy=f"Set DIALOOP_INFERENCE_MAX_MODEL_LEN to at most {limit}.",
+            )
+        return cls(
+            model,
+            model_dir=model_dir,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            seed=seed,
+        )
+
+    @property
+    def policy_version(self) -> PolicyVersion:
+        """The version of the weights loaded now."""
+        return self._policy_version
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can still answer."""
+        return not self._runner.done()
+
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        stop: StopTokens,
+        num_samples: int = 1,
+        on_tokens: OnTokens | None = None,
+    ) -> tuple[Sampled, ...]:
+        """Continue `prompt_ids`; `on_tokens` sees the tokens as they come (one sample only)."""
+        require_ids(prompt_ids, vocab_size=self.vocab_size)
+        require_sampling(sampling)
+        require_one_stream(num_samples, on_tokens)
+        room = room_for(prompt_ids, sampling, self.max_model_len)
+        if room <= 0:
+            return context_full(num_samples)
+        rows = [
+            Row(
+                prompt_ids,
+                sampling,
+                stop=stop,
+                room=room,
+                generator=self._generator_for(sampling, index),
+                on_tokens=on_tokens,
+            )
+            for index in range(num_samples)
+        ]
+        self._waiting.extend(rows)
+        self._has_work.set()
+        # Cancelling the caller cancels the futures, and the runner drops their rows.
+        return tuple(await asyncio.gather(*(row.done for row in rows)))
+
+    async def logprobs(self, token_ids: Sequence[int]) -> Scored:
+        """Score given ids under the loaded policy."""
+        require_ids(token_ids, vocab_size=self.vocab_size)
+        require_fit(token_ids, self.max_model_len)
+        # A held engine still scores: nothing is sampled.
+        async with self._model_lock:
+            values = await asyncio.to_thread(self._score, list(token_ids))
+            return Scored(logprobs=values.numpy(), policy_version=self._policy_version)
+
+    async def load_weights(self, path: Path, version: PolicyVersion) -> LoadTimes:
+        """Replace all weights between two steps, commit `version`, recompute keys, go on."""
+        begun = time.monotonic()
+        await asyncio.to_thread(require_same_parameters, path, self._shapes, tied=self._tied)
+        tensors = await asyncio.to_thread(load_file, path)
+        async with self._model_lock:
+            paused = time.monotonic()
+            try:
+                await asyncio.to_thread(self._replace, tensors)
+            except BaseException:
+                self._fail_all(weights_bad())
+                raise
+            self._policy_version = version
+            # Keys of the old weights are dropped: these rows start over from their tokens.
+            self._waiting.extendleft(reversed(self._running))
+            self._running = []
+            self._batch.clear()
+            ended = time.monotonic()
+        return LoadTimes(pause_s=ended - paused, load_s=ended - begun)
+
+    async def pause(self) -> None:
+        """Hold generation; requests keep their place."""
+        self._may_run.clear()
+        # A step that was under way ends first.
+        async with self._model_lock:
+            pass
+
+    async def resume(self) -> None:
+        """Go on."""
+        self._may_run.set()
+
+    async def close(self) -> None:
+        """Stop decoding; waiting requests end as unavailable."""
+        self._runner.cancel()
+        await asyncio.gather(self._runner, return_exceptions=True)
+        self._fail_all(engine_stopped())
+
+    def _generator_for(self, sampling: SamplingParams, index: int) -> torch.Generator:
+        if sampling.seed is None:
+            return self._generator
+        return torch.Generator().manual_seed(sampling.seed + index)
+
+    async def _run(self) -> None:
+        while True:
+            await self._has_work.wait()
+            await self._may_run.wait()
+            async with self._model_lock:
+                if self._may_run.is_set():
+                    await self._turn()
+            if not self._running and not self._waiting:
+                self._has_work.clear()
+
+    async def _turn(self) -> None:
+        """One token for every running row, and a first one for as many new rows as fit."""
+        self._retain([row for row in self._running if not row.is_over])
+        old, new = self._running, self._take_waiting()
+        self._running = old + new
+        try:
+            await asyncio.to_thread(self._advance, old, new)
+        except Exception:
+            logger.exception("a decoding step failed")
+            self._fail_all(engine_stopped())
+            return
+        for row in self._running:
+            row.tell()
+
+    def _take_waiting(self) -> list[Row]:
+        taken: list[Row] = []
+        while self._waiting and len(self._running) + len(taken) < self._max_num_seqs:
+            row = self._waiting.popleft()
+            if not row.is_over:
+                row.admitted()
+                taken.append(row)
+        return taken
+
+    def _retain(self, rows: list[Row]) -> None:
+        kept = {id(row) for row in rows}
+        self._batch.keep([i for i, row in enumerate(self._running) if id(row) in kept])
+        self._running = rows
+
+    @torch.inference_mode()
+    def _advance(self, old: list[Row], new: list[Row]) -> None:
+        logits = []
+        if old:
+            last = [row.ids[-1] for row in old]
+            logits.append(self._batch.step(last, [len(row.ids) - 1 for row in old]))
+        if new:
+            logits.append(self._batch.admit([row.ids for row in new]))
+        if not logits:
+            return
+        rows = old + new
+        sampling = [row.sampling for row in rows]
+        logprobs = processed_logprobs(torch.cat(logits), sampling)
+        tokens = sample_rows(logprobs, sampling, [row.generator for row in rows])
+        chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
+        for row, token, logprob in zip(rows, tokens.tolist(), chosen.tolist(), strict=True):
+            row.append(token, logprob, self._policy_version, decode=self._tokenizer.decode)
+
+    @torch.inference_mode()
+    def _score(self, token_ids: list[int]) -> torch.Tensor:
+        logits = self._model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0, :-1]
+        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        return logprobs.gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+
+    @torch.inference_mode()
+    def _replace(self, tensors: dict[str, torch.Tensor]) -> None:
+        if self._tied:
+            tensors.pop(HEAD, None)
+        outcome = self._model.load_state_dict(tensors, strict=False)
+        missing = set(outcome.missing_keys) - ({HEAD} if self._tied else set())
+        if missing or outcome.unexpected_keys:
+            raise InternalError("The model's parameter names are not those of its files.")
+
+    def _fail_all(self, error: Exception) -> None:
+        for row in [*self._running, *self._waiting]:
+            row.fail(error)
+        self._running = []
+        self._waiting.clear()
+        self._batch.clear()
+
+
+def _load_model(model_dir: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, local_files_only=True
+    )
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,354 @@
+"""vLLM's AsyncLLM as an engine, in this process.
+
+Versions are exact because vLLM labels every token inside its engine core, at the step that sampled
+it, with the version committed there; tokens still on their way to us when a load begins keep the
+label they left with. A load commits only while the core is paused with all keys dropped, so no
+step straddles two versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import vllm
+from dialoop.errors import InternalError, InvalidConfig
+from dialoop.sequences import PolicyVersion
+from dialoop.trajectory import SamplingParams, StopReason
+from vllm import AsyncEngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from services.inference.engine import (
+    BASE_VERSION,
+    LoadTimes,
+    OnTokens,
+    Piece,
+    Sampled,
+    Scored,
+    StopTokens,
+    VersionSpan,
+    context_full,
+    engine_stopped,
+    require_fit,
+    require_ids,
+    require_one_stream,
+    require_sampling,
+    room_for,
+    weights_bad,
+)
+from services.inference.weights import is_tied, model_shapes, require_same_parameters
+
+_EXTENSION = "services.inference.vllm_weights.WeightsExtension"
+_LABEL = "@"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmOptions:
+    """How large vLLM is built."""
+
+    max_model_len: int = 512
+    max_num_seqs: int = 64
+    kv_cache_bytes: int = 64 << 20
+    dtype: str = "float32"
+    tensor_parallel_size: int = 1
+    seed: int = 0
+
+
+class VllmEngine:
+    """An engine on vLLM."""
+
+    name = "vllm"
+    version = str(vllm.__version__)
+
+    def __init__(self, llm: AsyncLLM, *, model_dir: Path, max_model_len: int) -> None:
+        self._llm = llm
+        self._shapes = model_shapes(model_dir)
+        self._tied = is_tied(model_dir)
+        self._policy_version = BASE_VERSION
+        self._control = asyncio.Lock()
+        self._is_held = False
+        self.max_model_len = max_model_len
+        self.vocab_size = int(llm.model_config.get_vocab_size())
+
+    @classmethod
+    async def start(cls, model_dir: Path, options: VllmOptions) -> VllmEngine:
+        """Build the engine core (its own process) and wait until it answers."""
+        llm = AsyncLLM.from_engine_args(_engine_args(model_dir, options))
+        engine = cls(llm, model_dir=model_dir, max_model_len=options.max_model_len)
+        await llm.update_weight_version(_label(BASE_VERSION))
+        return engine
+
+    @property
+    def policy_version(self) -> PolicyVersion:
+        """The version of the weights loaded now."""
+        return self._policy_version
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can still answer."""
+        return not self._llm.errored
+
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        stop: StopTokens,
+        num_samples: int = 1,
+        on_tokens: OnTokens | None = None,
+    ) -> tuple[Sampled, ...]:
+        """Continue `prompt_ids`; `on_tokens` sees the tokens as they come (one sample only)."""
+        require_ids(prompt_ids, vocab_size=self.vocab_size)
+        require_sampling(sampling)
+        require_one_stream(num_samples, on_tokens)
+        room = room_for(prompt_ids, sampling, self.max_model_len)
+        if room <= 0:
+            return context_full(num_samples)
+        params = _vllm_params(sampling, stop=stop, room=room)
+        params.n = num_samples
+        if on_tokens is None:
+            final = await self._final(prompt_ids, params)
+            return tuple(_sampled(completion, stop) for completion in final.outputs)
+        return (await self._stream(prompt_ids, params, stop=stop, on_tokens=on_tokens),)
+
+    async def logprobs(self, token_ids: Sequence[int]) -> Scored:
+        """Score given ids; the one token vLLM must sample with them tells the version."""
+        require_ids(token_ids, vocab_size=self.vocab_size)
+        require_fit(token_ids, self.max_model_len)
+        params = vllm.SamplingParams(
+            max_tokens=1, prompt_logprobs=0, logprobs=0, flat_logprobs=True, ignore_eos=True,
+            detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        final = await self._final(token_ids, params)
+        values = np.array(final.prompt_logprobs.logprobs, dtype=np.float32)
+        if len(values) != len(token_ids) - 1:
+            raise InternalError(f"vLLM gave {len(values)} log-probs for {len(token_ids)} tokens.")
+        version = _spans(final.outputs[0].weight_versions)[0].policy_version
+        return Scored(logprobs=values, policy_version=version)
+
+    async def load_weights(self, path: Path, version: PolicyVersion) -> LoadTimes:
+        """Pause, replace all weights, commit `version`, recompute keys, go on."""
+        begun = time.monotonic()
+        await asyncio.to_thread(require_same_parameters, path, self._shapes, tied=self._tied)
+        async with self._control:
+            paused = time.monotonic()
+            await self._llm.pause_generation(mode="keep", clear_cache=True)
+            try:
+                await self._replace(path, version)
+            except BaseException:
+                # Half-replaced weights must not sample one more token.
+                await self._llm.pause_generation(mode="abort", clear_cache=True)
+                raise
+            finally:
+                if not self._is_held:
+                    await self._llm.resume_generation()
+            ended = time.monotonic()
+        return LoadTimes(pause_s=ended - paused, load_s=ended - begun)
+
+    async def _replace(self, path: Path, version: PolicyVersion) -> None:
+        errors = await self._llm.collective_rpc(
+            "dialoop_load_weights", args=(str(path), self._tied)
+        )
+        if failed := [error for error in errors if error]:
+            raise InternalError(f"vLLM could not take the weights: {failed[0]}")
+        if not await self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise InternalError("vLLM kept its prefix cache.")
+        await self._llm.update_weight_version(_label(version))
+        self._policy_version = version
+
+    async def pause(self) -> None:
+        """Hold generation; requests keep their place."""
+        async with self._control:
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            self._is_held = True
+
+    async def resume(self) -> None:
+        """Go on."""
+        async with self._control:
+            self._is_held = False
+            await self._llm.resume_generation()
+
+    async def close(self) -> None:
+        """Stop the engine core's process."""
+        await asyncio.to_thread(self._llm.shutdown)
+
+    async def _final(self, token_ids: Sequence[int], params: vllm.SamplingParams) -> Any:
+        outputs = [o async for o in self._outputs(uuid.uuid4().hex, token_ids, params)]
+        return outputs[-1]
+
+    async def _outputs(self, request_id: str, token_ids: Sequence[int], params: Any) -> Any:
+        prompt = tokens_input(list(token_ids))
+        try:
+            async with aclosing(self._llm.generate(prompt, params, request_id)) as outputs:
+                async for output in outputs:
+                    yield output
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise engine_stopped() from error
+
+    async def _stream(
+        self,
+        prompt_ids: Sequence[int],
+        params: vllm.SamplingParams,
+        *,
+        stop: StopTokens,
+        on_tokens: OnTokens,
+    ) -> Sampled:
+        params.output_kind = RequestOutputKind.DELTA
+        request_id = uuid.uuid4().hex
+        ids: list[int] = []
+        logprobs: list[float] = []
+        async for output in self._outputs(request_id, prompt_ids, params):
+            completion = output.outputs[0]
+            start = len(ids)
+            ids.extend(completion.token_ids)
+            logprobs.extend(completion.logprobs.logprobs if completion.logprobs else ())
+            spans = self._spans_so_far(request_id, completion, num_tokens=len(ids))
+            for piece in _pieces(ids, logprobs, spans, start=start):
+                on_tokens(piece)
+        return Sampled(
+            token_ids=tuple(ids),
+            logprobs=tuple(logprobs),
+            versions=spans,
+            stop_reason=_stop_reason(completion),
+            stop_string=_stop_string(completion, stop),
+        )
+
+    def _spans_so_far(
+        self, request_id: str, completion: Any, *, num_tokens: int
+    ) -> tuple[VersionSpan, ...]:
+        """The spans of a running request: vLLM hands them out only with the last output."""
+        if completion.finish_reason is not None:
+            return _spans(completion.weight_versions)
+        processor = self._llm.output_processor
+        (internal_id,) = processor.external_req_ids[request_id]
+        starts = processor.request_states[internal_id].weight_version_starts
+        ends = [start for _, start in starts[1:]] + [num_tokens]
+        return tuple(
+            VersionSpan(start=start, length=end - start, policy_version=_version(label))
+            for (label, start), end in zip(starts, ends, strict=True)
+        )
+
+
+def _engine_args(model_dir: Path, options: VllmOptions) -> AsyncEngineArgs:
+    limit = _max_positions(model_dir)
+    if options.max_model_len > limit:
+        raise InvalidConfig(
+            f"max_model_len is {options.max_model_len}, the model has {limit} positions.",
+            remedy=f"Set DIALOOP_INFERENCE_MAX_MODEL_LEN to at most {limit}.",
+        )
+    return AsyncEngineArgs(
+        model=str(model_dir),
+        dtype=options.dtype,
+        # One more, so that scoring a full context leaves room for the token vLLM must sample; that
+        # token is never fed back.
+        max_model_len=options.max_model_len + 1,
+        max_num_seqs=options.max_num_seqs,
+        kv_cache_memory_bytes=options.kv_cache_bytes,
+        tensor_parallel_size=options.tensor_parallel_size,
+        seed=options.seed,
+        enforce_eager=True,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        worker_extension_cls=_EXTENSION,
+    )
+
+
+def _max_positions(model_dir: Path) -> int:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_dir).get_text_config()
+    return int(config.max_position_embeddings)
+
+
+def _vllm_params(sampling: SamplingParams, *, stop: StopTokens, room: int) -> vllm.SamplingParams:
+    return vllm.SamplingParams(
+        temperature=1.0 if sampling.temperature is None else sampling.temperature,
+        top_p=sampling.top_p or 1.0,
+        top_k=sampling.top_k or 0,
+        min_p=sampling.min_p or 0.0,
+        max_tokens=room,
+        seed=sampling.seed,
+        stop=list(stop.strings),
+        include_stop_str_in_output=True,
+        stop_token_ids=sorted(stop.by_id),
+        # The stop tokens are ours alone: vLLM would add those it finds in the model directory.
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        skip_special_tokens=False,
+        spaces_between_special_tokens=False,
+        detokenize=bool(stop.strings),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _sampled(completion: Any, stop: StopTokens) -> Sampled:
+    return Sampled(
+        token_ids=tuple(completion.token_ids),
+        logprobs=tuple(completion.logprobs.logprobs),
+        versions=_spans(completion.weight_versions),
+        stop_reason=_stop_reason(completion),
+        stop_string=_stop_string(completion, stop),
+    )
+
+
+def _stop_reason(completion: Any) -> StopReason:
+    reasons = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
+    if completion.finish_reason not in reasons:
+        raise weights_bad()
+    return reasons[completion.finish_reason]
+
+
+def _stop_string(completion: Any, stop: StopTokens) -> str:
+    reason = completion.stop_reason
+    return stop.by_id[reason] if isinstance(reason, int) else reason or ""
+
+
+def _spans(spans: Any) -> tuple[VersionSpan, ...]:
+    return tuple(
+        VersionSpan(
+            start=span.start, length=span.end - span.start, policy_version=_version(span.version)
+        )
+        for span in spans
+    )
+
+
+def _pieces(
+    ids: Sequence[int],
+    logprobs: Sequence[float],
+    spans: Sequence[VersionSpan],
+    *,
+    start: int,
+) -> list[Piece]:
+    """The tokens from `start` on, cut where the version changes."""
+    pieces = []
+    for span in spans:
+        begin, end = max(start, span.start), span.start + span.length
+        if begin < end:
+            pieces.append(
+                Piece(
+                    token_ids=tuple(ids[begin:end]),
+                    logprobs=tuple(logprobs[begin:end]),
+                    policy_version=span.policy_version,
+                )
+            )
+    return pieces
+
+
+def _label(version: PolicyVersion) -> str:
+    return f"{version.lineage}{_LABEL}{version.number}"
+
+
+def _version(label: str) -> PolicyVersion:
+    lineage, _, number = label.rpartition(_LABEL)
+    return PolicyVersion(lineage=lineage, number=int(number))

@@ -1,0 +1,77 @@
+"""New weights inside vLLM's worker process, exactly.
+
+On CPU vLLM packs every linear's weight for its kernel and empties the parameter, so neither
+vLLM's `load_weights` nor its `reload_weights` is right there: the first finds no parameter, the
+second leaves the packed copy of a tied output head stale and says nothing. Here each emptied
+parameter is made again, vLLM's own loader fills them (fusing q, k and v, gate and up, and padding
+the vocabulary), and every packed layer is packed again, tied heads included. Elsewhere nothing is
+packed and vLLM's own reload is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.platforms import current_platform
+
+HEAD = "lm_head.weight"
+
+
+class WeightsExtension:
+    """Mixed into vLLM's worker: `collective_rpc("dialoop_load_weights", args=(path, tied))`."""
+
+    model_runner: Any
+
+    def dialoop_load_weights(self, path: str, tied: bool) -> str:
+        """Replace all weights from a safetensors file; returns an error's text, empty for none.
+
+        An exception would take the whole engine down, and with it every running request.
+        """
+        try:
+            tensors = _tensors(path, tied=tied)
+            if current_platform.is_cpu():
+                _reload_packed(self.model_runner.get_model(), tensors)
+            else:
+                self.model_runner.reload_weights(weights_iterator=tensors)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+def _tensors(path: str, *, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  # not a mapping
+            if not (tied and name == HEAD):
+                yield name, file.get_tensor(name)
+
+
+@torch.inference_mode()
+def _reload_packed(model: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    packed = [module for module in model.modules() if hasattr(module, "cpu_linear")]
+    for module in packed:
+        if module.weight.numel() == 0:
+            _make_weight(module)
+    model.load_weights(tensors)
+    for module in packed:
+        module.quant_method.process_weights_after_loading(module)
+
+
+def _make_weight(module: Any) -> None:
+    """Register the weight parameter again, as the layer's constructor did."""
+    method = getattr(module, "quant_method", None)
+    if not isinstance(module, LinearBase) or not isinstance(method, UnquantizedLinearMethod):
+        raise TypeError(f"{type(module).__name__} is packed in a way that cannot be undone")
+    has_v2 = hasattr(module, "weight_loader_v2")
+    method.create_weights(
+        module,
+        getattr(module, "input_size_per_partition", module.input_size),
+        module.output_partition_sizes,
+        module.input_size,
+        module.output_size,
+        module.params_dtype,
+        weight_loader=module.weight_loader_v2 if has_v2 else module.weight_loader,
+    )

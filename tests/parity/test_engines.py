@@ -1,0 +1,384 @@
+"""Both engines against a plain transformers forward pass: log-probs, weights, versions."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from dialoop.errors import InvalidInput, PreconditionFailed
+from dialoop.sequences import PolicyVersion
+from dialoop.tokenizer import Tokenizer
+from dialoop.trajectory import SamplingParams, StopReason
+
+from services.inference.engine import BASE_VERSION, Engine, Sampled, StopTokens
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+TOLERANCE = 1e-4
+MAX_MODEL_LEN = 256
+VOCAB = 300
+NO_STOP = StopTokens()
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<call>", "<submit>")
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+def save_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>"
+    ).save_pretrained(folder)
+
+
+def make_model(*, seed: int, tied: bool) -> transformers.PreTrainedModel:
+    torch.manual_seed(seed)
+    config = transformers.Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        initializer_range=0.08,
+        eos_token_id=257,
+    )
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.5)
+            elif "norm" in name:
+                parameter.normal_(mean=1.0, std=0.2)
+    return model
+
+
+def save_model(folder: Path, *, seed: int, tied: bool) -> Path:
+    make_model(seed=seed, tied=tied).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def save_weights(path: Path, *, seed: int, tied: bool) -> Path:
+    from safetensors.torch import save_file
+
+    state = make_model(seed=seed, tied=tied).state_dict()
+    if tied:
+        del state["lm_head.weight"]
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
+    return path
+
+
+def forward_logprobs(
+    ids: list[int], *, seed: int, tied: bool, temperature: float = 1.0
+) -> np.ndarray:
+    with torch.inference_mode():
+        logits = make_model(seed=seed, tied=tied)(torch.tensor([ids])).logits[0, :-1].float()
+    rows = torch.log_softmax(logits / temperature, dim=-1)
+    return rows.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+
+
+def worst(sampled: Sampled, prompt: list[int], **model: object) -> float:
+    expected = forward_logprobs([*prompt, *sampled.token_ids], **model)[len(prompt) - 1 :]
+    return float(np.abs(expected - np.array(sampled.logprobs)).max())
+
+
+def version(number: int) -> PolicyVersion:
+    return PolicyVersion(lineage="main", number=number)
+
+
+async def start(kind: str, folder: Path) -> Engine:
+    if kind == "vllm":
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        pytest.importorskip("vllm")
+        from services.inference.vllm_engine import VllmEngine, VllmOptions
+
+        return await VllmEngine.start(folder, VllmOptions(max_model_len=MAX_MODEL_LEN))
+    from services.inference.transformers_engine import TransformersEngine
+
+    return await TransformersEngine.start(folder, max_model_len=MAX_MODEL_LEN, max_num_seqs=64)
+
+
+KINDS = [
+    pytest.param((kind, tied), id=f"{kind}-{'tied' if tied else 'untied'}", marks=marks)
+    for kind, marks in (("transformers", ()), ("vllm", (pytest.mark.heavy, pytest.mark.vllm)))
+    for tied in (True, False)
+]
+
+
+class Running:
+    """An engine, and the seed its present weights were drawn with."""
+
+    def __init__(self, engine: Engine, model: Path, folder: Path, *, tied: bool) -> None:
+        self.engine, self.folder, self.tied, self.seed, self.number = engine, folder, tied, 0, 0
+        self.tokenizer = Tokenizer.from_directory(model)
+
+    @property
+    def model(self) -> dict[str, object]:
+        return {"seed": self.seed, "tied": self.tied}
+
+    async def load(self, seed: int) -> PolicyVersion:
+        self.number += 1
+        path = save_weights(self.folder / f"{self.number}.safetensors", seed=seed, tied=self.tied)
+        await self.engine.load_weights(path, version(self.number))
+        self.seed = seed
+        return version(self.number)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def choice(request: pytest.FixtureRequest) -> tuple[str, bool]:
+    return request.param
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(
+    choice: tuple[str, bool], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Running]:
+    kind, tied = choice
+    folder = save_model(tmp_path_factory.mktemp("model"), seed=0, tied=tied)
+    engine = await start(kind, folder)
+    yield Running(engine, folder, tmp_path_factory.mktemp("weights"), tied=tied)
+    await engine.close()
+
+
+def prompts(count: int, *, shortest: int = 5) -> list[list[int]]:
+    random = np.random.default_rng(7)
+    return [random.integers(0, 256, size=shortest + i).tolist() for i in range(count)]
+
+
+async def test_logprobs_of_given_ids_equal_a_full_forward(running: Running) -> None:
+    for prompt in (*prompts(3), prompts(1, shortest=MAX_MODEL_LEN)[0]):
+        scored = await running.engine.logprobs(prompt)
+        assert scored.logprobs.dtype == np.float32
+        assert np.abs(scored.logprobs - forward_logprobs(prompt, **running.model)).max() < TOLERANCE
+        assert scored.policy_version == running.engine.policy_version
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_sampled_logprobs_equal_a_full_forward(running: Running, temperature: float) -> None:
+    sampling = SamplingParams(max_new_tokens=20, temperature=temperature)
+    results = await asyncio.gather(
+        *(running.engine.sample(p, sampling, stop=NO_STOP) for p in prompts(8))
+    )
+    for prompt, (sampled,) in zip(prompts(8), results, strict=True):
+        assert len(sampled.token_ids) == 20
+        assert sampled.stop_reason is StopReason.LENGTH
+        assert worst(sampled, prompt, temperature=temperature, **running.model) < TOLERANCE
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_logprobs_follow_new_weights(running: Running, seed: int) -> None:
+    prompt = prompts(1, shortest=40)[0]
+    before = (await running.engine.logprobs(prompt)).logprobs
+    loaded = await running.load(seed)
+    scored = await running.engine.logprobs(prompt)
+    assert np.abs(scored.logprobs - before).max() > 0.5
+    assert np.abs(scored.logprobs - forward_logprobs(prompt, **running.model)).max() < TOLERANCE
+    assert scored.policy_version == loaded == running.engine.policy_version
+    (sampled,) = await running.engine.sample(
+        prompt, SamplingParams(max_new_tokens=20), stop=NO_STOP
+    )
+    assert worst(sampled, prompt, **running.model) < TOLERANCE
+    assert [span.policy_version for span in sampled.versions] == [loaded]
+
+
+async def test_every_token_rescores_under_its_own_version(running: Running) -> None:
+    """24 requests of 120 tokens, two updates on the way."""
+    sampling = SamplingParams(max_new_tokens=120)
+    tasks = [
+        asyncio.create_task(running.engine.sample(p, sampling, stop=NO_STOP)) for p in prompts(24)
+    ]
+    streamed: list[int] = []
+    watched = asyncio.create_task(
+        running.engine.sample(
+            [5, 6, 7], sampling, stop=NO_STOP, on_tokens=lambda p: streamed.extend(p.token_ids)
+        )
+    )
+    seeds = {running.engine.policy_version: running.seed}
+    for at, seed in ((35, 11), (75, 12)):
+        while len(streamed) < at:
+            await asyncio.sleep(0.002)
+        seeds[await running.load(seed)] = seed
+    results = [(await task)[0] for task in tasks]
+    mixed = 0
+    for prompt, sampled in zip(
+        [*prompts(24), [5, 6, 7]], [*results, (await watched)[0]], strict=True
+    ):
+        ids = [*prompt, *sampled.token_ids]
+        assert sum(span.length for span in sampled.versions) == 120
+        mixed += len(sampled.versions) > 1
+        for span in sampled.versions:
+            expected = forward_logprobs(ids, seed=seeds[span.policy_version], tied=running.tied)
+            rows = slice(len(prompt) - 1 + span.start, len(prompt) - 1 + span.start + span.length)
+            got = np.array(sampled.logprobs[span.start : span.start + span.length])
+            assert np.abs(expected[rows] - got).max() < TOLERANCE
+    assert mixed >= 20
+
+
+async def test_streamed_pieces_carry_the_versions_of_the_whole_sample(running: Running) -> None:
+    pieces: list = []
+    task = asyncio.create_task(
+        running.engine.sample(
+            [9, 8], SamplingParams(max_new_tokens=100), stop=NO_STOP, on_tokens=pieces.append
+        )
+    )
+    while len(pieces) < 30:
+        await asyncio.sleep(0.002)
+    await running.load(running.seed + 1)
+    (sampled,) = await task
+    assert tuple(i for p in pieces for i in p.token_ids) == sampled.token_ids
+    assert tuple(x for p in pieces for x in p.logprobs) == sampled.logprobs
+    labels = [p.policy_version for p in pieces for _ in p.token_ids]
+    assert labels == [s.policy_version for s in sampled.versions for _ in range(s.length)]
+    assert len(set(labels)) == 2
+
+
+async def test_greedy_equals_transformers_greedy(running: Running) -> None:
+    prompt = prompts(1, shortest=12)[0]
+    model = make_model(**running.model)
+    expected = model.generate(
+        torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None
+    )[0, len(prompt) :].tolist()
+    (sampled,) = await running.engine.sample(
+        prompt, SamplingParams(temperature=0.0, max_new_tokens=30), stop=NO_STOP
+    )
+    assert list(sampled.token_ids) == expected
+    assert worst(sampled, prompt, **running.model) < TOLERANCE
+
+
+async def test_a_stop_token_ends_the_sample_and_is_kept(running: Running) -> None:
+    sampling = SamplingParams(max_new_tokens=200)
+    stop = StopTokens(by_id=dict.fromkeys(range(100), "") | {7: "<seven>"})
+    for (sampled,) in [await running.engine.sample(p, sampling, stop=stop) for p in prompts(5)]:
+        assert sampled.stop_reason is StopReason.STOP
+        assert sampled.token_ids[-1] < 100
+        assert all(token >= 100 for token in sampled.token_ids[:-1])
+        assert sampled.stop_string == ("<seven>" if sampled.token_ids[-1] == 7 else "")
+
+
+async def test_a_stop_string_of_several_tokens_ends_the_sample(running: Running) -> None:
+    sampling = SamplingParams(seed=5, max_new_tokens=60)
+    (whole,) = await running.engine.sample([4, 4], sampling, stop=NO_STOP)
+    decode = running.tokenizer.decode
+    texts = [decode(whole.token_ids[i : i + 2]) for i in range(10, 59)]
+    found = [text for text in texts if text.isprintable() and "\ufffd" not in text]
+    text = found[0]
+    (sampled,) = await running.engine.sample([4, 4], sampling, stop=StopTokens(strings=(text,)))
+    assert sampled.stop_reason is StopReason.STOP
+    assert sampled.stop_string == text
+    assert sampled.token_ids == whole.token_ids[: len(sampled.token_ids)]
+    assert decode(sampled.token_ids).endswith(text)
+    assert text not in decode(sampled.token_ids[:-1])
+
+
+async def test_truncated_sampling_stays_in_its_set(running: Running) -> None:
+    prompt = prompts(1)[0]
+    sampling = SamplingParams(max_new_tokens=1, top_k=3)
+    results = await running.engine.sample(prompt, sampling, stop=NO_STOP, num_samples=32)
+    with torch.inference_mode():
+        logits = make_model(**running.model)(torch.tensor([prompt])).logits[0, -1]
+    best = logits.topk(3)
+    expected = dict(zip(best.indices.tolist(), best.values.log_softmax(-1).tolist(), strict=True))
+    for sampled in results:
+        assert sampled.logprobs[0] == pytest.approx(expected[sampled.token_ids[0]], abs=TOLERANCE)
+
+
+async def test_samples_differ_and_a_seed_repeats_them(running: Running) -> None:
+    sampling = SamplingParams(max_new_tokens=20, seed=3)
+    first = await running.engine.sample([1, 2], sampling, stop=NO_STOP, num_samples=4)
+    again = await running.engine.sample([1, 2], sampling, stop=NO_STOP, num_samples=4)
+    assert [s.token_ids for s in first] == [s.token_ids for s in again]
+    assert len({s.token_ids for s in first}) == 4
+
+
+async def test_a_full_context_gives_an_empty_sample(running: Running) -> None:
+    prompt = prompts(1, shortest=MAX_MODEL_LEN)[0]
+    (sampled,) = await running.engine.sample(prompt, SamplingParams(), stop=NO_STOP)
+    assert sampled.stop_reason is StopReason.CONTEXT_FULL
+    assert sampled.token_ids == ()
+    (last,) = await running.engine.sample(prompt[:-1], SamplingParams(), stop=NO_STOP)
+    assert (last.stop_reason, len(last.token_ids)) == (StopReason.LENGTH, 1)
+
+
+async def test_unknown_missing_and_misshapen_parameters_are_refused(running: Running) -> None:
+    from safetensors.torch import load_file, save_file
+
+    good = load_file(save_weights(running.folder / "x.safetensors", seed=5, tied=running.tied))
+    before = await running.engine.logprobs([1, 2, 3])
+    name = "model.layers.0.self_attn.q_proj.weight"
+    for bad in (
+        good | {"model.extra.weight": torch.zeros(2)},
+        {k: v for k, v in good.items() if k != name},
+        good | {name: torch.zeros(2, 2)},
+    ):
+        path = running.folder / "bad.safetensors"
+        save_file(bad, path)
+        with pytest.raises(PreconditionFailed) as caught:
+            await running.engine.load_weights(path, version(999))
+        assert caught.value.reason == "UNKNOWN_PARAMETERS"
+    after = await running.engine.logprobs([1, 2, 3])
+    assert np.array_equal(before.logprobs, after.logprobs)
+    assert after.policy_version == before.policy_version
+
+
+async def test_ids_outside_the_vocabulary_are_refused(running: Running) -> None:
+    for ids in ([], [-1], [VOCAB]):
+        with pytest.raises(InvalidInput):
+            await running.engine.sample(ids, SamplingParams(), stop=NO_STOP)
+        with pytest.raises(InvalidInput):
+            await running.engine.logprobs(ids)
+
+
+async def test_a_pause_holds_requests_and_a_resume_finishes_them(running: Running) -> None:
+    await running.engine.pause()
+    task = asyncio.create_task(
+        running.engine.sample([1, 2, 3], SamplingParams(max_new_tokens=5), stop=NO_STOP)
+    )
+    await asyncio.sleep(0.3)
+    assert not task.done()
+    loaded = await running.load(running.seed + 1)
+    await asyncio.sleep(0.2)
+    assert not task.done()
+    await running.engine.resume()
+    (sampled,) = await task
+    assert [span.policy_version for span in sampled.versions] == [loaded]
+
+
+async def test_a_cancelled_request_leaves_the_others_alone(running: Running) -> None:
+    sampling = SamplingParams(max_new_tokens=100)
+    tasks = [
+        asyncio.create_task(running.engine.sample(p, sampling, stop=NO_STOP)) for p in prompts(4)
+    ]
+    await asyncio.sleep(0.05)
+    tasks[1].cancel()
+    kept = [await task for index, task in enumerate(tasks) if index != 1]
+    assert all(len(sampled.token_ids) == 100 for (sampled,) in kept)
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[1]
+
+
+async def test_a_fresh_engine_has_the_base_version(tmp_path: Path) -> None:
+    engine = await start("transformers", save_model(tmp_path, seed=0, tied=True))
+    assert engine.policy_version == BASE_VERSION
+    await engine.close()
