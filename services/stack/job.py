@@ -36,7 +36,7 @@ async def train(plan: Plan, log: LogStream, console: Console) -> int:
     async with running_stack(plan, log) as stack:
         log.say("stack", "all services are ready")
         async with observing(plan.layout) as observer:
-            last = await _until_done(observer, clock, console)
+            last = await _until_done(observer, clock, LiveView(console, log))
             stats = await _final_stats(stack, observer)
         await stack.supervisor.stop_all()
         clock.spent("stopping")
@@ -47,13 +47,13 @@ async def train(plan: Plan, log: LogStream, console: Console) -> int:
     return _conclude(found, plan, console)
 
 
-async def _until_done(observer: Observer, clock: PhaseClock, console: Console) -> Snapshot:
+async def _until_done(observer: Observer, clock: PhaseClock, live: LiveView) -> Snapshot:
     clock.spent("starting")
-    with LiveView(console) as view:
+    with live:
         while True:
             snapshot = await observer.snapshot()
             clock.spent(snapshot.phase.name.lower())
-            view.show(snapshot)
+            live.show(snapshot)
             if snapshot.phase is Phase.DONE:
                 return snapshot
             if snapshot.phase is Phase.FAILED and snapshot.status:

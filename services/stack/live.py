@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dialoop.clients.replay import LedgerCounts
     from rich.console import Console, RenderableType
 
+    from services.stack.log_stream import LogStream
     from services.stack.observer import Snapshot
 
 _LINE_EVERY_S = 5.0
@@ -119,8 +120,9 @@ def _number(value: float | None, digits: int = 2) -> str:
 class LiveView:
     """Shows snapshots as they come; a context, so that the terminal is left as it was."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, log: LogStream) -> None:
         self._console = console
+        self._log = log
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._left = TimeLeft()
         self._next_line_at = 0.0
@@ -144,17 +146,17 @@ class LiveView:
         progress = progress_of(snapshot)
         left_s = self._left.seconds(progress, now)
         if self._console.is_terminal:
-            self._live.update(_table(snapshot, progress, left_s), refresh=True)
+            headline = f"{self._log.elapsed_s:.0f} s  {_headline(progress, left_s)}"
+            self._live.update(_table(headline, progress, figures_of(snapshot)), refresh=True)
         elif now >= self._next_line_at:
             self._next_line_at = now + _LINE_EVERY_S
-            self._console.print(line_of(snapshot, progress, left_s), soft_wrap=True)
+            self._log.say("stack", line_of(_headline(progress, left_s), figures_of(snapshot)))
 
 
-def line_of(snapshot: Snapshot, progress: PhaseProgress, left_s: float | None) -> Text:
-    """One plain line with everything."""
-    figures = (f"{name} {value}" for name, value in figures_of(snapshot).items())
-    head = f"{snapshot.elapsed_s:7.1f} s  {_headline(progress, left_s)}"
-    return Text(" | ".join((head, *figures)))
+def line_of(headline: str, figures: dict[str, str]) -> str:
+    """One plain line with everything that is known yet."""
+    known = (f"{name} {value}" for name, value in figures.items() if not value.startswith(_UNKNOWN))
+    return " | ".join((headline, *known))
 
 
 def _headline(progress: PhaseProgress, left_s: float | None) -> str:
@@ -163,10 +165,9 @@ def _headline(progress: PhaseProgress, left_s: float | None) -> str:
     return f"{progress.name}{steps}{left}"
 
 
-def _table(snapshot: Snapshot, progress: PhaseProgress, left_s: float | None) -> RenderableType:
+def _table(headline: str, progress: PhaseProgress, figures: dict[str, str]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
-    for name, value in figures_of(snapshot).items():
+    for name, value in figures.items():
         table.add_row(Text(name, style="dim"), value)
     bar = ProgressBar(total=1.0, completed=progress.share, width=60)
-    headline = Text(f"{snapshot.elapsed_s:.0f} s  {_headline(progress, left_s)}", style="bold")
-    return Group(headline, bar, table)
+    return Group(Text(headline, style="bold"), bar, table)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?P<level>[A-Z]+) (?P<message>.*)$")
+# The line starts with the service, and everything here is of one run.
+_IDENTITY = re.compile(r"\[service=\S+?( run=\S+?)?(?= |\]$) ?")
 _SEVERITY = {"DEBUG": 0, "INFO": 1, "WARNING": 2, "ERROR": 3, "CRITICAL": 4}
 _STYLES = {"WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 _COLOURS = ("cyan", "green", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
@@ -36,6 +38,11 @@ class LogStream:
         self._started = time.monotonic()
         self._positions: dict[str, int] = {}
 
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the stack began, as every line shows them."""
+        return time.monotonic() - self._started
+
     def path_of(self, service: str) -> Path:
         """Where a service's whole output goes; followed from its present end on."""
         path = self._directory / f"{service}.log"
@@ -44,8 +51,7 @@ class LogStream:
 
     def say(self, service: str, text: str, *, style: str = "") -> None:
         """Print one line of the stack's own about a service."""
-        seconds = time.monotonic() - self._started
-        line = Text(f"{seconds:7.1f} s  ", style="dim")
+        line = Text(f"{self.elapsed_s:7.1f} s  ", style="dim")
         line.append(f"{service:<{_WIDTH}}", style=self._colour_of(service))
         line.append(text, style=style)
         self._console.print(line, soft_wrap=True)
@@ -77,9 +83,7 @@ class LogStream:
     def _print_record(self, service: str, line: str) -> None:
         record = _RECORD.match(line)
         if record and _SEVERITY.get(record["level"], 1) >= self._least:
-            # The service is the prefix already.
-            message = record["message"].replace(f"service={service.partition('-')[0]}", "")
-            message = re.sub(r" \[\s*\]$", "", message.replace("[ ", "["))
+            message = _IDENTITY.sub("[", record["message"]).removesuffix(" []")
             self.say(service, message, style=_STYLES.get(record["level"], ""))
 
     def _new_lines(self, service: str) -> list[str]:

@@ -29,7 +29,6 @@ _DEADLINE_S = 3.0
 class Snapshot:
     """What the services said at one moment; None of a service that did not answer."""
 
-    elapsed_s: float
     status: TrainerStatus | None
     stats: ReplayStats | None
     num_sampled_tokens: int
@@ -73,10 +72,9 @@ class Observer:
         self._trainer = trainer
         self._replay = replay
         self._replicas = replicas
-        self._started = time.monotonic()
         self._sampled = [0] * len(replicas)
         self._num_sampled = 0
-        self._last = (self._started, 0)
+        self._last = (time.monotonic(), 0)
 
     async def snapshot(self) -> Snapshot:
         """Ask everyone at once."""
@@ -87,7 +85,6 @@ class Observer:
         before, count = self._last
         self._last = (now, self._num_sampled)
         return Snapshot(
-            elapsed_s=now - self._started,
             status=status,
             stats=stats,
             num_sampled_tokens=self._num_sampled,

@@ -2,16 +2,20 @@ from __future__ import annotations
 
 import json
 import socket
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from dialoop.errors import InvalidConfig
+from rich.console import Console
 
 from services.stack.config import JobConfig
 from services.stack.gates import gates_of
 from services.stack.guardian import leaders_from
+from services.stack.live import PhaseProgress, TimeLeft
+from services.stack.log_stream import LogStream
 from services.stack.ports import choose_ports
 from services.stack.redis_server import find_redis
 from services.stack.run_dir import opened
@@ -171,3 +175,30 @@ def test_the_transcripts_show_a_task_that_was_learned(tmp_path: Path) -> None:
     chosen = choose(path)
     assert chosen is not None
     assert chosen.before["task_key"] == chosen.after["task_key"] == "b"
+
+
+def test_the_log_stream_shows_our_records_only_and_without_their_identity(tmp_path: Path) -> None:
+    console = Console(record=True, width=200, quiet=False, file=StringIO())
+    log = LogStream(console, tmp_path, least="INFO")
+    log.path_of("replay").write_text(
+        "vLLM is starting up\n"
+        "2026-01-02 03:04:05,678 INFO Serving. [service=replay run=r-1 address=a:1]\n"
+        "2026-01-02 03:04:05,678 DEBUG Nothing.\n"
+        "2026-01-02 03:04:05,678 WARNING Half a"
+    )
+    log.flush()
+    (line,) = console.export_text().splitlines()
+    assert line.split(" s  ")[1] == "replay      Serving. [address=a:1]"
+
+
+def test_the_sentence_of_a_refused_service_is_found_in_its_log(tmp_path: Path) -> None:
+    log = LogStream(Console(quiet=True), tmp_path)
+    log.path_of("trainer").write_text("noise\ndialoop trainer: It is wrong: fix it.\nbye\n")
+    assert log.sentence_of("trainer") == "It is wrong: fix it."
+
+
+def test_the_time_left_follows_from_the_steps_of_the_phase() -> None:
+    left = TimeLeft()
+    assert left.seconds(PhaseProgress(name="training", num_done=10, num_total=50), 100.0) is None
+    assert left.seconds(PhaseProgress(name="training", num_done=20, num_total=50), 105.0) == 15.0
+    assert left.seconds(PhaseProgress(name="evaluating", num_done=50, num_total=50), 106.0) is None
