@@ -1,0 +1,231 @@
+"""What may die while groups are played, and what must not be lost or doubled then."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from dialoop.chat import as_history
+from dialoop.clients.channel import Channel, RetryPolicy
+from dialoop.clients.environment import EnvironmentClient
+from dialoop.clients.inference import InferenceClient
+from dialoop.clients.replay import ReplayClient
+from dialoop.errors import Unavailable
+from dialoop.trajectory import Stage
+
+from services.collector.replicas import Replicas
+from services.runtime.patience import Patience
+from tests.collector_world import (
+    RUN,
+    ScriptedPolicy,
+    World,
+    adds_up,
+    serving_arithmetic,
+    serving_policy,
+    serving_replay,
+    world,
+)
+
+ROOT = Path(__file__).parents[2]
+PROMPT = as_history("1+2")
+ONCE = RetryPolicy(max_attempts=1)
+BRIEF = Patience(total_s=20, first_s=0.02, longest_s=0.2)
+
+
+@asynccontextmanager
+async def collector_process(w: World, inference_address: str, run_dir: Path, worker: str):
+    """`python -m services.collector`; killed on leaving if it is still there."""
+    settings = {
+        "RUN": RUN,
+        "RUN_DIR": str(run_dir),
+        "WORKER": worker,
+        "REPLAY_ADDRESS": w.replay_address,
+        "ENVIRONMENT_ADDRESS": w.environment_address,
+        "INFERENCE_ADDRESSES": json.dumps([inference_address]),
+        "GROUP_SIZE": "2",
+        "PAGE_SIZE": "4",
+        "LEASE_S": "1",
+        "WAIT_S": "0.2",
+    }
+    environment = {f"DIALOOP_COLLECTOR_{name}": value for name, value in settings.items()}
+    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.collector", cwd=ROOT, env=os.environ | paths | environment
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def test_a_killed_collectors_tasks_are_issued_again_and_nothing_is_doubled(tmp_path):
+    async with world() as w, serving_policy(ScriptedPolicy(delay_s=60)) as stuck:
+        await w.allow(3)
+        async with collector_process(w, stuck.address, tmp_path, "killed") as process:
+            await w.until(lambda c: c.num_groups_leased == 3, seconds=30)
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+        async with w.collecting(ScriptedPolicy()):
+            await w.until(lambda c: c.num_groups_unscored == 3)
+        leased = await w.replay.lease_groups(RUN, Stage.UNSCORED, worker="s", max_groups=9)
+        assert {lease.group.group_id[-2:] for lease in leased.leases} == {"#2"}
+        assert len({lease.group.task.task_id for lease in leased.leases}) == 3
+        counts = await w.training()
+        assert counts.num_trajectories_generated == counts.num_trajectories_live == 6
+        assert adds_up(counts)
+
+
+async def test_a_terminated_collector_returns_its_leases_writes_its_counts_and_exits_0(tmp_path):
+    policy = ScriptedPolicy()
+    async with world() as w, serving_policy(policy) as replica:
+        await w.allow(2)
+        async with collector_process(w, replica.address, tmp_path, "c1") as process:
+            await w.until(lambda c: c.num_groups_unscored == 2, seconds=30)
+            policy.delay_s = 60
+            await w.allow(3)
+            await w.until(lambda c: c.num_groups_leased == 1)
+            process.terminate()
+            assert await asyncio.wait_for(process.wait(), 15) == 0
+        counts = await w.training()
+        assert counts.num_groups_leased == 0
+        written = json.loads((tmp_path / "collector-c1.json").read_text())
+        assert written["worker"] == "c1"
+        assert written["training"]["num_trajectories"] == counts.num_trajectories_generated == 4
+        assert written["training"]["num_tokens"] == 8
+        assert written["num_tasks_returned"] == {"shutdown": 1}
+        assert adds_up(counts)
+
+
+async def test_an_environment_that_dies_loses_no_task():
+    async with serving_replay() as replay:
+        async with serving_arithmetic() as environment:
+            port, address = environment.port, environment.address
+            channels = Channel(replay.address), Channel(address, retry=ONCE)
+            clients = ReplayClient(channels[0]), EnvironmentClient(channels[1])
+            w = World(*clients, replay.address, address)
+            policy = ScriptedPolicy(delay_s=0.3)
+            await w.allow(4)
+            collecting = w.collecting(policy, max_groups_in_flight=4)
+            counters = await collecting.__aenter__()
+            await w.until(lambda c: c.num_groups_leased > 0)
+        await asyncio.sleep(0.5)
+        async with serving_arithmetic(port):
+            await w.until(lambda c: c.num_groups_unscored == 4)
+            await collecting.__aexit__(None, None, None)
+        counts = await w.training()
+        assert counts.num_groups_dropped == {}
+        assert counts.num_trajectories_live == 8
+        assert counters.to_json()["training"]["num_trajectories"] == (
+            counts.num_trajectories_generated
+        )
+        assert adds_up(counts)
+        for channel in channels:
+            await channel.close()
+
+
+async def test_a_killed_replica_fails_no_member():
+    async with world() as w, serving_policy(ScriptedPolicy(delay_s=0.05)) as steady:
+        doomed = serving_policy(ScriptedPolicy(delay_s=0.05))
+        await doomed.__aenter__()
+        addresses = (steady.address, doomed.address)
+        channels = [Channel(address, retry=ONCE) for address in addresses]
+        replicas = Replicas([InferenceClient(channel) for channel in channels], BRIEF)
+        await w.allow(12)
+        async with w.collecting(replicas, max_groups_in_flight=2) as counters:
+            await w.until(lambda c: c.num_groups_unscored >= 2)
+            await doomed.__aexit__(None, None, None)
+            await w.until(lambda c: c.num_groups_unscored == 12)
+        assert counters.to_json()["num_failures"] == {}
+        counts = await w.training()
+        assert counts.num_trajectories_generated == counts.num_trajectories_live == 24
+        for channel in channels:
+            await channel.close()
+
+
+async def test_a_replay_that_is_away_for_a_while_gets_the_groups_that_were_played():
+    async with world() as w:
+        await w.allow(2)
+        append, outages = w.replay.append_groups, iter(range(3))
+
+        async def flaky(*arguments):
+            if next(outages, None) is not None:
+                raise Unavailable("gone")
+            return await append(*arguments)
+
+        w.replay.append_groups = flaky
+        async with w.collecting(ScriptedPolicy()):
+            await w.until(lambda c: c.num_groups_unscored == 2)
+        assert (await w.training()).num_trajectories_generated == 4
+
+
+async def test_an_answer_that_was_lost_after_an_append_doubles_nothing():
+    async with world() as w:
+        await w.allow(1)
+        append, lost = w.replay.append_groups, iter([True])
+
+        async def forgetful(*arguments):
+            answer = await append(*arguments)
+            if next(lost, False):
+                raise Unavailable("connection reset")
+            return answer
+
+        w.replay.append_groups = forgetful
+        async with w.collecting(ScriptedPolicy()) as counters, asyncio.timeout(10):
+            while not counters.to_json()["training"]["num_groups_appended"]:
+                await asyncio.sleep(0.02)
+        counts = await w.training()
+        assert counts.num_trajectories_generated == counts.num_trajectories_live == 2
+
+
+async def test_an_outage_longer_than_patience_does_not_count_against_the_task():
+    async def away(*_, **__):
+        raise Unavailable("gone")
+
+    policy = ScriptedPolicy()
+    async with world() as w:
+        await w.allow(1)
+        policy.generate = away
+        short = Patience(total_s=0.2, first_s=0.02, longest_s=0.1)
+        async with w.collecting(Replicas([policy], short)) as counters:
+            async with asyncio.timeout(10):
+                while counters.to_json()["num_tasks_returned"].get("service_away", 0) < 4:
+                    await asyncio.sleep(0.02)
+        counts = await w.training()
+        assert counts.num_groups_dropped == {}
+        assert adds_up(counts)
+
+
+async def test_replicas_are_asked_in_turn_and_one_that_fails_is_left_alone():
+    good, bad = ScriptedPolicy(), ScriptedPolicy()
+
+    async def away(*_, **__):
+        bad.asked.append(None)
+        raise Unavailable("gone", reason="NOT_READY")
+
+    bad.generate = away
+    slow = Patience(total_s=20, first_s=10, longest_s=10)
+    replicas = Replicas([bad, good], slow)
+    for _ in range(6):
+        await replicas.generate(PROMPT)
+    assert len(good.asked) == 6
+    assert len(bad.asked) == 1
+
+
+async def test_patience_with_all_replicas_away_ends():
+    bad = ScriptedPolicy()
+
+    async def away(*_, **__):
+        raise Unavailable("gone")
+
+    bad.generate = away
+    with pytest.raises(Unavailable) as caught:
+        await Replicas([bad], Patience(total_s=0.1, first_s=0.01)).generate(PROMPT)
+    assert caught.value.reason == "SERVICE_AWAY"
