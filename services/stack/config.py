@@ -73,6 +73,10 @@ class InferenceSection(_Section):
     """Most tokens of prompt and response together."""
     max_num_seqs: int = Field(default=64, ge=1)
     """Sequences sampled at one time."""
+    kv_cache_mib: int = Field(default=64, ge=1)
+    """Memory of vLLM's keys and values."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices that one replica spans."""
 
 
 class CollectorSection(_Section):
@@ -214,6 +218,8 @@ class JobConfig(_Section):
     """Seed of the tiny model, demonstrations, task order and sampling; SEED overrides it."""
     engine: Literal["vllm", "transformers"] = "vllm"
     """What samples."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of trainer and engine; log-probs agree to 1e-4 in float32 only."""
     store: Literal["redis", "memory"] = "redis"
     """Where the queue lives; memory forgets when the replay service ends."""
     model: ModelSection = ModelSection()

@@ -53,11 +53,14 @@ class Layout:
 
     def spec(self, name: str) -> ServiceSpec:
         """How to start the process `name` (`inference-1` is the second replica)."""
-        service = name.partition("-")[0]
+        service, _, index = name.partition("-")
         variables = self.environment_of(service) | {
             f"DIALOOP_{service.upper()}_PORT": str(self.ports[name]),
             "DIALOOP_RUN": self.run_dir.run_id,
         }
+        if service == "inference":  # replicas with one seed would sample the same
+            seed = self.config.seed + 7919 * int(index or 0)
+            variables["DIALOOP_INFERENCE_SEED"] = str(seed)
         return ServiceSpec(
             name=name,
             command=(sys.executable, "-m", f"services.{service}"),
@@ -97,7 +100,10 @@ class Layout:
             "weights_root": self.run_dir.policies.resolve(),
             "max_model_len": section.max_model_len,
             "max_num_seqs": section.max_num_seqs,
-            "seed": self.config.seed,
+            "kv_cache_mib": section.kv_cache_mib,
+            "tensor_parallel_size": section.tensor_parallel_size,
+            "max_new_tokens": self.config.collector.max_new_tokens,
+            "dtype": self.config.dtype,
         }
 
     def _scorer(self) -> dict[str, object]:
@@ -180,6 +186,7 @@ class Layout:
             "checkpoint_every": section.checkpoint_every,
             "keep_policies": section.keep_policies,
             "torch_threads": section.num_threads,
+            "dtype": self.config.dtype,
             "max_logprob_difference": self.config.gates.logprob_difference_at_most,
         }
 
