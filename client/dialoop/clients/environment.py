@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.channel import Rpc
 from dialoop.clients.errors import error_of_item
+from dialoop.environments.tasks import TaskPage, TaskRef
 from dialoop.episode import Opening, Outcome
 from dialoop.trajectory import DoneReason
 from dialoop.v1 import environment_service_pb2 as pb
@@ -25,6 +26,18 @@ if TYPE_CHECKING:
     from dialoop.clients.channel import Channel
     from dialoop.errors import DialoopError
     from dialoop.trajectory import Reward, Trajectory
+
+
+__all__ = [
+    "EnvironmentClient",
+    "EnvironmentInfo",
+    "ResetItem",
+    "SessionState",
+    "SplitInfo",
+    "StepItem",
+    "TaskPage",
+    "TaskRef",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,23 +60,6 @@ class EnvironmentInfo:
     stop: tuple[str, ...] = ()
     tools: tuple[str, ...] = ()
     reward_names: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskRef:
-    """Where to find a task: its key, the epoch of the source, and the seed to reset with."""
-
-    key: str
-    epoch: int = 0
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskPage:
-    """A page of tasks; `next_page_token` is empty at the end of a one-epoch listing."""
-
-    tasks: tuple[TaskRef, ...]
-    next_page_token: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
