@@ -241,10 +241,11 @@ class VllmEngine:
 
 def _engine_args(model_dir: Path, options: VllmOptions) -> AsyncEngineArgs:
     limit = _max_positions(model_dir)
-    if options.max_model_len > limit:
+    if options.max_model_len >= limit:
         raise InvalidConfig(
-            f"max_model_len is {options.max_model_len}, the model has {limit} positions.",
-            remedy=f"Set DIALOOP_INFERENCE_MAX_MODEL_LEN to at most {limit}.",
+            f"max_model_len is {options.max_model_len}, the model has {limit} positions "
+            "and scoring needs one to spare.",
+            remedy=f"Set max_model_len to at most {limit - 1}.",
         )
     return AsyncEngineArgs(
         model=str(model_dir),

@@ -73,7 +73,7 @@ class Publisher:
         started = time.perf_counter()
         path = self._root / str(version) / "model.safetensors"
         weights = await asyncio.to_thread(self._learner.export, path)
-        # Announced first: tokens of this version may reach the queue before the last replica has it.
+        # Announced first: its tokens may reach the queue before the last replica has loaded it.
         await self._advance(version, ())
         self._point_to(version, weights)
         num_replicas = await self._load_everywhere(version, weights)
