@@ -23,7 +23,7 @@ store = "{store}"
 max_num_seqs = 64
 [warm_start]
 num_steps = {num_warm_start_steps}
-batch_size = 32
+batch_size = 64
 [train]
 num_steps = {num_train_steps}
 groups_per_train_step = 4
@@ -41,7 +41,7 @@ def write_config(directory: Path, extra: str = "", **given: Any) -> Path:
     values = {
         "engine": "transformers",
         "store": "redis",
-        "num_warm_start_steps": 20,
+        "num_warm_start_steps": 150,
         "num_train_steps": 6,
     }
     path = directory / "job.toml"

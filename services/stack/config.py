@@ -69,7 +69,7 @@ class InferenceSection(_Section):
 
     num_replicas: int = Field(default=1, ge=1, le=64)
     """Inference processes; each loads every publish."""
-    max_model_len: int = Field(default=512, ge=16)
+    max_model_len: int = Field(default=384, ge=16)
     """Most tokens of prompt and response together."""
     max_num_seqs: int = Field(default=64, ge=1)
     """Sequences sampled at one time."""
