@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from dialoop.chat import ChatHistory, ContentPart, History, Message, ToolCall
+from dialoop.errors import InvalidHistory, InvalidInput, InvalidSequence
+from dialoop.sequences import ForkCause, PolicyVersion, Source, sequence_of
+from dialoop.trajectory import (
+    DoneReason,
+    Failure,
+    Group,
+    Owner,
+    Purpose,
+    Reward,
+    SamplingParams,
+    StopReason,
+    Task,
+    Trajectory,
+    Turn,
+)
+from dialoop.v1 import chat_pb2, trajectory_pb2
+from dialoop.wire import (
+    chat_history_from_proto,
+    chat_history_to_proto,
+    group_from_proto,
+    group_to_proto,
+    message_from_proto,
+    message_to_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+    sequence_from_proto,
+    task_from_proto,
+    trajectory_from_proto,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+TEXT = st.text(max_size=8)
+PARTS = st.builds(
+    ContentPart,
+    type=st.sampled_from(["text", "image"]),
+    text=st.none() | TEXT,
+    data=st.none() | st.binary(max_size=4),
+    size=st.none() | st.integers(0, 2**40),
+)
+MESSAGES = st.builds(
+    Message,
+    role=st.sampled_from(["user", "assistant", "tool"]),
+    content=TEXT | st.lists(PARTS, max_size=2).map(tuple),
+    is_complete=st.booleans(),
+    tool_calls=st.lists(
+        st.builds(ToolCall, name=TEXT, arguments_json=TEXT, id=TEXT), max_size=2
+    ).map(tuple),
+    tool_responses=st.lists(TEXT, max_size=2).map(tuple),
+)
+HISTORIES = st.lists(MESSAGES, max_size=3).map(lambda messages: History(tuple(messages)))
+SAMPLING = st.builds(
+    SamplingParams,
+    temperature=st.none() | st.sampled_from([0.0, 0.5, 1.0]),
+    top_p=st.none() | st.sampled_from([0.5, 1.0]),
+    top_k=st.none() | st.integers(1, 50),
+    max_new_tokens=st.none() | st.integers(1, 4096),
+    stop=st.lists(TEXT, max_size=2).map(tuple),
+    seed=st.none() | st.integers(0, 2**40),
+)
+TURNS = st.builds(
+    Turn,
+    message_start=st.integers(0, 9),
+    num_messages=st.integers(0, 9),
+    rewards=st.lists(
+        st.builds(
+            Reward,
+            name=TEXT,
+            value=st.sampled_from([0.0, 1.0, -0.5]),
+            weight=st.sampled_from([0.0, 1.0, 0.25]),
+            success=st.none() | st.booleans(),
+        ),
+        max_size=2,
+    ).map(tuple),
+    stop_reason=st.sampled_from(StopReason),
+    num_tool_calls=st.integers(0, 3),
+)
+
+
+@st.composite
+def sequences(draw):
+    pieces, count = [], 0
+    for source in draw(st.lists(st.sampled_from(Source), max_size=4)):
+        ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=3))
+        fields = {"source": source, "turn": draw(st.integers(0, 3))}
+        fields["message_index"] = draw(st.none() | st.integers(0, 5))
+        if source is Source.MODEL:
+            fields["policy_version"] = PolicyVersion(lineage="m", number=draw(st.integers(0, 9)))
+            count += len(ids)
+        pieces.append((ids, fields))
+    logprobs = draw(st.just([]) | st.just([-0.5] * count))
+    return sequence_of(pieces, logprobs=logprobs)
+
+
+@st.composite
+def groups(draw):
+    task = Task(
+        task_id="t",
+        environment="e",
+        split="train",
+        key="k",
+        epoch=draw(st.integers(0, 9)),
+        purpose=draw(st.sampled_from(Purpose)),
+        sampling=draw(SAMPLING),
+    )
+    trajectory = Trajectory(
+        trajectory_id="a",
+        group_id="t#1",
+        task_key="k",
+        seed=draw(st.integers(0, 2**40)),
+        environment="e",
+        environment_version="1",
+        history=draw(HISTORIES.filter(len)),
+        turns=tuple(draw(st.lists(TURNS, max_size=2))),
+        sequences=tuple(draw(st.lists(sequences(), max_size=2))),
+        failures=tuple(
+            Failure(owner=owner, reason="R", message="m")
+            for owner in draw(st.lists(st.sampled_from(Owner), max_size=2))
+        ),
+        sampling=draw(SAMPLING),
+        terminated=draw(st.booleans()),
+        done_reason=draw(st.sampled_from(DoneReason)),
+        labels=draw(st.dictionaries(TEXT, TEXT, max_size=2)),
+    )
+    return Group(group_id="t#1", task=task, trajectories=(trajectory,))
+
+
+@given(groups())
+def test_a_group_survives_the_wire(group):
+    sent = group_to_proto(group).SerializeToString()
+    assert group_from_proto(trajectory_pb2.Group.FromString(sent)) == group
+
+
+@given(prompt=st.none() | HISTORIES, response=st.none() | HISTORIES)
+def test_absent_and_empty_histories_stay_apart(prompt, response):
+    chat = ChatHistory(prompt=prompt, response=response)
+    assert chat_history_from_proto(chat_history_to_proto(chat)) == chat
+
+
+@given(SAMPLING)
+def test_neutral_sampling_stays_absent(sampling):
+    assert sampling_from_proto(sampling_to_proto(sampling)) == sampling
+    assert not sampling_to_proto(SamplingParams()).ByteSize()
+
+
+def test_an_absent_is_complete_is_true_and_an_absent_weight_is_1():
+    assert message_from_proto(chat_pb2.Message(role="user", content="x")).is_complete
+    assert not message_to_proto(Message(role="user")).HasField("is_complete")
+
+
+def test_arrays_arrive_in_the_domains_types():
+    proto = trajectory_pb2.Sequence(
+        token_ids=[1, 2],
+        segments=[trajectory_pb2.Segment(start=0, length=2, source=1)],
+    )
+    sequence = sequence_from_proto(proto)
+    assert sequence.token_ids.dtype == np.int32
+    assert sequence.inference_logprobs.dtype == np.float32
+    assert sequence.fork_cause is ForkCause.NONE
+    assert sequence.advantage is None
+
+
+def test_contradictions_are_refused_at_the_edge():
+    with pytest.raises(InvalidSequence):
+        sequence_from_proto(trajectory_pb2.Sequence(token_ids=[1]))
+    with pytest.raises(InvalidInput, match="purpose"):
+        task_from_proto(trajectory_pb2.Task(task_id="t"))
+    with pytest.raises(InvalidInput):
+        sampling_from_proto(trajectory_pb2.SamplingParams(temperature=-1))
+    with pytest.raises(InvalidHistory):
+        trajectory_from_proto(trajectory_pb2.Trajectory())
