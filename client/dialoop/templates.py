@@ -273,7 +273,7 @@ class TokenBuilder:
         if last.message_index != covered - 1 or history[covered - 1].text != content:
             return ForkCause.HISTORY_REWRITTEN
         before = self.template.render(history[: covered - 1])
-        if not self._spells(context.token_ids[: len(context) - len(sampled)], before):
+        if not self._spells(context.token_ids[: len(context) - len(sampled)].tolist(), before):
             return ForkCause.HISTORY_REWRITTEN
         through = self.template.render(history[:covered], add_generation_prompt=False)
         if not through.startswith(before + content):
