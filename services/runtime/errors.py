@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DOMAIN = "dialoop"
-# A status travels in HTTP/2 headers, percent-encoded; gRPC refuses headers above 8 KiB by default.
-_MAX_TEXT = 1000
+# A status travels in HTTP/2 headers, of which gRPC clients refuse more than 8 KiB by default. The
+# message is there twice: percent-encoded (up to three bytes for one) and in the base64 details.
+_MAX_BYTES = 1000
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -105,9 +106,12 @@ def status_of(error: DialoopError) -> status_pb2.Status:
     detail = any_pb2.Any()
     detail.Pack(
         error_details_pb2.ErrorInfo(
-            reason=error.reason, domain=DOMAIN, metadata={"remedy": error.remedy[:_MAX_TEXT]}
+            reason=error.reason, domain=DOMAIN, metadata={"remedy": _cut(error.remedy)}
         )
     )
-    return status_pb2.Status(
-        code=int(error.status), message=error.message[:_MAX_TEXT], details=[detail]
-    )
+    return status_pb2.Status(code=int(error.status), message=_cut(error.message), details=[detail])
+
+
+def _cut(text: str) -> str:
+    """Valid UTF-8 that fits; a lone surrogate becomes a question mark."""
+    return text.encode(errors="replace")[:_MAX_BYTES].decode(errors="ignore")

@@ -102,8 +102,10 @@ async def test_the_text_of_an_unexpected_error_stays_in_the_log(error, call, cap
     assert "secret" in caplog.text
 
 
-async def test_a_very_long_message_still_arrives_with_its_reason():
-    async with serving(Raising(errors.InvalidInput("ü" * 9000, remedy="x" * 9000))) as server:
+@pytest.mark.parametrize("character", ["ü", "世", "\n", "x", "\ud800"])
+async def test_a_very_long_message_still_arrives_with_its_reason(character):
+    text = character * 9000
+    async with serving(Raising(errors.InvalidInput(text, remedy=text))) as server:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await close(server)
     assert info_of(caught.value).reason == "INVALID_INPUT"

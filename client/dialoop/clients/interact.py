@@ -1,0 +1,139 @@
+"""Many sessions over one stream: fewer calls to set up than one per step.
+
+async with InteractiveSessions(channel) as sessions:
+    group = await play_group(task, sessions=sessions, policy=policy, group_id="g#1")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from dialoop.clients.channel import Rpc
+from dialoop.clients.environment import (
+    ResetItem,
+    StepItem,
+    opening_from_proto,
+    outcome_from_proto,
+    reset_to_proto,
+    step_to_proto,
+)
+from dialoop.clients.errors import error_of_item
+from dialoop.errors import DeadlineExceeded, DialoopError, Unavailable
+from dialoop.v1 import environment_service_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from types import TracebackType
+    from typing import Self
+
+    from dialoop.chat import ChatHistory
+    from dialoop.clients.channel import Channel
+    from dialoop.episode import Opening, Outcome
+
+INTERACT: Rpc[Any, Any] = Rpc(
+    "/dialoop.v1.EnvironmentService/Interact", pb.InteractRequest, pb.InteractResponse
+)
+
+
+class InteractiveSessions:
+    """Sessions of one environment service on one stream; satisfies `dialoop.episode.Sessions`.
+
+    A stream that broke stays broken: every call raises why, and the sessions themselves live on at
+    the service, for another stream or an EnvironmentClient to continue.
+    """
+
+    def __init__(self, channel: Channel, *, deadline_s: float = 60.0) -> None:
+        self._channel = channel
+        self._deadline_s = deadline_s
+        self._ids = itertools.count()
+        # Filled by calls, which then wait for their answers; drained by the stream.
+        self._outbox: asyncio.Queue[pb.InteractRequest] = asyncio.Queue()
+        self._waiting: dict[str, asyncio.Future[pb.InteractResponse]] = {}
+        self._broken: DialoopError | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._reader = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._reader is not None
+        self._reader.cancel()
+        await asyncio.wait([self._reader])
+
+    async def create_session(
+        self, session_id: str, environment: str, *, ttl_s: float | None = None
+    ) -> float:
+        """Open a session under the caller's id; its time to live in seconds."""
+        request = pb.CreateSessionRequest(
+            session_id=session_id, environment=environment, ttl_s=ttl_s
+        )
+        return (await self._ask(create_session=request)).create_session.ttl_s
+
+    async def reset(
+        self, session_id: str, *, episode: int, split: str, task_key: str, seed: int = 0
+    ) -> Opening:
+        """Start an episode of the session."""
+        item = ResetItem(
+            session_id=session_id, episode=episode, split=split, task_key=task_key, seed=seed
+        )
+        return opening_from_proto((await self._ask(reset=reset_to_proto(item))).reset)
+
+    async def step(
+        self, session_id: str, *, episode: int, step_index: int, history: ChatHistory
+    ) -> Outcome:
+        """Take the policy's answer; a retry gets the first answer."""
+        item = StepItem(
+            session_id=session_id, episode=episode, step_index=step_index, history=history
+        )
+        return outcome_from_proto((await self._ask(step=step_to_proto(item))).step)
+
+    async def close_session(self, session_id: str) -> bool:
+        """Forget the session; whether there was one."""
+        request = pb.CloseSessionRequest(session_id=session_id)
+        return (await self._ask(close_session=request)).close_session.closed
+
+    async def _ask(self, **request: Any) -> pb.InteractResponse:
+        """Send one request and wait for the answer that carries its id."""
+        if self._broken is not None:
+            raise self._broken
+        request_id = str(next(self._ids))
+        answer = self._waiting[request_id] = asyncio.get_running_loop().create_future()
+        self._outbox.put_nowait(pb.InteractRequest(request_id=request_id, **request))
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                found: pb.InteractResponse = await answer
+        except TimeoutError:
+            raise DeadlineExceeded(f"No answer within {self._deadline_s:g} s.") from None
+        finally:
+            self._waiting.pop(request_id, None)
+        if found.HasField("error"):
+            raise error_of_item(found.error)
+        return found
+
+    async def _requests(self) -> AsyncIterator[pb.InteractRequest]:
+        while True:
+            yield await self._outbox.get()
+
+    async def _read(self) -> None:
+        """Hand answers to those who wait for them, until the stream breaks."""
+        broken: DialoopError = Unavailable("The stream ended.", reason="STREAM_ENDED")
+        try:
+            async for answer in self._channel.exchange(INTERACT, self._requests()):
+                waiting = self._waiting.get(answer.request_id)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer)
+        except DialoopError as error:
+            broken = error
+        finally:
+            self._broken = broken
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(broken)
