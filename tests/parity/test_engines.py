@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import pytest_asyncio
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
+import torch
+import transformers
 from dialoop.errors import InvalidInput, PreconditionFailed
 from dialoop.sequences import PolicyVersion
 from dialoop.tokenizer import Tokenizer
