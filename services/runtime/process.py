@@ -32,8 +32,8 @@ _ORPHAN_GRACE_S = 15.0
 
 def run(service: Callable[[], Coroutine[Any, Any, None]], *, name: str) -> None:
     """Run a service to its end; a wrong setting exits 2 and any other known error 1."""
-    die_with_parent()
     try:
+        die_with_parent()
         configure_logs(name)
         owns_process.set(True)
         asyncio.run(service())
@@ -66,11 +66,15 @@ def _exit(name: str, error: DialoopError | ValidationError) -> NoReturn:
 def die_with_parent() -> None:
     """When DIALOOP_PARENT_PID is set, end this process as soon as its parent is gone."""
     # Popped: a child of ours has another parent, and is not to judge by this number.
-    expected = int(os.environ.pop(PARENT_VARIABLE, "0"))
-    if not expected:
+    given = os.environ.pop(PARENT_VARIABLE, "")
+    if not given:
         return
+    if not given.isdigit():
+        raise InvalidConfig(f"{PARENT_VARIABLE} is '{given}'.", remedy="Give a process id.")
+    expected = int(given)
     parent = os.getppid()
     if sys.platform == "linux":
+        # The kernel watches the thread that started us: the parent starts us from its main thread.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if not _is_alive(expected) or os.getppid() != parent:
         sys.exit(1)  # it died before we asked to be told

@@ -77,6 +77,7 @@ def wait_for(condition, seconds: float = 10) -> bool:
         ({"DIALOOP_PROBE_HOST": "0.0.0.0"}, ["0.0.0.0", "DIALOOP_TOKEN"]),
         ({"DIALOOP_PROBE_HOST": "0.0.0.0", "DIALOOP_TOKEN": "naïve"}, ["DIALOOP_TOKEN", "ASCII"]),
         ({"DIALOOP_LOG": "yaml"}, ["log", "json"]),
+        ({"DIALOOP_PARENT_PID": "x"}, ["DIALOOP_PARENT_PID", "process id"]),
     ],
 )
 def test_a_wrong_setting_is_one_sentence_and_exit_code_2(variables, words):
