@@ -63,8 +63,10 @@ def test_the_whole_loop_runs_exactly_and_leaves_nothing_behind(tmp_path: Path) -
 
 
 def assert_files_hold_what_the_summary_says(run_dir: Path, num_trained: int) -> None:
-    kinds = [json.loads(line)["kind"] for line in (run_dir / "metrics.jsonl").open()]
+    kinds = [
+        json.loads(line)["kind"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     assert {"warm_start", "publish", "train", "evaluation"} <= set(kinds)
-    rows = [json.loads(line) for line in (run_dir / "trajectories.jsonl").open()]
+    rows = [json.loads(line) for line in (run_dir / "trajectories.jsonl").read_text().splitlines()]
     assert sum(row["outcome"] == "trained" for row in rows) == num_trained
     assert (run_dir / "learning.png").read_bytes().startswith(b"\x89PNG")

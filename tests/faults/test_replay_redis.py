@@ -33,7 +33,7 @@ LIMITS = Limits(lease_s=60)
 
 
 @pytest_asyncio.fixture
-async def store(own_redis: RedisServer) -> AsyncIterator[RedisStore]:  # noqa: F811
+async def store(own_redis: RedisServer) -> AsyncIterator[RedisStore]:
     made = RedisStore(own_redis.url, LIMITS, timeout_s=2)
     yield made
     await made.close()
@@ -65,7 +65,7 @@ async def consume(store: RedisStore, lease_id: str) -> str:
 
 async def test_a_crash_of_redis_between_lease_and_acknowledge_loses_nothing(
     store: RedisStore,
-    own_redis: RedisServer,  # noqa: F811
+    own_redis: RedisServer,
 ) -> None:
     await fill(store, 6)
     await score_all(store)
@@ -89,7 +89,7 @@ async def test_a_crash_of_redis_between_lease_and_acknowledge_loses_nothing(
 
 async def test_an_append_repeated_after_a_crash_is_taken_once(
     store: RedisStore,
-    own_redis: RedisServer,  # noqa: F811
+    own_redis: RedisServer,
 ) -> None:
     await announce(store, RUN)
     await store.offer_tasks(RUN, [bare_task("a")], None)
@@ -154,7 +154,7 @@ async def crash(server: RedisServer, times: int) -> None:
 
 async def test_work_goes_on_by_itself_through_crashes_and_adds_up(
     store: RedisStore,
-    own_redis: RedisServer,  # noqa: F811
+    own_redis: RedisServer,
 ) -> None:
     loop = Loop(store, num_tasks=60)
     await announce(store, RUN, credits=60)
@@ -183,7 +183,7 @@ def lease_and_hang(url: str, leased: object) -> None:
 
 async def test_the_group_of_a_killed_worker_is_redelivered_once_its_lease_ran_out(
     store: RedisStore,
-    own_redis: RedisServer,  # noqa: F811
+    own_redis: RedisServer,
 ) -> None:
     await fill(store, 1)
     context = multiprocessing.get_context("spawn")
@@ -204,7 +204,7 @@ async def test_the_group_of_a_killed_worker_is_redelivered_once_its_lease_ran_ou
 
 async def test_only_acknowledged_entries_leave_the_streams(
     store: RedisStore,
-    own_redis: RedisServer,  # noqa: F811
+    own_redis: RedisServer,
 ) -> None:
     await fill(store, 5)
     with redis.Redis.from_url(own_redis.url) as client:
@@ -221,7 +221,7 @@ async def test_only_acknowledged_entries_leave_the_streams(
         assert list(client.scan_iter("dialoop:*")) == []
 
 
-async def test_workers_in_parallel_never_share_a_group(redis_url: str) -> None:  # noqa: F811
+async def test_workers_in_parallel_never_share_a_group(redis_url: str) -> None:
     run, stores = new_run(), [RedisStore(redis_url, LIMITS) for _ in range(4)]
     await announce(stores[0], run, credits=80)
     await stores[0].offer_tasks(run, [bare_task(f"t{i}") for i in range(80)], None)

@@ -208,7 +208,7 @@ async def answer_of(move: Move, store: Store) -> object:
         return type(error), error.reason
 
 
-async def play_out(seed: int, redis_url: str) -> set[State]:  # noqa: F811
+async def play_out(seed: int, redis_url: str) -> set[State]:
     """Play one schedule on both stores; the states its training groups were in."""
     clock, limits, run = Clock(), Limits(max_attempts=3, max_deliveries=2, lease_s=60), new_run()
     twin, real = MemoryStore(limits, clock=clock), RedisStore(redis_url, limits, clock=clock)
@@ -233,7 +233,7 @@ async def play_out(seed: int, redis_url: str) -> set[State]:  # noqa: F811
     return seen
 
 
-async def test_redis_and_its_twin_give_the_same_answers(redis_url: str) -> None:  # noqa: F811
+async def test_redis_and_its_twin_give_the_same_answers(redis_url: str) -> None:
     seen = set[State]()
     for seed in range(10):
         seen |= await play_out(seed, redis_url)
