@@ -134,6 +134,11 @@ class Job:
         return command.replace(b"\0", b" ").decode(errors="replace").strip()
 
 
+def lines_of(path: Path) -> list[str]:
+    """The lines of a file."""
+    return path.read_text().splitlines()
+
+
 def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Wait until a condition holds."""
     deadline = time.monotonic() + timeout_s

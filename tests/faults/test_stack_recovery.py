@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack_jobs import Job, assert_accounted, wait_for, write_config
+from tests.stack_jobs import Job, assert_accounted, lines_of, wait_for, write_config
 
 
 def num_train_rows(job: Job) -> int:
     path = job.run_dir / "metrics.jsonl"
-    if not path.exists():
-        return 0
-    return sum('"kind": "train"' in line for line in path.open())
+    return sum('"kind": "train"' in line for line in lines_of(path)) if path.exists() else 0
 
 
 @pytest.mark.heavy(reason="each kills one process of a whole job, about a minute")
@@ -54,6 +52,20 @@ def test_a_killed_stack_resumes_from_its_checkpoint(tmp_path: Path) -> None:
         ended = again.end(360.0)
     assert ended.exit_code == 0, ended.output
     assert "resuming" in ended.output
-    steps = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").open()]
+    steps = [json.loads(line) for line in lines_of(job.run_dir / "metrics.jsonl")]
     assert max(row["train_step"] for row in steps if row["kind"] == "train") == 10
     assert_accounted(ended.summary)
+
+
+@pytest.mark.heavy(reason="starts vLLM to kill it, about a minute")
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_a_killed_stack_takes_vllm_and_its_engine_core_along(tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed: see `make setup`")
+    config = write_config(tmp_path, engine="vllm", num_warm_start_steps=100_000)
+    with Job(tmp_path, "train", str(config)) as job:
+        wait_for(lambda: "all services are ready" in job.output, 180.0)
+        assert len(job.left_running()) > 8  # its engine core and workers are processes of their own
+        job.process.kill()
+        job.process.wait()
+        wait_for(lambda: not job.left_running(), 40.0)
