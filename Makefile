@@ -28,6 +28,7 @@ check: setup  ## format, lint, types, layers, protos, generated code, sizes
 	$(BIN)/buf format proto --diff --exit-code
 	infra/check_generated.sh
 	$(BIN)/python infra/check_size.py
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
 
 proto: setup  ## generate client/dialoop/v1 from proto/
 	infra/generate_protos.sh
