@@ -1,3 +1,111 @@
-"""Dialoop: reinforcement learning for chat models as asynchronous services."""
+"""Dialoop: reinforcement learning for chat models as asynchronous services.
+
+Every name below is imported when it is first used, so that `import dialoop` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dialoop.chat import ChatHistory, ContentPart, History, Message, ToolCall
+    from dialoop.clients.blocking.connection import BlockingDialoop
+    from dialoop.clients.channel import Channel, RetryPolicy
+    from dialoop.clients.connection import Dialoop
+    from dialoop.clients.environment import EnvironmentClient
+    from dialoop.clients.inference import InferenceClient
+    from dialoop.clients.interact import InteractiveSessions
+    from dialoop.clients.replay import ReplayClient
+    from dialoop.clients.scorer import ScorerClient
+    from dialoop.clients.trainer import TrainerClient
+    from dialoop.environments import ChatEnv, arithmetic, load_environment, tool_environment
+    from dialoop.errors import DialoopError
+    from dialoop.local import LocalEnvironmentClient
+    from dialoop.rollout import play, play_group
+    from dialoop.sequences import PolicyVersion, Segment, Sequence, Source
+    from dialoop.trajectory import Group, Reward, SamplingParams, Task, Trajectory, Turn
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "BlockingDialoop": "clients.blocking.connection",
+    "Channel": "clients.channel",
+    "ChatEnv": "environments",
+    "ChatHistory": "chat",
+    "ContentPart": "chat",
+    "Dialoop": "clients.connection",
+    "DialoopError": "errors",
+    "EnvironmentClient": "clients.environment",
+    "Group": "trajectory",
+    "History": "chat",
+    "InferenceClient": "clients.inference",
+    "InteractiveSessions": "clients.interact",
+    "LocalEnvironmentClient": "local",
+    "Message": "chat",
+    "PolicyVersion": "sequences",
+    "ReplayClient": "clients.replay",
+    "RetryPolicy": "clients.channel",
+    "Reward": "trajectory",
+    "SamplingParams": "trajectory",
+    "ScorerClient": "clients.scorer",
+    "Segment": "sequences",
+    "Sequence": "sequences",
+    "Source": "sequences",
+    "Task": "trajectory",
+    "ToolCall": "chat",
+    "TrainerClient": "clients.trainer",
+    "Trajectory": "trajectory",
+    "Turn": "trajectory",
+    "arithmetic": "environments",
+    "load_environment": "environments",
+    "play": "rollout",
+    "play_group": "rollout",
+    "tool_environment": "environments",
+}
+
+__all__ = [
+    "BlockingDialoop",
+    "Channel",
+    "ChatEnv",
+    "ChatHistory",
+    "ContentPart",
+    "Dialoop",
+    "DialoopError",
+    "EnvironmentClient",
+    "Group",
+    "History",
+    "InferenceClient",
+    "InteractiveSessions",
+    "LocalEnvironmentClient",
+    "Message",
+    "PolicyVersion",
+    "ReplayClient",
+    "RetryPolicy",
+    "Reward",
+    "SamplingParams",
+    "ScorerClient",
+    "Segment",
+    "Sequence",
+    "Source",
+    "Task",
+    "ToolCall",
+    "TrainerClient",
+    "Trajectory",
+    "Turn",
+    "arithmetic",
+    "load_environment",
+    "play",
+    "play_group",
+    "tool_environment",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,139 @@
+"""BlockingDialoop: Dialoop for scripts and threads that have no event loop.
+
+with BlockingDialoop(environment="127.0.0.1:50051", inference="127.0.0.1:50052") as dialoop:
+    trajectory = dialoop.play(dialoop.task("arithmetic", "35+40"))
+"""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from dialoop.clients.blocking.environment import BlockingEnvironmentClient
+from dialoop.clients.blocking.inference import BlockingInferenceClient
+from dialoop.clients.blocking.loop import BackgroundLoop
+from dialoop.clients.blocking.replay import BlockingReplayClient
+from dialoop.clients.blocking.scorer import BlockingScorerClient
+from dialoop.clients.blocking.trainer import BlockingTrainerClient
+from dialoop.clients.connection import Dialoop, addresses_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+    from typing import Self
+
+    from dialoop.environments import Environment
+    from dialoop.episode import Policy
+    from dialoop.trajectory import Group, SamplingParams, Task, Trajectory
+
+T = TypeVar("T")
+
+
+class BlockingDialoop:
+    """Clients by service name, all on one background event loop; any thread may use it."""
+
+    def __init__(
+        self,
+        *,
+        environment: str | Environment = "",
+        inference: str | Policy = "",
+        replay: str = "",
+        scorer: str = "",
+        trainer: str = "",
+        token: str = "",
+    ) -> None:
+        self._dialoop = Dialoop(
+            environment=environment,
+            inference=inference,
+            replay=replay,
+            scorer=scorer,
+            trainer=trainer,
+            token=token,
+        )
+        self._loop = BackgroundLoop()
+        self._finalizer = weakref.finalize(self, self._loop.close)
+
+    @classmethod
+    def of_run(cls, run_dir: str | Path, *, token: str = "") -> Self:
+        """The stack that `dialoop up` or `dialoop train` runs in `runs/<name>` on this machine."""
+        addresses = addresses_of(Path(run_dir))
+        names = ("environment", "inference", "replay", "scorer", "trainer")
+        return cls(**{name: addresses[name] for name in names}, token=token)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every connection and end the background loop; closing twice does no harm."""
+        if self._finalizer.alive:
+            self._loop.run(self._dialoop.close())
+            self._finalizer()
+
+    @property
+    def environment(self) -> BlockingEnvironmentClient:
+        """Environments, tasks, sessions and episodes."""
+        return BlockingEnvironmentClient(self._get(lambda d: d.environment), self._loop)
+
+    @property
+    def inference(self) -> BlockingInferenceClient:
+        """The inference service; InvalidConfig where the policy is in this process."""
+        return BlockingInferenceClient(self._get(lambda d: d.inference), self._loop)
+
+    @property
+    def replay(self) -> BlockingReplayClient:
+        """The task ledger and the queue of groups."""
+        return BlockingReplayClient(self._get(lambda d: d.replay), self._loop)
+
+    @property
+    def scorer(self) -> BlockingScorerClient:
+        """Reference log-probs and scored groups."""
+        return BlockingScorerClient(self._get(lambda d: d.scorer), self._loop)
+
+    @property
+    def trainer(self) -> BlockingTrainerClient:
+        """The state of training and its controls."""
+        return BlockingTrainerClient(self._get(lambda d: d.trainer), self._loop)
+
+    def task(
+        self,
+        environment: str,
+        key: str = "",
+        *,
+        split: str = "train",
+        num_trajectories: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> Task:
+        """A task to play, the split's first without a key; answers stop as its environment says."""
+        return self._loop.run(
+            self._dialoop.task(
+                environment,
+                key,
+                split=split,
+                num_trajectories=num_trajectories,
+                sampling=sampling,
+            )
+        )
+
+    def play(self, task: Task) -> Trajectory:
+        """Play one episode of the task; failures are on the trajectory, with their owner."""
+        return self._loop.run(self._dialoop.play(task))
+
+    def play_group(self, task: Task, *, group_id: str = "") -> Group:
+        """Play all of the task's trajectories at the same time."""
+        return self._loop.run(self._dialoop.play_group(task, group_id=group_id))
+
+    def _get(self, client: Callable[[Dialoop], T]) -> T:
+        # A connection belongs to the loop that it is made in.
+        async def made() -> T:
+            return client(self._dialoop)
+
+        return self._loop.run(made())

@@ -1,0 +1,115 @@
+"""One event loop in a thread of its own: what blocking clients run on.
+
+with BackgroundLoop() as loop:
+    loop.run(asyncio.sleep(0.1, "awake"))      # "awake"
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from dialoop.errors import PreconditionFailed
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine, Iterator
+    from types import TracebackType
+    from typing import Any, Self
+
+T = TypeVar("T")
+
+
+class _End:
+    """What an exhausted iterator gives."""
+
+
+_END: Final = _End()
+
+
+class BackgroundLoop:
+    """Runs coroutines to their end for threads that have no event loop; any thread may call."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        # A daemon, so that a client nobody closed does not keep the interpreter from ending.
+        self._thread = threading.Thread(target=self._serve, name="dialoop-loop", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The coroutine's result; PreconditionFailed inside a running event loop."""
+        try:
+            self._require_usable()
+        except PreconditionFailed:
+            work.close()  # never awaited, on purpose
+            raise
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # Ctrl-C reaches the caller, not the loop's thread
+            raise
+
+    def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
+        """The items one after the other; leaving the loop over them ends the stream."""
+        self._require_usable()
+        return self._iterated(items)
+
+    def close(self) -> None:
+        """Cancel what still runs and end the thread; closing twice does no harm."""
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _iterated(self, items: AsyncIterator[T]) -> Iterator[T]:
+        try:
+            while not isinstance(item := self.run(_next(items)), _End):
+                yield item
+        finally:
+            if isinstance(items, AsyncGenerator) and not self._loop.is_closed():
+                self.run(_end(items))
+
+    def _require_usable(self) -> None:
+        if self._loop.is_closed():
+            raise PreconditionFailed(
+                "This blocking client is closed.", reason="CLIENT_CLOSED", remedy="Make another."
+            )
+        if asyncio._get_running_loop() is not None:
+            raise PreconditionFailed(
+                "A blocking client was called inside a running event loop, which it would stop.",
+                reason="EVENT_LOOP_RUNNING",
+                remedy="Use the async client here (dialoop.Dialoop) and await its methods.",
+            )
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            left = asyncio.all_tasks(self._loop)
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        finally:
+            self._loop.close()
+
+
+async def _next(items: AsyncIterator[T]) -> T | _End:
+    return await anext(items, _END)
+
+
+async def _end(items: AsyncGenerator[T, None]) -> None:
+    await items.aclose()

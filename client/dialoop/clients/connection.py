@@ -1,0 +1,185 @@
+"""Dialoop: every service of a stack behind one object, or environments in this process.
+
+async with Dialoop(environment="127.0.0.1:50051", inference="127.0.0.1:50052") as dialoop:
+    trajectory = await dialoop.play(await dialoop.task("arithmetic", "35+40"))
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from dialoop.clients.channel import Channel
+from dialoop.clients.environment import EnvironmentClient
+from dialoop.clients.inference import InferenceClient
+from dialoop.clients.replay import ReplayClient
+from dialoop.clients.scorer import ScorerClient
+from dialoop.clients.trainer import TrainerClient
+from dialoop.errors import InvalidConfig, NotFound, Unavailable
+from dialoop.local import LocalEnvironmentClient
+from dialoop.rollout import play, play_group
+from dialoop.trajectory import SamplingParams, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+    from typing import Self
+
+    from dialoop.environments import Environment
+    from dialoop.episode import Policy
+    from dialoop.local import Environments
+    from dialoop.trajectory import Group, Trajectory
+
+C = TypeVar("C", EnvironmentClient, InferenceClient, ReplayClient, ScorerClient, TrainerClient)
+
+
+class Dialoop:
+    """Clients by service name; each connects when it is first used.
+
+    `environment` is a service's host:port or an environment to play in this process; `inference`
+    is a service's host:port or any policy.
+    """
+
+    def __init__(
+        self,
+        *,
+        environment: str | Environment = "",
+        inference: str | Policy = "",
+        replay: str = "",
+        scorer: str = "",
+        trainer: str = "",
+        token: str = "",
+    ) -> None:
+        self._addresses = {"replay": replay, "scorer": scorer, "trainer": trainer}
+        self._local: LocalEnvironmentClient | None = None
+        self._policy: Policy | None = None
+        if isinstance(environment, str):
+            self._addresses["environment"] = environment
+        else:
+            self._local = LocalEnvironmentClient(environment)
+        if isinstance(inference, str):
+            self._addresses["inference"] = inference
+        else:
+            self._policy = inference
+        self._token = token
+        self._channels: dict[str, Channel] = {}
+        self._exits = AsyncExitStack()
+
+    @classmethod
+    def of_run(cls, run_dir: str | Path, *, token: str = "") -> Self:
+        """The stack that `dialoop up` or `dialoop train` runs in `runs/<name>` on this machine."""
+        addresses = addresses_of(Path(run_dir))
+        names = ("environment", "inference", "replay", "scorer", "trainer")
+        return cls(**{name: addresses[name] for name in names}, token=token)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        self._channels.clear()
+        await self._exits.aclose()
+
+    @property
+    def environment(self) -> Environments:
+        """Environments, tasks, sessions and episodes."""
+        return self._local or self._client("environment", EnvironmentClient)
+
+    @property
+    def inference(self) -> InferenceClient:
+        """The inference service; InvalidConfig where the policy is in this process."""
+        return self._client("inference", InferenceClient)
+
+    @property
+    def policy(self) -> Policy:
+        """Whoever answers prompts: the inference service, or the policy in this process."""
+        return self._policy or self.inference
+
+    @property
+    def replay(self) -> ReplayClient:
+        """The task ledger and the queue of groups."""
+        return self._client("replay", ReplayClient)
+
+    @property
+    def scorer(self) -> ScorerClient:
+        """Reference log-probs and scored groups."""
+        return self._client("scorer", ScorerClient)
+
+    @property
+    def trainer(self) -> TrainerClient:
+        """The state of training and its controls."""
+        return self._client("trainer", TrainerClient)
+
+    async def task(
+        self,
+        environment: str,
+        key: str = "",
+        *,
+        split: str = "train",
+        num_trajectories: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> Task:
+        """A task to play, the split's first without a key; answers stop as its environment says."""
+        info = await self.environment.get_environment(environment)
+        if not key:
+            page = await self.environment.list_tasks(environment, split=split, page_size=1)
+            if not page.tasks:
+                raise NotFound(f"Split {split} of {environment} is empty.", reason="NO_TASKS")
+            key = page.tasks[0].key
+        return Task(
+            task_id=f"{environment}/{split}/{key}",
+            environment=environment,
+            split=split,
+            key=key,
+            num_trajectories=num_trajectories,
+            sampling=sampling or SamplingParams(stop=info.stop),
+        )
+
+    async def play(self, task: Task) -> Trajectory:
+        """Play one episode of the task; failures are on the trajectory, with their owner."""
+        return await play(task, sessions=self.environment, policy=self.policy)
+
+    async def play_group(self, task: Task, *, group_id: str = "") -> Group:
+        """Play all of the task's trajectories at the same time."""
+        return await play_group(
+            task,
+            sessions=self.environment,
+            policy=self.policy,
+            group_id=group_id or f"{task.task_id}#1",
+        )
+
+    def _client(self, name: str, kind: Callable[[Channel], C]) -> C:
+        address = self._addresses.get(name, "")
+        if not address:
+            raise InvalidConfig(
+                f"No {name} service was named.",
+                reason="NO_ADDRESS",
+                remedy=f'Give Dialoop({name}="host:port").',
+            )
+        if name not in self._channels:
+            self._channels[name] = channel = Channel(address, token=self._token)
+            self._exits.push_async_callback(channel.close)
+        return kind(self._channels[name])
+
+
+def addresses_of(run_dir: Path) -> dict[str, str]:
+    """Who listens where, by service name; Unavailable when no stack serves the run."""
+    try:
+        found = json.loads((run_dir / "stack.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        raise Unavailable(
+            f"No stack is serving {run_dir}.",
+            reason="NO_STACK",
+            remedy="Start one with `dialoop up`, or wait until all its services are ready.",
+        ) from None
+    return dict(found["addresses"])

@@ -1,0 +1,235 @@
+"""Environments in this process, behind the interface of EnvironmentClient: no server, no network.
+
+environments = LocalEnvironmentClient(arithmetic())
+trajectory = await play(task, sessions=environments, policy=policy)
+
+The answers and the reasons of errors are those of the environment service. Sessions never expire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dialoop.chat import ChatHistory
+from dialoop.clients.environment import EnvironmentClient, EnvironmentInfo, SessionState, SplitInfo
+from dialoop.environments.episode import Opening as EnvironmentOpening
+from dialoop.episode import Opening, Outcome
+from dialoop.errors import AlreadyExists, DialoopError, InternalError, InvalidInput, NotFound
+from dialoop.local_episodes import LocalSession, StepCall, public_opening
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dialoop.clients.environment import ResetItem, StepItem
+    from dialoop.environments import Environment
+    from dialoop.environments.tasks import TaskPage
+    from dialoop.trajectory import Reward, Trajectory
+
+T = TypeVar("T")
+
+_TTL_S = 900.0
+_MAX_TTL_S = 86_400.0
+_MAX_ID = 200
+
+
+class LocalEnvironmentClient:
+    """Plays environments in this process; use one from one event loop."""
+
+    def __init__(self, *environments: Environment) -> None:
+        self._environments = {environment.name: environment for environment in environments}
+        self._sessions: dict[str, LocalSession] = {}
+
+    async def list_environments(self) -> tuple[EnvironmentInfo, ...]:
+        """All environments there are."""
+        return tuple(_info(environment) for environment in self._environments.values())
+
+    async def get_environment(self, environment: str) -> EnvironmentInfo:
+        """One environment; NotFound (ENVIRONMENT_NOT_FOUND) when there is none of that name."""
+        return _info(self._environment(environment))
+
+    async def list_tasks(
+        self,
+        environment: str,
+        *,
+        split: str,
+        page_size: int = 100,
+        page_token: str = "",
+        one_epoch: bool = False,
+        shuffle_seed: int = 0,
+    ) -> TaskPage:
+        """One page of tasks; pages run on through epochs unless `one_epoch`."""
+        return self._environment(environment).tasks.page(
+            split,
+            page_token=page_token,
+            page_size=page_size,
+            one_epoch=one_epoch,
+            shuffle_seed=shuffle_seed,
+        )
+
+    async def create_session(
+        self, session_id: str, environment: str, *, ttl_s: float | None = None
+    ) -> float:
+        """Open a session under the caller's id; its time to live in seconds."""
+        if not 0 < len(session_id) <= _MAX_ID:
+            raise _out_of_range("session_id", f"Choose 1 to {_MAX_ID} characters.")
+        if ttl_s is not None and not 0 < ttl_s <= _MAX_TTL_S:
+            raise _out_of_range("ttl_s", f"Give seconds above 0, up to {_MAX_TTL_S:g}.")
+        found = self._environment(environment)
+        made = LocalSession(session_id, found, ttl_s=_TTL_S if ttl_s is None else ttl_s)
+        known = self._sessions.setdefault(session_id, made)
+        if known.environment is not found:
+            raise AlreadyExists(
+                f"Session '{session_id}' is one of environment '{known.environment.name}'.",
+                reason="SESSION_CONFLICT",
+                remedy="Choose another session_id.",
+            )
+        return known.ttl_s
+
+    async def reset(
+        self, session_id: str, *, episode: int, split: str, task_key: str, seed: int = 0
+    ) -> Opening:
+        """Start an episode of the session; a retry gets the first opening."""
+        session = self._session(session_id)
+        opening = session.reset(episode=episode, split=split, task_key=task_key, seed=seed)
+        return public_opening(opening, session.environment)
+
+    async def step(
+        self, session_id: str, *, episode: int, step_index: int, history: ChatHistory
+    ) -> Outcome:
+        """Take the policy's answer; a retry gets the first answer."""
+        call = StepCall(episode=episode, step_index=step_index, answered=history)
+        return await self._session(session_id).step(call)
+
+    async def step_and_reset(
+        self, item: StepItem, *, next_split: str, next_task_key: str, next_seed: int = 0
+    ) -> tuple[Outcome, Opening | None]:
+        """Step, and where that ends the episode open the next one in the same session."""
+        tasks = self._session(item.session_id).environment.tasks
+        tasks.get(tasks.require_split(next_split), next_task_key)  # or the step is not taken
+        outcome = await self._step(item)
+        if not outcome.done:
+            return outcome, None
+        opening = await self.reset(
+            item.session_id,
+            episode=item.episode + 1,
+            split=next_split,
+            task_key=next_task_key,
+            seed=next_seed,
+        )
+        return outcome, opening
+
+    async def batch_reset(self, items: Iterable[ResetItem]) -> tuple[Opening | DialoopError, ...]:
+        """Reset many sessions; an item that failed is its error, the others are unharmed."""
+        return await _each(self._reset(item) for item in items)
+
+    async def batch_step(self, items: Iterable[StepItem]) -> tuple[Outcome | DialoopError, ...]:
+        """Step many sessions; an item that failed is its error, the others are unharmed."""
+        return await _each(self._step(item) for item in items)
+
+    async def get_session(self, session_id: str) -> SessionState:
+        """Where the session stands; NotFound (SESSION_LOST) when it is gone."""
+        session = self._session(session_id)
+        state = SessionState(
+            session_id=session_id,
+            environment=session.environment.name,
+            episode=session.episode_number,
+            next_step_index=0,
+            done=False,
+            history=ChatHistory(),
+            expires_in_s=session.ttl_s,
+        )
+        if session.current is None:
+            return state
+        now = session.current.episode
+        history = EnvironmentOpening(episode=now).history
+        return replace(state, next_step_index=now.step_index, done=now.done, history=history)
+
+    async def close_session(self, session_id: str) -> bool:
+        """Forget the session; whether there was one."""
+        session = self._sessions.pop(session_id, None)
+        if session is None:
+            return False
+        session.close()
+        return True
+
+    async def score(self, trajectory: Trajectory, *, split: str) -> tuple[tuple[Reward, ...], ...]:
+        """Recompute a finished trajectory's rewards, one tuple per turn."""
+        environment = self._environment(trajectory.environment)
+        task = environment.tasks.get(split, trajectory.task_key)
+        scores = await environment.score(task, trajectory)
+        failures = [failure.message for score in scores for failure in score.failures]
+        if failures:
+            raise InternalError(" ".join(failures))
+        return tuple(score.rewards for score in scores)
+
+    async def _reset(self, item: ResetItem) -> Opening:
+        return await self.reset(
+            item.session_id,
+            episode=item.episode,
+            split=item.split,
+            task_key=item.task_key,
+            seed=item.seed,
+        )
+
+    async def _step(self, item: StepItem) -> Outcome:
+        return await self.step(
+            item.session_id,
+            episode=item.episode,
+            step_index=item.step_index,
+            history=item.history,
+        )
+
+    def _environment(self, name: str) -> Environment:
+        if name not in self._environments:
+            raise NotFound(
+                f"There is no environment '{name[:80]}'.",
+                reason="ENVIRONMENT_NOT_FOUND",
+                remedy=f"Choose one of: {', '.join(self._environments)}.",
+            )
+        return self._environments[name]
+
+    def _session(self, session_id: str) -> LocalSession:
+        if session_id not in self._sessions:
+            raise NotFound(
+                f"There is no session '{session_id[:80]}': it was closed, or never created.",
+                reason="SESSION_LOST",
+                remedy="Create a session and play the task again from its start.",
+            )
+        return self._sessions[session_id]
+
+
+Environments = EnvironmentClient | LocalEnvironmentClient
+"""Environments on a server or in this process: both have the same methods."""
+
+
+async def _each(items: Iterable[Coroutine[Any, Any, T]]) -> tuple[T | DialoopError, ...]:
+    async def one(item: Coroutine[Any, Any, T]) -> T | DialoopError:
+        try:
+            return await item
+        except DialoopError as error:
+            return error
+
+    async with asyncio.TaskGroup() as working:
+        tasks = [working.create_task(one(item)) for item in items]
+    return tuple(task.result() for task in tasks)
+
+
+def _info(environment: Environment) -> EnvironmentInfo:
+    tasks, traits = environment.tasks, environment.traits
+    return EnvironmentInfo(
+        name=environment.name,
+        version=environment.version,
+        description=environment.description,
+        splits=tuple(SplitInfo(name=s, num_tasks=tasks.num_tasks(s)) for s in tasks.splits),
+        max_turns=traits.max_turns,
+        stop=traits.stop,
+        tools=traits.tools,
+        reward_names=traits.reward_names,
+    )
+
+
+def _out_of_range(name: str, remedy: str) -> InvalidInput:
+    return InvalidInput(f"{name} is out of range.", reason="OUT_OF_RANGE", remedy=remedy)

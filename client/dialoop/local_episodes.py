@@ -1,0 +1,222 @@
+"""Sessions of environments in this process: episodes in order, and each step taken once."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from dialoop.chat import ChatHistory, History
+from dialoop.environments.episode import Outcome as EnvironmentOutcome
+from dialoop.environments.failures import failure_of
+from dialoop.episode import Opening, Outcome
+from dialoop.errors import Busy, DialoopError, InvalidInput, NotFound, PreconditionFailed
+from dialoop.trajectory import Owner
+
+if TYPE_CHECKING:
+    from dialoop.environments import Environment, Episode
+    from dialoop.environments import Opening as EnvironmentOpening
+
+    Work = asyncio.Task[EnvironmentOutcome | DialoopError]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCall:
+    """A step as it was asked; the same call twice is a retry."""
+
+    episode: int
+    step_index: int
+    answered: ChatHistory
+
+
+@dataclass(slots=True, kw_only=True)
+class EpisodeRecord:
+    """One episode: what it was asked for, where it stands, and the work of each step."""
+
+    number: int
+    asked: tuple[str, str, int]
+    opening: EnvironmentOpening
+    episode: Episode
+    steps: dict[int, tuple[ChatHistory, Work]] = field(default_factory=dict)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step is under way."""
+        return any(not work.done() for _, work in self.steps.values())
+
+
+class LocalSession:
+    """One place in one environment; remembers the running episode and the one before."""
+
+    def __init__(self, session_id: str, environment: Environment, *, ttl_s: float) -> None:
+        self.session_id = session_id
+        self.environment = environment
+        self.ttl_s = ttl_s
+        self.current: EpisodeRecord | None = None
+        self._previous: EpisodeRecord | None = None
+
+    @property
+    def episode_number(self) -> int:
+        """The running episode; 0 before the first reset."""
+        return self.current.number if self.current else 0
+
+    def reset(self, *, episode: int, split: str, task_key: str, seed: int) -> EnvironmentOpening:
+        """Start an episode; a retry gets the first opening."""
+        tasks = self.environment.tasks
+        split = tasks.require_split(split)
+        asked = (split, task_key, seed)
+        record = self._record_of(episode)
+        if record is not None:
+            if record.asked != asked:
+                raise _conflict(f"Episode {episode}")
+            return record.opening
+        self._require_next(episode)
+        opening = self.environment.reset(tasks.get(split, task_key), seed)
+        self._previous = self.current
+        self.current = EpisodeRecord(
+            number=episode, asked=asked, opening=opening, episode=opening.episode
+        )
+        return opening
+
+    async def step(self, call: StepCall) -> Outcome:
+        """Take the policy's answer; a retry gets the first outcome and runs no tool twice."""
+        record = self._record_for(call)
+        replayed = call.step_index in record.steps
+        if not replayed:
+            work = asyncio.create_task(self._work(record, call))
+            record.steps[call.step_index] = (call.answered, work)
+        _, work = record.steps[call.step_index]
+        try:
+            outcome = await asyncio.shield(work)
+        except asyncio.CancelledError:
+            if work.cancelled():  # the session was closed, which is not a cancellation of ours
+                raise NotFound(
+                    f"Session '{self.session_id[:80]}' was closed.", reason="SESSION_LOST"
+                ) from None
+            raise
+        if isinstance(outcome, DialoopError):
+            raise outcome
+        return replace(_public_outcome(outcome), replayed=replayed)
+
+    def close(self) -> None:
+        """Cancel the step under way."""
+        for _, work in self.current.steps.values() if self.current else ():
+            work.cancel()
+
+    async def _work(
+        self, record: EpisodeRecord, call: StepCall
+    ) -> EnvironmentOutcome | DialoopError:
+        """The work of one step; a bad request leaves everything as it was."""
+        try:
+            outcome = await self.environment.step(record.episode, call.answered)
+        except DialoopError as error:
+            del record.steps[call.step_index]
+            return error
+        except Exception as error:
+            what = f"Environment {self.environment.name}"
+            failure = failure_of(error, owner=Owner.ENVIRONMENT, reason="STEP_FAILED", what=what)
+            outcome = _unanswered(record.episode, call.answered).fail(failure)
+        record.episode = outcome.episode
+        return outcome
+
+    def _record_of(self, episode: int) -> EpisodeRecord | None:
+        records = (self.current, self._previous)
+        return next((r for r in records if r is not None and r.number == episode), None)
+
+    def _require_next(self, episode: int) -> None:
+        following = self.episode_number + 1
+        if episode < 1:
+            raise _out_of_range("episode", "Episodes start at 1.")
+        if episode < following:
+            raise _conflict(f"Episode {episode}")
+        if episode > following:
+            raise _gap(f"Episode {episode}", following)
+        if self.current is not None and self.current.is_busy:
+            raise self._busy()
+
+    def _record_for(self, call: StepCall) -> EpisodeRecord:
+        """The episode a step belongs to, once it is known that it may be taken or replayed."""
+        if call.step_index < 0 or call.episode < 1:
+            raise _out_of_range("episode or step_index", "They start at 1 and at 0.")
+        record = self._record_of(call.episode)
+        if record is None and call.episode <= self.episode_number:
+            raise _done(call.episode)
+        if record is None:
+            raise _gap(f"Episode {call.episode}", self.episode_number + 1)
+        stored = record.steps.get(call.step_index)
+        if stored is not None and stored[0] == call.answered:
+            return record
+        if record.is_busy:
+            raise self._busy()
+        if stored is not None:
+            raise _conflict(f"Step {call.step_index}")
+        if record.episode.done or record is not self.current:
+            raise _done(call.episode)
+        if call.step_index != len(record.steps):
+            raise _gap(f"Step {call.step_index}", len(record.steps))
+        return record
+
+    def _busy(self) -> Busy:
+        return Busy(
+            f"Session '{self.session_id[:80]}' is at work on a step.",
+            reason="SESSION_BUSY",
+            remedy="Wait for its answer, or play in another session.",
+        )
+
+
+def public_opening(opening: EnvironmentOpening, environment: Environment) -> Opening:
+    """What a client sees of an environment's opening."""
+    return Opening(
+        history=opening.history,
+        info=dict(opening.info),
+        environment_version=environment.version,
+    )
+
+
+def _public_outcome(outcome: EnvironmentOutcome) -> Outcome:
+    episode = outcome.episode
+    return Outcome(
+        history=outcome.history,
+        rewards=outcome.rewards,
+        terminated=episode.terminated,
+        truncated=episode.truncated,
+        done_reason=episode.done_reason,
+        failures=outcome.failures,
+        num_tool_calls=outcome.num_tool_calls,
+    )
+
+
+def _unanswered(episode: Episode, answered: ChatHistory) -> EnvironmentOutcome:
+    """The outcome of a step in which the environment added nothing."""
+    response = answered.response or History()
+    full = answered.full or episode.history.extend(response)
+    after = replace(episode, history=full, step_index=episode.step_index + 1)
+    return EnvironmentOutcome(episode=after, response=response)
+
+
+def _conflict(what: str) -> PreconditionFailed:
+    return PreconditionFailed(
+        f"{what} was asked for before, with other content.",
+        reason="STEP_CONFLICT",
+        remedy="Retry with the same content, or go on to the next one.",
+    )
+
+
+def _gap(what: str, expected: int) -> PreconditionFailed:
+    return PreconditionFailed(
+        f"{what} comes too early: the next one is {expected}.",
+        reason="STEP_GAP",
+        remedy="Take episodes and steps in order, starting with a reset.",
+    )
+
+
+def _done(episode: int) -> PreconditionFailed:
+    return PreconditionFailed(
+        f"Episode {episode} is over.",
+        reason="EPISODE_DONE",
+        remedy="Reset the session to start another.",
+    )
+
+
+def _out_of_range(name: str, remedy: str) -> InvalidInput:
+    return InvalidInput(f"{name} is out of range.", reason="OUT_OF_RANGE", remedy=remedy)
