@@ -63,10 +63,8 @@ def test_the_whole_loop_runs_exactly_and_leaves_nothing_behind(tmp_path: Path) -
 
 
 def assert_files_hold_what_the_summary_says(run_dir: Path, num_trained: int) -> None:
-    kinds = [
-        json.loads(line)["kind"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()
-    ]
+    kinds = [json.loads(line)["kind"] for line in lines_of(run_dir / "metrics.jsonl")]
     assert {"warm_start", "publish", "train", "evaluation"} <= set(kinds)
-    rows = [json.loads(line) for line in (run_dir / "trajectories.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in lines_of(run_dir / "trajectories.jsonl")]
     assert sum(row["outcome"] == "trained" for row in rows) == num_trained
     assert (run_dir / "learning.png").read_bytes().startswith(b"\x89PNG")
