@@ -31,6 +31,16 @@ DOMAIN = "dialoop"
 _MAX_BYTES = 1000
 
 
+class LoggedError(InternalError):
+    """An unexpected error as a caller may see it: its id, for who can read the log."""
+
+    def __init__(self, error_id: str) -> None:
+        super().__init__(
+            f"Internal error {error_id}.", remedy="Look for this error_id in the service's log."
+        )
+        self.error_id = error_id
+
+
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns what a handler raises into a status; outermost, so that it sees everything."""
 
@@ -96,9 +106,7 @@ def public_error(error: Exception) -> DialoopError:
         return error
     error_id = uuid.uuid4().hex
     log.error("Internal error.", exc_info=error, extra={"error_id": error_id})
-    return InternalError(
-        f"Internal error {error_id}.", remedy="Look for this error_id in the service's log."
-    )
+    return LoggedError(error_id)
 
 
 def status_of(error: DialoopError) -> status_pb2.Status:

@@ -46,6 +46,11 @@ def log_fields(**fields: object) -> Iterator[None]:
         _fields.reset(token)
 
 
+def add_log_fields(**fields: object) -> None:
+    """Add fields to every record that this task, which answers one call, makes from now on."""
+    _fields.set({**_fields.get(), **fields})
+
+
 def configure_logs(service: str, settings: LogSettings | None = None) -> None:
     """Send all logs to stderr; called once, by the service's entry point."""
     settings = settings or LogSettings()

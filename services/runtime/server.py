@@ -1,4 +1,4 @@
-"""One gRPC server per service: health, reflection, errors, tokens, and a drained end.
+"""One server per service, gRPC and (on `rest_port`) REST: health, errors, tokens, a drained end.
 
 server = GrpcServer(settings)
 server.add(add_EnvironmentServiceServicer_to_server, servicer, "dialoop.v1.EnvironmentService")
@@ -9,20 +9,20 @@ async with server:                      # listens; server.port is the bound port
 from __future__ import annotations
 
 import asyncio
-import errno
-import ipaddress
 import logging
-import socket
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import grpc
 from dialoop.errors import InvalidConfig
+from google.protobuf import descriptor_pool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from services.runtime.auth import TokenInterceptor
+from services.runtime.calls import CallInterceptor, Calls
 from services.runtime.errors import ErrorInterceptor
+from services.runtime.listening import address_of, bound_socket, require_safe_address
 from services.runtime.shutdown import StopSignal
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
+    from services.runtime.metrics import Metrics
+    from services.runtime.rest_door import RestDoor
     from services.runtime.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -39,13 +41,15 @@ class GrpcServer:
     """Serves servicers from entering the context until leaving it, then drains."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        _require_safe_address(settings)
+        require_safe_address(settings)
         self._settings = settings
         self._registrations: list[tuple[Callable[[Any, Any], None], Any]] = []
         self._services: list[str] = []
         self._health = health.aio.HealthServicer()
+        self._serving: dict[str, bool] = {}
         self._stop = StopSignal()
         self._port = 0
+        self._rest_port: int | None = None
         self._exits = AsyncExitStack()
 
     def add(self, register: Callable[[Any, Any], None], servicer: Any, service: str) -> None:
@@ -61,7 +65,12 @@ class GrpcServer:
     @property
     def address(self) -> str:
         """`host:port` to connect to."""
-        return _address(self._settings.host, self._port)
+        return address_of(self._settings.host, self._port)
+
+    @property
+    def rest_address(self) -> str:
+        """`host:port` of the REST door; empty when there is none."""
+        return "" if self._rest_port is None else address_of(self._settings.host, self._rest_port)
 
     @property
     def stopping(self) -> asyncio.Event:
@@ -77,6 +86,7 @@ class GrpcServer:
         kinds = health_pb2.HealthCheckResponse
         status = kinds.SERVING if serving else kinds.NOT_SERVING
         for name in [service] if service is not None else ["", *self._services]:
+            self._serving[name] = serving
             await self._health.set(name, status)
 
     async def wait_until_stopped(self) -> None:
@@ -84,14 +94,28 @@ class GrpcServer:
         await self._stop.wait()
 
     async def __aenter__(self) -> Self:
-        server = self._build()
-        self._port = _bind(server, self._settings.host, self._settings.port)
+        metrics = self._metrics()
+        calls = Calls(metrics)
+        server = self._build(calls)
+        door, bound = None, None
+        if metrics is not None:
+            door = self._rest_door(calls, metrics)
+            bound = bound_socket(self._settings.host, self._settings.rest_port or 0)
+        try:
+            self._port = _bind(server, self._settings.host, self._settings.port)
+        except InvalidConfig:
+            if bound is not None:
+                bound.close()
+            raise
         await self._exits.enter_async_context(self._stop)
         await server.start()
-        self._exits.push_async_callback(server.stop, self._settings.drain_s)
-        self._exits.push_async_callback(self._health.enter_graceful_shutdown)
+        self._exits.push_async_callback(self._drain, server, door)
+        if door is not None and bound is not None:
+            self._rest_port = bound.getsockname()[1]
+            await door.open(bound)
         await self.set_serving(True)
-        log.info("Serving.", extra={"address": self.address})
+        where = {"rest_address": self.rest_address} if door else {}
+        log.info("Serving.", extra={**where, "address": self.address})
         return self
 
     async def __aexit__(
@@ -103,11 +127,50 @@ class GrpcServer:
         self._stop.event.set()
         await self._exits.aclose()
 
-    def _build(self) -> grpc.aio.Server:
+    def _metrics(self) -> Metrics | None:
+        """What the REST door shows; without the door none of it is imported or counted."""
+        if self._settings.rest_port is None:
+            return None
+        from services.runtime.metrics import Metrics
+
+        return Metrics()
+
+    def _rest_door(self, calls: Calls, metrics: Metrics) -> RestDoor:
+        from services.runtime.rest import RestOptions, rest_app
+        from services.runtime.rest_door import RestDoor
+
+        pool = descriptor_pool.Default()
+        servicers = [
+            (servicer, pool.FindServiceByName(name))
+            for (_, servicer), name in zip(self._registrations, self._services, strict=True)
+        ]
+        options = RestOptions(
+            token=self._settings.token.get_secret_value(),
+            max_body_bytes=self._settings.max_message_bytes,
+            calls=calls,
+            metrics=metrics,
+            serving=lambda: dict(self._serving),
+        )
+        return RestDoor(rest_app(servicers, options), drain_s=self._settings.drain_s)
+
+    async def _drain(self, server: grpc.aio.Server, door: RestDoor | None) -> None:
+        """Let calls in flight end, at both doors in the same time."""
+        self._serving = dict.fromkeys(self._serving, False)
+        await self._health.enter_graceful_shutdown()
+        async with asyncio.TaskGroup() as doors:
+            doors.create_task(_stopped(server, self._settings.drain_s))
+            if door is not None:
+                doors.create_task(door.close())
+
+    def _build(self, calls: Calls) -> grpc.aio.Server:
         token = self._settings.token.get_secret_value()
         size = self._settings.max_message_bytes
         server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(), *([TokenInterceptor(token)] if token else [])],
+            interceptors=[
+                CallInterceptor(calls),
+                ErrorInterceptor(),
+                *([TokenInterceptor(token)] if token else []),
+            ],
             options=[
                 ("grpc.so_reuseport", 0),  # else two services would share a port unnoticed
                 ("grpc.max_send_message_length", size),
@@ -125,51 +188,17 @@ class GrpcServer:
         return server
 
 
-def _require_safe_address(settings: ServerSettings) -> None:
-    if settings.token.get_secret_value() or _is_loopback(settings.host):
-        return
-    raise InvalidConfig(
-        f"Listening on {settings.host} without a token would let anyone on the network in.",
-        reason="TOKEN_REQUIRED",
-        remedy="Set DIALOOP_TOKEN, or listen on 127.0.0.1.",
-    )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+async def _stopped(server: grpc.aio.Server, drain_s: float) -> None:
+    await server.stop(drain_s)
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
-    address = _address(host, port)
-    _require_free(host, port)
+    address = address_of(host, port)
+    # Try the port before gRPC does: it would write its own complaint to stderr.
+    bound_socket(host, port).close()
     try:
         return server.add_insecure_port(address)
     except RuntimeError as error:
         raise InvalidConfig(
             f"Cannot listen on {address}.", reason="CANNOT_LISTEN", remedy="Choose another."
-        ) from error
-
-
-def _require_free(host: str, port: int) -> None:
-    """Try the port before gRPC does: it would write its own complaint to stderr."""
-    try:
-        kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(kind, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(target)
-    except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        raise InvalidConfig(
-            f"Port {port} on {host} is taken."
-            if taken
-            else f"Cannot listen on {_address(host, port)}: {error.strerror}.",
-            reason="PORT_TAKEN" if taken else "CANNOT_LISTEN",
-            remedy="Choose another port, or 0 for any free one." if taken else "Change host.",
         ) from error

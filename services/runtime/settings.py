@@ -79,6 +79,8 @@ class ServerSettings(StrictSettings):
     """Address to listen on; anything but loopback needs a token."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port to listen on; 0 lets the system choose."""
+    rest_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of REST, metrics and the readable documents; 0 for any free one, absent for none."""
     token: SecretStr = Field(default=SecretStr(""), validation_alias="DIALOOP_TOKEN")
     """Bearer token that every call must carry; empty for none. One for all services."""
     drain_s: float = Field(default=10.0, ge=0)

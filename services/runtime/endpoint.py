@@ -1,0 +1,190 @@
+"""One rpc over HTTP: decode, call the servicer's method, encode; an ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
+
+from dialoop.errors import DeadlineExceeded, DialoopError, InvalidInput, Unavailable
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+from pydantic import ValidationError
+
+from services.runtime.answers import Answer, Format
+from services.runtime.bodies import CallerGone, read_body
+from services.runtime.errors import public_error
+from services.runtime.leaving import Caller, timeout_of
+from services.runtime.problems import (
+    FieldsRefused,
+    UnsupportedMediaType,
+    fields_refused,
+)
+from services.runtime.schema import Models, decode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from services.runtime.calls import Calls
+    from services.runtime.guard import Receive, Scope, Send
+    from services.runtime.routes import Route
+
+_JSON, _PROTOBUF = b"application/json", b"application/x-protobuf"
+_MAX_QUERY_FIELDS = 64
+
+
+class RestContext:
+    """The part of gRPC's context that a unary servicer may use: over REST it holds nothing."""
+
+    def invocation_metadata(self) -> tuple[()]:
+        """No metadata: headers are REST's own business."""
+        return ()
+
+
+class Endpoint:
+    """Serves one route."""
+
+    def __init__(
+        self, route: Route, method: Any, *, models: Models, calls: Calls, max_body_bytes: int
+    ) -> None:
+        rpc = route.rpc
+        self._route = route
+        self._method = method
+        self._name = f"{rpc.containing_service.name}.{rpc.name}"
+        self._calls = calls
+        self._max_body_bytes = max_body_bytes
+        self._kind = GetMessageClass(rpc.input_type)
+        self._model = models.model(rpc.input_type, frozenset(route.bindings.values()))
+        self._encode = models.encoder(rpc.output_type)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        headers = dict(scope["headers"])
+        caller = Caller(receive)
+        answer = Answer(send, Format.of(headers, is_stream=self._route.is_stream), self._encode)
+        try:
+            await self._serve(scope, headers, caller, answer)
+        except CallerGone:
+            return
+        except asyncio.CancelledError:
+            if not caller.forgive():  # the server's drain has run out
+                await answer.fail(Unavailable("The service is stopping.", reason="STOPPING"))
+        except Exception as error:
+            await answer.fail(public_error(error))
+
+    async def _serve(
+        self, scope: Scope, headers: Mapping[bytes, bytes], caller: Caller, answer: Answer
+    ) -> None:
+        call = self._calls.begin(self._name, "rest")
+        status = "CANCELLED"
+        try:
+            timeout_s = timeout_of(headers)
+            request = await self._read(scope, headers, caller)
+            call.asks(request)
+            with caller:
+                await self._call(request, answer, timeout_s)
+            status = "OK"
+        except Exception as error:
+            status = error.status.name if isinstance(error, DialoopError) else "INTERNAL"
+            raise
+        finally:
+            call.end(status)
+
+    async def _call(self, request: Message, answer: Answer, timeout_s: float | None) -> None:
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                await self._answer(request, answer)
+        except TimeoutError as error:
+            if deadline.expired():
+                raise _too_late(timeout_s) from error
+            raise
+
+    async def _answer(self, request: Message, answer: Answer) -> None:
+        context = RestContext()
+        if not self._route.is_stream:
+            await answer.whole(await self._method(request, context))
+            return
+        async for message in self._method(request, context):
+            await answer.part(message)
+        await answer.end()
+
+    async def _read(self, scope: Scope, headers: Mapping[bytes, bytes], caller: Caller) -> Message:
+        if self._route.reads_query:
+            request = self._from_query(scope["query_string"])
+        else:
+            body = await read_body(caller.receive, headers, self._max_body_bytes)
+            request = self._from_body(body, headers.get(b"content-type", b""))
+        for parameter, field in self._route.bindings.items():
+            _bind(request, field, scope["path_params"][parameter])
+        return request
+
+    def _from_body(self, body: bytes, content_type: bytes) -> Message:
+        media = content_type.partition(b";")[0].strip().lower()
+        if media == _PROTOBUF:
+            return self._from_protobuf(body)
+        if media not in (b"", _JSON) and not media.endswith(b"+json"):
+            raise UnsupportedMediaType(
+                "The body's content-type is not read here.",
+                remedy="Send application/json or application/x-protobuf.",
+            )
+        try:
+            return decode(self._model.model_validate_json(body or b"{}"), self._kind)
+        except ValidationError as error:
+            raise fields_refused(error, where="body") from None
+
+    def _from_protobuf(self, body: bytes) -> Message:
+        try:
+            return self._kind.FromString(body)
+        except DecodeError as error:
+            raise InvalidInput(
+                f"The body is no {self._route.rpc.input_type.name}.",
+                reason="INVALID_PROTOBUF",
+                remedy="Send one serialized message.",
+            ) from error
+
+    def _from_query(self, query: bytes) -> Message:
+        pairs = _pairs(query)
+        try:
+            return decode(self._model.model_validate_strings(pairs), self._kind)
+        except ValidationError as error:
+            raise fields_refused(error, where="query") from None
+
+
+def _pairs(query: bytes) -> dict[str, str]:
+    try:
+        found = parse_qsl(
+            query.decode("latin-1"), keep_blank_values=True, max_num_fields=_MAX_QUERY_FIELDS
+        )
+    except ValueError as error:
+        raise InvalidInput("The query has too many fields.", reason="INVALID_FIELD") from error
+    names = [name for name, _ in found]
+    if len(set(names)) < len(names):
+        raise FieldsRefused(
+            "A field is given twice in the query.",
+            reason="INVALID_FIELD",
+            remedy="Give each field once.",
+            fields=[name for name in dict.fromkeys(names) if names.count(name) > 1],
+        )
+    return dict(found)
+
+
+def _bind(request: Message, path: str, value: str) -> None:
+    """Set the field that the URL's path names; a body that says otherwise is refused."""
+    *inside, name = path.split(".")
+    for outer in inside:
+        request = getattr(request, outer)
+    if getattr(request, name) not in ("", value):
+        raise FieldsRefused(
+            f"{path} in the body is not the one in the path.",
+            reason="PATH_MISMATCH",
+            remedy="Leave it out of the body.",
+            fields=[path],
+        )
+    setattr(request, name, value)
+
+
+def _too_late(timeout_s: float | None) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"There was no answer within {timeout_s:g} s.",
+        remedy="Give x-request-timeout-s more time, or ask for less.",
+    )

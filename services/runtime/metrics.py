@@ -1,0 +1,48 @@
+"""Prometheus metrics of a service: calls by rpc, door and status, their times, those in flight."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 60)
+
+
+class Metrics:
+    """Owns one service's registry."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._calls = Counter(
+            "dialoop_calls",
+            "Calls that have ended.",
+            ["rpc", "door", "status"],
+            registry=self._registry,
+        )
+        self._seconds = Histogram(
+            "dialoop_call_seconds",
+            "Time from a call's request to its last answer.",
+            ["rpc", "door"],
+            registry=self._registry,
+            buckets=_BUCKETS_S,
+        )
+        self._running = Gauge(
+            "dialoop_calls_running", "Calls in flight.", ["door"], registry=self._registry
+        )
+        for door in ("grpc", "rest"):
+            self._running.labels(door)
+
+    def started(self, door: str) -> None:
+        """A call has begun."""
+        self._running.labels(door).inc()
+
+    def ended(self, rpc: str, door: str, status: str, seconds: float) -> None:
+        """A call has ended with a status, as "OK" or "NOT_FOUND"."""
+        self._running.labels(door).dec()
+        self._calls.labels(rpc, door, status).inc()
+        self._seconds.labels(rpc, door).observe(seconds)
+
+    def exposition(self) -> bytes:
+        """All of it, in Prometheus' text format."""
+        return generate_latest(self._registry)

@@ -1,0 +1,232 @@
+"""From protobuf descriptors to pydantic models and back: the one schema behind both doors.
+
+models = Models(comments())
+model = models.model(pb.StepRequest.DESCRIPTOR)
+request = decode(model.model_validate_json(body), pb.StepRequest)   # unknown fields are refused
+encode = models.encoder(pb.StepResponse.DESCRIPTOR)
+pydantic_core.to_json(encode(response))
+
+The JSON: field names as in the protos, int64 as numbers, bytes as base64, enums by their proto
+names ("STAGE_SCORED"). An optional field, a message and a member of a oneof is left out while it is
+unset; other fields are always there. A float that is not finite is left out: absent means unknown.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import resources
+from typing import Annotated, Any, Literal, TypeAlias
+
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
+from google.protobuf.message import Message
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+
+Encoder: TypeAlias = Callable[[Any], Any]
+# Name, whether absence is told from the default, how the value is encoded (None: as it is).
+_Plan: TypeAlias = list[tuple[str, bool, Encoder | None]]
+
+_F = FieldDescriptor
+_MAX_FLOAT32 = 3.4028234663852886e38
+_CONFIG = ConfigDict(
+    extra="forbid",
+    strict=True,
+    val_json_bytes="base64",
+    allow_inf_nan=False,
+    hide_input_in_errors=True,
+    protected_namespaces=(),
+)
+
+
+def comments() -> dict[str, str]:
+    """What the protos say of each message, field and rpc, by full name."""
+    text = resources.files("dialoop.v1").joinpath("comments.json").read_text("utf-8")
+    found: dict[str, str] = json.loads(text)
+    return found
+
+
+def decode(value: BaseModel, kind: type[Message]) -> Message:
+    """The protobuf message of a validated model; its arrays are copied whole, never walked."""
+    return kind(**value.model_dump(exclude_unset=True))
+
+
+class Models:
+    """Makes and keeps the models and encoders of messages."""
+
+    def __init__(self, comments: Mapping[str, str]) -> None:
+        self._comments = comments
+        self._models: dict[tuple[str, frozenset[str]], type[BaseModel]] = {}
+        self._plans: dict[str, _Plan] = {}
+
+    def model(
+        self, descriptor: Descriptor, without: frozenset[str] = frozenset()
+    ) -> type[BaseModel]:
+        """The model of a message, `without` the fields (dotted names) that come from elsewhere.
+
+        Messages that contain themselves are not supported; the protos have none.
+        """
+        key = (descriptor.full_name, without)
+        if key not in self._models:
+            self._models[key] = self._made(descriptor, without)
+        return self._models[key]
+
+    def encoder(self, descriptor: Descriptor) -> Encoder:
+        """A function from a message to what JSON is made of."""
+        return partial(_encode, self._plan(descriptor))
+
+    def _made(self, descriptor: Descriptor, without: frozenset[str]) -> type[BaseModel]:
+        fields = {
+            field.name: self._field(field, _inner(without, field.name))
+            for field in descriptor.fields
+            if field.name not in without
+        }
+        oneofs = {o.name: [f.name for f in o.fields] for o in descriptor.oneofs if _is_real(o)}
+        return create_model(
+            descriptor.name + ("Body" if without else ""),
+            __config__=_CONFIG,
+            __doc__=self._comments.get(descriptor.full_name),
+            __validators__={f"one_{n}": _at_most_one(n, members) for n, members in oneofs.items()},
+            **fields,
+        )
+
+    def _field(self, field: FieldDescriptor, without: frozenset[str]) -> Any:
+        says = partial(Field, description=self._comments.get(field.full_name))
+        if _is_map(field):
+            item = self._item(_value_of(field), without)
+            return (dict[str, item], says(default_factory=dict))  # type: ignore[valid-type]
+        item = self._item(field, without)
+        if field.is_repeated:
+            return (list[item], says(default_factory=list))  # type: ignore[valid-type]
+        if field.has_presence:
+            return (item | None, says(default=None))
+        default: Any = field.default_value
+        if field.enum_type is not None:
+            default = field.enum_type.values_by_number[default].name
+        return (item, says(default=default))
+
+    def _item(self, field: FieldDescriptor, without: frozenset[str]) -> Any:
+        if field.message_type is not None:
+            return self.model(field.message_type, without)
+        if field.enum_type is not None:
+            return Literal[tuple(value.name for value in field.enum_type.values)]
+        return _scalar(field)
+
+    def _plan(self, descriptor: Descriptor) -> _Plan:
+        if descriptor.full_name not in self._plans:
+            self._plans[descriptor.full_name] = [
+                (field.name, field.has_presence, self._encoder_of(field))
+                for field in descriptor.fields
+            ]
+        return self._plans[descriptor.full_name]
+
+    def _encoder_of(self, field: FieldDescriptor) -> Encoder | None:
+        if _is_map(field):
+            return partial(_encode_map, self._encoder_of_item(_value_of(field)))
+        one = self._encoder_of_item(field)
+        if one is None or not field.is_repeated:
+            return list if field.is_repeated else one
+        # Numbers of arrays go to the JSON writer as they are: a Python call for each would cost.
+        is_float = field.type in (_F.TYPE_FLOAT, _F.TYPE_DOUBLE)
+        return list if is_float else partial(_encode_all, one)
+
+    def _encoder_of_item(self, field: FieldDescriptor) -> Encoder | None:
+        if field.message_type is not None:
+            return self.encoder(field.message_type)
+        if field.enum_type is not None:
+            return partial(_enum_name, field.enum_type)
+        by_type: dict[int, Encoder] = {
+            _F.TYPE_BYTES: lambda value: base64.urlsafe_b64encode(value).decode(),
+            _F.TYPE_FLOAT: _shortest,
+            _F.TYPE_DOUBLE: lambda value: value if math.isfinite(value) else None,
+        }
+        return by_type.get(field.type)
+
+
+def _encode(plan: _Plan, message: Message) -> dict[str, Any]:
+    encoded = {}
+    for name, has_presence, convert in plan:
+        if has_presence and not message.HasField(name):
+            continue
+        value = getattr(message, name)
+        if convert is not None:
+            value = convert(value)
+        if value is not None:
+            encoded[name] = value
+    return encoded
+
+
+def _encode_all(convert: Encoder, values: Any) -> list[Any]:
+    return [convert(value) for value in values]
+
+
+def _encode_map(convert: Encoder | None, values: Mapping[Any, Any]) -> dict[str, Any]:
+    encoded = {str(k): v if convert is None else convert(v) for k, v in values.items()}
+    return {name: value for name, value in encoded.items() if value is not None}
+
+
+def _enum_name(enum: EnumDescriptor, number: int) -> str | int:
+    value = enum.values_by_number.get(number)
+    return number if value is None else value.name
+
+
+def _shortest(value: float) -> float | None:
+    """The shortest decimal that is the same float32: 0.1 and not 0.10000000149011612."""
+    if not math.isfinite(value):
+        return None
+    for digits in (6, 7, 8):
+        short = float(f"{value:.{digits}g}")
+        if struct.pack("<f", short) == struct.pack("<f", value):
+            return short
+    return float(f"{value:.9g}")
+
+
+def _scalar(field: FieldDescriptor) -> Any:
+    bits = {
+        _F.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+        _F.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
+        _F.CPPTYPE_UINT32: (0, 2**32 - 1),
+        _F.CPPTYPE_UINT64: (0, 2**64 - 1),
+    }.get(field.cpp_type)
+    if bits is not None:
+        return Annotated[int, Field(ge=bits[0], le=bits[1])]
+    if field.cpp_type == _F.CPPTYPE_FLOAT:
+        return Annotated[float, Field(ge=-_MAX_FLOAT32, le=_MAX_FLOAT32)]
+    if field.type == _F.TYPE_BYTES:
+        return bytes
+    return {_F.CPPTYPE_DOUBLE: float, _F.CPPTYPE_BOOL: bool}.get(field.cpp_type, str)
+
+
+def _at_most_one(name: str, members: list[str]) -> Any:
+    def check(self: BaseModel) -> BaseModel:
+        given = [member for member in members if getattr(self, member, None) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other: give one as {name}")
+        return self
+
+    return model_validator(mode="after")(check)
+
+
+def _inner(without: frozenset[str], name: str) -> frozenset[str]:
+    """What is left out inside the field `name`."""
+    inside = f"{name}."
+    return frozenset(path[len(inside) :] for path in without if path.startswith(inside))
+
+
+def _is_map(field: FieldDescriptor) -> bool:
+    kind = field.message_type
+    return kind is not None and bool(kind.GetOptions().map_entry)
+
+
+def _value_of(field: FieldDescriptor) -> FieldDescriptor:
+    entry = field.message_type
+    assert entry is not None  # a map's entries are messages
+    return entry.fields_by_name["value"]
+
+
+def _is_real(oneof: Any) -> bool:
+    """Whether somebody wrote it: `optional` makes a oneof of its own."""
+    return not oneof.name.startswith("_")
