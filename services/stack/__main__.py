@@ -1,4 +1,7 @@
-"""`python -m services.stack [CONFIG]` serves everything; `... train CONFIG` runs a whole job."""
+"""`python -m services.stack [CONFIG]` serves everything; `... train CONFIG` runs a whole job.
+
+`python -m services.stack config [CONFIG]` prints the config with all defaults.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from rich.console import Console
 
 from services.stack import job, preflight
 from services.stack.config_file import load_config, parse_config
+from services.stack.config_text import toml_of
 from services.stack.log_stream import LogStream
 from services.stack.processes import adopt_orphans, descendants, kill
 from services.stack.run_dir import opened
@@ -36,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(_with_command(sys.argv[1:] if arguments is None else arguments))
     try:
         config = _config(given)
+        if given.command == "config":
+            sys.stdout.write(toml_of(config))
+            return 0
         preflight.check(config)
         is_job = given.command == "train"
         with opened(ROOT, config, fresh=given.fresh, reuse=not is_job) as run_dir:
@@ -50,9 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in (
         ("serve", "start every service and stay (the default)"),
         ("train", "run a job to its end and sum it up"),
+        ("config", "print the config with all defaults, as TOML"),
     ):
         command = commands.add_parser(name, help=text)
-        count = "?" if name == "serve" else None
+        count = None if name == "train" else "?"
         command.add_argument("config", type=Path, nargs=count, help="TOML job config")
         command.add_argument("--run", default="", help="name of the run, instead of the config's")
         command.add_argument("--fresh", action="store_true", help="replace an existing run")
@@ -62,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 def _with_command(arguments: Sequence[str]) -> list[str]:
     """Serving needs no word: `python -m services.stack demo.toml`."""
     words = list(arguments)
-    if words[:1] and words[0] in ("serve", "train", "-h", "--help"):
+    if words[:1] and words[0] in ("serve", "train", "config", "-h", "--help"):
         return words
     return ["serve", *words]
 
@@ -70,6 +78,8 @@ def _with_command(arguments: Sequence[str]) -> list[str]:
 def _config(given: argparse.Namespace) -> JobConfig:
     if given.config is not None:
         return load_config(given.config, environment=os.environ, run=given.run)
+    if given.command == "config":
+        return parse_config({}, source="the command line")
     values = {
         "run": given.run or "default",
         "seed": os.environ.get("SEED") or 0,

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dialoop.tokenizer import Tokenizer
+from dialoop.transcripts import legend, policy_of, transcript
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from services.stack.transcripts import choose, legend, policy_of, transcript
+from services.stack.transcripts import choose
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from dialoop.transcripts import Row
     from rich.console import Console
-
-    from services.stack.transcripts import Row
 
 _COMPARED = (
     ("held-out accuracy, greedy", "heldout_greedy"),

@@ -7,14 +7,16 @@ async with running_stack(config, run_dir, log) as stack:
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dialoop.errors import Unavailable
+from dialoop.running import STACK_FILE
 
 from services.stack.layout import STOP_ORDER, Layout, ports_of
 from services.stack.ports import HOST
@@ -68,7 +70,23 @@ async def running_stack(plan: Plan, log: LogStream) -> AsyncIterator[RunningStac
     """Start everything the plan names; all of it has ended when the context is left."""
     async with supervised(log) as supervisor:
         await _start_all(plan, supervisor, log)
-        yield RunningStack(plan=plan, supervisor=supervisor)
+        with _announced(plan.layout):
+            yield RunningStack(plan=plan, supervisor=supervisor)
+
+
+@contextmanager
+def _announced(layout: Layout) -> Iterator[None]:
+    """Say who listens where in stack.json, which `dialoop up`, `status` and the SDK read."""
+    path = layout.run_dir.path / STACK_FILE
+    addresses = {name: layout.address(name) for name in layout.ports if name != "redis"}
+    found = {"pid": os.getpid(), "run_id": layout.run_dir.run_id, "addresses": addresses}
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    fresh.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 async def _start_all(plan: Plan, supervisor: Supervisor, log: LogStream) -> None:

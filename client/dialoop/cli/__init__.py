@@ -1,0 +1,1 @@
+"""The `dialoop` command: one module per command, imported when it is asked for."""

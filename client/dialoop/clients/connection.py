@@ -6,7 +6,6 @@ async with Dialoop(environment="127.0.0.1:50051", inference="127.0.0.1:50052") a
 
 from __future__ import annotations
 
-import json
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -17,9 +16,10 @@ from dialoop.clients.inference import InferenceClient
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.scorer import ScorerClient
 from dialoop.clients.trainer import TrainerClient
-from dialoop.errors import InvalidConfig, NotFound, Unavailable
+from dialoop.errors import InvalidConfig, NotFound
 from dialoop.local import LocalEnvironmentClient
 from dialoop.rollout import play, play_group
+from dialoop.running import require_addresses
 from dialoop.trajectory import SamplingParams, Task
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Dialoop:
     @classmethod
     def of_run(cls, run_dir: str | Path, *, token: str = "") -> Self:
         """The stack that `dialoop up` or `dialoop train` runs in `runs/<name>` on this machine."""
-        addresses = addresses_of(Path(run_dir))
+        addresses = require_addresses(Path(run_dir))
         names = ("environment", "inference", "replay", "scorer", "trainer")
         return cls(**{name: addresses[name] for name in names}, token=token)
 
@@ -170,16 +170,3 @@ class Dialoop:
             self._channels[name] = channel = Channel(address, token=self._token)
             self._exits.push_async_callback(channel.close)
         return kind(self._channels[name])
-
-
-def addresses_of(run_dir: Path) -> dict[str, str]:
-    """Who listens where, by service name; Unavailable when no stack serves the run."""
-    try:
-        found = json.loads((run_dir / "stack.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        raise Unavailable(
-            f"No stack is serving {run_dir}.",
-            reason="NO_STACK",
-            remedy="Start one with `dialoop up`, or wait until all its services are ready.",
-        ) from None
-    return dict(found["addresses"])

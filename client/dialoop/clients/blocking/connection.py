@@ -16,7 +16,8 @@ from dialoop.clients.blocking.loop import BackgroundLoop
 from dialoop.clients.blocking.replay import BlockingReplayClient
 from dialoop.clients.blocking.scorer import BlockingScorerClient
 from dialoop.clients.blocking.trainer import BlockingTrainerClient
-from dialoop.clients.connection import Dialoop, addresses_of
+from dialoop.clients.connection import Dialoop
+from dialoop.running import require_addresses
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +58,7 @@ class BlockingDialoop:
     @classmethod
     def of_run(cls, run_dir: str | Path, *, token: str = "") -> Self:
         """The stack that `dialoop up` or `dialoop train` runs in `runs/<name>` on this machine."""
-        addresses = addresses_of(Path(run_dir))
+        addresses = require_addresses(Path(run_dir))
         names = ("environment", "inference", "replay", "scorer", "trainer")
         return cls(**{name: addresses[name] for name in names}, token=token)
 

@@ -1,0 +1,27 @@
+"""The one place that writes to the terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def say(text: str) -> None:
+    """One line to the standard output."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def complain(text: str) -> None:
+    """One line to the standard error."""
+    sys.stderr.write(f"dialoop: {' '.join(text.split())}\n")
+
+
+def rich_console() -> Console:
+    """Colours on a terminal, plain text elsewhere."""
+    from rich.console import Console
+
+    return Console(highlight=False)

@@ -1,0 +1,133 @@
+"""`dialoop`: start, watch and stop a stack, train, play, and read what was played."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from dialoop.cli.console import complain
+from dialoop.errors import DialoopError, InvalidInput, NotFound
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    Commands = argparse._SubParsersAction["_Parser"]
+
+ROOT = Path("runs")
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints are one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and where help is; exit code 2."""
+        complain(f"{message.rstrip('.')}. See `{self.prog} --help`.")
+        raise SystemExit(2)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0 for success, 2 for a mistake in what was asked, 1 for any other failure."""
+    given = parser().parse_args(arguments)
+    try:
+        # Imported when it is asked for: `dialoop --help` loads none of them.
+        command = import_module(f"dialoop.cli.{given.module}")
+        code: int = getattr(command, given.function)(given)
+    except DialoopError as error:
+        complain(str(error))
+        return 2 if isinstance(error, (InvalidInput, NotFound)) else 1
+    except BrokenPipeError:  # somebody reads only the first lines
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    root = _Parser(prog="dialoop", description=__doc__)
+    commands = root.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=_Parser
+    )
+    _add_stack_commands(commands)
+    _add_play(commands)
+    _add_show(commands)
+    doctor = commands.add_parser("doctor", help="what this machine can run and what is missing")
+    doctor.set_defaults(module="doctor", function="doctor")
+    _add_config(commands)
+    return root
+
+
+def _add_stack_commands(commands: Commands) -> None:
+    up = commands.add_parser("up", help="start every service on this machine")
+    up.add_argument("config", nargs="?", type=Path, help="TOML job config")
+    up.add_argument("--detach", action="store_true", help="return once everything is ready")
+    train = commands.add_parser("train", help="run a training job to its end")
+    train.add_argument("config", type=Path, help="TOML job config")
+    for command, function in ((up, "up"), (train, "train")):
+        command.add_argument("--run", default="", help="name of the run, instead of the config's")
+        command.add_argument("--fresh", action="store_true", help="replace an existing run")
+        command.set_defaults(module="stack", function=function)
+    down = commands.add_parser("down", help="stop the stack of a run and wait for its end")
+    down.add_argument("--timeout", type=float, default=120.0, help="seconds to wait (120)")
+    down.set_defaults(module="stack", function="down")
+    status = commands.add_parser("status", help="health of a stack, its training and its queue")
+    status.set_defaults(module="status", function="status")
+    down.add_argument("run", nargs="?", default="", help="name of the run (default)")
+    status.add_argument("run", nargs="?", default="", help="of several stacks, which one")
+    for command in (up, train, down, status):
+        command.set_defaults(root=ROOT)
+
+
+def _add_play(commands: Commands) -> None:
+    play = commands.add_parser("play", help="play one episode in the terminal")
+    play.add_argument("environment", help="arithmetic, jsonl or module:attribute; or its name")
+    play.add_argument("--by", choices=("hand", "policy"), help="who answers (hand)")
+    play.add_argument("--task", default="", help="key of the task (the first of the split)")
+    play.add_argument("--split", default="train", help="split of the task (train)")
+    play.add_argument("--address", default="", help="host:port of an environment service")
+    play.add_argument("--inference", default="", help="host:port of an inference service")
+    play.add_argument("--run", default="", help="take both addresses from this run's stack")
+    play.add_argument("--temperature", type=float, help="of the policy (1)")
+    play.add_argument("--max-new-tokens", type=int, help="of one answer of the policy")
+    play.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="argument of the function that makes the environment; VALUE is JSON or text",
+    )
+    play.set_defaults(module="play", function="play", root=ROOT)
+
+
+def _add_show(commands: Commands) -> None:
+    show = commands.add_parser("show", help="print a trajectory in colour by who wrote what")
+    show.add_argument("path", type=Path, help="a run's directory or a trajectories.jsonl")
+    show.add_argument("--task", default="", help="of this task key")
+    show.add_argument("--id", default="", help="whose trajectory id begins with this")
+    show.add_argument("--label", default="", help="with this label, as after_greedy")
+    show.add_argument("--outcome", default="", help="with this outcome: trained, evaluation, ...")
+    which = show.add_mutually_exclusive_group()
+    which.add_argument("--index", type=int, default=-1, help="of those the n-th (-1, the newest)")
+    which.add_argument("--best", action="store_true", help="of those the one with most reward")
+    which.add_argument("--worst", action="store_true", help="of those the one with least reward")
+    show.add_argument("--tokens", action="store_true", help="add a line for each token")
+    show.set_defaults(module="show", function="show")
+
+
+def _add_config(commands: Commands) -> None:
+    config = commands.add_parser("config", help="look at a job config")
+    actions = config.add_subparsers(
+        dest="action", required=True, metavar="ACTION", parser_class=_Parser
+    )
+    shown = actions.add_parser("print", help="print the config with all defaults, as TOML")
+    shown.add_argument("config", nargs="?", type=Path, help="TOML job config")
+    shown.set_defaults(module="stack", function="print_config")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
