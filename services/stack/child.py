@@ -32,6 +32,7 @@ class ServiceSpec:
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     address: str = ""
+    rest_address: str = ""
     is_ready: Callable[[], Awaitable[bool]]
     ready_timeout_s: float = 120.0
     stop_grace_s: float = 20.0

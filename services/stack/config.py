@@ -207,6 +207,18 @@ class PortsSection(_Section):
     """Port of the scorer."""
     collector: int = Field(default=0, ge=0, le=65535)
     """Port of the collector."""
+    replay_rest: int = Field(default=0, ge=0, le=65535)
+    """REST port of the replay service."""
+    environment_rest: int = Field(default=0, ge=0, le=65535)
+    """REST port of the environment service."""
+    inference_rest: int = Field(default=0, ge=0, le=65535)
+    """REST port of the first inference replica."""
+    trainer_rest: int = Field(default=0, ge=0, le=65535)
+    """REST port of the trainer."""
+    scorer_rest: int = Field(default=0, ge=0, le=65535)
+    """REST port of the scorer."""
+    collector_rest: int = Field(default=0, ge=0, le=65535)
+    """Port of the collector's health and metrics."""
 
 
 class JobConfig(_Section):

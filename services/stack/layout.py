@@ -51,11 +51,21 @@ class Layout:
         """host:port of a process."""
         return f"{HOST}:{self.ports[name]}"
 
+    def rest_address(self, name: str) -> str:
+        """host:port of a process' REST door."""
+        return f"{HOST}:{self.ports[rest_name(name)]}"
+
+    @property
+    def services(self) -> tuple[str, ...]:
+        """Names of the processes that are services of ours, in no order that matters."""
+        return tuple(name for name in self.ports if rest_name(name) in self.ports)
+
     def spec(self, name: str) -> ServiceSpec:
         """How to start the process `name` (`inference-1` is the second replica)."""
         service, _, index = name.partition("-")
         variables = self.environment_of(service) | {
             f"DIALOOP_{service.upper()}_PORT": str(self.ports[name]),
+            f"DIALOOP_{service.upper()}_REST_PORT": str(self.ports[rest_name(name)]),
             "DIALOOP_RUN": self.run_dir.run_id,
         }
         if service == "inference":  # replicas with one seed would sample the same
@@ -66,6 +76,7 @@ class Layout:
             command=(sys.executable, "-m", f"services.{service}"),
             environment=variables,
             address=self.address(name),
+            rest_address=self.rest_address(name),
             is_ready=grpc_ready(self.address(name)),
             ready_timeout_s=_READY_TIMEOUT_S.get(service, 120.0),
             stop_grace_s=_STOP_GRACE_S.get(service, 20.0),
@@ -197,12 +208,18 @@ def replica_names(config: JobConfig) -> tuple[str, ...]:
     return ("inference", *more)
 
 
+def rest_name(name: str) -> str:
+    """What the REST port of a process goes by: `inference-1_rest`."""
+    return f"{name}_rest"
+
+
 def ports_of(config: JobConfig, *, with_redis: bool) -> dict[str, int]:
     """Choose every port before anything starts; InvalidConfig when a fixed one is taken."""
     wanted = config.ports.model_dump()
-    first = wanted["inference"]
-    for index, name in enumerate(replica_names(config)):
-        wanted[name] = first + index if first else 0
+    for door in (str, rest_name):
+        first = wanted[door("inference")]
+        for index, name in enumerate(replica_names(config)):
+            wanted[door(name)] = first + index if first else 0
     if not with_redis:
         del wanted["redis"]
     return choose_ports(wanted)

@@ -147,6 +147,7 @@ class Supervisor:
             service.state = State.READY
             service.ready.set()
             where = f" at {spec.address}" if spec.address else ""
+            where += f", http://{spec.rest_address}" if spec.rest_address else ""
             self._log.say(spec.name, f"ready{where} after {time.monotonic() - started:.1f} s")
         return await child.wait()
 
