@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from dialoop.errors import InvalidConfig
 from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_server
 
+from services.inference.engine import engine_stopped
 from services.inference.rendering import Renderer
 from services.inference.replica import Replica
 from services.inference.servicer import InferenceServicer, TemplateServicer
@@ -28,11 +30,11 @@ _SERVICE = "dialoop.v1.InferenceService"
 
 
 async def serve() -> None:
-    """Start the engine, load the newest policy, serve until told to stop."""
+    """Start the engine, load the newest policy, serve until told to stop or the engine dies."""
     settings = load(InferenceSettings)
-    if not settings.model_dir.is_dir():
+    if not (settings.model_dir / "config.json").is_file():
         raise InvalidConfig(
-            f"There is no model directory {settings.model_dir}.",
+            f"There is no model in {settings.model_dir}.",
             remedy="Set DIALOOP_INFERENCE_MODEL_DIR to a Hugging Face model directory.",
         )
     renderer = Renderer.of(settings.model_dir)
@@ -40,22 +42,40 @@ async def serve() -> None:
     async with _engine(settings) as engine:
 
         async def report(serving: bool) -> None:
-            if server.port:  # before it listens nobody asks
-                await server.set_serving(serving, _SERVICE)
+            await server.set_serving(serving, _SERVICE)
 
         replica = Replica(engine, weights_root=settings.weights_root, report=report)
         await replica.load_latest()
-        servicer = InferenceServicer(
-            replica,
-            renderer,
-            num_parameters=num_parameters(settings.model_dir),
-            max_new_tokens=settings.max_new_tokens,
-        )
-        server.add(add_InferenceServiceServicer_to_server, servicer, _SERVICE)
-        templates = TemplateServicer(renderer, settings.model_dir.name)
-        server.add(add_TemplateServiceServicer_to_server, templates, "dialoop.v1.TemplateService")
+        _add_servicers(server, replica, renderer, settings)
         async with server:
-            await server.wait_until_stopped()
+            await report(not replica.fault)
+            await _until_over(server, replica)
+
+
+def _add_servicers(
+    server: GrpcServer, replica: Replica, renderer: Renderer, settings: InferenceSettings
+) -> None:
+    servicer = InferenceServicer(
+        replica,
+        renderer,
+        num_parameters=num_parameters(settings.model_dir),
+        max_new_tokens=settings.max_new_tokens,
+    )
+    templates = TemplateServicer(renderer, settings.model_dir.name)
+    server.add(add_InferenceServiceServicer_to_server, servicer, _SERVICE)
+    server.add(add_TemplateServiceServicer_to_server, templates, "dialoop.v1.TemplateService")
+
+
+async def _until_over(server: GrpcServer, replica: Replica) -> None:
+    """Wait for the stop signal; raise when the engine dies first, for a supervisor to restart."""
+    dying = asyncio.create_task(replica.until_engine_dies())
+    dying.add_done_callback(lambda _: server.stop())
+    try:
+        await server.wait_until_stopped()
+        if dying.done():
+            raise engine_stopped()
+    finally:
+        dying.cancel()
 
 
 @asynccontextmanager
@@ -70,13 +90,14 @@ async def _engine(settings: InferenceSettings) -> AsyncIterator[Engine]:
 async def _vllm(settings: InferenceSettings) -> Engine:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
         from services.inference.vllm_engine import VllmEngine, VllmOptions
-    except ImportError as error:
+    except Exception as error:  # a torch of another build raises RuntimeError or OSError
         raise InvalidConfig(
-            f"vLLM does not import ({error}).",
+            f"vLLM does not import ({type(error).__name__}: {error}).",
             reason="VLLM_MISSING",
-            remedy="Run `make setup`, or set engine to transformers.",
+            remedy="Run `make setup`, or set DIALOOP_INFERENCE_ENGINE=transformers.",
         ) from error
     return await VllmEngine.start(
         settings.model_dir,

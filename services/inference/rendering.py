@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from dialoop.chat import ChatHistory
 from dialoop.episode import Sample
-from dialoop.errors import InvalidInput
+from dialoop.errors import InvalidInput, Unsupported
+from dialoop.sequences import Segment, Sequence
 from dialoop.templates import ChatTemplate, TokenBuilder
 from dialoop.tokenizer import Tokenizer
 from dialoop.trajectory import StopReason
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dialoop.chat import History
-    from dialoop.sequences import Sequence
     from dialoop.templates import Prompt
 
     from services.inference.engine import Sampled
@@ -42,6 +43,7 @@ class Renderer:
         self.tokenizer = tokenizer
         self.template = template
         self._builder = TokenBuilder(tokenizer, template)
+        self._is_part_of_another = lru_cache(maxsize=256)(self._search_vocabulary)
 
     @classmethod
     def of(cls, model_dir: Path) -> Renderer:
@@ -58,6 +60,25 @@ class Renderer:
             turn=ask.turn,
         )
 
+    def rendered(self, history: History, *, add_generation_prompt: bool) -> tuple[str, Sequence]:
+        """The conversation as text and as tokens."""
+        text = self.template.render(history, add_generation_prompt=add_generation_prompt)
+        sequence = self._builder.prompt(history).sequence
+        if add_generation_prompt:
+            return text, sequence
+        opened = self.tokenizer.decode(sequence.token_ids.tolist())
+        opening = self.tokenizer.encode(opened[len(text) :], trusted=True).ids
+        last = sequence.segments[-1]
+        num_left = last.length - len(opening)
+        if not opened.startswith(text) or tuple(sequence.token_ids[-len(opening) :]) != opening:
+            raise Unsupported(
+                "This template's tokens cannot be parted before the assistant's turn.",
+                reason="TEMPLATE_UNSUPPORTED",
+                remedy="Ask with add_generation_prompt.",
+            )
+        segments = (*sequence.segments[:-1], *_shortened(last, num_left))
+        return text, Sequence(token_ids=sequence.token_ids[: -len(opening)], segments=segments)
+
     def stop_tokens(self, strings: Iterable[str]) -> StopTokens:
         """The end of turn, single tokens among the strings, and the other strings."""
         by_id = dict.fromkeys(self.tokenizer.end_of_turn_ids, "")
@@ -70,11 +91,16 @@ class Renderer:
                     remedy="Leave it out: the end-of-turn token always stops.",
                 )
             token = self.tokenizer.single_token(string)
-            if token is None:
+            if token is None or self._is_part_of_another(string, token):
                 spanning.append(string)
             else:
                 by_id.setdefault(token, string)
         return StopTokens(by_id=by_id, strings=tuple(spanning))
+
+    def _search_vocabulary(self, string: str, token: int) -> bool:
+        """Whether another token's text holds `string`, as a double newline holds a newline."""
+        others = (i for i in range(self.tokenizer.vocab_size) if i != token)
+        return any(string in self.tokenizer.decode([other]) for other in others)
 
     def sample(self, prompt: Prompt, sampled: Sampled) -> Sample:
         """The answer as prompt, response and full, and its tokens."""
@@ -91,3 +117,25 @@ class Renderer:
             stop_reason=sampled.stop_reason,
             stop_string=sampled.stop_string,
         )
+
+
+def _shortened(segment: Segment, length: int) -> tuple[Segment, ...]:
+    return (replace(segment, length=length),) if length > 0 else ()
+
+
+class RunningText:
+    """The text of a stream's tokens, character by character whole."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._num_told = 0
+
+    def add(self, token_ids: Iterable[int]) -> str:
+        """What these tokens add; empty while a character's bytes are not all there."""
+        self._ids.extend(token_ids)
+        text = self._tokenizer.decode(self._ids)
+        if text.endswith("\ufffd"):
+            return ""
+        added, self._num_told = text[self._num_told :], len(text)
+        return added

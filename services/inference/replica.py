@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
-import tempfile
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dialoop.errors import DataLost, InvalidInput, PreconditionFailed, Unavailable
-from dialoop.sequences import PolicyVersion
+from dialoop.errors import DialoopError, PreconditionFailed, Unavailable
+
+from services.inference.publications import Publications, require_intact, spooled
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from pathlib import Path
 
+    from dialoop.sequences import PolicyVersion
     from dialoop.trajectory import SamplingParams
 
     from services.inference.engine import (
@@ -27,18 +25,11 @@ if TYPE_CHECKING:
         Scored,
         StopTokens,
     )
+    from services.inference.publications import Manifest
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """What a publish announces; `path` is relative to the weights root, empty for chunks."""
-
-    policy_version: PolicyVersion
-    sha256: str
-    num_bytes: int
-    path: str = ""
+_HEARTBEAT_S = 0.5
 
 
 class Replica:
@@ -52,7 +43,7 @@ class Replica:
         report: Callable[[bool], Awaitable[None]],
     ) -> None:
         self._engine = engine
-        self._root = None if weights_root is None else weights_root.resolve()
+        self._publications = Publications(weights_root)
         self._report = report
         self._loading = asyncio.Lock()
         self._fault = ""
@@ -98,29 +89,23 @@ class Replica:
             if len({one.policy_version for one in scored}) <= 1:
                 return tuple(scored)
 
-    async def load(self, manifest: Manifest, data: bytes | None = None) -> LoadTimes:
-        """Check the announced bytes, then make them the policy; one load at a time."""
-        async with self._loading:
-            self._require_newer(manifest.policy_version)
-            if data is not None:
-                _require_intact(data, manifest)
-                with tempfile.TemporaryDirectory() as folder:
-                    path = Path(folder) / "model.safetensors"
-                    await asyncio.to_thread(path.write_bytes, data)
-                    return await self._load(path, manifest.policy_version)
-            path = self._published(manifest.path)
-            content = await asyncio.to_thread(_read, path)
-            _require_intact(content, manifest)
-            return await self._load(path, manifest.policy_version)
+    async def load(self, manifest: Manifest, chunks: AsyncIterator[bytes]) -> LoadTimes:
+        """Make what was announced the policy, from the manifest's path or else the chunks."""
+        if manifest.path:
+            return await self._load(self._publications.file_of(manifest), manifest)
+        async with spooled(manifest, chunks) as path:
+            return await self._load(path, manifest)
 
     async def load_latest(self) -> None:
-        """Load what latest.json of the weights root names, if there is one."""
-        pointer = None if self._root is None else self._root / "latest.json"
-        if pointer is None or not pointer.is_file():
+        """Load the newest published policy, if there is one; a bad one waits for the next."""
+        manifest = self._publications.latest()
+        if manifest is None:
             return
-        data = json.loads(await asyncio.to_thread(pointer.read_text, "utf-8"))
-        version = PolicyVersion(lineage=data.pop("lineage"), number=data.pop("number"))
-        await self.load(Manifest(policy_version=version, **data))
+        try:
+            await self._load(self._publications.file_of(manifest), manifest)
+        except DialoopError as error:
+            log.warning("The latest policy does not load.", extra={"reason": error.reason})
+            await self._leave_rotation("WEIGHTS_BAD")
 
     async def pause(self) -> None:
         """Hold generation; requests keep their place."""
@@ -130,16 +115,32 @@ class Replica:
         """Go on."""
         await self._engine.resume()
 
-    async def _load(self, path: Path, version: PolicyVersion) -> LoadTimes:
+    async def until_engine_dies(self) -> None:
+        """Return once the engine is dead for good: only a new process helps."""
+        while self._engine.is_alive:  # noqa: ASYNC110 - vLLM tells by a flag only
+            await asyncio.sleep(_HEARTBEAT_S)
+        await self._leave_rotation("NOT_READY")
+
+    async def _load(self, path: Path, manifest: Manifest) -> LoadTimes:
+        loading = asyncio.ensure_future(self._load_alone(path, manifest))
         try:
-            times = await self._engine.load_weights(path, version)
-        except PreconditionFailed:
-            raise  # refused before anything was touched: the old policy is whole
-        except BaseException:
-            await self._leave_rotation("WEIGHTS_BAD")
-            raise
-        self._fault = ""
-        await self._report(True)
+            return await asyncio.shield(loading)
+        finally:
+            # A caller who leaves must not leave half a policy behind: once begun, a load ends.
+            await asyncio.wait([loading])
+
+    async def _load_alone(self, path: Path, manifest: Manifest) -> LoadTimes:
+        version = manifest.policy_version
+        async with self._loading:
+            self._require_newer(version)
+            try:
+                await asyncio.to_thread(require_intact, path, manifest)
+                times = await self._engine.load_weights(path, version)
+            except BaseException:
+                await self._leave_rotation("WEIGHTS_BAD")
+                raise
+            self._fault = ""
+            await self._report(True)
         log.info("Policy loaded.", extra={"policy": str(version), "pause_s": times.pause_s})
         return times
 
@@ -157,47 +158,13 @@ class Replica:
             )
 
     def _require_newer(self, version: PolicyVersion) -> None:
+        """A replica out of rotation may load its version again: that is how it recovers."""
         current = self._engine.policy_version
         same_lineage = current.lineage == version.lineage
-        if same_lineage and version.number <= current.number and not self._fault:
+        oldest = current.number if self._fault else current.number + 1
+        if same_lineage and version.number < oldest:
             raise PreconditionFailed(
                 f"Policy {version} is not newer than {current}, which is loaded.",
                 reason="VERSION_NOT_NEWER",
                 remedy="Publish with a higher number, or in a new lineage.",
             )
-
-    def _published(self, relative: str) -> Path:
-        """A file under the weights root; nothing outside it can be named."""
-        if self._root is None:
-            raise PreconditionFailed(
-                "This replica has no weights root to read a path from.",
-                reason="NO_WEIGHTS_ROOT",
-                remedy="Set DIALOOP_INFERENCE_WEIGHTS_ROOT, or send the weights as chunks.",
-            )
-        path = (self._root / relative).resolve()
-        if not path.is_relative_to(self._root) or not path.is_file():
-            raise InvalidInput(
-                "The manifest's path is no file under the weights root.",
-                reason="MANIFEST_MISMATCH",
-                remedy="Give the path relative to the weights root.",
-            )
-        return path
-
-
-def _read(path: Path) -> bytes:
-    return path.read_bytes()
-
-
-def _require_intact(data: bytes, manifest: Manifest) -> None:
-    if len(data) != manifest.num_bytes:
-        raise InvalidInput(
-            f"{len(data)} bytes came, the manifest says {manifest.num_bytes}.",
-            reason="MANIFEST_MISMATCH",
-            remedy="Send all chunks of the file that the manifest describes.",
-        )
-    if hashlib.sha256(data).hexdigest() != manifest.sha256:
-        raise DataLost(
-            "The weights are not those that were announced.",
-            reason="CHECKSUM_MISMATCH",
-            remedy="Send them again.",
-        )

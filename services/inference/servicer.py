@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dialoop.errors import InvalidInput
+from dialoop.errors import InvalidHistory, InvalidInput
 from dialoop.trajectory import SamplingParams
 from dialoop.v1 import chat_pb2, template_service_pb2, template_service_pb2_grpc, trajectory_pb2
 from dialoop.v1 import inference_service_pb2 as pb
@@ -24,8 +24,8 @@ from dialoop.wire import (
     sequence_to_proto,
 )
 
-from services.inference.rendering import Ask
-from services.inference.replica import Manifest
+from services.inference.publications import Manifest
+from services.inference.rendering import Ask, RunningText
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
-_MAX_WEIGHTS_BYTES = 64 << 30
+_MAX_SAMPLES = 1024
 
 
 class InferenceServicer(rpc.InferenceServiceServicer):
@@ -63,9 +63,10 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
         generating = asyncio.ensure_future(self._generate(request.request, pieces))
         generating.add_done_callback(lambda _: pieces.put_nowait(None))
+        text = RunningText(self._renderer.tokenizer)
         try:
             while (piece := await pieces.get()) is not None:
-                yield _piece_response(piece, self._renderer)
+                yield _piece_response(piece, text)
             yield pb.GenerateStreamResponse(completed=await generating)
         finally:
             generating.cancel()  # a caller who leaves frees the engine's slot
@@ -101,8 +102,11 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def LoadWeights(
         self, request_iterator: AsyncIterator[pb.LoadWeightsRequest], context: Context
     ) -> pb.LoadWeightsResponse:
-        manifest, data = await _received(request_iterator)
-        times = await self._replica.load(manifest, data)
+        manifest = _manifest(await anext(aiter(request_iterator), None))
+        chunks = _chunks(request_iterator)
+        if manifest.path and await anext(chunks, None) is not None:
+            raise _mismatch("The manifest names a path and chunks came too.")
+        times = await self._replica.load(manifest, chunks)
         return pb.LoadWeightsResponse(
             policy_version=policy_version_to_proto(manifest.policy_version),
             pause_s=times.pause_s,
@@ -127,7 +131,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             prompt.sequence.token_ids.tolist(),
             sampling,
             stop=self._renderer.stop_tokens(sampling.stop),
-            num_samples=request.num_samples or 1,
+            num_samples=_num_samples(request),
             on_tokens=None if pieces is None else pieces.put_nowait,
         )
         return pb.GenerateResponse(
@@ -169,21 +173,33 @@ class TemplateServicer(template_service_pb2_grpc.TemplateServiceServicer):
     ) -> template_service_pb2.RenderResponse:
         history = history_from_proto(request.history)
         opens = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
-        text = self._renderer.template.render(history, add_generation_prompt=opens)
-        sequence = self._renderer.prompt(Ask(history=history)).sequence if opens else None
-        return template_service_pb2.RenderResponse(
-            text=text, sequence=None if sequence is None else sequence_to_proto(sequence)
-        )
+        text, sequence = self._renderer.rendered(history, add_generation_prompt=opens)
+        return template_service_pb2.RenderResponse(text=text, sequence=sequence_to_proto(sequence))
 
 
 def _ask(request: pb.GenerateRequest) -> Ask:
     has_context = request.HasField("context")
+    history = chat_history_from_proto(request.history).require_prompt()
+    if not len(history):
+        raise InvalidHistory(
+            "The prompt has no messages.", reason="PROMPT_MISSING", remedy="Send history.prompt."
+        )
     return Ask(
-        history=chat_history_from_proto(request.history).require_prompt(),
+        history=history,
         context=sequence_from_proto(request.context) if has_context else None,
         num_context_messages=request.num_context_messages,
         turn=request.turn,
     )
+
+
+def _num_samples(request: pb.GenerateRequest) -> int:
+    if not 0 <= request.num_samples <= _MAX_SAMPLES:
+        raise InvalidInput(
+            f"num_samples is {request.num_samples}.",
+            reason="INVALID_SAMPLING",
+            remedy=f"Ask for 1 to {_MAX_SAMPLES} samples.",
+        )
+    return request.num_samples or 1
 
 
 def _sample(sample: Sample) -> pb.Sample:
@@ -195,12 +211,12 @@ def _sample(sample: Sample) -> pb.Sample:
     )
 
 
-def _piece_response(piece: Piece, renderer: Renderer) -> pb.GenerateStreamResponse:
+def _piece_response(piece: Piece, text: RunningText) -> pb.GenerateStreamResponse:
     return pb.GenerateStreamResponse(
         token_ids=piece.token_ids,
         inference_logprobs=piece.logprobs,
         policy_version=policy_version_to_proto(piece.policy_version),
-        text=renderer.tokenizer.decode(piece.token_ids),
+        text=text.add(piece.token_ids),
     )
 
 
@@ -208,43 +224,25 @@ def _logprobs(scored: Scored) -> chat_pb2.LogProbValues:
     return chat_pb2.LogProbValues(values=scored.logprobs.tolist(), start=1)
 
 
-async def _received(
-    requests: AsyncIterator[pb.LoadWeightsRequest],
-) -> tuple[Manifest, bytes | None]:
-    """The manifest, and the chunks' bytes unless it names a path."""
-    manifest: Manifest | None = None
-    data = bytearray()
+async def _chunks(requests: AsyncIterator[pb.LoadWeightsRequest]) -> AsyncIterator[bytes]:
     async for request in requests:
-        if request.WhichOneof("content") == "manifest" and manifest is None:
-            manifest = _manifest(request.manifest)
-        elif request.WhichOneof("content") == "chunk" and manifest is not None:
-            data += request.chunk
-            _require_size(len(data), manifest)
-        else:
-            raise _mismatch("The stream must be one manifest, then chunks.")
-    if manifest is None:
-        raise _mismatch("The stream held no manifest.")
-    if manifest.path and data:
-        raise _mismatch("The manifest names a path and chunks came too.")
-    return manifest, None if manifest.path else bytes(data)
+        if request.WhichOneof("content") != "chunk":
+            raise _mismatch("Something other than a chunk followed the manifest.")
+        yield request.chunk
 
 
-def _manifest(proto: pb.WeightsManifest) -> Manifest:
-    manifest = Manifest(
+def _manifest(request: pb.LoadWeightsRequest | None) -> Manifest:
+    if request is None or request.WhichOneof("content") != "manifest":
+        raise _mismatch("The stream does not begin with a manifest.")
+    proto = request.manifest
+    if not proto.policy_version.lineage or proto.num_bytes <= 0:
+        raise _mismatch("The manifest lacks a policy version or num_bytes.")
+    return Manifest(
         policy_version=policy_version_from_proto(proto.policy_version),
         sha256=proto.sha256,
         num_bytes=proto.num_bytes,
         path=proto.path,
     )
-    if not manifest.policy_version.lineage:
-        raise _mismatch("The manifest has no policy version.")
-    _require_size(0, manifest)
-    return manifest
-
-
-def _require_size(num_bytes: int, manifest: Manifest) -> None:
-    if not num_bytes <= manifest.num_bytes <= _MAX_WEIGHTS_BYTES:
-        raise _mismatch(f"num_bytes is {manifest.num_bytes} and {num_bytes} came already.")
 
 
 def _mismatch(message: str) -> InvalidInput:

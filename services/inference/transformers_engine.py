@@ -272,6 +272,7 @@ class TransformersEngine:
 
 
 def _load_model(model_dir: Path) -> Any:
+    transformers.utils.logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=torch.float32, local_files_only=True
     )

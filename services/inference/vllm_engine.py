@@ -9,6 +9,7 @@ step straddles two versions.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 import uuid
 from collections.abc import Sequence
@@ -46,10 +47,12 @@ from services.inference.engine import (
     room_for,
     weights_bad,
 )
+from services.inference.vllm_orphans import OWNER_VARIABLE
 from services.inference.weights import is_tied, model_shapes, require_same_parameters
 
 _EXTENSION = "services.inference.vllm_weights.WeightsExtension"
 _LABEL = "@"
+_SHUTDOWN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +86,16 @@ class VllmEngine:
     @classmethod
     async def start(cls, model_dir: Path, options: VllmOptions) -> VllmEngine:
         """Build the engine core (its own process) and wait until it answers."""
-        llm = AsyncLLM.from_engine_args(_engine_args(model_dir, options))
+        args = await asyncio.to_thread(_engine_args, model_dir, options)
+        os.environ[OWNER_VARIABLE] = str(os.getpid())
+        try:
+            llm = AsyncLLM.from_engine_args(args)
+        except Exception as error:
+            raise InvalidConfig(
+                f"vLLM does not start with {model_dir} ({type(error).__name__}).",
+                reason="ENGINE_FAILED",
+                remedy="See vLLM's own lines above, or set DIALOOP_INFERENCE_ENGINE=transformers.",
+            ) from error
         engine = cls(llm, model_dir=model_dir, max_model_len=options.max_model_len)
         await llm.update_weight_version(_label(BASE_VERSION))
         return engine
@@ -180,7 +192,8 @@ class VllmEngine:
 
     async def close(self) -> None:
         """Stop the engine core's process."""
-        await asyncio.to_thread(self._llm.shutdown)
+        # A CPU worker hangs on its way out until it is killed: there is nothing to wait for.
+        await asyncio.to_thread(self._llm.shutdown, timeout=_SHUTDOWN_S)
 
     async def _final(self, token_ids: Sequence[int], params: vllm.SamplingParams) -> Any:
         outputs = [o async for o in self._outputs(uuid.uuid4().hex, token_ids, params)]
@@ -245,7 +258,7 @@ def _engine_args(model_dir: Path, options: VllmOptions) -> AsyncEngineArgs:
         raise InvalidConfig(
             f"max_model_len is {options.max_model_len}, the model has {limit} positions "
             "and scoring needs one to spare.",
-            remedy=f"Set max_model_len to at most {limit - 1}.",
+            remedy=f"Set DIALOOP_INFERENCE_MAX_MODEL_LEN to at most {limit - 1}.",
         )
     return AsyncEngineArgs(
         model=str(model_dir),

@@ -18,7 +18,12 @@ from safetensors import safe_open
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.platforms import current_platform
 
+from services.inference.vllm_orphans import end_with_owner
+
 HEAD = "lm_head.weight"
+
+# Only vLLM's worker imports this module, and before it builds anything: the service may die then.
+end_with_owner()
 
 
 class WeightsExtension:

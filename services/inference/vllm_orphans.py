@@ -1,0 +1,42 @@
+"""An engine core must not outlive the service that started it, even when that one is killed.
+
+vLLM's worker ends with its engine core, but the core does not notice that its own parent is gone
+and would keep its memory forever. The worker looks after both.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import psutil  # type: ignore[import-untyped]
+
+OWNER_VARIABLE = "DIALOOP_ENGINE_OWNER_PID"
+_INTERVAL_S = 1.0
+
+
+def end_with_owner() -> None:
+    """From now on, kill this worker and its engine core as soon as their service is gone."""
+    owner = int(os.environ[OWNER_VARIABLE])
+    parent = os.getppid()
+    # Where the engine core runs the worker itself there is no process between.
+    core = os.getpid() if parent == owner else parent
+    threading.Thread(target=_watch, args=(owner, core), daemon=True).start()
+
+
+def _watch(owner: int, core: int) -> None:
+    while _parent_of(core) == owner:
+        time.sleep(_INTERVAL_S)
+    if core in (os.getpid(), os.getppid()):  # else the core is gone already
+        os.kill(core, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _parent_of(pid: int) -> int | None:
+    """The parent as the system sees it now: a child of a dead process gets another."""
+    try:
+        return int(psutil.Process(pid).ppid())
+    except psutil.NoSuchProcess:
+        return None

@@ -1,0 +1,483 @@
+"""The inference service over loopback gRPC, with the transformers engine and a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from dialoop.chat import History, Message
+from dialoop.clients.channel import Channel, RetryPolicy
+from dialoop.clients.inference import InferenceClient, WeightsManifest
+from dialoop.errors import (
+    DataLost,
+    DialoopError,
+    InvalidInput,
+    PreconditionFailed,
+    Unavailable,
+)
+from dialoop.sequences import ForkCause, PolicyVersion, Source
+from dialoop.trajectory import SamplingParams, StopReason
+from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
+from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_server
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from safetensors.torch import load_file, save_file
+
+from services.inference.engine import BASE_VERSION, StopTokens
+from services.inference.rendering import Renderer, RunningText
+from services.inference.replica import Replica
+from services.inference.servicer import InferenceServicer, TemplateServicer
+from services.inference.transformers_engine import TransformersEngine
+from services.learning.tiny import make_tiny_model
+from services.runtime.server import GrpcServer
+from services.runtime.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+SERVICE = "dialoop.v1.InferenceService"
+MAX_MODEL_LEN = 200
+QUESTION = History((Message(role="user", content="35+40"),))
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("inference") / "model", seed=0)
+
+
+class World:
+    """A replica, its server, and a client of it."""
+
+    def __init__(
+        self, replica: Replica, renderer: Renderer, server: GrpcServer, channel: Channel, root: Path
+    ) -> None:
+        self.replica, self.renderer, self.server, self.root = replica, renderer, server, root
+        self.client = InferenceClient(channel)
+
+    async def health(self) -> str:
+        async with grpc.aio.insecure_channel(self.server.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE))
+            return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+
+@asynccontextmanager
+async def world(model_dir: Path, root: Path) -> AsyncIterator[World]:
+    root.mkdir(exist_ok=True)
+    engine = await TransformersEngine.start(model_dir, max_model_len=MAX_MODEL_LEN, max_num_seqs=16)
+    server = GrpcServer(ServerSettings(port=0))
+
+    async def report(serving: bool) -> None:
+        await server.set_serving(serving, SERVICE)
+
+    replica = Replica(engine, weights_root=root, report=report)
+    await replica.load_latest()
+    renderer = Renderer.of(model_dir)
+    servicer = InferenceServicer(replica, renderer, num_parameters=7, max_new_tokens=20)
+    server.add(add_InferenceServiceServicer_to_server, servicer, SERVICE)
+    templates = TemplateServicer(renderer, "tiny")
+    server.add(add_TemplateServiceServicer_to_server, templates, "dialoop.v1.TemplateService")
+    try:
+        async with server, Channel(server.address, retry=RetryPolicy(max_attempts=1)) as channel:
+            await report(not replica.fault)
+            yield World(replica, renderer, server, channel, root)
+    finally:
+        await engine.close()
+
+
+def publish(
+    root: Path, model_dir: Path, *, number: int, lineage: str = "main", scale: float = 1.0
+) -> WeightsManifest:
+    """Other weights, as a trainer would lay them down."""
+    torch.manual_seed(number)
+    tensors = load_file(model_dir / "model.safetensors")
+    noise = {k: t + scale * 0.05 * torch.randn_like(t) for k, t in tensors.items()}
+    root.mkdir(exist_ok=True)
+    save_file(noise, root / f"{number}.safetensors")
+    data = (root / f"{number}.safetensors").read_bytes()
+    return WeightsManifest(
+        policy_version=PolicyVersion(lineage=lineage, number=number),
+        sha256=hashlib.sha256(data).hexdigest(),
+        num_bytes=len(data),
+        path=f"{number}.safetensors",
+    )
+
+
+def point_to(root: Path, manifest: WeightsManifest) -> None:
+    version = manifest.policy_version
+    pointer = {
+        "lineage": version.lineage,
+        "number": version.number,
+        "path": manifest.path,
+        "sha256": manifest.sha256,
+        "num_bytes": manifest.num_bytes,
+    }
+    (root / "latest.json").write_text(json.dumps(pointer))
+
+
+async def refused(call: object, kind: type[DialoopError], reason: str) -> None:
+    with pytest.raises(kind) as caught:
+        await call
+    assert caught.value.reason == reason
+
+
+async def test_an_answer_has_prompt_response_full_and_its_tokens(model_dir, tmp_path):
+    async with world(model_dir, tmp_path / "w") as w:
+        (sample,) = await w.client.generate(QUESTION, sampling=SamplingParams(max_new_tokens=9))
+        assert sample.history.prompt == QUESTION
+        (message,) = sample.history.response
+        assert sample.history.full == QUESTION.append(message)
+        assert message.role == "assistant"
+        ids = sample.sequence.token_ids[sample.sequence.response_mask()].tolist()
+        ended = ids[-1] in w.renderer.tokenizer.end_of_turn_ids
+        assert message.content == w.renderer.tokenizer.decode(ids[:-1] if ended else ids)
+        assert message.is_complete == (sample.stop_reason is StopReason.STOP)
+        assert sample.sequence.policy_versions == (BASE_VERSION,)
+        assert sample.sequence.segments[0].source is not Source.MODEL
+        assert sample.sampling.temperature == 1.0
+        assert sample.tokenizer_digest == w.renderer.tokenizer.digest
+
+
+async def test_inference_logprobs_are_those_of_logprob(model_dir, tmp_path):
+    async with world(model_dir, tmp_path / "w") as w:
+        samples = await w.client.generate(QUESTION, num_samples=4)
+        assert len(samples) == 4
+        scored = await w.client.logprobs(s.sequence.token_ids for s in samples)
+        for sample, row in zip(samples, scored.logprobs, strict=True):
+            mask = sample.sequence.response_mask()[1:]
+            assert np.abs(row[mask] - sample.sequence.inference_logprobs).max() < 1e-4
+        assert scored.policy_version == BASE_VERSION
+
+
+async def test_the_next_turn_continues_the_same_tokens(model_dir, tmp_path):
+    async with world(model_dir, tmp_path / "w") as w:
+        sampling = SamplingParams(max_new_tokens=8)
+        (first,) = await w.client.generate(QUESTION, sampling=sampling)
+        longer = first.history.full.append(Message(role="tool", content="75<response>"))
+        (second,) = await w.client.generate(
+            longer, context=first.sequence, num_context_messages=2, sampling=sampling, turn=1
+        )
+        assert second.sequence.fork_cause is ForkCause.NONE
+        whole = first.sequence.extended_by(second.sequence)
+        scored = await w.client.logprobs([whole.token_ids])
+        mask = whole.response_mask()[1:]
+        assert np.abs(scored.logprobs[0][mask] - whole.inference_logprobs).max() < 1e-4
+        assert Source.TOOL in {s.source for s in second.sequence.segments}
+        assert {s.turn for s in second.sequence.segments} == {1}
+
+
+async def test_a_rewritten_history_starts_another_sequence(model_dir, tmp_path):
+    async with world(model_dir, tmp_path / "w") as w:
+        (first,) = await w.client.generate(QUESTION)
+        rewritten = QUESTION.append(Message(role="assistant", content="7")).append(QUESTION[0])
+        (second,) = await w.client.generate(
+            rewritten, context=first.sequence, num_context_messages=2
+        )
+        assert second.sequence.fork_cause is ForkCause.HISTORY_REWRITTEN
+        assert second.sequence.segments[0].start == 0
+
+
+async def test_a_stop_string_stays_in_the_content(model_dir, tmp_path):
+    async with world(model_dir, tmp_path / "w") as w:
+        digits = tuple("0123456789abcdefghijklmnopqrstuvwxyz<")
+        sampling = SamplingParams(max_new_tokens=100, stop=digits)
+        (sample,) = await w.client.generate(QUESTION, sampling=sampling)
+        assert sample.stop_reason is StopReason.STOP
+        (message,) = sample.history.response
+        assert message.is_complete
+        assert sample.stop_string in message.content
+        assert sample.stop_string in digits
+
+
+def test_a_stop_string_inside_other_tokens_is_searched_as_text(model_dir):
+    renderer = Renderer.of(model_dir)
+    eos = renderer.tokenizer.end_of_turn_ids[0]
+    call = renderer.tokenizer.single_token("<call>")
+    assert renderer.stop_tokens(["<call>", "e", "9"]) == StopTokens(
+        by_id={eos: "", call: "<call>", renderer.tokenizer.single_token("9"): "9"}, strings=("e",)
+    )
+
+
+async def test_a_prompt_longer_than_the_context_gives_an_empty_sample(model_dir, tmp_path):
+    async with world(model_dir, tmp_path / "w") as w:
+        long = History((Message(role="user", content="1" * MAX_MODEL_LEN),))
+        (sample,) = await w.client.generate(long)
+        assert sample.stop_reason is StopReason.CONTEXT_FULL
+        assert sample.sequence.num_model_tokens == 0
+        assert sample.history.response[0].content == ""
+        assert not sample.history.response[0].is_complete
+
+
+async def test_a_stream_tells_the_tokens_of_the_whole_sample(model_dir, tmp_path):
+    async with world(model_dir, tmp_path / "w") as w:
+        chunks = [c async for c in w.client.generate_stream(QUESTION)]
+        (sample,) = chunks[-1].samples
+        ids = [i for chunk in chunks for i in chunk.token_ids]
+        assert ids == sample.sequence.token_ids[sample.sequence.response_mask()].tolist()
+        logprobs = [x for chunk in chunks for x in chunk.inference_logprobs]
+        assert logprobs == sample.sequence.inference_logprobs.tolist()
+        assert {c.policy_version for c in chunks[:-1]} == {BASE_VERSION}
+
+
+def test_streamed_text_waits_for_whole_characters(model_dir):
+    renderer = Renderer.of(model_dir)
+    ids = renderer.tokenizer.encode("aé€b").ids
+    text = RunningText(renderer.tokenizer)
+    told = [text.add([i]) for i in ids]
+    assert "".join(told) == "aé€b"
+    assert "\ufffd" not in "".join(told)
+
+
+async def test_wrong_requests_say_why(model_dir, tmp_path):
+    async with world(model_dir, tmp_path / "w") as w:
+        ask = w.client.generate
+        await refused(ask(History(())), InvalidInput, "PROMPT_MISSING")
+        await refused(ask(QUESTION, num_samples=-1), InvalidInput, "INVALID_SAMPLING")
+        for sampling in (SamplingParams(temperature=0.001), SamplingParams(stop=("",))):
+            await refused(ask(QUESTION, sampling=sampling), InvalidInput, "INVALID_SAMPLING")
+        await refused(w.client.logprobs([[10**6]]), InvalidInput, "TOKEN_OUT_OF_RANGE")
+        await refused(w.client.logprobs([[1] * 201]), InvalidInput, "CONTEXT_FULL")
+
+
+async def test_weights_load_from_a_path_and_from_chunks(model_dir, tmp_path):
+    root = tmp_path / "w"
+    async with world(model_dir, root) as w:
+        manifest = publish(root, model_dir, number=1)
+        loaded = await w.client.load_weights(manifest)
+        assert loaded.policy_version == manifest.policy_version
+        first = (await w.client.logprobs([[1, 2, 3]])).logprobs[0]
+        other = publish(root, model_dir, number=2)
+        data = (root / other.path).read_bytes()
+        chunks = [data[i : i + 100_000] for i in range(0, len(data), 100_000)]
+        await w.client.load_weights(replace(other, path=""), chunks)
+        scored = await w.client.logprobs([[1, 2, 3]])
+        assert scored.policy_version == other.policy_version
+        assert np.abs(scored.logprobs[0] - first).max() > 0.1
+        policy = await w.client.get_policy()
+        assert policy.ready
+        assert policy.policy_version == other.policy_version
+        assert (policy.engine, policy.max_model_len) == ("transformers", MAX_MODEL_LEN)
+
+
+async def test_an_old_version_is_refused_and_changes_nothing(model_dir, tmp_path):
+    root = tmp_path / "w"
+    async with world(model_dir, root) as w:
+        await w.client.load_weights(publish(root, model_dir, number=5))
+        for number in (4, 5):
+            manifest = publish(root, model_dir, number=number)
+            load = w.client.load_weights(manifest)
+            await refused(load, PreconditionFailed, "VERSION_NOT_NEWER")
+        assert (await w.client.get_policy()).ready
+        await w.client.load_weights(publish(root, model_dir, number=1, lineage="restored"))
+        version = (await w.client.get_policy()).policy_version
+        assert version == PolicyVersion(lineage="restored", number=1)
+
+
+async def test_paths_outside_the_weights_root_are_refused(model_dir, tmp_path):
+    root = tmp_path / "w"
+    async with world(model_dir, root) as w:
+        manifest = publish(root, model_dir, number=1)
+        publish(tmp_path, model_dir, number=9)
+        (root / "link").symlink_to(tmp_path)
+        outside = ("../9.safetensors", str(tmp_path / "9.safetensors"), "link/9.safetensors", ".")
+        for path in outside:
+            load = w.client.load_weights(replace(manifest, path=path))
+            await refused(load, InvalidInput, "MANIFEST_MISMATCH")
+        assert (await w.client.get_policy()).ready
+
+
+async def test_a_stream_that_breaks_its_form_is_refused(model_dir, tmp_path):
+    root = tmp_path / "w"
+    async with world(model_dir, root) as w:
+        good = publish(root, model_dir, number=1)
+        for manifest, chunks in (
+            (good, [b"x"]),
+            (replace(good, path="", num_bytes=3), [b"1234"]),
+            (replace(good, num_bytes=0), []),
+        ):
+            load = w.client.load_weights(manifest, chunks)
+            await refused(load, InvalidInput, "MANIFEST_MISMATCH")
+        assert (await w.client.get_policy()).ready
+
+
+async def test_a_failed_load_takes_the_replica_out_until_one_succeeds(model_dir, tmp_path):
+    root = tmp_path / "w"
+    async with world(model_dir, root) as w:
+        good = publish(root, model_dir, number=1)
+        assert await w.health() == "SERVING"
+        bad = replace(good, sha256="0" * 64)
+        await refused(w.client.load_weights(bad), DataLost, "CHECKSUM_MISMATCH")
+        assert await w.health() == "NOT_SERVING"
+        await refused(w.client.generate(QUESTION), Unavailable, "WEIGHTS_BAD")
+        await refused(w.client.logprobs([[1, 2]]), Unavailable, "WEIGHTS_BAD")
+        policy = await w.client.get_policy()
+        assert (policy.ready, policy.reason) == (False, "WEIGHTS_BAD")
+        assert policy.policy_version == BASE_VERSION
+        await w.client.load_weights(good)
+        assert await w.health() == "SERVING"
+        (sample,) = await w.client.generate(QUESTION)
+        assert sample.sequence.policy_versions == (good.policy_version,)
+
+
+async def test_weights_of_another_model_are_refused(model_dir, tmp_path):
+    root = tmp_path / "w"
+    async with world(model_dir, root) as w:
+        good = publish(root, model_dir, number=1)
+        save_file({"model.norm.weight": torch.ones(128)}, root / "x.safetensors")
+        data = (root / "x.safetensors").read_bytes()
+        bad = replace(
+            good,
+            path="x.safetensors",
+            num_bytes=len(data),
+            sha256=hashlib.sha256(data).hexdigest(),
+        )
+        await refused(w.client.load_weights(bad), PreconditionFailed, "UNKNOWN_PARAMETERS")
+        assert await w.health() == "NOT_SERVING"
+
+
+async def test_a_caller_who_leaves_does_not_stop_a_load(model_dir, tmp_path):
+    root = tmp_path / "w"
+    async with world(model_dir, root) as w:
+        release = asyncio.Event()
+        load = w.replica.engine.load_weights
+
+        async def slow(path, version):
+            await release.wait()
+            return await load(path, version)
+
+        w.replica.engine.load_weights = slow
+        manifest = publish(root, model_dir, number=1)
+        data = (root / manifest.path).read_bytes()
+        with pytest.raises(DialoopError):
+            await w.client.load_weights(replace(manifest, path=""), [data], deadline_s=0.3)
+        release.set()
+        async with asyncio.timeout(5):
+            while w.replica.engine.policy_version != manifest.policy_version:
+                await asyncio.sleep(0.01)
+        assert (await w.client.get_policy()).ready
+
+
+async def test_a_new_replica_has_the_latest_policy(model_dir, tmp_path):
+    root = tmp_path / "w"
+    manifest = publish(root, model_dir, number=3)
+    point_to(root, manifest)
+    async with world(model_dir, root) as w:
+        assert (await w.client.get_policy()).policy_version == manifest.policy_version
+
+
+async def test_a_bad_latest_policy_waits_for_the_next(model_dir, tmp_path):
+    root = tmp_path / "w"
+    manifest = publish(root, model_dir, number=3)
+    point_to(root, replace(manifest, sha256="0" * 64))
+    async with world(model_dir, root) as w:
+        assert await w.health() == "NOT_SERVING"
+        await w.client.load_weights(manifest)
+        assert await w.health() == "SERVING"
+
+
+async def test_versions_change_within_one_answer(model_dir, tmp_path):
+    root = tmp_path / "w"
+    async with world(model_dir, root) as w:
+        for number in range(1, 20):
+            manifest = publish(root, model_dir, number=number, scale=0.2)
+            seen = []
+            async for chunk in w.client.generate_stream(
+                QUESTION, sampling=SamplingParams(max_new_tokens=150)
+            ):
+                seen.append(chunk)
+                if len(seen) == 3:
+                    await w.client.load_weights(manifest)
+            (sample,) = seen[-1].samples
+            told = [c.policy_version for c in seen[:-1] for _ in c.token_ids]
+            assert tuple(told) == sample.sequence.token_versions()
+            if len(sample.sequence.policy_versions) == 2:  # else it had ended before the load
+                return
+        pytest.fail("no answer ran on across a load")
+
+
+async def test_a_pause_holds_answers_until_resume(model_dir, tmp_path):
+    async with world(model_dir, tmp_path / "w") as w:
+        await w.client.pause()
+        await w.client.pause()
+        asked = asyncio.create_task(w.client.generate(QUESTION))
+        await asyncio.sleep(0.2)
+        assert not asked.done()
+        assert (await w.client.get_policy()).num_requests_running == 1
+        await w.client.resume()
+        assert len(await asked) == 1
+
+
+async def test_a_dead_engine_is_not_ready_and_ends_the_service(model_dir, tmp_path):
+    async with world(model_dir, tmp_path / "w") as w:
+        watched = asyncio.create_task(w.replica.until_engine_dies())
+        await w.replica.engine.close()
+        async with asyncio.timeout(5):
+            await watched
+        assert await w.health() == "NOT_SERVING"
+        await refused(w.client.generate(QUESTION), Unavailable, "NOT_READY")
+
+
+async def test_the_template_is_told_and_renders(model_dir, tmp_path):
+    async with world(model_dir, tmp_path / "w") as w:
+        assert await w.client.list_templates() == {"tiny": w.renderer.template.digest}
+        text, sequence = await w.client.render(QUESTION)
+        assert text.endswith("<|im_start|>assistant\n")
+        assert w.renderer.tokenizer.decode(sequence.token_ids.tolist()) == text
+        shorter, closed = await w.client.render(QUESTION, add_generation_prompt=False)
+        assert text == shorter + "<|im_start|>assistant\n"
+        assert w.renderer.tokenizer.decode(closed.token_ids.tolist()) == shorter
+
+
+def serve(**settings: str) -> subprocess.CompletedProcess[str]:
+    variables = {f"DIALOOP_INFERENCE_{k.upper()}": v for k, v in settings.items()}
+    return subprocess.run(
+        [sys.executable, "-m", "services.inference"],
+        env=os.environ | {"DIALOOP_INFERENCE_ENGINE": "transformers"} | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_wrong_settings_end_with_one_sentence(model_dir, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(model_dir, bare)
+    (bare / "tokenizer.json").unlink()
+    fake = tmp_path / "vllm"
+    fake.mkdir()
+    (fake / "__init__.py").write_text("raise RuntimeError('operator nms does not exist')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    for expected, settings in (
+        ("no model in", {"model_dir": str(tmp_path)}),
+        ("tokenizer.json", {"model_dir": str(bare)}),
+        ("positions", {"model_dir": str(model_dir), "max_model_len": "100000"}),
+    ):
+        ended = serve(**settings)
+        assert ended.returncode == 2, ended.stderr
+        assert expected in ended.stderr.splitlines()[-1]
+        assert "Traceback" not in ended.stderr
+    ended = subprocess.run(
+        [sys.executable, "-m", "services.inference"],
+        env=os.environ | {"PYTHONPATH": path, "DIALOOP_INFERENCE_MODEL_DIR": str(model_dir)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "vLLM does not import" in ended.stderr
+    assert "Traceback" not in ended.stderr
