@@ -78,8 +78,14 @@ async def running_stack(plan: Plan, log: LogStream) -> AsyncIterator[RunningStac
 def _announced(layout: Layout) -> Iterator[None]:
     """Say who listens where in stack.json, which `dialoop up`, `status` and the SDK read."""
     path = layout.run_dir.path / STACK_FILE
-    addresses = {name: layout.address(name) for name in layout.ports if name != "redis"}
-    found = {"pid": os.getpid(), "run_id": layout.run_dir.run_id, "addresses": addresses}
+    addresses = {name: layout.address(name) for name in layout.services}
+    rest = {name: layout.rest_address(name) for name in layout.services}
+    found = {
+        "pid": os.getpid(),
+        "run_id": layout.run_dir.run_id,
+        "addresses": addresses,
+        "rest_addresses": rest,
+    }
     fresh = path.with_suffix(".tmp")
     fresh.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     fresh.replace(path)
