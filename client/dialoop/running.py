@@ -22,11 +22,12 @@ STACK_FILE = "stack.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """A living stack; no addresses while it starts or stops."""
+    """A living stack; no addresses (gRPC, and REST where it is served) while it starts or stops."""
 
     run_dir: Path
     pid: int
     addresses: Mapping[str, str] = field(default_factory=dict)
+    rest: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_stack(run_dir: Path) -> Stack | None:
@@ -34,7 +35,7 @@ def find_stack(run_dir: Path) -> Stack | None:
     pid = _holder_of(run_dir.parent / f".{run_dir.name}.lock")
     if not pid:
         return None
-    return Stack(run_dir=run_dir, pid=pid, addresses=announced(run_dir, pid))
+    return announced(run_dir, pid) or Stack(run_dir=run_dir, pid=pid)
 
 
 def find_stacks(root: Path) -> list[Stack]:
@@ -71,11 +72,13 @@ def _holder_of(lock: Path) -> int:
     return 0
 
 
-def announced(run_dir: Path, pid: int) -> dict[str, str]:
-    """The addresses that the stack of this pid has written; empty until all services are ready."""
+def announced(run_dir: Path, pid: int) -> Stack | None:
+    """The stack of this pid once all its services are ready, by the file that it writes then."""
     try:
         found = json.loads((run_dir / STACK_FILE).read_text("utf-8"))
     except (OSError, ValueError):
-        return {}
-    # A stack that was killed leaves its file behind.
-    return dict(found["addresses"]) if found["pid"] == pid else {}
+        return None
+    if found["pid"] != pid:  # a stack that was killed leaves its file behind
+        return None
+    addresses, rest = dict(found["addresses"]), dict(found.get("rest", {}))
+    return Stack(run_dir=run_dir, pid=pid, addresses=addresses, rest=rest)

@@ -111,6 +111,14 @@ def test_down_without_a_name_leaves_other_runs_alone(monkeypatch, capsys):
     assert "Running: training." in capsys.readouterr().err
 
 
+def test_a_run_in_use_is_not_started_again_and_keeps_its_log(capsys):
+    with living("default", pid=12345):
+        Path("runs/default.log").write_text("of the living one")
+        assert main(["up", "--detach"]) == 2
+    assert "in use by process 12345" in capsys.readouterr().err
+    assert Path("runs/default.log").read_text() == "of the living one"
+
+
 def test_down_that_does_not_end_in_time_says_so(monkeypatch, capsys):
     killed = []
     monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
@@ -132,7 +140,7 @@ def test_a_stack_is_alive_as_long_as_it_holds_its_lock():
     with living("mine", pid=77, replay="127.0.0.1:1") as run_dir:
         assert [stack.pid for stack in find_stacks(Path("runs"))] == [77]
         assert require_addresses(run_dir) == {"replay": "127.0.0.1:1"}
-        assert announced(run_dir, 78) == {}
+        assert announced(run_dir, 78) is None
     assert find_stack(run_dir) is None
     with pytest.raises(DialoopError, match="No stack is serving"):
         require_addresses(run_dir)

@@ -111,6 +111,12 @@ def _become(words: list[str]) -> int:
 def _detached(words: list[str], given: argparse.Namespace) -> int:
     command = _command(words)
     run_dir = given.root / (given.run or _run_of(given.config))
+    if (living := find_stack(run_dir)) is not None:
+        raise InvalidConfig(
+            f"{run_dir} is in use by process {living.pid}.",
+            reason="RUN_IN_USE",
+            remedy=f"Stop it with `dialoop down {run_dir.name}`, or choose another --run.",
+        )
     log = given.root / f"{run_dir.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
@@ -123,26 +129,28 @@ def _detached(words: list[str], given: argparse.Namespace) -> int:
         )
     say(f"starting {run_dir} (pid {process.pid}); its log is {log}")
     try:
-        addresses = _wait_until_ready(process, run_dir)
+        ready = _wait_until_ready(process, run_dir)
     except KeyboardInterrupt:
         process.terminate()
         process.wait()
         raise
-    if addresses is None:
+    if ready is None:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         complain((lines or ["it ended without a word"])[-1].removeprefix("dialoop stack: "))
         return 2 if process.returncode == 2 else 1
-    for name, address in addresses.items():
-        say(f"{name:<12} {address}")
+    for name, address in ready.addresses.items():
+        at = f"   http://{ready.rest[name]}" if name in ready.rest else ""
+        say(f"{name:<12} {address}{at}")
     say(f"all services are ready; `dialoop down {run_dir.name}` stops them")
     return 0
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], run_dir: Path) -> dict[str, str] | None:
-    """The addresses, or None when the stack has ended."""
+def _wait_until_ready(process: subprocess.Popen[bytes], run_dir: Path) -> Stack | None:
+    """The stack, or None when it has ended."""
     while process.poll() is None:
-        if addresses := announced(run_dir, process.pid):
-            return addresses
+        # By its file alone: asking for its lock could take it from a stack that is just starting.
+        if ready := announced(run_dir, process.pid):
+            return ready
         time.sleep(_POLL_S)
     return None
 

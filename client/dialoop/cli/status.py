@@ -45,7 +45,8 @@ async def _report(stack: Stack) -> int:
     names = list(stack.addresses)
     healths = await asyncio.gather(*(_health(stack.addresses[name]) for name in names))
     for name, health in zip(names, healths, strict=True):
-        say(f"  {name:<12} {stack.addresses[name]:<22} {health}")
+        at = f"   http://{stack.rest[name]}" if name in stack.rest else ""
+        say(f"  {name:<12} {stack.addresses[name]:<22} {health}{at}")
     await _details(stack)
     return 0 if all(health == "serving" for health in healths) else 1
 

@@ -1,0 +1,14 @@
+"""A loss of one's own. A config names it: `[train] loss = "my_loss:reinforce"`.
+
+`inputs.mean` divides by the number of trained tokens of the whole train step. Metrics reach
+metrics.jsonl under their names.
+"""
+
+from services.learning.losses import LossInputs, LossOutput
+
+
+def reinforce(inputs: LossInputs, *, scale: float = 1.0) -> LossOutput:
+    """-scale * advantage * log-prob of each sampled token."""
+    advantages = inputs.require("advantages")
+    loss = inputs.mean(-scale * advantages * inputs.policy_logprobs)
+    return LossOutput(loss, {"sampled_logprob": inputs.mean(inputs.policy_logprobs.detach())})

@@ -1,0 +1,79 @@
+"""A stack that `dialoop up --detach` starts: its status, the SDK on it, and its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from dialoop import BlockingDialoop, SamplingParams
+from dialoop.running import find_stack
+
+ROOT = Path(__file__).parents[2]
+# Nothing is published here: the policy that answers is the tiny model as it was made.
+CONFIG = """
+run = "served"
+engine = "transformers"
+store = "memory"
+[train]
+num_steps = 0
+[evaluation]
+num_tasks = 0
+"""
+
+
+def dialoop(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}"}
+    command = [sys.executable, "-m", "dialoop.cli.main", *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=200, env=environment
+    )
+
+
+@pytest.mark.timeout(300)
+def test_a_detached_stack_is_used_and_stopped_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(CONFIG)
+    started = dialoop("up", "job.toml", "--detach")
+    try:
+        assert started.returncode == 0, started.stderr
+        again = dialoop("up", "job.toml", "--detach")
+        assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+        # Without a name `down` means the run called "default", and this one goes on.
+        assert dialoop("down").returncode == 1
+        status = dialoop("status")
+        assert status.returncode == 0, status.stdout
+        assert status.stdout.count(" serving") == 6
+        with BlockingDialoop.of_run("runs/served") as connection:
+            task = connection.task(
+                "arithmetic", "22+28", split="heldout", sampling=SamplingParams(max_new_tokens=8)
+            )
+            trajectory = connection.play(task)
+        assert trajectory.failures == ()
+        assert trajectory.num_model_tokens > 0
+        played = dialoop("play", "arithmetic", "--run", "served", "--max-new-tokens", "8")
+        assert played.returncode == 0, played.stderr
+    finally:
+        stopped = dialoop("down", "served")
+    assert stopped.returncode == 0, stopped.stderr
+    assert find_stack(Path("runs/served")) is None
+    assert not Path("runs/served/stack.json").exists()
+
+
+def test_a_stack_that_cannot_start_says_why(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text('engine = "nope"\n')
+    done = dialoop("up", "job.toml", "--detach")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "engine" in done.stderr
+
+
+def test_a_service_that_is_gone_is_one_sentence_and_exit_code_1(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = dialoop("play", "arithmetic", "--address", "127.0.0.1:1")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "127.0.0.1:1 is not reachable" in done.stderr
