@@ -286,3 +286,21 @@ def _path(route: Route, request: Message) -> str:
             f"{{{parameter}}}", httpx.URL(f"http://h/{value}").raw_path[1:].decode()
         )
     return path
+
+
+def http_of(server: GrpcServer, token: str = "") -> httpx.AsyncClient:
+    """An HTTP client of a server's REST door."""
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    return httpx.AsyncClient(
+        base_url=f"http://{server.rest_address}", headers=headers, timeout=20, trust_env=False
+    )
+
+
+def refusal(response: httpx.Response) -> tuple[int, str]:
+    """Status and reason of a problem document that is whole."""
+    assert response.headers["content-type"] == "application/problem+json"
+    problem = response.json()
+    assert problem["status"] == response.status_code
+    assert problem["detail"]
+    assert problem["remedy"]
+    return response.status_code, problem["reason"]

@@ -68,7 +68,7 @@ class Endpoint:
             return
         except asyncio.CancelledError:
             if not caller.forgive():  # the server's drain has run out
-                await answer.fail(Unavailable("The service is stopping.", reason="STOPPING"))
+                await answer.fail(_stopping())
         except Exception as error:
             await answer.fail(public_error(error))
 
@@ -181,6 +181,12 @@ def _bind(request: Message, path: str, value: str) -> None:
             fields=[path],
         )
     setattr(request, name, value)
+
+
+def _stopping() -> Unavailable:
+    return Unavailable(
+        "The service is stopping.", reason="STOPPING", remedy="Try again when it is back."
+    )
 
 
 def _too_late(timeout_s: float | None) -> DeadlineExceeded:
