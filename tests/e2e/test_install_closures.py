@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ class Containers:
     def __init__(self, registry: Registry, place: Path) -> None:
         self._registry = registry
         self._place = place
-        given = {"DIALOOP_TOKEN": "of-the-test", "WARM_START_STEPS": "20", "TRAIN_STEPS": "2"}
+        given = {"DIALOOP_TOKEN": "of-the-test", "WARM_START_STEPS": "60", "TRAIN_STEPS": "2"}
         self._services: dict[str, Any] = compose_file(**given)["services"]
         names = ("environment", "inference", "replay", "scorer", "trainer", "collector")
         numbers = {str(port): 0 for n in names for port in self._listens(n)}
@@ -204,6 +205,16 @@ class Containers:
         )
         return ended.returncode == 0
 
+    def rest(self, name: str, path: str) -> int:
+        """Status of a GET at the REST door, without a token."""
+        port = self._ports[self._services[name]["environment"][f"DIALOOP_{name.upper()}_REST_PORT"]]
+        connection = HTTPConnection("127.0.0.1", port, timeout=10)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
     def log(self, name: str) -> str:
         return (self._place / f"{name}.log").read_text("utf-8", errors="replace")[-4000:]
 
@@ -211,17 +222,22 @@ class Containers:
 def test_the_compose_services_start_in_order_and_train(registry: Registry, tmp_path: Path) -> None:
     containers = Containers(registry, tmp_path)
     containers.make_model()
-    metrics = containers.run_dir / "metrics.jsonl"
+    result = containers.run_dir / "trainer.json"
     with ExitStack() as exits:
         order = ("environment", "replay", "inference", "trainer", "scorer", "collector")
         started = {name: exits.enter_context(containers.running(name)) for name in order}
         deadline = time.monotonic() + _READY_S
-        while not (containers.run_dir / "trainer.json").is_file():
+        while not result.is_file():
             for name, process in started.items():
                 assert process.poll() is None, f"{name} ended:\n{containers.log(name)}"
             assert time.monotonic() < deadline, containers.log("trainer")
             time.sleep(1)
         assert all(containers.is_healthy(name) for name in order)
-    rows = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
-    assert len([row for row in rows if row["kind"] == "train"]) == 2
+        assert {containers.rest(name, "/readyz") for name in order} == {200}
+        assert containers.rest("environment", "/v1/environments") == 401
+    told = json.loads(result.read_text("utf-8"))
+    assert told["num_train_steps"] == 2
+    assert told["num_policy_versions"] == 3
+    assert told["max_logprob_difference"] < 1e-4
+    assert told["evaluations"]
     assert {process.returncode for process in started.values()} == {0}

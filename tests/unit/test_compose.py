@@ -21,7 +21,7 @@ from services.runtime.settings import ServerSettings, load
 from services.scorer.settings import ScorerSettings
 from services.stack.child import ServiceSpec
 from services.stack.config_file import load_config
-from services.stack.layout import Layout
+from services.stack.layout import Layout, rest_name
 from services.stack.run_dir import RunDir
 from services.trainer.settings import TrainerSettings
 from tests.containers import ROOT, MissingVariable, compose_file, interpolated, targets
@@ -58,14 +58,14 @@ def loaded(
 def embedded(service: str) -> ServiceSpec:
     config = load_config(ROOT / "infra" / "configs" / "demo.toml", environment={})
     run_dir = RunDir(path=Path("runs/demo"), run_id="demo")
-    ports = dict.fromkeys(SETTINGS, 1)
+    ports = {name: 1 for service in SETTINGS for name in (service, rest_name(service))}
     layout = Layout(config=config, run_dir=run_dir, ports=ports, redis_url="redis://127.0.0.1:1/0")
     return layout.spec(service.partition("-")[0])
 
 
-def listens(service: str) -> int:
+def listens(service: str, door: str = "PORT") -> int:
     variables = SERVICES[service]["environment"]
-    return int(variables[f"DIALOOP_{service.partition('-')[0].upper()}_PORT"])
+    return int(variables[f"DIALOOP_{service.partition('-')[0].upper()}_{door}"])
 
 
 @pytest.mark.parametrize("service", SETTINGS)
@@ -116,7 +116,10 @@ def test_ports_are_published_on_loopback_only() -> None:
     assert all(re.fullmatch(r"127\.0\.0\.1:(\d+):\1", port) for port in published)
     grpc = {"environment": 7001, "inference": 7002, "replay": 7003, "scorer": 7004, "trainer": 7005}
     assert {name: listens(name) for name in grpc} == grpc
-    assert published >= {f"127.0.0.1:{port}:{port}" for port in grpc.values()}
+    rest = {name: port + 1000 for name, port in grpc.items()}
+    assert {name: listens(name, "REST_PORT") for name in grpc} == rest
+    both = {*grpc.values(), *rest.values()}
+    assert published == {f"127.0.0.1:{port}:{port}" for port in both}
     assert "ports" not in SERVICES["redis"]
 
 
@@ -211,7 +214,7 @@ def test_an_image_runs_the_embedded_command_and_probes_its_port(service: str) ->
         "services.runtime.probe",
         f"127.0.0.1:{listens(service)}",
     ]
-    assert str(listens(service)) in target.last("EXPOSE").split()
+    assert target.last("EXPOSE") == f"{listens(service)} {listens(service, 'REST_PORT')}"
 
 
 @pytest.mark.parametrize("service", SETTINGS)
