@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc
@@ -188,6 +190,28 @@ def _scorer(server: GrpcServer, exits: AsyncExitStack) -> None:
 def _trainer(server: GrpcServer, exits: AsyncExitStack) -> None:
     register = trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server
     server.add(register, FixedTrainer(), "dialoop.v1.TrainerService")
+
+
+@contextmanager
+def served(name: str, **given: Any) -> Iterator[str]:
+    """The URL of a service that runs in a thread of its own, with an event loop of its own."""
+    addresses: list[str] = []
+    is_up, stopping = threading.Event(), threading.Event()
+
+    async def run() -> None:
+        async with service(name, **given) as server:
+            addresses.append(server.rest_address)
+            is_up.set()
+            await asyncio.to_thread(stopping.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    try:
+        assert is_up.wait(20)
+        yield f"http://{addresses[0]}"
+    finally:
+        stopping.set()
+        thread.join(20)
 
 
 def routes(service_name: str) -> dict[str, Route]:

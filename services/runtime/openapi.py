@@ -44,7 +44,7 @@ class _Plain(GenerateJsonSchema):
         return False
 
 
-def openapi(routes: Sequence[Route], models: Models) -> dict[str, Any]:
+def openapi(routes: Sequence[Route], models: Models, *, needs_token: bool) -> dict[str, Any]:
     """The whole document, OpenAPI 3.1."""
     said = comments()
     definitions = _definitions(routes, models)
@@ -68,7 +68,7 @@ def openapi(routes: Sequence[Route], models: Models) -> dict[str, Any]:
             "responses": {str(status): _refusal(text) for status, text in _REFUSALS.items()},
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
-        "security": [{"token": []}],
+        "security": [{"token": []}] if needs_token else [],
         "tags": [
             {"name": s.name, "description": said.get(s.full_name, "")}
             for s in sorted(services, key=lambda s: str(s.name))
@@ -184,10 +184,13 @@ def _pages() -> dict[str, Any]:
 
     refused = {status: _ERRORS[status] for status in ("401", "403")}
     return {
-        "/healthz": page("Health: the process lives.", {"200": said, "403": _ERRORS["403"]}),
+        "/healthz": page(
+            "Health: the process lives.", {"200": said, "403": _ERRORS["403"]}, security=[]
+        ),
         "/readyz": page(
             "Readiness: whether every service of it serves.",
             {"200": said, "503": said, "403": _ERRORS["403"]},
+            security=[],
         ),
         "/metrics": page("Metrics: in Prometheus' text format.", {"200": text, **refused}),
     }

@@ -65,7 +65,7 @@ def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOp
             max_body_bytes=options.max_body_bytes,
         )
         app.router.add_route(route.path, endpoint, methods=[route.method])
-    document = openapi([route for route, _ in routes], models)
+    document = openapi([route for route, _ in routes], models, needs_token=bool(options.token))
     app.openapi = lambda: document  # type: ignore[method-assign]
     _add_pages(app, document, options)
     app.add_exception_handler(404, _no_route)

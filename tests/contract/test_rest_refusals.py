@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
 from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 from dialoop.v1 import environment_service_pb2 as pb
 
-from tests.rest_world import http_of, refusal, service
+from tests.rest_world import http_of, refusal, served, service
 
 TOKEN = "right"
 SESSION = {"session_id": "s", "environment": "arithmetic"}
@@ -23,13 +24,24 @@ async def environment(**given):
         yield http
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[str]:
+    with served("environment", token=TOKEN) as url:
+        yield url
+
+
+def client(url: str) -> httpx.AsyncClient:
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=20)
+
+
 async def num_sessions(http: httpx.AsyncClient, session: str = "s") -> int:
     return int((await http.get(f"/v1/sessions/{session}")).status_code == 200)
 
 
 @pytest.mark.parametrize("given", [None, "Bearer wrong", "right", "Bearer rightt", "Basic right"])
-async def test_a_missing_or_wrong_token_is_refused_and_changes_nothing(given):
-    async with environment() as http:
+async def test_a_missing_or_wrong_token_is_refused_and_changes_nothing(shared, given):
+    async with client(shared) as http:
         async with httpx.AsyncClient(base_url=http.base_url) as stranger:
             headers = {"authorization": given} if given is not None else {}
             response = await stranger.post("/v1/sessions", json=SESSION, headers=headers)
@@ -39,9 +51,9 @@ async def test_a_missing_or_wrong_token_is_refused_and_changes_nothing(given):
         assert not await num_sessions(http)
 
 
-async def test_health_and_documents_need_no_token():
+async def test_health_and_documents_need_no_token(shared):
     async with (
-        environment() as http,
+        client(shared) as http,
         httpx.AsyncClient(base_url=http.base_url) as stranger,
     ):
         assert (await stranger.get("/healthz")).json() == {"status": "ALIVE"}
@@ -91,8 +103,8 @@ STEP = {"episode": 1, "history": {"response": {"messages": [{"role": "assistant"
         ),
     ],
 )
-async def test_what_does_not_fit_a_route_is_one_clear_error(path, body, expected, field):
-    async with environment() as http:
+async def test_what_does_not_fit_a_route_is_one_clear_error(shared, path, body, expected, field):
+    async with client(shared) as http:
         response = await http.post(path, json=body)
         assert refusal(response) == expected
         if field is not None:
@@ -114,8 +126,8 @@ async def test_what_does_not_fit_a_route_is_one_clear_error(path, body, expected
         (b"session_id=s", "application/x-www-form-urlencoded", (415, "UNSUPPORTED_MEDIA_TYPE")),
     ],
 )
-async def test_a_body_that_cannot_be_read_is_refused(content, kind, expected):
-    async with environment() as http:
+async def test_a_body_that_cannot_be_read_is_refused(shared, content, kind, expected):
+    async with client(shared) as http:
         response = await http.post("/v1/sessions", content=content, headers={"content-type": kind})
         assert refusal(response) == expected
 
@@ -123,15 +135,15 @@ async def test_a_body_that_cannot_be_read_is_refused(content, kind, expected):
 @pytest.mark.parametrize(
     "query", ["page_size=x", "nope=1", "page_size=1&page_size=2", "one_epoch=3"]
 )
-async def test_a_wrong_query_is_refused(query):
-    async with environment() as http:
+async def test_a_wrong_query_is_refused(shared, query):
+    async with client(shared) as http:
         response = await http.get(f"/v1/environments/arithmetic/tasks?split=train&{query}")
         assert refusal(response)[0] == 400
         assert response.json()["fields"] == [query.partition("=")[0]]
 
 
-async def test_a_body_that_contradicts_its_path_is_refused():
-    async with environment() as http:
+async def test_a_body_that_contradicts_its_path_is_refused(shared):
+    async with client(shared) as http:
         body = pb.ResetRequest(session_id="t").SerializeToString()
         headers = {"content-type": "application/x-protobuf"}
         response = await http.post("/v1/sessions/s/reset", content=body, headers=headers)
@@ -140,8 +152,8 @@ async def test_a_body_that_contradicts_its_path_is_refused():
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1"])
 @pytest.mark.parametrize("method", ["POST", "DELETE"])
-async def test_a_page_of_another_origin_may_change_nothing(method, origin):
-    async with environment() as http:
+async def test_a_page_of_another_origin_may_change_nothing(shared, method, origin):
+    async with client(shared) as http:
         path = "/v1/sessions" if method == "POST" else "/v1/sessions/s"
         response = await http.request(method, path, headers={"origin": origin})
         assert refusal(response) == (403, "FOREIGN_ORIGIN")
@@ -150,10 +162,12 @@ async def test_a_page_of_another_origin_may_change_nothing(method, origin):
         assert not [name for name in read.headers if name.startswith("access-control")]
 
 
-async def test_a_page_of_this_origin_may_call():
-    async with environment() as http:
+async def test_a_page_of_this_origin_may_call(shared):
+    async with client(shared) as http:
         origin = str(http.base_url).rstrip("/")
-        response = await http.post("/v1/sessions", json=SESSION, headers={"origin": origin})
+        response = await http.post(
+            "/v1/sessions", json=SESSION | {"session_id": "own"}, headers={"origin": origin}
+        )
         assert response.status_code == 200
 
 
@@ -168,12 +182,12 @@ def zipped(size: int) -> bytes:
     return gzip.compress(b" " * size)
 
 
-async def test_a_zipped_body_is_read():
-    async with environment() as http:
-        content = gzip.compress(json.dumps(SESSION).encode())
+async def test_a_zipped_body_is_read(shared):
+    async with client(shared) as http:
+        content = gzip.compress(json.dumps(SESSION | {"session_id": "zipped"}).encode())
         headers = {"content-encoding": "gzip", "content-type": "application/json"}
         response = await http.post("/v1/sessions", content=content, headers=headers)
-        assert response.json()["session_id"] == "s"
+        assert response.json()["session_id"] == "zipped"
 
 
 @pytest.mark.parametrize(
