@@ -1,137 +1,41 @@
-"""The inference service over loopback gRPC, with the transformers engine and a tiny model."""
+"""The inference service over gRPC: answers, streams, refusals, and its end."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import os
 import shutil
 import subprocess
 import sys
-from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import grpc
 import numpy as np
 import pytest
-import torch
 from dialoop.chat import History, Message
-from dialoop.clients.channel import Channel, RetryPolicy
-from dialoop.clients.inference import InferenceClient, WeightsManifest
 from dialoop.errors import (
-    DataLost,
-    DialoopError,
     InvalidInput,
-    PreconditionFailed,
     Unavailable,
 )
-from dialoop.sequences import ForkCause, PolicyVersion, Source
+from dialoop.sequences import ForkCause, Source
 from dialoop.trajectory import SamplingParams, StopReason
-from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
-from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_server
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from safetensors.torch import load_file, save_file
 
 from services.inference.engine import BASE_VERSION, StopTokens
 from services.inference.rendering import Renderer, RunningText
-from services.inference.replica import Replica
-from services.inference.servicer import InferenceServicer, TemplateServicer
-from services.inference.transformers_engine import TransformersEngine
-from services.learning.tiny import make_tiny_model
-from services.runtime.server import GrpcServer
-from services.runtime.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
+    pass
 
-SERVICE = "dialoop.v1.InferenceService"
-MAX_MODEL_LEN = 200
-QUESTION = History((Message(role="user", content="35+40"),))
+
+from tests.inference_world import (  # noqa: F401
+    MAX_MODEL_LEN,
+    QUESTION,
+    model_dir,
+    publish,
+    refused,
+    world,
+)
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("inference") / "model", seed=0)
-
-
-class World:
-    """A replica, its server, and a client of it."""
-
-    def __init__(
-        self, replica: Replica, renderer: Renderer, server: GrpcServer, channel: Channel, root: Path
-    ) -> None:
-        self.replica, self.renderer, self.server, self.root = replica, renderer, server, root
-        self.client = InferenceClient(channel)
-
-    async def health(self) -> str:
-        async with grpc.aio.insecure_channel(self.server.address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE))
-            return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-
-
-@asynccontextmanager
-async def world(model_dir: Path, root: Path) -> AsyncIterator[World]:
-    root.mkdir(exist_ok=True)
-    engine = await TransformersEngine.start(model_dir, max_model_len=MAX_MODEL_LEN, max_num_seqs=16)
-    server = GrpcServer(ServerSettings(port=0))
-
-    async def report(serving: bool) -> None:
-        await server.set_serving(serving, SERVICE)
-
-    replica = Replica(engine, weights_root=root, report=report)
-    await replica.load_latest()
-    renderer = Renderer.of(model_dir)
-    servicer = InferenceServicer(replica, renderer, num_parameters=7, max_new_tokens=20)
-    server.add(add_InferenceServiceServicer_to_server, servicer, SERVICE)
-    templates = TemplateServicer(renderer, "tiny")
-    server.add(add_TemplateServiceServicer_to_server, templates, "dialoop.v1.TemplateService")
-    try:
-        async with server, Channel(server.address, retry=RetryPolicy(max_attempts=1)) as channel:
-            await report(not replica.fault)
-            yield World(replica, renderer, server, channel, root)
-    finally:
-        await engine.close()
-
-
-def publish(
-    root: Path, model_dir: Path, *, number: int, lineage: str = "main", scale: float = 1.0
-) -> WeightsManifest:
-    """Other weights, as a trainer would lay them down."""
-    torch.manual_seed(number)
-    tensors = load_file(model_dir / "model.safetensors")
-    noise = {k: t + scale * 0.05 * torch.randn_like(t) for k, t in tensors.items()}
-    root.mkdir(exist_ok=True)
-    save_file(noise, root / f"{number}.safetensors")
-    data = (root / f"{number}.safetensors").read_bytes()
-    return WeightsManifest(
-        policy_version=PolicyVersion(lineage=lineage, number=number),
-        sha256=hashlib.sha256(data).hexdigest(),
-        num_bytes=len(data),
-        path=f"{number}.safetensors",
-    )
-
-
-def point_to(root: Path, manifest: WeightsManifest) -> None:
-    version = manifest.policy_version
-    pointer = {
-        "lineage": version.lineage,
-        "number": version.number,
-        "path": manifest.path,
-        "sha256": manifest.sha256,
-        "num_bytes": manifest.num_bytes,
-    }
-    (root / "latest.json").write_text(json.dumps(pointer))
-
-
-async def refused(call: object, kind: type[DialoopError], reason: str) -> None:
-    with pytest.raises(kind) as caught:
-        await call
-    assert caught.value.reason == reason
 
 
 async def test_an_answer_has_prompt_response_full_and_its_tokens(model_dir, tmp_path):
@@ -250,142 +154,6 @@ async def test_wrong_requests_say_why(model_dir, tmp_path):
             await refused(ask(QUESTION, sampling=sampling), InvalidInput, "INVALID_SAMPLING")
         await refused(w.client.logprobs([[10**6]]), InvalidInput, "TOKEN_OUT_OF_RANGE")
         await refused(w.client.logprobs([[1] * 201]), InvalidInput, "CONTEXT_FULL")
-
-
-async def test_weights_load_from_a_path_and_from_chunks(model_dir, tmp_path):
-    root = tmp_path / "w"
-    async with world(model_dir, root) as w:
-        manifest = publish(root, model_dir, number=1)
-        loaded = await w.client.load_weights(manifest)
-        assert loaded.policy_version == manifest.policy_version
-        first = (await w.client.logprobs([[1, 2, 3]])).logprobs[0]
-        other = publish(root, model_dir, number=2)
-        data = (root / other.path).read_bytes()
-        chunks = [data[i : i + 100_000] for i in range(0, len(data), 100_000)]
-        await w.client.load_weights(replace(other, path=""), chunks)
-        scored = await w.client.logprobs([[1, 2, 3]])
-        assert scored.policy_version == other.policy_version
-        assert np.abs(scored.logprobs[0] - first).max() > 0.1
-        policy = await w.client.get_policy()
-        assert policy.ready
-        assert policy.policy_version == other.policy_version
-        assert (policy.engine, policy.max_model_len) == ("transformers", MAX_MODEL_LEN)
-
-
-async def test_an_old_version_is_refused_and_changes_nothing(model_dir, tmp_path):
-    root = tmp_path / "w"
-    async with world(model_dir, root) as w:
-        await w.client.load_weights(publish(root, model_dir, number=5))
-        for number in (4, 5):
-            manifest = publish(root, model_dir, number=number)
-            load = w.client.load_weights(manifest)
-            await refused(load, PreconditionFailed, "VERSION_NOT_NEWER")
-        assert (await w.client.get_policy()).ready
-        await w.client.load_weights(publish(root, model_dir, number=1, lineage="restored"))
-        version = (await w.client.get_policy()).policy_version
-        assert version == PolicyVersion(lineage="restored", number=1)
-
-
-async def test_paths_outside_the_weights_root_are_refused(model_dir, tmp_path):
-    root = tmp_path / "w"
-    async with world(model_dir, root) as w:
-        manifest = publish(root, model_dir, number=1)
-        publish(tmp_path, model_dir, number=9)
-        (root / "link").symlink_to(tmp_path)
-        outside = ("../9.safetensors", str(tmp_path / "9.safetensors"), "link/9.safetensors", ".")
-        for path in outside:
-            load = w.client.load_weights(replace(manifest, path=path))
-            await refused(load, InvalidInput, "MANIFEST_MISMATCH")
-        assert (await w.client.get_policy()).ready
-
-
-async def test_a_stream_that_breaks_its_form_is_refused(model_dir, tmp_path):
-    root = tmp_path / "w"
-    async with world(model_dir, root) as w:
-        good = publish(root, model_dir, number=1)
-        for manifest, chunks in (
-            (good, [b"x"]),
-            (replace(good, path="", num_bytes=3), [b"1234"]),
-            (replace(good, num_bytes=0), []),
-        ):
-            load = w.client.load_weights(manifest, chunks)
-            await refused(load, InvalidInput, "MANIFEST_MISMATCH")
-        assert (await w.client.get_policy()).ready
-
-
-async def test_a_failed_load_takes_the_replica_out_until_one_succeeds(model_dir, tmp_path):
-    root = tmp_path / "w"
-    async with world(model_dir, root) as w:
-        good = publish(root, model_dir, number=1)
-        assert await w.health() == "SERVING"
-        bad = replace(good, sha256="0" * 64)
-        await refused(w.client.load_weights(bad), DataLost, "CHECKSUM_MISMATCH")
-        assert await w.health() == "NOT_SERVING"
-        await refused(w.client.generate(QUESTION), Unavailable, "WEIGHTS_BAD")
-        await refused(w.client.logprobs([[1, 2]]), Unavailable, "WEIGHTS_BAD")
-        policy = await w.client.get_policy()
-        assert (policy.ready, policy.reason) == (False, "WEIGHTS_BAD")
-        assert policy.policy_version == BASE_VERSION
-        await w.client.load_weights(good)
-        assert await w.health() == "SERVING"
-        (sample,) = await w.client.generate(QUESTION)
-        assert sample.sequence.policy_versions == (good.policy_version,)
-
-
-async def test_weights_of_another_model_are_refused(model_dir, tmp_path):
-    root = tmp_path / "w"
-    async with world(model_dir, root) as w:
-        good = publish(root, model_dir, number=1)
-        save_file({"model.norm.weight": torch.ones(128)}, root / "x.safetensors")
-        data = (root / "x.safetensors").read_bytes()
-        bad = replace(
-            good,
-            path="x.safetensors",
-            num_bytes=len(data),
-            sha256=hashlib.sha256(data).hexdigest(),
-        )
-        await refused(w.client.load_weights(bad), PreconditionFailed, "UNKNOWN_PARAMETERS")
-        assert await w.health() == "NOT_SERVING"
-
-
-async def test_a_caller_who_leaves_does_not_stop_a_load(model_dir, tmp_path):
-    root = tmp_path / "w"
-    async with world(model_dir, root) as w:
-        release = asyncio.Event()
-        load = w.replica.engine.load_weights
-
-        async def slow(path, version):
-            await release.wait()
-            return await load(path, version)
-
-        w.replica.engine.load_weights = slow
-        manifest = publish(root, model_dir, number=1)
-        data = (root / manifest.path).read_bytes()
-        with pytest.raises(DialoopError):
-            await w.client.load_weights(replace(manifest, path=""), [data], deadline_s=0.3)
-        release.set()
-        async with asyncio.timeout(5):
-            while w.replica.engine.policy_version != manifest.policy_version:
-                await asyncio.sleep(0.01)
-        assert (await w.client.get_policy()).ready
-
-
-async def test_a_new_replica_has_the_latest_policy(model_dir, tmp_path):
-    root = tmp_path / "w"
-    manifest = publish(root, model_dir, number=3)
-    point_to(root, manifest)
-    async with world(model_dir, root) as w:
-        assert (await w.client.get_policy()).policy_version == manifest.policy_version
-
-
-async def test_a_bad_latest_policy_waits_for_the_next(model_dir, tmp_path):
-    root = tmp_path / "w"
-    manifest = publish(root, model_dir, number=3)
-    point_to(root, replace(manifest, sha256="0" * 64))
-    async with world(model_dir, root) as w:
-        assert await w.health() == "NOT_SERVING"
-        await w.client.load_weights(manifest)
-        assert await w.health() == "SERVING"
 
 
 async def test_versions_change_within_one_answer(model_dir, tmp_path):
