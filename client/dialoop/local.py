@@ -17,7 +17,7 @@ from dialoop.chat import ChatHistory
 from dialoop.clients.environment import EnvironmentClient, EnvironmentInfo, SessionState, SplitInfo
 from dialoop.environments.episode import Opening as EnvironmentOpening
 from dialoop.episode import Opening, Outcome
-from dialoop.errors import AlreadyExists, DialoopError, InternalError, InvalidInput, NotFound
+from dialoop.errors import AlreadyExists, DialoopError, InvalidInput, NotFound
 from dialoop.local_episodes import LocalSession, StepCall, public_opening
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
     from dialoop.clients.environment import ResetItem, StepItem
     from dialoop.environments import Environment
+    from dialoop.environments.episode import Score
     from dialoop.environments.tasks import TaskPage
-    from dialoop.trajectory import Reward, Trajectory
+    from dialoop.trajectory import Trajectory
 
 T = TypeVar("T")
 
@@ -155,15 +156,11 @@ class LocalEnvironmentClient:
         session.close()
         return True
 
-    async def score(self, trajectory: Trajectory, *, split: str) -> tuple[tuple[Reward, ...], ...]:
-        """Recompute a finished trajectory's rewards, one tuple per turn."""
+    async def score(self, trajectory: Trajectory, *, split: str) -> tuple[Score, ...]:
+        """Recompute a finished trajectory's rewards: one score per turn, with what failed."""
         environment = self._environment(trajectory.environment)
         task = environment.tasks.get(split, trajectory.task_key)
-        scores = await environment.score(task, trajectory)
-        failures = [failure.message for score in scores for failure in score.failures]
-        if failures:
-            raise InternalError(" ".join(failures))
-        return tuple(score.rewards for score in scores)
+        return await environment.score(task, trajectory)
 
     async def _reset(self, item: ResetItem) -> Opening:
         return await self.reset(

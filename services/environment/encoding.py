@@ -115,9 +115,12 @@ def tasks_response(page: TaskPage) -> pb.ListTasksResponse:
 
 
 def score_response(scores: tuple[Score, ...]) -> pb.ScoreResponse:
-    """One list of rewards per turn."""
+    """One list of rewards per turn, and the reward functions that could give none."""
     turns = [
-        pb.TurnRewards(rewards=[reward_to_proto(reward) for reward in score.rewards])
+        pb.TurnRewards(
+            rewards=[reward_to_proto(reward) for reward in score.rewards],
+            failures=[failure_to_proto(failure) for failure in score.failures],
+        )
         for score in scores
     ]
     return pb.ScoreResponse(turns=turns)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dialoop.errors import InternalError, InvalidInput
+from dialoop.errors import InvalidInput
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceServicer
 from dialoop.wire import trajectory_from_proto
@@ -131,9 +131,6 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         environment = self._catalogue.get(trajectory.environment)
         task = environment.tasks.get(request.split, trajectory.task_key)
         scores = await environment.score(task, trajectory)
-        failures = [failure.message for score in scores for failure in score.failures]
-        if failures:
-            raise InternalError(" ".join(failures))
         return encoding.score_response(scores)
 
     def _version(self, session_id: str) -> str:

@@ -345,6 +345,6 @@ async def test_the_sdk_client_plays_scores_and_reads_tasks():
         assert outcome.rewards[0].success
         again = await client.step("s", episode=1, step_index=0, history=answered)
         assert again.replayed
-        rewards = await client.score(trajectory_from_proto(finished()), split="train")
-        assert [[r.value for r in turn] for turn in rewards] == [[1.0]]
+        scores = await client.score(trajectory_from_proto(finished()), split="train")
+        assert [[r.value for r in score.rewards] for score in scores] == [[1.0]]
         assert await client.close_session("s")

@@ -9,7 +9,7 @@ import pytest
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient, ResetItem, StepItem
-from dialoop.environments import ArithmeticTasks, ExactResult, arithmetic, tool_environment
+from dialoop.environments import ArithmeticTasks, ExactResult, Score, arithmetic, tool_environment
 from dialoop.episode import Outcome
 from dialoop.errors import DialoopError
 from dialoop.local import LocalEnvironmentClient
@@ -165,7 +165,7 @@ async def test_a_finished_trajectory_gets_the_same_rewards(play_once):
         assert (
             await service.score(trajectory, split="train")
             == await local.score(trajectory, split="train")
-            == ((), trajectory.turns[-1].rewards)
+            == (Score(), Score(rewards=trajectory.turns[-1].rewards))
         )
 
 

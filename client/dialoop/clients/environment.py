@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.channel import Rpc
 from dialoop.clients.errors import error_of_item
+from dialoop.environments.episode import Score
 from dialoop.environments.tasks import TaskPage, TaskRef
 from dialoop.episode import Opening, Outcome
 from dialoop.trajectory import DoneReason
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from dialoop.chat import ChatHistory
     from dialoop.clients.channel import Channel
     from dialoop.errors import DialoopError
-    from dialoop.trajectory import Reward, Trajectory
+    from dialoop.trajectory import Trajectory
 
 
 __all__ = [
@@ -238,11 +239,17 @@ class EnvironmentClient:
         request = pb.CloseSessionRequest(session_id=session_id)
         return bool((await self._channel.call(CLOSE_SESSION, request)).closed)
 
-    async def score(self, trajectory: Trajectory, *, split: str) -> tuple[tuple[Reward, ...], ...]:
-        """Recompute a finished trajectory's rewards, one tuple per turn."""
+    async def score(self, trajectory: Trajectory, *, split: str) -> tuple[Score, ...]:
+        """Recompute a finished trajectory's rewards: one score per turn, with what failed."""
         request = pb.ScoreRequest(split=split, trajectory=trajectory_to_proto(trajectory))
         answer = await self._channel.call(SCORE, request)
-        return tuple(tuple(reward_from_proto(r) for r in turn.rewards) for turn in answer.turns)
+        return tuple(
+            Score(
+                rewards=tuple(reward_from_proto(reward) for reward in turn.rewards),
+                failures=tuple(failure_from_proto(failure) for failure in turn.failures),
+            )
+            for turn in answer.turns
+        )
 
 
 def _info_from_proto(proto: pb.EnvironmentInfo) -> EnvironmentInfo:

@@ -10,11 +10,12 @@ if TYPE_CHECKING:
     from dialoop.chat import ChatHistory
     from dialoop.clients.blocking.loop import BackgroundLoop
     from dialoop.clients.environment import EnvironmentInfo, ResetItem, SessionState, StepItem
+    from dialoop.environments.episode import Score
     from dialoop.environments.tasks import TaskPage
     from dialoop.episode import Opening, Outcome
     from dialoop.errors import DialoopError
     from dialoop.local import Environments
-    from dialoop.trajectory import Reward, Trajectory
+    from dialoop.trajectory import Trajectory
 
 
 class BlockingEnvironmentClient:
@@ -104,6 +105,6 @@ class BlockingEnvironmentClient:
         """Forget the session; whether there was one."""
         return self._loop.run(self._client.close_session(session_id))
 
-    def score(self, trajectory: Trajectory, *, split: str) -> tuple[tuple[Reward, ...], ...]:
-        """Recompute a finished trajectory's rewards, one tuple per turn."""
+    def score(self, trajectory: Trajectory, *, split: str) -> tuple[Score, ...]:
+        """Recompute a finished trajectory's rewards: one score per turn, with what failed."""
         return self._loop.run(self._client.score(trajectory, split=split))
