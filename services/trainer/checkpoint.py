@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections import Counter
@@ -68,14 +69,14 @@ class Checkpoints:
 
     def save(self, learner: Learner, progress: Progress) -> Path:
         """Write a checkpoint; it counts from the moment the pointer names it."""
-        name = f"{progress.policy_version}-{progress.num_train_steps:06d}"
-        directory = self._root / name
-        directory.mkdir(parents=True, exist_ok=True)
+        directory = self._fresh_directory(
+            f"{progress.policy_version}-{progress.num_train_steps:06d}"
+        )
         learner.export(directory / "model.safetensors")
         learner.save_state(directory / "learner.pt")
         write_json(directory / "progress.json", progress.to_json())
-        write_json(self._root / "latest.json", {"name": name})
-        self._forget_all_but(name)
+        write_json(self._root / "latest.json", {"name": directory.name})
+        self._forget_all_but(directory.name)
         return directory
 
     def restore(self, learner: Learner) -> Progress | None:
@@ -87,6 +88,13 @@ class Checkpoints:
         learner.load_weights(directory / "model.safetensors")
         learner.load_state(directory / "learner.pt")
         return Progress.from_json(json.loads((directory / "progress.json").read_text("utf-8")))
+
+    def _fresh_directory(self, name: str) -> Path:
+        """One that was not there: a kill while it is written must not hurt what the pointer names."""
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        directory = next(self._root / n for n in names if not (self._root / n).exists())
+        directory.mkdir(parents=True)
+        return directory
 
     def _forget_all_but(self, newest: str) -> None:
         others = [d for d in self._root.iterdir() if d.is_dir() and d.name != newest]
