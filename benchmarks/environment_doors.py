@@ -1,0 +1,277 @@
+"""Steps per second of a minimal environment through REST and gRPC, beside openenv-core's server.
+
+python -m benchmarks.environment_doors --openenv-python PATH/TO/python > doors.json
+
+Token and validation are on. Each way has its server in a process of its own and its client in this
+one; `server_cpu_ms` is the CPU time of the server for one step, which is what a free core could do.
+An episode is eight steps; resets are made and not counted, though their time is. openenv-core's
+HTTP keeps no session between steps, its WebSocket does. Without --openenv-python it is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+from dialoop.v1 import environment_service_pb2 as pb
+from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceStub
+
+TOKEN = "benchmark"
+STEPS_PER_EPISODE = 8
+MESSAGE = {"role": "assistant", "content": "hello"}
+HISTORY = {"response": {"messages": [MESSAGE]}}
+
+# Plays one session for ever; adds the seconds of each step to a list.
+Player = Callable[[int, list[float]], Awaitable[None]]
+
+
+@contextmanager
+def environment_service() -> Iterator[tuple[int, str, str]]:
+    """The service: pid, gRPC address, REST address."""
+    variables = {
+        "DIALOOP_TOKEN": TOKEN,
+        "DIALOOP_ENVIRONMENT_REST_PORT": "0",
+        "DIALOOP_ENVIRONMENT_ENVIRONMENTS": "benchmarks.servers.minimal_environment:environment",
+    }
+    command = [sys.executable, "-m", "services.environment"]
+    process = subprocess.Popen(
+        command, env=os.environ | variables, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    try:
+        line = next((line for line in process.stderr if " address=" in line), "")
+        found = re.search(r"rest_address=(\S+) address=([^\s\]]+)", line)
+        if found is None:
+            raise RuntimeError(f"the service did not start: {line}")
+        yield process.pid, found[2], found[1]
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextmanager
+def openenv_service(python: str) -> Iterator[tuple[int, str]]:
+    """openenv-core's server: pid and address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = Path(__file__).with_name("servers") / "openenv_echo.py"
+    # It writes a traceback for every connection that a client ends.
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([python, str(script), str(port)], **quiet)
+    try:
+        for _ in range(200):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        yield process.pid, f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+class Http:
+    """One keep-alive connection: no client library, so that the server is what is measured."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def post(self, path: str, body: bytes, kind: str = "application/json") -> bytes:
+        """POST and read the whole answer; raises unless it is a 200."""
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {TOKEN}\r\n"
+            f"content-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        self._writer.write(head.encode() + body)
+        answer = await self._reader.readuntil(b"\r\n\r\n")
+        length = int(answer.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        content = await self._reader.readexactly(length)
+        if not answer.startswith(b"HTTP/1.1 200"):
+            raise RuntimeError(content.decode())
+        return content
+
+
+@asynccontextmanager
+async def http(address: str) -> AsyncIterator[Http]:
+    """A connection."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        yield Http(reader, writer)
+    finally:
+        writer.close()
+
+
+def rest_player(address: str, *, binary: bool) -> Player:
+    """Sessions over REST, in JSON or protobuf."""
+    kind = "application/x-protobuf" if binary else "application/json"
+
+    def body(message: Any, fields: dict[str, Any]) -> bytes:
+        return message(**fields).SerializeToString() if binary else json.dumps(fields).encode()
+
+    async def play(number: int, took_s: list[float]) -> None:
+        session = f"{kind[-4:]}{number}"
+        path = f"/v1/sessions/{session}"
+        async with http(address) as connection:
+            fields = {"session_id": session, "environment": "minimal"}
+            await connection.post("/v1/sessions", body(pb.CreateSessionRequest, fields), kind)
+            for episode in range(1, 10**9):
+                fields = {"episode": episode, "split": "train", "task_key": "0"}
+                await connection.post(f"{path}/reset", body(pb.ResetRequest, fields), kind)
+                for index in range(STEPS_PER_EPISODE):
+                    fields = {"episode": episode, "step_index": index, "history": HISTORY}
+                    sent = body(pb.StepRequest, fields)
+                    started = time.perf_counter()
+                    await connection.post(f"{path}/step", sent, kind)
+                    took_s.append(time.perf_counter() - started)
+
+    return play
+
+
+def grpc_player(stub: EnvironmentServiceStub) -> Player:
+    """Sessions over unary gRPC, all on one channel."""
+    metadata = (("authorization", f"Bearer {TOKEN}"),)
+
+    async def play(number: int, took_s: list[float]) -> None:
+        session = f"g{number}"
+        request = pb.CreateSessionRequest(session_id=session, environment="minimal")
+        await stub.CreateSession(request, metadata=metadata)
+        for episode in range(1, 10**9):
+            reset = pb.ResetRequest(
+                session_id=session, episode=episode, split="train", task_key="0"
+            )
+            await stub.Reset(reset, metadata=metadata)
+            for index in range(STEPS_PER_EPISODE):
+                step = pb.StepRequest(
+                    session_id=session, episode=episode, step_index=index, history=HISTORY
+                )
+                started = time.perf_counter()
+                await stub.Step(step, metadata=metadata)
+                took_s.append(time.perf_counter() - started)
+
+    return play
+
+
+def openenv_http_player(address: str) -> Player:
+    """openenv-core's POST /step; it makes a new environment for each."""
+    body = json.dumps({"action": {"message": "hello"}}).encode()
+
+    async def play(number: int, took_s: list[float]) -> None:
+        async with http(address) as connection:
+            while True:
+                started = time.perf_counter()
+                await connection.post("/step", body)
+                took_s.append(time.perf_counter() - started)
+
+    return play
+
+
+def openenv_websocket_player(address: str) -> Player:
+    """openenv-core's sessions, which are WebSocket connections."""
+    from websockets.asyncio.client import connect
+
+    reset = json.dumps({"type": "reset", "data": {}})
+    step = json.dumps({"type": "step", "data": {"message": "hello"}})
+
+    async def play(number: int, took_s: list[float]) -> None:
+        async with connect(f"ws://{address}/ws", compression=None) as connection:
+            while True:
+                await connection.send(reset)
+                await connection.recv()
+                for _ in range(STEPS_PER_EPISODE):
+                    started = time.perf_counter()
+                    await connection.send(step)
+                    answer = json.loads(await connection.recv())
+                    took_s.append(time.perf_counter() - started)
+                    if answer["type"] != "observation":
+                        raise RuntimeError(str(answer))
+
+    return play
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def measured(player: Player, pid: int, sessions: int, seconds: float) -> dict[str, float]:
+    """Play for a second unmeasured, then for `seconds`."""
+    took_s: list[float] = []
+    async with asyncio.TaskGroup() as tasks:
+        playing = [tasks.create_task(player(number, took_s)) for number in range(sessions)]
+        await asyncio.sleep(1.0)
+        took_s.clear()
+        started, cpu_before = time.perf_counter(), cpu_s(pid)
+        await asyncio.sleep(seconds)
+        wall_s, cpu = time.perf_counter() - started, cpu_s(pid) - cpu_before
+        found = sorted(took_s)
+        for task in playing:
+            task.cancel()
+    return {
+        "steps_per_s": round(len(found) / wall_s, 1),
+        "p50_ms": round(found[len(found) // 2] * 1e3, 2),
+        "p99_ms": round(found[int(len(found) * 0.99)] * 1e3, 2),
+        "server_cpu_ms": round(cpu / len(found) * 1e3, 3),
+        "server_cores": round(cpu / wall_s, 2),
+    }
+
+
+async def compared(given: argparse.Namespace) -> dict[str, Any]:
+    """All ways, one after the other, as often as asked."""
+    rounds: dict[str, list[dict[str, float]]] = {}
+
+    async def take(name: str, player: Player, pid: int) -> None:
+        figures = await measured(player, pid, given.sessions, given.seconds)
+        rounds.setdefault(name, []).append(figures)
+
+    for _ in range(given.rounds):
+        with environment_service() as (pid, address, rest_address):
+            await take("rest_json", rest_player(rest_address, binary=False), pid)
+            await take("rest_protobuf", rest_player(rest_address, binary=True), pid)
+            async with grpc.aio.insecure_channel(address) as channel:
+                await take("grpc_unary", grpc_player(EnvironmentServiceStub(channel)), pid)
+        if given.openenv_python:
+            with openenv_service(given.openenv_python) as (pid, address):
+                await take("openenv_http", openenv_http_player(address), pid)
+                await take("openenv_websocket", openenv_websocket_player(address), pid)
+    best = {n: max(found, key=lambda f: f["steps_per_s"]) for n, found in rounds.items()}
+    return {"best": best, "rounds": rounds}
+
+
+def main() -> None:
+    """Print JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sessions", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--openenv-python", default="", help="a python that has openenv-core")
+    given = parser.parse_args()
+    load_before = os.getloadavg()[0]
+    figures = asyncio.run(compared(given))
+    context = {
+        "benchmark": "environment_doors",
+        "sessions": given.sessions,
+        "seconds": given.seconds,
+        "cores": os.cpu_count(),
+        "load_before": round(load_before, 2),
+        "openenv": "run" if given.openenv_python else "not run",
+    }
+    print(json.dumps(context | figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()
