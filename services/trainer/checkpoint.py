@@ -90,7 +90,7 @@ class Checkpoints:
         return Progress.from_json(json.loads((directory / "progress.json").read_text("utf-8")))
 
     def _fresh_directory(self, name: str) -> Path:
-        """One that was not there: a kill while it is written must not hurt what the pointer names."""
+        """One that was not there: a kill while writing must not hurt what the pointer names."""
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         directory = next(self._root / n for n in names if not (self._root / n).exists())
         directory.mkdir(parents=True)

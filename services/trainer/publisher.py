@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import shutil
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from dialoop.clients.errors import is_worth_retrying
 from dialoop.clients.inference import WeightsManifest
 from dialoop.errors import DialoopError, PreconditionFailed, Unavailable
 from dialoop.sequences import PolicyVersion
@@ -18,9 +20,11 @@ from services.trainer.records import write_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from dialoop.clients.inference import InferenceClient
     from dialoop.clients.replay import ReplayClient
+    from dialoop.sequences import Floats
 
     from services.trainer.learner import ExportedWeights, Learner
     from services.trainer.settings import TrainerSettings
@@ -67,8 +71,8 @@ class Publisher:
     ) -> Published:
         """Make the learner's present weights the policy `version`, everywhere.
 
-        Waits for a first replica to be there; a replica that fails later is reported and left to
-        reload the newest policy by itself.
+        Waits until a first replica has it and has proved it; one that failed is reported and left
+        to reload the newest policy by itself.
         """
         started = time.perf_counter()
         path = self._root / str(version) / "model.safetensors"
@@ -76,11 +80,10 @@ class Publisher:
         # Announced first: its tokens may reach the queue before the last replica has loaded it.
         await self._advance(version, ())
         self._point_to(version, weights)
-        num_replicas = await self._load_everywhere(version, weights)
-        difference = await self._probe(version)
+        num_replicas, difference = await self._load_and_prove(version, weights)
         # And now that it is live, what it was trained on gives its credits back.
         await self._advance(version, trained_lease_ids)
-        self._forget_old(version)
+        self._forget_old()
         return Published(
             policy_version=version,
             weights=weights,
@@ -108,12 +111,16 @@ class Publisher:
         }
         write_json(self._root / "latest.json", pointer)
 
-    async def _load_everywhere(self, version: PolicyVersion, weights: ExportedWeights) -> int:
+    async def _load_and_prove(
+        self, version: PolicyVersion, weights: ExportedWeights
+    ) -> tuple[int, float]:
+        """How many replicas have it, and the largest difference of those that could be asked."""
         while True:
             loads = (self._load(replica, version, weights) for replica in self._replicas)
-            num_loaded = sum(await asyncio.gather(*loads))
-            if num_loaded:
-                return num_loaded
+            num_replicas = sum(await asyncio.gather(*loads))
+            difference = await self._probe(version) if num_replicas else None
+            if difference is not None:
+                return num_replicas, difference
             await asyncio.sleep(_RETRY_S)
 
     async def _load(
@@ -131,7 +138,7 @@ class Publisher:
         except PreconditionFailed as error:
             # A replica that started a moment ago has it from latest.json.
             if error.reason == "VERSION_NOT_NEWER":
-                return (await replica.get_policy()).policy_version == version
+                return await self._serves(replica, version)
             raise
         except Unavailable:
             return False
@@ -140,28 +147,56 @@ class Publisher:
             return False
         return True
 
-    async def _probe(self, version: PolicyVersion) -> float:
-        """Largest difference in log-prob between the learner and any replica, in nats."""
+    async def _serves(self, replica: InferenceClient, version: PolicyVersion) -> bool:
+        try:
+            return (await replica.get_policy()).policy_version == version
+        except Unavailable:
+            return False
+
+    async def _probe(self, version: PolicyVersion) -> float | None:
+        """Largest difference in log-prob between the learner and any replica, in nats.
+
+        None when no replica that has the version could be asked: nothing is proved then.
+        """
         own = await asyncio.to_thread(self._learner.logprobs, self._probes)
-        worst = 0.0
+        found: list[float] = []
         for replica in self._replicas:
             try:
                 theirs = await replica.logprobs(self._probes)
-            except Unavailable:
+            except DialoopError as error:
+                if not is_worth_retrying(error):
+                    raise
                 continue
-            if theirs.policy_version != version:
-                continue
-            pairs = zip(own, theirs.logprobs, strict=True)
-            worst = max(worst, *(float(np.abs(a - b).max()) for a, b in pairs))
-        if not worst <= self._settings.max_logprob_difference:
+            if theirs.policy_version == version:
+                pairs = zip(own, theirs.logprobs, strict=True)
+                found.extend(_largest_difference(mine, its) for mine, its in pairs)
+        if not found:
+            return None
+        worst = max(found)
+        if worst > self._settings.max_logprob_difference:
             log.error(
                 "After a publish, trainer and inference disagree on the probe prompts.",
                 extra={"policy_version": str(version), "max_logprob_difference": worst},
             )
         return worst
 
-    def _forget_old(self, version: PolicyVersion) -> None:
-        keep = self._settings.keep_policies
-        if keep and version.number > keep:
-            old = PolicyVersion(lineage=version.lineage, number=version.number - keep)
-            shutil.rmtree(self._root / str(old), ignore_errors=True)
+    def _forget_old(self) -> None:
+        """Delete all but the newest policies, of whatever lineage."""
+        if not self._settings.keep_policies:
+            return
+        policies = [path for path in self._root.iterdir() if path.is_dir()]
+        policies.sort(key=_exported_at, reverse=True)
+        for old in policies[self._settings.keep_policies :]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _largest_difference(own: Floats, theirs: Floats) -> float:
+    """Of log-probs; one that is not a number is infinitely far off."""
+    difference = float(np.abs(own - theirs).max())
+    return math.inf if math.isnan(difference) else difference
+
+
+def _exported_at(policy: Path) -> float:
+    """When its weights were written; a policy whose export was cut short is the oldest."""
+    weights = policy / "model.safetensors"
+    return weights.stat().st_mtime if weights.is_file() else 0.0

@@ -1,0 +1,123 @@
+"""Publishing: what a replica that fails, lies or is away does to it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from dialoop.clients.inference import InferenceClient
+from dialoop.clients.replay import ReplayClient
+from dialoop.errors import DeadlineExceeded, DialoopError, PreconditionFailed, Unavailable
+from dialoop.sequences import PolicyVersion
+
+from services.trainer import publisher as module
+from services.trainer.learner import ExportedWeights, Learner
+from services.trainer.publisher import Publisher
+from services.trainer.settings import TrainerSettings
+
+
+class FakeLearner:
+    """A model whose log-probs are all -1."""
+
+    vocab_size = 64
+
+    def export(self, path: Path) -> ExportedWeights:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"w")
+        return ExportedWeights(path=path, sha256="0", num_bytes=1)
+
+    def logprobs(self, rows: list[list[int]]) -> list[Any]:
+        return [np.full(len(row) - 1, -1.0, dtype=np.float32) for row in rows]
+
+
+class FakeReplica:
+    """A replica that answers probes from a list, errors included, the last one for ever."""
+
+    def __init__(self, *answers: float | DialoopError) -> None:
+        self._answers = list(answers)
+        self._version: PolicyVersion | None = None
+        self.on_load: Callable[[], None] = lambda: None
+
+    async def load_weights(self, manifest: Any) -> None:
+        self.on_load()
+        self._version = manifest.policy_version
+
+    async def get_policy(self) -> Any:
+        return SimpleNamespace(policy_version=self._version)
+
+    async def logprobs(self, rows: list[list[int]]) -> Any:
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(answer, DialoopError):
+            raise answer
+        values = [np.full(len(row) - 1, answer, dtype=np.float32) for row in rows]
+        return SimpleNamespace(policy_version=self._version, logprobs=values)
+
+
+class FakeReplay:
+    async def advance_policy(self, run: str, version: PolicyVersion, **_: Any) -> int:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RETRY_S", 0.0)
+
+
+def publisher(run_dir: Path, *replicas: FakeReplica, keep_policies: int = 0) -> Publisher:
+    return Publisher(
+        TrainerSettings(run_dir=run_dir, keep_policies=keep_policies),
+        cast("Learner", FakeLearner()),
+        cast("tuple[InferenceClient, ...]", replicas),
+        cast("ReplayClient", FakeReplay()),
+    )
+
+
+def version(number: int, lineage: str = "main") -> PolicyVersion:
+    return PolicyVersion(lineage=lineage, number=number)
+
+
+async def test_a_replica_whose_logprobs_are_not_numbers_is_an_alarm(tmp_path: Path) -> None:
+    published = await publisher(tmp_path, FakeReplica(math.nan), FakeReplica(-1.0)).publish(
+        version(1)
+    )
+    assert published.max_logprob_difference == math.inf
+
+
+async def test_a_publish_that_nobody_could_be_asked_about_is_not_taken_as_exact(
+    tmp_path: Path,
+) -> None:
+    replica = FakeReplica(Unavailable("restarting"), DeadlineExceeded("slow"), -1.5)
+    published = await publisher(tmp_path, replica).publish(version(1))
+    assert published.max_logprob_difference == 0.5
+
+
+async def test_a_replica_that_leaves_while_it_is_asked_does_not_end_the_publish(
+    tmp_path: Path,
+) -> None:
+    gone = FakeReplica(Unavailable("gone"))
+
+    def leave() -> None:
+        raise PreconditionFailed("It has it.", reason="VERSION_NOT_NEWER")
+
+    async def away() -> Any:
+        raise Unavailable("gone")
+
+    gone.on_load = leave
+    gone.get_policy = away  # type: ignore[method-assign]
+    published = await publisher(tmp_path, gone, FakeReplica(-1.0)).publish(version(1))
+    assert published.num_replicas == 1
+
+
+async def test_only_the_newest_policies_are_kept_also_across_lineages(tmp_path: Path) -> None:
+    publish = publisher(tmp_path, FakeReplica(-1.0), keep_policies=2).publish
+    for each in (version(1), version(2), version(3), version(2, "main.1"), version(3, "main.1")):
+        await publish(each)
+        await asyncio.sleep(0.02)  # file systems tell times apart no better than some ms
+    kept = {path.name for path in (tmp_path / "policies").iterdir() if path.is_dir()}
+    assert kept == {"main.1-2", "main.1-3"}
