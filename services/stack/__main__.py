@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dialoop.errors import DialoopError, InvalidConfig
@@ -32,6 +33,16 @@ if TYPE_CHECKING:
     from services.stack.running import Plan
 
 ROOT = Path("runs")
+FIXED_PORTS = MappingProxyType(
+    {
+        name + door: first + number
+        for door, first in (("", 7000), ("_rest", 8000))
+        for number, name in enumerate(
+            ("environment", "inference", "replay", "scorer", "trainer", "collector"), start=1
+        )
+    }
+)
+"""Where a stack without a config listens: gRPC from 7001 on, REST from 8001 on."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -86,6 +97,8 @@ def _config(given: argparse.Namespace) -> JobConfig:
         # Nothing is trained unless a config says so; a trainer's rpc can publish all the same.
         "train": {"num_steps": 0},
         "evaluation": {"num_tasks": 0},
+        # Addresses that documents and scripts can name; compose has the same ones.
+        "ports": dict(FIXED_PORTS),
     }
     return parse_config(values, source="the command line")
 

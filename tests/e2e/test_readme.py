@@ -1,0 +1,113 @@
+"""The README's curl lines and SDK snippet, read from it and run against a stack."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dialoop import BlockingDialoop
+from dialoop.testing import ScriptedPolicy
+
+from services.learning.loss_loading import load_loss
+from services.learning.losses import LossInputs
+from services.stack.__main__ import FIXED_PORTS
+from tests.stack_jobs import Job, wait_for
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text("utf-8")
+CONFIG = """
+run = "default"
+engine = "transformers"
+store = "memory"
+[train]
+num_steps = 0
+[evaluation]
+num_tasks = 0
+[ports]
+"""
+
+
+def curl_lines() -> list[tuple[str, str]]:
+    """Each command with the answer that is printed below it."""
+    blocks = re.findall(r"```console\n(.*?)```", README, flags=re.DOTALL)
+    return re.findall(r"^\$ (curl .*)\n(.*)$", "".join(blocks), flags=re.MULTILINE)
+
+
+def snippet(marker: str) -> str:
+    """The Python block that contains the marker."""
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    (found,) = [block for block in blocks if marker in block]
+    return str(found)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    folder = tmp_path_factory.mktemp("readme")
+    ports = "".join(f"{name} = {port}\n" for name, port in FIXED_PORTS.items())
+    (folder / "up.toml").write_text(CONFIG + ports)
+    with Job(folder, "up.toml") as job:
+        wait_for(lambda: "all services are ready" in job.output or job.process.poll(), 150)
+        assert job.process.poll() is None, job.output
+        yield job
+
+
+@pytest.mark.timeout(240)
+def test_every_curl_line_of_the_readme_gives_the_answer_printed_below_it(stack: Job) -> None:
+    lines = curl_lines()
+    assert len(lines) >= 6
+    for command, printed in lines:
+        done = subprocess.run(["sh", "-c", command], capture_output=True, check=True, timeout=30)
+        assert json.loads(done.stdout) == json.loads(printed), command
+
+
+@pytest.mark.timeout(240)
+def test_the_sdk_snippet_plays_a_group(stack: Job) -> None:
+    code = snippet("BlockingDialoop(environment=")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("PolicyVersion") == 4, done.stdout
+
+
+def test_the_environment_of_the_readme_can_be_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("capitals.jsonl").write_text('{"id": "f", "question": "France?", "answer": "Paris"}\n')
+    names: dict[str, Any] = {}
+    exec(snippet("CAPITALS"), names)
+    policy = ScriptedPolicy(["<request><capital>France<call>", "Result=Paris<submit>"])
+    with BlockingDialoop(environment=names["environment"], inference=policy) as dialoop:
+        trajectory = dialoop.play(dialoop.task("capitals", "f", split="train"))
+    assert trajectory.failures == ()
+    assert [message.role for message in trajectory.history][-2:] == ["tool", "assistant"]
+    assert trajectory.turns[-1].rewards[0].success
+
+
+def test_the_loss_of_the_readme_is_loaded_by_name_and_points_uphill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_losses.py").write_text(snippet("LossInputs"))
+    monkeypatch.syspath_prepend(tmp_path)
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    inputs = LossInputs(
+        policy_logprobs=logprobs,
+        sequence_index=torch.zeros(2, dtype=torch.int64),
+        loss_mask=torch.ones(2, dtype=torch.bool),
+        num_tokens=2,
+        num_sequences=1,
+        inference_logprobs=logprobs.detach(),
+        advantages=torch.tensor([1.0, -1.0]),
+    )
+    output = load_loss("my_losses:mine", {"cap": 3.0})(inputs)
+    output.loss.backward()  # type: ignore[no-untyped-call]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-0.5, 0.5]
