@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -15,14 +16,21 @@ if TYPE_CHECKING:
     from dialoop.trajectory import Trajectory
 
 
+_BLOCK = 65536
+
+
 class RunRecords:
-    """Appends to the run's files; one line per call, flushed, so that a kill loses no line."""
+    """Appends to the run's files; each call is flushed, so that a kill loses no line of an earlier.
+
+    Trajectories are long and are written by worker threads, metrics by the event loop.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
-        self._metrics = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
-        self._trajectories = (run_dir / "trajectories.jsonl").open("a", encoding="utf-8")
+        self._metrics = _opened(run_dir / "metrics.jsonl")
+        self._trajectories = _opened(run_dir / "trajectories.jsonl")
+        self._writing = threading.Lock()
         self.newest: dict[str, float] = {}
 
     def metric(
@@ -49,8 +57,9 @@ class RunRecords:
         """Add trajectories with what became of them: trained, evaluation or a drop's reason."""
         fate = {"outcome": outcome, "label": label, "train_step": train_step}
         lines = [json.dumps({**fate, **as_row(t)}, ensure_ascii=False) for t in trajectories]
-        self._trajectories.write("".join(line + "\n" for line in lines))
-        self._trajectories.flush()
+        with self._writing:
+            self._trajectories.write("".join(line + "\n" for line in lines))
+            self._trajectories.flush()
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write trainer.json in one piece."""
@@ -60,6 +69,27 @@ class RunRecords:
         """Close the files."""
         self._metrics.close()
         self._trajectories.close()
+
+
+def _opened(path: Path) -> TextIO:
+    """The file, to append to; what a kill left of a last line is cut off."""
+    if path.is_file():
+        with path.open("rb+") as file:
+            file.truncate(_end_of_last_line(file))
+    return path.open("a", encoding="utf-8")
+
+
+def _end_of_last_line(file: BinaryIO) -> int:
+    """One past the last newline, looked for from the end."""
+    position = file.seek(0, os.SEEK_END)
+    while position:
+        start = max(0, position - _BLOCK)
+        file.seek(start)
+        found = file.read(position - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        position = start
+    return 0
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -41,14 +41,16 @@ def sampled_by_version(
     """Number of trajectories, and their sampled tokens by (version, temperature)."""
     found: dict[tuple[str, float], list[Sampled]] = defaultdict(list)
     num_trajectories = 0
-    for line in path.read_text("utf-8").splitlines():
-        row = json.loads(line)
-        num_trajectories += 1
-        # A greedy sampler reports the log-probs of the untempered distribution.
-        temperature = row["temperature"] or 1.0
-        for sequence in row["sequences"]:
-            for version, sampled in _sampled(sequence):
-                found[version, temperature].append(sampled)
+    # By newlines alone: a policy samples every other line separator there is, too.
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        for line in lines:
+            row = json.loads(line)
+            num_trajectories += 1
+            # A greedy sampler reports the log-probs of the untempered distribution.
+            temperature = row["temperature"] or 1.0
+            for sequence in row["sequences"]:
+                for version, sampled in _sampled(sequence):
+                    found[version, temperature].append(sampled)
     return num_trajectories, found
 
 

@@ -62,7 +62,8 @@ def demonstrations_from_file(path: Path) -> Demonstrator:
     """A demonstrator that draws from a JSONL file of {"messages": [...]} lines."""
     histories: list[History] = []
     try:
-        lines = path.read_text("utf-8").splitlines()
+        # By newlines alone: JSON strings may hold every other line separator there is.
+        lines = path.read_text("utf-8").split("\n")
     except OSError as error:
         raise InvalidConfig(
             f"Cannot read the demonstrations {path}: {error.strerror}.",

@@ -163,6 +163,11 @@ def test_a_broken_line_is_named_with_its_file_and_number(tmp_path, line, why):
     assert caught.value.remedy
 
 
+def test_a_question_may_hold_any_line_separator(tmp_path):
+    path = write(tmp_path / "t.jsonl", '{"question": "a\u2028b\x85c", "answer": "1"}', GOOD)
+    assert JsonlTasks(path).keys("train") == ("1", "2")
+
+
 def test_missing_and_empty_files_are_rejected(tmp_path):
     with pytest.raises(InvalidConfig, match="cannot be read"):
         JsonlTasks(tmp_path / "none.jsonl")

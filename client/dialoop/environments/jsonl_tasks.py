@@ -61,7 +61,8 @@ class JsonlTasks(TaskSource):
 
 def _read(path: Path) -> dict[str, TaskData]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # By newlines alone: JSON strings may hold every other line separator there is.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(
             f"The task file {path} cannot be read: {type(error).__name__}.",

@@ -1,0 +1,77 @@
+"""What a run leaves to read: whole lines, whatever a kill or a policy wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import numpy as np
+from dialoop.chat import History, Message
+from dialoop.sequences import PolicyVersion, Source, sequence_of
+from dialoop.trajectory import SamplingParams, Trajectory
+
+from services.trainer.records import RunRecords
+from services.trainer.rescore import sampled_by_version
+from services.trainer.warm_start import demonstrations_from_file
+
+VERSION = PolicyVersion(lineage="main", number=3)
+SEPARATORS = "a\u2028b\x85c\x0bd"
+
+
+def trajectory(text: str) -> Trajectory:
+    sampled = {"source": Source.MODEL, "policy_version": VERSION}
+    row = sequence_of([([1, 2], {"source": Source.PROMPT}), ([3], sampled)], logprobs=[-0.5])
+    return Trajectory(
+        trajectory_id="t",
+        group_id="g",
+        task_key="1+1",
+        seed=0,
+        environment="arithmetic",
+        environment_version="1",
+        history=History((Message(role="user", content=text),)),
+        turns=(),
+        sequences=(row,),
+        sampling=SamplingParams(),
+    )
+
+
+def write(run_dir: Path, text: str) -> None:
+    records = RunRecords(run_dir)
+    records.trajectories([trajectory(text)], outcome="trained", label="training", train_step=1)
+    records.metric("train", train_step=1, policy_version=VERSION, reward=1.0)
+    records.close()
+
+
+def test_the_line_that_a_kill_cut_short_does_not_spoil_the_next(tmp_path: Path) -> None:
+    write(tmp_path, "first")
+    for name in ("metrics.jsonl", "trajectories.jsonl"):
+        with (tmp_path / name).open("a", encoding="utf-8") as file:
+            file.write('{"half": "' + "x" * 100_000)
+    write(tmp_path, "second")
+    for name in ("metrics.jsonl", "trajectories.jsonl"):
+        lines = (tmp_path / name).read_text("utf-8").splitlines()
+        assert len([json.loads(line) for line in lines]) == 2
+
+
+def test_a_first_line_cut_short_leaves_an_empty_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"half', "utf-8")
+    RunRecords(tmp_path).close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+
+
+def test_a_sampled_line_separator_does_not_end_a_row(tmp_path: Path) -> None:
+    write(tmp_path, SEPARATORS)
+    num_trajectories, found = sampled_by_version(tmp_path / "trajectories.jsonl")
+    assert num_trajectories == 1
+    ((key, (sampled,)),) = found.items()
+    assert key == ("main-3", 1.0)
+    assert np.array_equal(sampled.logprobs, np.array([-0.5], dtype=np.float32))
+
+
+def test_a_demonstration_may_hold_any_line_separator(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": SEPARATORS}, {"role": "assistant", "content": "4"}]
+    path = tmp_path / "demonstrations.jsonl"
+    path.write_text(json.dumps({"messages": messages}, ensure_ascii=False) + "\n", "utf-8")
+    demonstrate = demonstrations_from_file(path)
+    assert demonstrate(Random(0))[0].content == SEPARATORS
