@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, Task, Trajectory
 
+from services.runtime.patience import Patience, patiently
+
 if TYPE_CHECKING:
-    from dialoop.clients.environment import EnvironmentClient
+    from dialoop.clients.environment import EnvironmentClient, TaskPage
     from dialoop.clients.replay import ReplayClient
     from dialoop.sequences import PolicyVersion
 
     from services.trainer.records import RunRecords
 
 _OFFER, _WAIT_S, _LEASE_S = 256, 2.0, 60.0
+_PREFIX = "evaluation/"
+_ABANDONED = "abandoned"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,37 +62,50 @@ class Evaluator:
         self._environment = environment
         self._replay = replay
         self._records = records
+        self._patience = Patience()
+        # Groups that arrived, by the prefix of the running evaluation they are of.
+        self._arrived: dict[str, list[Group]] = {}
 
     async def evaluate(self, plan: EvaluationPlan, *, train_step: int) -> Evaluation:
         """Play the plan's tasks under whatever policy is live and return the means."""
-        prefix = f"evaluation/{plan.label}/{uuid.uuid4().hex[:8]}/"
+        prefix = f"{_PREFIX}{plan.label}/{uuid.uuid4().hex[:8]}/"
+        self._arrived[prefix] = []
+        try:
+            trajectories, num_failed = await self._played(plan, prefix)
+        finally:
+            del self._arrived[prefix]
+        await asyncio.to_thread(
+            self._records.trajectories,
+            trajectories,
+            outcome="evaluation",
+            label=plan.label,
+            train_step=train_step,
+        )
+        return _summarise(trajectories, num_failed)
+
+    async def _played(self, plan: EvaluationPlan, prefix: str) -> tuple[list[Trajectory], int]:
+        """The plan's trajectories, and how many tasks gave none."""
         tasks = await self._tasks(plan, prefix)
         for start in range(0, len(tasks), _OFFER):
-            await self._replay.offer_tasks(self._run, tasks[start : start + _OFFER])
+            await self._offer(tasks[start : start + _OFFER])
         trajectories: list[Trajectory] = []
         num_failed, num_open = 0, len(tasks)
-        while num_open:
+        while num_open > 0:
             groups = await self._take(prefix)
             trajectories.extend(t for group in groups for t in group.trajectories)
             num_open -= len(groups)
             if not groups and num_open and await self._nothing_live():
                 num_failed, num_open = num_open, 0
-        self._records.trajectories(
-            trajectories, outcome="evaluation", label=plan.label, train_step=train_step
-        )
-        return _summarise(trajectories, num_failed)
+        return trajectories, num_failed
+
+    async def _offer(self, tasks: list[Task]) -> None:
+        await patiently(lambda: self._replay.offer_tasks(self._run, tasks), self._patience)
 
     async def _tasks(self, plan: EvaluationPlan, prefix: str) -> list[Task]:
         tasks: list[Task] = []
         token = ""
         while len(tasks) < plan.num_tasks:
-            page = await self._environment.list_tasks(
-                plan.environment,
-                split=plan.split,
-                page_size=min(1000, plan.num_tasks - len(tasks)),
-                page_token=token,
-                one_epoch=True,
-            )
+            page = await self._page(plan, token, min(1000, plan.num_tasks - len(tasks)))
             tasks.extend(
                 Task(
                     task_id=f"{prefix}{ref.key}",
@@ -106,7 +124,20 @@ class Evaluator:
                 break
         return tasks
 
+    async def _page(self, plan: EvaluationPlan, token: str, size: int) -> TaskPage:
+        return await patiently(
+            lambda: self._environment.list_tasks(
+                plan.environment,
+                split=plan.split,
+                page_size=size,
+                page_token=token,
+                one_epoch=True,
+            ),
+            self._patience,
+        )
+
     async def _take(self, prefix: str) -> list[Group]:
+        """What arrived of one evaluation; groups of one that nobody waits for are dropped."""
         leased = await self._replay.lease_groups(
             self._run,
             Stage.EVALUATION,
@@ -114,13 +145,26 @@ class Evaluator:
             max_groups=_OFFER,
             lease_s=_LEASE_S,
             wait_s=_WAIT_S,
-            task_id_prefix=prefix,
+            task_id_prefix=_PREFIX,
         )
-        await self._replay.acknowledge(self._run, [g.lease_id for g in leased.leases])
-        return [lease.group for lease in leased.leases]
+        waiting = [(lease, self._waits_for(lease.group)) for lease in leased.leases]
+        taken = [lease.lease_id for lease, arrived in waiting if arrived is not None]
+        abandoned = [lease.lease_id for lease, arrived in waiting if arrived is None]
+        await self._replay.acknowledge(self._run, taken)
+        for lease, arrived in waiting:
+            if arrived is not None:
+                arrived.append(lease.group)
+        await self._replay.drop(self._run, abandoned, _ABANDONED)
+        groups, self._arrived[prefix] = self._arrived[prefix], []
+        return groups
+
+    def _waits_for(self, group: Group) -> list[Group] | None:
+        """Where the running evaluation collects that the group is of, if there is one."""
+        task_id = group.task.task_id
+        return next((kept for own, kept in self._arrived.items() if task_id.startswith(own)), None)
 
     async def _nothing_live(self) -> bool:
-        """Whether the missing groups were all dropped."""
+        """Whether the missing groups were all dropped: what others left is swept up by `_take`."""
         return not (await self._replay.get_stats(self._run)).evaluation.num_open
 
 
