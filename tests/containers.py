@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,12 @@ class Target:
     def extras(self) -> list[str]:
         """The extras it installs."""
         return re.findall(r"\.\[([^]]+)\]", " ".join(self.pip_lines))
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What ENV sets."""
+        pairs = (word.partition("=") for line in self.all_of("ENV") for word in shlex.split(line))
+        return {name: value for name, _, value in pairs}
 
     @property
     def command(self) -> list[str]:

