@@ -7,7 +7,7 @@ import logging
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
-from dialoop.clients.channel import Channel
+from dialoop.clients.channel import Channel, RetryPolicy
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.replay import ReplayClient
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# A queue that restarts is waited for until each call's deadline: a trainer that gave up sooner
+# would lose the train steps since its checkpoint.
+_PATIENT = RetryPolicy(max_attempts=1000)
+
 
 async def serve() -> None:
     """Train to the end, then stay to be asked until told to stop."""
@@ -49,10 +53,10 @@ async def serve() -> None:
         exits.callback(records.close)
         token = settings.token.get_secret_value()
 
-        async def open_channel(address: str) -> Channel:
-            return await exits.enter_async_context(Channel(address, token=token))
+        async def open_channel(address: str, retry: RetryPolicy | None = None) -> Channel:
+            return await exits.enter_async_context(Channel(address, token=token, retry=retry))
 
-        replay = ReplayClient(await open_channel(settings.replay_address))
+        replay = ReplayClient(await open_channel(settings.replay_address, _PATIENT))
         environment = EnvironmentClient(await open_channel(settings.environment_address))
         replicas = [InferenceClient(await open_channel(a)) for a in settings.inference_addresses]
         parts = JobParts(

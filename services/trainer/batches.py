@@ -32,13 +32,13 @@ class Batch:
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
-        """The token rows to train: those with sampled tokens and an advantage that is not 0."""
+        """The token rows to train: those with a signal."""
         return tuple(
             sequence
             for group in self.groups
             for trajectory in group.trajectories
             for sequence in trajectory.sequences
-            if sequence.num_model_tokens and _has_signal(sequence)
+            if _has_signal(sequence)
         )
 
     def staleness(self, current: PolicyVersion) -> Counter[int]:
@@ -47,6 +47,7 @@ class Batch:
             current.staleness_of(min(trajectory.policy_versions))
             for group in self.groups
             for trajectory in group.trajectories
+            if trajectory.policy_versions  # a prompt that filled the context left none
         )
 
     def forks(self) -> Counter[str]:
@@ -103,6 +104,9 @@ def _reason_to_drop(group: Group, current: PolicyVersion, max_staleness: int) ->
 
 
 def _has_signal(sequence: Sequence) -> bool:
+    """Whether it has sampled tokens, and an advantage that is not 0."""
+    if not sequence.num_model_tokens:
+        return False
     if len(sequence.token_advantages):
         return bool(sequence.token_advantages.any())
     return bool(sequence.advantage)

@@ -26,8 +26,9 @@ _FORMAT = 1
 class Progress:
     """How far the job is; owned by the job and written whole into every checkpoint.
 
-    `consumed_group_ids` are the groups whose gradient is in the weights and whose acknowledgement
-    may not have reached the queue yet: a redelivery of one is acknowledged, not trained again.
+    `consumed_lease_ids` and `consumed_group_ids` are of the groups whose gradient is in the weights
+    and whose acknowledgement may not have reached the queue yet: a restart acknowledges the leases,
+    and a redelivery of a group is acknowledged, not trained again.
     """
 
     policy_version: PolicyVersion
@@ -39,6 +40,7 @@ class Progress:
     num_steps_with_older_data: int = 0
     max_logprob_difference: float = 0.0
     cursor: str = ""
+    consumed_lease_ids: list[str] = field(default_factory=list)
     consumed_group_ids: list[str] = field(default_factory=list)
     staleness_histogram: Counter[int] = field(default_factory=Counter)
     forks: Counter[str] = field(default_factory=Counter)
@@ -49,6 +51,22 @@ class Progress:
         """Plain JSON."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"format": _FORMAT, **values, "policy_version": asdict(self.policy_version)}
+
+    def result(self) -> dict[str, Any]:
+        """What trainer.json says of the whole run."""
+        older = self.num_steps_with_older_data / max(1, self.num_train_steps)
+        return {
+            "phases": self.phase_seconds,
+            "num_train_steps": self.num_train_steps,
+            "num_policy_versions": self.num_policy_versions,
+            "staleness_histogram": dict(sorted(self.staleness_histogram.items())),
+            "share_of_train_steps_with_older_data": older,
+            "max_logprob_difference": self.max_logprob_difference,
+            "num_trained_tokens": self.num_trained_tokens,
+            "num_trajectories_trained": self.num_trained_trajectories,
+            "forks": dict(self.forks),
+            "evaluations": self.evaluations,
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Progress:
@@ -103,17 +121,25 @@ class Checkpoints:
 
 
 def lineage_after_restore(
-    restored: PolicyVersion, published: PolicyVersion | None
+    restored: PolicyVersion, *published: PolicyVersion | None
 ) -> PolicyVersion:
-    """The version the restored weights go on under.
+    """The version the restored weights go on under, given what others know as published.
 
     When newer versions were published and are now discarded, their numbers must not come back with
     other weights: a new lineage starts (main, main.1, main.2, ...).
     """
-    if published is None or published == restored:
+    known = [_age(version) for version in published if version is not None]
+    newest_generation, number = max(known, default=(0, 0))
+    if (newest_generation, number) <= _age(restored):
         return restored
-    base, _, generation = published.lineage.partition(".")
-    return PolicyVersion(lineage=f"{base}.{int(generation or 0) + 1}", number=restored.number)
+    base = restored.lineage.partition(".")[0]
+    return PolicyVersion(lineage=f"{base}.{newest_generation + 1}", number=restored.number)
+
+
+def _age(version: PolicyVersion) -> tuple[int, int]:
+    """Orders what one run publishes: main.2-7 is (2, 7)."""
+    generation = version.lineage.partition(".")[2]
+    return int(generation) if generation.isdecimal() else 0, version.number
 
 
 def published_version(run_dir: Path) -> PolicyVersion | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, Task, Trajectory
@@ -12,11 +12,14 @@ from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, Task, Traj
 from services.runtime.patience import Patience, patiently
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from dialoop.clients.environment import EnvironmentClient, TaskPage
     from dialoop.clients.replay import ReplayClient
     from dialoop.sequences import PolicyVersion
 
     from services.trainer.records import RunRecords
+    from services.trainer.settings import TrainerSettings
 
 _OFFER, _WAIT_S, _LEASE_S = 256, 2.0, 60.0
 _PREFIX = "evaluation/"
@@ -33,6 +36,25 @@ class EvaluationPlan:
     sampling: SamplingParams
     label: str
     num_trajectories: int = 1
+
+    @classmethod
+    def full(cls, settings: TrainerSettings, label: str, *, temperature: float) -> Self:
+        """The held-out split, as before and after training."""
+        return cls(
+            environment=settings.environment,
+            split=settings.heldout_split,
+            num_tasks=settings.num_evaluation_tasks,
+            sampling=SamplingParams(
+                temperature=temperature, max_new_tokens=settings.max_new_tokens
+            ),
+            label=label,
+        )
+
+    @classmethod
+    def running(cls, settings: TrainerSettings) -> Self:
+        """A part of the held-out split, while training goes on."""
+        plan = cls.full(settings, "running", temperature=1.0)
+        return replace(plan, num_tasks=min(plan.num_tasks, settings.num_running_evaluation_tasks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

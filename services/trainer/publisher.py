@@ -78,11 +78,11 @@ class Publisher:
         path = self._root / str(version) / "model.safetensors"
         weights = await asyncio.to_thread(self._learner.export, path)
         # Announced first: its tokens may reach the queue before the last replica has loaded it.
-        await self._advance(version, ())
+        await self.announce(version)
         self._point_to(version, weights)
         num_replicas, difference = await self._load_and_prove(version, weights)
         # And now that it is live, what it was trained on gives its credits back.
-        await self._advance(version, trained_lease_ids)
+        await self.announce(version, trained_lease_ids)
         self._forget_old()
         return Published(
             policy_version=version,
@@ -92,7 +92,8 @@ class Publisher:
             num_replicas=num_replicas,
         )
 
-    async def _advance(self, version: PolicyVersion, trained_lease_ids: Sequence[str]) -> None:
+    async def announce(self, version: PolicyVersion, trained_lease_ids: Sequence[str] = ()) -> None:
+        """Tell the queue which policy is live; telling it again does no harm."""
         await self._replay.advance_policy(
             self._settings.run,
             version,

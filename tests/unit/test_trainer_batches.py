@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from dialoop.chat import History, Message
 from dialoop.clients.replay import GroupLease
@@ -106,6 +108,34 @@ def test_a_restore_that_discards_published_versions_starts_a_new_lineage() -> No
     assert lineage_after_restore(version(10, "main.1"), version(12, "main.1")) == version(
         10, "main.2"
     )
+
+
+def test_a_queue_that_knows_of_another_publish_than_the_files_counts_as_well() -> None:
+    assert lineage_after_restore(version(10), version(10), version(11)) == version(10, "main.1")
+    found = lineage_after_restore(version(10), version(10), version(10, "main.1"))
+    assert found == version(10, "main.2")
+
+
+def test_a_queue_that_lost_the_newest_publish_discards_nothing() -> None:
+    assert lineage_after_restore(version(10), version(10), version(9)) == version(10)
+    restored = version(10, "main.1")
+    assert lineage_after_restore(restored, restored, version(13)) == restored
+
+
+def test_a_member_without_sampled_tokens_has_no_signal_and_no_staleness() -> None:
+    full = lease("a")
+    silent = replace(full.group.trajectories[0], sequences=(_prompt_only(),))
+    group = replace(full.group, trajectories=(silent, full.group.trajectories[1]))
+    batch = sort_batch(
+        [replace(full, group=group)], current=NOW, max_staleness=4, consumed_group_ids=()
+    )
+    assert dict(batch.staleness(NOW)) == {0: 1}
+    assert [s.advantage for s in batch.sequences] == [-1.0]
+
+
+def _prompt_only() -> Sequence:
+    segments = (Segment(start=0, length=2, source=Source.PROMPT),)
+    return Sequence(token_ids=np.array([5, 6], dtype=np.int32), segments=segments, advantage=1.0)
 
 
 def test_a_restore_of_the_live_version_keeps_its_lineage() -> None:

@@ -1,0 +1,196 @@
+"""A training job among fakes: a model that is a number, a queue that is a list, no torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from dialoop.chat import History, Message
+from dialoop.clients.replay import GroupLease
+from dialoop.errors import Unavailable
+from dialoop.sequences import PolicyVersion, Source, sequence_of
+from dialoop.trajectory import Group, SamplingParams, Task, Trajectory
+
+from services.trainer.checkpoint import Checkpoints
+from services.trainer.job import JobParts, TrainingJob
+from services.trainer.learner import ExportedWeights, TrainStepReport
+from services.trainer.publisher import Published
+from services.trainer.records import RunRecords
+from services.trainer.settings import TrainerSettings
+from services.trainer.status import StatusBoard
+
+
+def lease(group_id: str, policy: PolicyVersion, *, lease_id: str = "") -> GroupLease:
+    """A scored group of two members."""
+    members = tuple(_member(group_id, policy, advantage) for advantage in (1.0, -1.0))
+    task = Task(task_id=group_id, environment="arithmetic", split="train", key="1+1")
+    group = Group(group_id=group_id, task=task, trajectories=members)
+    return GroupLease(
+        lease_id=lease_id or f"lease-{group_id}", group=group, num_deliveries=1, expires_in_s=60
+    )
+
+
+def _member(group_id: str, policy: PolicyVersion, advantage: float) -> Trajectory:
+    pieces: list[tuple[list[int], dict[str, Any]]] = [
+        ([5], {"source": Source.PROMPT}),
+        ([6, 7], {"source": Source.MODEL, "policy_version": policy}),
+    ]
+    row = replace(sequence_of(pieces, logprobs=[-0.5, -1.5]), advantage=advantage)
+    return Trajectory(
+        trajectory_id=f"{group_id}-{advantage}",
+        group_id=group_id,
+        task_key="1+1",
+        seed=0,
+        environment="arithmetic",
+        environment_version="1",
+        history=History((Message(role="user", content="1+1"),)),
+        turns=(),
+        sequences=(row,),
+        sampling=SamplingParams(),
+    )
+
+
+class FakeLearner:
+    """Weights are the number of train steps in them."""
+
+    num_parameters = 1
+
+    def __init__(self) -> None:
+        self.weights = 0
+        self.trained: list[int] = []
+        self.while_training: Callable[[], None] = lambda: None
+
+    def warm_start_step(self, demonstrations: Any) -> Any:
+        return SimpleNamespace(loss=0.0, step=SimpleNamespace(learning_rate=0.0))
+
+    def train_step(self, sequences: Any, *, temperature: float) -> TrainStepReport:
+        self.while_training()
+        self.weights += 1
+        self.trained.append(len(sequences))
+        return TrainStepReport(
+            loss=0.0, metrics={}, grad_norm=0.0, num_updates=1, num_refused=0, num_trained_tokens=4
+        )
+
+    def export(self, path: Path) -> ExportedWeights:
+        path.write_text(str(self.weights), "utf-8")
+        return ExportedWeights(path=path, sha256="", num_bytes=1)
+
+    def load_weights(self, path: Path) -> None:
+        self.weights = int(path.read_text("utf-8"))
+
+    def save_state(self, path: Path) -> None:
+        path.touch()
+
+    def load_state(self, path: Path) -> None:
+        pass
+
+
+class FakeReplay:
+    """Hands out `batches` one by one, each made when it is asked for, then nothing."""
+
+    def __init__(self) -> None:
+        self.batches: list[Callable[[], list[GroupLease]]] = []
+        self.policy_version: PolicyVersion | None = None
+        self.acknowledged: list[str] = []
+        self.dropped: dict[str, str] = {}
+        self.extended: list[tuple[str, ...]] = []
+
+    async def get_stats(self, run: str) -> Any:
+        return SimpleNamespace(cursor="", policy_version=self.policy_version)
+
+    async def lease_groups(self, *_: Any, **__: Any) -> Any:
+        await asyncio.sleep(0.001)
+        return SimpleNamespace(leases=tuple(self.batches.pop(0)()) if self.batches else ())
+
+    async def acknowledge(self, run: str, lease_ids: list[str]) -> tuple[str, ...]:
+        self.acknowledged += lease_ids
+        return ()
+
+    async def drop(self, run: str, lease_ids: list[str], reason: str) -> tuple[str, ...]:
+        self.dropped |= dict.fromkeys(lease_ids, reason)
+        return ()
+
+    async def extend(self, run: str, lease_ids: list[str], *, lease_s: float) -> tuple[str, ...]:
+        self.extended.append(tuple(lease_ids))
+        return ()
+
+
+class FakePublisher:
+    """Keeps which weights each version was; `gate` holds a publish up half-way."""
+
+    def __init__(self, learner: FakeLearner) -> None:
+        self._learner = learner
+        self.published: list[tuple[str, int]] = []
+        self.announced: list[str] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def announce(self, version: PolicyVersion) -> None:
+        self.announced.append(str(version))
+
+    async def publish(self, version: PolicyVersion, **_: Any) -> Published:
+        self.published.append((str(version), self._learner.weights))
+        await self.gate.wait()
+        weights = ExportedWeights(path=Path("w"), sha256="", num_bytes=1)
+        return Published(
+            policy_version=version,
+            weights=weights,
+            publish_s=0.0,
+            max_logprob_difference=0.0,
+            num_replicas=1,
+        )
+
+
+class FakeEvaluator:
+    """Every evaluation fails."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    async def evaluate(self, *_: Any, **__: Any) -> Any:
+        self.num_asked += 1
+        raise Unavailable("away")
+
+
+class World:
+    """One trainer process; another World in the same folder is that process restarted."""
+
+    def __init__(self, run_dir: Path, **settings: Any) -> None:
+        known = {"num_evaluation_tasks": 0, "evaluate_every": 0, "groups_per_train_step": 2}
+        self.settings = TrainerSettings(run_dir=run_dir, **known | settings)
+        self.learner, self.replay = FakeLearner(), FakeReplay()
+        self.publisher = FakePublisher(self.learner)
+        self.evaluator = FakeEvaluator()
+        self.records = RunRecords(run_dir)
+        self.board = StatusBoard()
+        self.checkpoints = Checkpoints(run_dir)
+        parts = SimpleNamespace(
+            learner=self.learner,
+            demonstrations=iter([[]] * 100),
+            replay=self.replay,
+            publisher=self.publisher,
+            evaluator=self.evaluator,
+            checkpoints=self.checkpoints,
+            records=self.records,
+            board=self.board,
+        )
+        self.job = TrainingJob(self.settings, cast("JobParts", parts))
+
+    def offer(self, *names: str, policy: PolicyVersion | None = None, prefix: str = "") -> None:
+        """One batch of fresh groups, sampled under `policy` or else what is live by then."""
+
+        def batch() -> list[GroupLease]:
+            newest = self.board.newest
+            assert newest is not None
+            live = policy or newest.policy_version
+            return [lease(name, live, lease_id=f"{prefix}lease-{name}") for name in names]
+
+        self.replay.batches.append(batch)
+
+    async def run(self) -> None:
+        async with asyncio.timeout(10):
+            await self.job.run()
