@@ -70,12 +70,14 @@ async def _until_over(server: GrpcServer, replica: Replica) -> None:
     """Wait for the stop signal; raise when the engine dies first, for a supervisor to restart."""
     dying = asyncio.create_task(replica.until_engine_dies())
     dying.add_done_callback(lambda _: server.stop())
+    following = asyncio.create_task(replica.follow_latest())
     try:
         await server.wait_until_stopped()
         if dying.done():
             raise engine_stopped()
     finally:
         dying.cancel()
+        following.cancel()
 
 
 @asynccontextmanager

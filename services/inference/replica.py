@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from dialoop.errors import DialoopError, PreconditionFailed, Unavailable
+from dialoop.errors import DialoopError, InvalidConfig, PreconditionFailed, Unavailable
 
 from services.inference.publications import Publications, require_intact, spooled
 
@@ -30,10 +30,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 0.5
+_LONGEST_PAUSE_S = 60.0
 
 
 class Replica:
-    """Owns the engine. After a failed load it takes no traffic until a load succeeds."""
+    """Owns the engine. After a failed load it takes no traffic until a load succeeds.
+
+    Policies are pushed to it, and it catches up by itself with those it missed.
+    """
 
     def __init__(
         self,
@@ -47,6 +51,8 @@ class Replica:
         self._report = report
         self._loading = asyncio.Lock()
         self._fault = ""
+        # What latest.json named when we last did as it says.
+        self._followed: Manifest | None = None
         self.num_sampled_tokens = 0
         self.num_requests_running = 0
 
@@ -98,7 +104,7 @@ class Replica:
 
     async def load_latest(self) -> None:
         """Load the newest published policy, if there is one; a bad one waits for the next."""
-        manifest = self._publications.latest()
+        manifest = self._followed = self._publications.latest()
         if manifest is None:
             return
         try:
@@ -106,6 +112,45 @@ class Replica:
         except DialoopError as error:
             log.warning("The latest policy does not load.", extra={"reason": error.reason})
             await self._leave_rotation("WEIGHTS_BAD")
+
+    async def follow_latest(self, *, look_every_s: float = 2.0) -> None:
+        """Load, until cancelled, what latest.json names whenever that was missed or failed.
+
+        A policy that is named since a look ago was pushed to us by then, if all went well.
+        """
+        seen, pause_s = self._followed, look_every_s
+        while True:
+            await asyncio.sleep(pause_s)
+            manifest, before = await asyncio.to_thread(self._named), seen
+            seen = manifest
+            is_due = manifest != self._followed or self._fault
+            if manifest is None or manifest != before or not is_due:
+                pause_s = look_every_s
+            elif await self._caught_up_with(manifest):
+                self._followed, pause_s = manifest, look_every_s
+            else:
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _named(self) -> Manifest | None:
+        try:
+            return self._publications.latest()
+        except InvalidConfig as error:
+            log.warning("The latest policy is not known.", extra={"reason": error.reason})
+            return None
+
+    async def _caught_up_with(self, manifest: Manifest) -> bool:
+        """Whether the replica serves that policy or a newer one, now or already."""
+        if manifest.policy_version == self._engine.policy_version and not self._fault:
+            return True
+        try:
+            await self._load(self._publications.file_of(manifest), manifest)
+        except DialoopError as error:
+            log.warning("The latest policy does not load.", extra={"reason": error.reason})
+            return error.reason == "VERSION_NOT_NEWER" and not self._fault
+        except Exception:
+            log.exception("The latest policy does not load.")
+            return False
+        return True
 
     async def pause(self) -> None:
         """Hold generation; requests keep their place."""
