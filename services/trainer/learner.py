@@ -149,10 +149,9 @@ class Learner:
         temporary = path.with_suffix(".tmp")
         save_file(self._tensors(), temporary, metadata={"format": "pt"})
         temporary.replace(path)
-        data = path.read_bytes()
-        return ExportedWeights(
-            path=path, sha256=hashlib.sha256(data).hexdigest(), num_bytes=len(data)
-        )
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return ExportedWeights(path=path, sha256=digest, num_bytes=path.stat().st_size)
 
     def load_weights(self, path: Path) -> None:
         """Take weights that `export` wrote; InvalidConfig when they are another model's."""
