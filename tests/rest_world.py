@@ -35,7 +35,7 @@ from grpc_status import rpc_status
 from services.environment.catalogue import Catalogue
 from services.environment.serving import serving
 from services.environment.settings import EnvironmentSettings
-from services.inference.engine import LoadTimes, Sampled, Scored, VersionSpan, require_ids
+from services.inference.engine import LoadTimes, Piece, Sampled, Scored, VersionSpan, require_ids
 from services.inference.rendering import Renderer
 from services.inference.replica import Replica
 from services.inference.servicer import InferenceServicer, TemplateServicer
@@ -79,6 +79,9 @@ class TwinEngine:
             versions=spans,
             stop_reason=StopReason.STOP,
         )
+        if on_tokens is not None:
+            for token, logprob in zip(ids, one.logprobs, strict=True):
+                on_tokens(Piece(token_ids=(token,), logprobs=(logprob,), policy_version=MAIN_3))
         return (one,) * min(num_samples, 4)
 
     async def logprobs(self, token_ids):

@@ -200,6 +200,21 @@ def parse(chunk: bytes) -> replay_service_pb2.WatchResponse:
     return found
 
 
+async def test_a_generation_streams_its_tokens_and_ends_with_the_whole_sample():
+    prompt = {"messages": [{"role": "user", "content": "1+1"}]}
+    asked = {"request": {"history": {"prompt": prompt}, "sampling": {"max_new_tokens": 4}}}
+    async with service("inference") as server, http_of(server) as http:
+        answer = await http.post("/v1/generate_stream", json=asked)
+        *pieces, last = [json.loads(line) for line in answer.text.splitlines()]
+        refused = await http.post("/v1/generate_stream", json={"request": {}})
+    (sample,) = last["completed"]["samples"]
+    sampled = [token for piece in pieces for token in piece["token_ids"]]
+    assert sampled
+    assert sampled == sample["sequence"]["token_ids"][-len(sampled) :]
+    assert len(sample["sequence"]["inference_logprobs"]) == len(sampled)
+    assert refusal(refused) == (400, "PROMPT_MISSING")
+
+
 async def test_a_number_that_is_none_is_left_out():
     async with service("trainer") as server, http_of(server) as http:
         assert (await http.get("/v1/status")).json()["metrics"] == {"train/loss": 0.5}
