@@ -20,7 +20,8 @@ from dialoop.chat import ChatHistory, History
 from dialoop.episode import Opening, Outcome, Sample
 from dialoop.errors import AlreadyExists, InvalidInput, NotFound, PreconditionFailed
 from dialoop.sequences import PolicyVersion
-from dialoop.templates import ChatTemplate, TokenBuilder
+from dialoop.templates import ChatTemplate
+from dialoop.token_builder import TokenBuilder
 from dialoop.tokenizer import Tokenizer
 from dialoop.trajectory import SamplingParams, StopReason
 

@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from dialoop import BlockingDialoop, Sequence, arithmetic
-from dialoop.templates import ChatTemplate, TokenBuilder
+from dialoop.templates import ChatTemplate
 from dialoop.testing import ScriptedPolicy
+from dialoop.token_builder import TokenBuilder
 from dialoop.tokenizer import Tokenizer
 
 from services.learning.loss_loading import load_loss

@@ -10,7 +10,8 @@ from dialoop.chat import ChatHistory
 from dialoop.episode import Sample
 from dialoop.errors import InvalidInput, Unsupported
 from dialoop.sequences import Segment, Sequence
-from dialoop.templates import ChatTemplate, TokenBuilder
+from dialoop.templates import ChatTemplate
+from dialoop.token_builder import TokenBuilder
 from dialoop.tokenizer import Tokenizer
 from dialoop.trajectory import StopReason
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dialoop.chat import History
-    from dialoop.templates import Prompt
+    from dialoop.token_builder import Prompt
 
     from services.inference.engine import Sampled
 

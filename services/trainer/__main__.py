@@ -12,7 +12,8 @@ from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.trainer import Phase
-from dialoop.templates import ChatTemplate, TokenBuilder
+from dialoop.templates import ChatTemplate
+from dialoop.token_builder import TokenBuilder
 from dialoop.tokenizer import Tokenizer
 from dialoop.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 

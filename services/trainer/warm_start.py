@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dialoop.sequences import Sequence
-    from dialoop.templates import TokenBuilder
+    from dialoop.token_builder import TokenBuilder
 
     from services.trainer.settings import TrainerSettings
 

@@ -7,7 +7,8 @@ import pytest
 from dialoop.chat import History, Message
 from dialoop.errors import InvalidConfig, InvalidInput, Unsupported
 from dialoop.sequences import ForkCause, PolicyVersion, Sequence, Source
-from dialoop.templates import ChatTemplate, TokenBuilder
+from dialoop.templates import ChatTemplate
+from dialoop.token_builder import TokenBuilder
 from dialoop.tokenizer import Tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
