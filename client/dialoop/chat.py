@@ -42,6 +42,15 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolDefinition:
+    """A tool a chat model may call; `parameters_json` is the JSON schema of its arguments."""
+
+    name: str
+    description: str = ""
+    parameters_json: str = "{}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One message: `Message(role="user", content="What is 3+4?")`."""
 
@@ -50,6 +59,9 @@ class Message:
     is_complete: bool = True
     tool_calls: tuple[ToolCall, ...] = ()
     tool_responses: tuple[str, ...] = ()
+    reasoning: str = ""
+    tool_call_id: str = ""
+    name: str = ""
 
     def __post_init__(self) -> None:
         if not self.role:

@@ -1,6 +1,7 @@
 from dialoop.v1 import chat_pb2 as _chat_pb2
 from dialoop.v1 import trajectory_pb2 as _trajectory_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -8,49 +9,82 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class UpdateMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    UPDATE_MODE_UNSPECIFIED: _ClassVar[UpdateMode]
+    UPDATE_MODE_RECOMPUTE: _ClassVar[UpdateMode]
+    UPDATE_MODE_KEEP_KV: _ClassVar[UpdateMode]
+    UPDATE_MODE_WAIT: _ClassVar[UpdateMode]
+UPDATE_MODE_UNSPECIFIED: UpdateMode
+UPDATE_MODE_RECOMPUTE: UpdateMode
+UPDATE_MODE_KEEP_KV: UpdateMode
+UPDATE_MODE_WAIT: UpdateMode
+
 class GenerateRequest(_message.Message):
-    __slots__ = ("history", "context", "num_context_messages", "sampling", "turn", "num_samples")
+    __slots__ = ("history", "context", "num_context_messages", "sampling", "turn", "num_samples", "text", "token_ids", "adapter", "template_name", "tools", "template_options_json", "truncate_prompt")
     HISTORY_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     NUM_CONTEXT_MESSAGES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_NAME_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_OPTIONS_JSON_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_PROMPT_FIELD_NUMBER: _ClassVar[int]
     history: _chat_pb2.ChatHistory
     context: _trajectory_pb2.Sequence
     num_context_messages: int
     sampling: _trajectory_pb2.SamplingParams
     turn: int
     num_samples: int
-    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., context: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., num_context_messages: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., turn: _Optional[int] = ..., num_samples: _Optional[int] = ...) -> None: ...
+    text: str
+    token_ids: _chat_pb2.TokenIds
+    adapter: str
+    template_name: str
+    tools: _containers.RepeatedCompositeFieldContainer[_chat_pb2.ToolDefinition]
+    template_options_json: str
+    truncate_prompt: bool
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., context: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., num_context_messages: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., turn: _Optional[int] = ..., num_samples: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_chat_pb2.TokenIds, _Mapping]] = ..., adapter: _Optional[str] = ..., template_name: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[_chat_pb2.ToolDefinition, _Mapping]]] = ..., template_options_json: _Optional[str] = ..., truncate_prompt: bool = ...) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("history", "sequence", "stop_reason", "stop_string")
+    __slots__ = ("history", "sequence", "stop_reason", "stop_string", "text")
     HISTORY_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
     history: _chat_pb2.ChatHistory
     sequence: _trajectory_pb2.Sequence
     stop_reason: _trajectory_pb2.StopReason
     stop_string: str
-    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., sequence: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., stop_reason: _Optional[_Union[_trajectory_pb2.StopReason, str]] = ..., stop_string: _Optional[str] = ...) -> None: ...
+    text: _chat_pb2.Text
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., sequence: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., stop_reason: _Optional[_Union[_trajectory_pb2.StopReason, str]] = ..., stop_string: _Optional[str] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("samples", "tokenizer_digest", "template_digest", "sampling", "queue_s", "generate_s")
+    __slots__ = ("samples", "tokenizer_digest", "template_digest", "sampling", "queue_s", "generate_s", "update_mode", "num_truncated_tokens", "warnings")
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     GENERATE_S_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_MODE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRUNCATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     samples: _containers.RepeatedCompositeFieldContainer[Sample]
     tokenizer_digest: str
     template_digest: str
     sampling: _trajectory_pb2.SamplingParams
     queue_s: float
     generate_s: float
-    def __init__(self, samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., queue_s: _Optional[float] = ..., generate_s: _Optional[float] = ...) -> None: ...
+    update_mode: UpdateMode
+    num_truncated_tokens: int
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., queue_s: _Optional[float] = ..., generate_s: _Optional[float] = ..., update_mode: _Optional[_Union[UpdateMode, str]] = ..., num_truncated_tokens: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateStreamRequest(_message.Message):
     __slots__ = ("request",)
@@ -73,25 +107,33 @@ class GenerateStreamResponse(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., inference_logprobs: _Optional[_Iterable[float]] = ..., policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., text: _Optional[str] = ..., completed: _Optional[_Union[GenerateResponse, _Mapping]] = ...) -> None: ...
 
 class LogProbRequest(_message.Message):
-    __slots__ = ("token_ids",)
+    __slots__ = ("token_ids", "histories", "texts", "adapter")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    HISTORIES_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedCompositeFieldContainer[_chat_pb2.TokenIds]
-    def __init__(self, token_ids: _Optional[_Iterable[_Union[_chat_pb2.TokenIds, _Mapping]]] = ...) -> None: ...
+    histories: _containers.RepeatedCompositeFieldContainer[_chat_pb2.ChatHistory]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    adapter: str
+    def __init__(self, token_ids: _Optional[_Iterable[_Union[_chat_pb2.TokenIds, _Mapping]]] = ..., histories: _Optional[_Iterable[_Union[_chat_pb2.ChatHistory, _Mapping]]] = ..., texts: _Optional[_Iterable[str]] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class LogProbResponse(_message.Message):
-    __slots__ = ("logprobs", "policy_version")
+    __slots__ = ("logprobs", "policy_version", "sequences")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_chat_pb2.LogProbValues]
     policy_version: _trajectory_pb2.PolicyVersion
-    def __init__(self, logprobs: _Optional[_Iterable[_Union[_chat_pb2.LogProbValues, _Mapping]]] = ..., policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ...) -> None: ...
+    sequences: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Sequence]
+    def __init__(self, logprobs: _Optional[_Iterable[_Union[_chat_pb2.LogProbValues, _Mapping]]] = ..., policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[_trajectory_pb2.Sequence, _Mapping]]] = ...) -> None: ...
 
 class GetPolicyRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetPolicyResponse(_message.Message):
-    __slots__ = ("policy_version", "engine", "engine_version", "tokenizer_digest", "template_digest", "max_model_len", "ready", "reason", "num_sampled_tokens", "num_requests_running", "num_parameters")
+    __slots__ = ("policy_version", "engine", "engine_version", "tokenizer_digest", "template_digest", "max_model_len", "ready", "reason", "num_sampled_tokens", "num_requests_running", "num_parameters", "adapters", "data_planes")
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +145,8 @@ class GetPolicyResponse(_message.Message):
     NUM_SAMPLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    DATA_PLANES_FIELD_NUMBER: _ClassVar[int]
     policy_version: _trajectory_pb2.PolicyVersion
     engine: str
     engine_version: str
@@ -114,19 +158,35 @@ class GetPolicyResponse(_message.Message):
     num_sampled_tokens: int
     num_requests_running: int
     num_parameters: int
-    def __init__(self, policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., ready: bool = ..., reason: _Optional[str] = ..., num_sampled_tokens: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_parameters: _Optional[int] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterInfo]
+    data_planes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., ready: bool = ..., reason: _Optional[str] = ..., num_sampled_tokens: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_parameters: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ..., data_planes: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class AdapterInfo(_message.Message):
+    __slots__ = ("name", "policy_version")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    policy_version: _trajectory_pb2.PolicyVersion
+    def __init__(self, name: _Optional[str] = ..., policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ...) -> None: ...
 
 class WeightsManifest(_message.Message):
-    __slots__ = ("policy_version", "sha256", "num_bytes", "path")
+    __slots__ = ("policy_version", "sha256", "num_bytes", "path", "update_mode", "adapter", "adapter_config_json")
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_MODE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     policy_version: _trajectory_pb2.PolicyVersion
     sha256: str
     num_bytes: int
     path: str
-    def __init__(self, policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., sha256: _Optional[str] = ..., num_bytes: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+    update_mode: UpdateMode
+    adapter: str
+    adapter_config_json: str
+    def __init__(self, policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., sha256: _Optional[str] = ..., num_bytes: _Optional[int] = ..., path: _Optional[str] = ..., update_mode: _Optional[_Union[UpdateMode, str]] = ..., adapter: _Optional[str] = ..., adapter_config_json: _Optional[str] = ...) -> None: ...
 
 class LoadWeightsRequest(_message.Message):
     __slots__ = ("manifest", "chunk")
@@ -161,3 +221,94 @@ class ResumeRequest(_message.Message):
 class ResumeResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: str
+    def __init__(self, adapter: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ("unloaded",)
+    UNLOADED_FIELD_NUMBER: _ClassVar[int]
+    unloaded: bool
+    def __init__(self, unloaded: bool = ...) -> None: ...
+
+class CreateRecordingRequest(_message.Message):
+    __slots__ = ("recording_id", "group_id", "task", "sampling", "time_to_live_s")
+    RECORDING_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    TIME_TO_LIVE_S_FIELD_NUMBER: _ClassVar[int]
+    recording_id: str
+    group_id: str
+    task: _trajectory_pb2.Task
+    sampling: _trajectory_pb2.SamplingParams
+    time_to_live_s: float
+    def __init__(self, recording_id: _Optional[str] = ..., group_id: _Optional[str] = ..., task: _Optional[_Union[_trajectory_pb2.Task, _Mapping]] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., time_to_live_s: _Optional[float] = ...) -> None: ...
+
+class CreateRecordingResponse(_message.Message):
+    __slots__ = ("base_path", "time_to_live_s")
+    BASE_PATH_FIELD_NUMBER: _ClassVar[int]
+    TIME_TO_LIVE_S_FIELD_NUMBER: _ClassVar[int]
+    base_path: str
+    time_to_live_s: float
+    def __init__(self, base_path: _Optional[str] = ..., time_to_live_s: _Optional[float] = ...) -> None: ...
+
+class GetRecordingRequest(_message.Message):
+    __slots__ = ("recording_id",)
+    RECORDING_ID_FIELD_NUMBER: _ClassVar[int]
+    recording_id: str
+    def __init__(self, recording_id: _Optional[str] = ...) -> None: ...
+
+class GetRecordingResponse(_message.Message):
+    __slots__ = ("recording_id", "calls", "closed")
+    RECORDING_ID_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    recording_id: str
+    calls: _containers.RepeatedCompositeFieldContainer[RecordedCall]
+    closed: bool
+    def __init__(self, recording_id: _Optional[str] = ..., calls: _Optional[_Iterable[_Union[RecordedCall, _Mapping]]] = ..., closed: bool = ...) -> None: ...
+
+class RecordedCall(_message.Message):
+    __slots__ = ("call_id", "prompt", "samples", "sampling", "sequence_indices", "failure")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_INDICES_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    call_id: str
+    prompt: _chat_pb2.History
+    samples: _containers.RepeatedCompositeFieldContainer[Sample]
+    sampling: _trajectory_pb2.SamplingParams
+    sequence_indices: _containers.RepeatedScalarFieldContainer[int]
+    failure: _trajectory_pb2.Failure
+    def __init__(self, call_id: _Optional[str] = ..., prompt: _Optional[_Union[_chat_pb2.History, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., sequence_indices: _Optional[_Iterable[int]] = ..., failure: _Optional[_Union[_trajectory_pb2.Failure, _Mapping]] = ...) -> None: ...
+
+class CloseRecordingRequest(_message.Message):
+    __slots__ = ("recording_id", "rewards", "failures", "labels")
+    class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    RECORDING_ID_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    recording_id: str
+    rewards: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Reward]
+    failures: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Failure]
+    labels: _containers.ScalarMap[str, str]
+    def __init__(self, recording_id: _Optional[str] = ..., rewards: _Optional[_Iterable[_Union[_trajectory_pb2.Reward, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_trajectory_pb2.Failure, _Mapping]]] = ..., labels: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class CloseRecordingResponse(_message.Message):
+    __slots__ = ("trajectory",)
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    trajectory: _trajectory_pb2.Trajectory
+    def __init__(self, trajectory: _Optional[_Union[_trajectory_pb2.Trajectory, _Mapping]] = ...) -> None: ...

@@ -71,6 +71,26 @@ class InferenceServiceStub(object):
                 request_serializer=dialoop_dot_v1_dot_inference__service__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=dialoop_dot_v1_dot_inference__service__pb2.ResumeResponse.FromString,
                 _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/dialoop.v1.InferenceService/UnloadAdapter',
+                request_serializer=dialoop_dot_v1_dot_inference__service__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=dialoop_dot_v1_dot_inference__service__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.CreateRecording = channel.unary_unary(
+                '/dialoop.v1.InferenceService/CreateRecording',
+                request_serializer=dialoop_dot_v1_dot_inference__service__pb2.CreateRecordingRequest.SerializeToString,
+                response_deserializer=dialoop_dot_v1_dot_inference__service__pb2.CreateRecordingResponse.FromString,
+                _registered_method=True)
+        self.GetRecording = channel.unary_unary(
+                '/dialoop.v1.InferenceService/GetRecording',
+                request_serializer=dialoop_dot_v1_dot_inference__service__pb2.GetRecordingRequest.SerializeToString,
+                response_deserializer=dialoop_dot_v1_dot_inference__service__pb2.GetRecordingResponse.FromString,
+                _registered_method=True)
+        self.CloseRecording = channel.unary_unary(
+                '/dialoop.v1.InferenceService/CloseRecording',
+                request_serializer=dialoop_dot_v1_dot_inference__service__pb2.CloseRecordingRequest.SerializeToString,
+                response_deserializer=dialoop_dot_v1_dot_inference__service__pb2.CloseRecordingResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer(object):
@@ -131,6 +151,36 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UnloadAdapter(self, request, context):
+        """A LoRA adapter is loaded by LoadWeights with a manifest that names it. Idempotent. OK.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateRecording(self, request, context):
+        """Keeps every OpenAI-compatible call under /recordings/{recording_id}/v1 until it is closed.
+        Idempotent by id. OK, INVALID_ARGUMENT, RESOURCE_EXHAUSTED (TOO_MANY_RECORDINGS).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetRecording(self, request, context):
+        """OK, NOT_FOUND (RECORDING_NOT_FOUND).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseRecording(self, request, context):
+        """Ends the recording and yields its trajectory; a second close gives the same answer until the
+        recording expires. OK, NOT_FOUND (RECORDING_NOT_FOUND).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -168,6 +218,26 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=dialoop_dot_v1_dot_inference__service__pb2.ResumeRequest.FromString,
                     response_serializer=dialoop_dot_v1_dot_inference__service__pb2.ResumeResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=dialoop_dot_v1_dot_inference__service__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=dialoop_dot_v1_dot_inference__service__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'CreateRecording': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateRecording,
+                    request_deserializer=dialoop_dot_v1_dot_inference__service__pb2.CreateRecordingRequest.FromString,
+                    response_serializer=dialoop_dot_v1_dot_inference__service__pb2.CreateRecordingResponse.SerializeToString,
+            ),
+            'GetRecording': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRecording,
+                    request_deserializer=dialoop_dot_v1_dot_inference__service__pb2.GetRecordingRequest.FromString,
+                    response_serializer=dialoop_dot_v1_dot_inference__service__pb2.GetRecordingResponse.SerializeToString,
+            ),
+            'CloseRecording': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseRecording,
+                    request_deserializer=dialoop_dot_v1_dot_inference__service__pb2.CloseRecordingRequest.FromString,
+                    response_serializer=dialoop_dot_v1_dot_inference__service__pb2.CloseRecordingResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -361,6 +431,114 @@ class InferenceService(object):
             '/dialoop.v1.InferenceService/Resume',
             dialoop_dot_v1_dot_inference__service__pb2.ResumeRequest.SerializeToString,
             dialoop_dot_v1_dot_inference__service__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dialoop.v1.InferenceService/UnloadAdapter',
+            dialoop_dot_v1_dot_inference__service__pb2.UnloadAdapterRequest.SerializeToString,
+            dialoop_dot_v1_dot_inference__service__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateRecording(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dialoop.v1.InferenceService/CreateRecording',
+            dialoop_dot_v1_dot_inference__service__pb2.CreateRecordingRequest.SerializeToString,
+            dialoop_dot_v1_dot_inference__service__pb2.CreateRecordingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRecording(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dialoop.v1.InferenceService/GetRecording',
+            dialoop_dot_v1_dot_inference__service__pb2.GetRecordingRequest.SerializeToString,
+            dialoop_dot_v1_dot_inference__service__pb2.GetRecordingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseRecording(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dialoop.v1.InferenceService/CloseRecording',
+            dialoop_dot_v1_dot_inference__service__pb2.CloseRecordingRequest.SerializeToString,
+            dialoop_dot_v1_dot_inference__service__pb2.CloseRecordingResponse.FromString,
             options,
             channel_credentials,
             insecure,

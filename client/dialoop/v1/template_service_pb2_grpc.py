@@ -35,6 +35,11 @@ class TemplateServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.RegisterTemplate = channel.unary_unary(
+                '/dialoop.v1.TemplateService/RegisterTemplate',
+                request_serializer=dialoop_dot_v1_dot_template__service__pb2.RegisterTemplateRequest.SerializeToString,
+                response_deserializer=dialoop_dot_v1_dot_template__service__pb2.RegisterTemplateResponse.FromString,
+                _registered_method=True)
         self.ListTemplates = channel.unary_unary(
                 '/dialoop.v1.TemplateService/ListTemplates',
                 request_serializer=dialoop_dot_v1_dot_template__service__pb2.ListTemplatesRequest.SerializeToString,
@@ -45,11 +50,24 @@ class TemplateServiceStub(object):
                 request_serializer=dialoop_dot_v1_dot_template__service__pb2.RenderRequest.SerializeToString,
                 response_deserializer=dialoop_dot_v1_dot_template__service__pb2.RenderResponse.FromString,
                 _registered_method=True)
+        self.Parse = channel.unary_unary(
+                '/dialoop.v1.TemplateService/Parse',
+                request_serializer=dialoop_dot_v1_dot_template__service__pb2.ParseRequest.SerializeToString,
+                response_deserializer=dialoop_dot_v1_dot_template__service__pb2.ParseResponse.FromString,
+                _registered_method=True)
 
 
 class TemplateServiceServicer(object):
     """Every rpc may also return UNAUTHENTICATED, DEADLINE_EXCEEDED and INTERNAL (with an error_id).
     """
+
+    def RegisterTemplate(self, request, context):
+        """Registering the same again changes nothing. OK, INVALID_ARGUMENT (TEMPLATE_INVALID),
+        ALREADY_EXISTS (TEMPLATE_CONFLICT: other content under this name, without `replace`).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def ListTemplates(self, request, context):
         """OK.
@@ -65,9 +83,22 @@ class TemplateServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Parse(self, request, context):
+        """Text or token ids back to messages. OK, NOT_FOUND (TEMPLATE_NOT_FOUND), INVALID_ARGUMENT
+        (NOT_PARSEABLE), FAILED_PRECONDITION (NO_PARSER).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TemplateServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'RegisterTemplate': grpc.unary_unary_rpc_method_handler(
+                    servicer.RegisterTemplate,
+                    request_deserializer=dialoop_dot_v1_dot_template__service__pb2.RegisterTemplateRequest.FromString,
+                    response_serializer=dialoop_dot_v1_dot_template__service__pb2.RegisterTemplateResponse.SerializeToString,
+            ),
             'ListTemplates': grpc.unary_unary_rpc_method_handler(
                     servicer.ListTemplates,
                     request_deserializer=dialoop_dot_v1_dot_template__service__pb2.ListTemplatesRequest.FromString,
@@ -77,6 +108,11 @@ def add_TemplateServiceServicer_to_server(servicer, server):
                     servicer.Render,
                     request_deserializer=dialoop_dot_v1_dot_template__service__pb2.RenderRequest.FromString,
                     response_serializer=dialoop_dot_v1_dot_template__service__pb2.RenderResponse.SerializeToString,
+            ),
+            'Parse': grpc.unary_unary_rpc_method_handler(
+                    servicer.Parse,
+                    request_deserializer=dialoop_dot_v1_dot_template__service__pb2.ParseRequest.FromString,
+                    response_serializer=dialoop_dot_v1_dot_template__service__pb2.ParseResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -89,6 +125,33 @@ def add_TemplateServiceServicer_to_server(servicer, server):
 class TemplateService(object):
     """Every rpc may also return UNAUTHENTICATED, DEADLINE_EXCEEDED and INTERNAL (with an error_id).
     """
+
+    @staticmethod
+    def RegisterTemplate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dialoop.v1.TemplateService/RegisterTemplate',
+            dialoop_dot_v1_dot_template__service__pb2.RegisterTemplateRequest.SerializeToString,
+            dialoop_dot_v1_dot_template__service__pb2.RegisterTemplateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def ListTemplates(request,
@@ -134,6 +197,33 @@ class TemplateService(object):
             '/dialoop.v1.TemplateService/Render',
             dialoop_dot_v1_dot_template__service__pb2.RenderRequest.SerializeToString,
             dialoop_dot_v1_dot_template__service__pb2.RenderResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Parse(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dialoop.v1.TemplateService/Parse',
+            dialoop_dot_v1_dot_template__service__pb2.ParseRequest.SerializeToString,
+            dialoop_dot_v1_dot_template__service__pb2.ParseResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,4 +1,4 @@
-"""Domain values to protobuf messages and back; the only place that knows both.
+"""Sequences, tasks, trajectories and groups to protobuf and back.
 
 Arrays are read with `numpy.array(field)` and written from lists: measured fastest. An absent
 field stays absent; nothing is filled in.
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from dialoop.chat import ChatHistory, ContentPart, History, Message, ToolCall
 from dialoop.errors import InvalidHistory, InvalidInput
 from dialoop.sequences import ForkCause, PolicyVersion, Segment, Sequence, Source
 from dialoop.trajectory import (
@@ -27,23 +26,13 @@ from dialoop.trajectory import (
     Trajectory,
     Turn,
 )
-from dialoop.v1 import chat_pb2, trajectory_pb2
+from dialoop.v1 import trajectory_pb2
+from dialoop.wire.messages import history_from_proto, history_to_proto
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _E = TypeVar("_E")
-
-_PART_FIELDS = (
-    "text",
-    "url",
-    "data",
-    "mime_type",
-    "name",
-    "size",
-    "function_name",
-    "function_arguments_json",
-)
 
 
 def _number(value: IntEnum) -> Any:
@@ -58,80 +47,6 @@ def _enum(kind: Callable[[int], _E], value: int, name: str) -> _E:
         raise InvalidInput(
             f"{name} is unspecified or unknown ({value}).", remedy=f"Set {name}."
         ) from None
-
-
-def message_to_proto(message: Message) -> chat_pb2.Message:
-    """One message."""
-    proto = chat_pb2.Message(
-        role=message.role,
-        tool_calls=[
-            chat_pb2.ToolCall(id=c.id, name=c.name, arguments_json=c.arguments_json)
-            for c in message.tool_calls
-        ],
-        tool_responses=message.tool_responses,
-    )
-    if not message.is_complete:
-        proto.is_complete = False
-    if isinstance(message.content, str):
-        proto.content = message.content
-    else:
-        proto.parts.parts.extend(_part_to_proto(part) for part in message.content)
-    return proto
-
-
-def _part_to_proto(part: ContentPart) -> chat_pb2.ContentPart:
-    given = {name: getattr(part, name) for name in _PART_FIELDS if getattr(part, name) is not None}
-    return chat_pb2.ContentPart(type=part.type, **given)
-
-
-def message_from_proto(proto: chat_pb2.Message) -> Message:
-    """One message; an absent `is_complete` is true."""
-    content: str | tuple[ContentPart, ...] = proto.content
-    if proto.WhichOneof("body") == "parts":
-        content = tuple(_part_from_proto(part) for part in proto.parts.parts)
-    return Message(
-        role=proto.role,
-        content=content,
-        is_complete=proto.is_complete if proto.HasField("is_complete") else True,
-        tool_calls=tuple(
-            ToolCall(id=c.id, name=c.name, arguments_json=c.arguments_json)
-            for c in proto.tool_calls
-        ),
-        tool_responses=tuple(proto.tool_responses),
-    )
-
-
-def _part_from_proto(proto: chat_pb2.ContentPart) -> ContentPart:
-    given = {name: getattr(proto, name) for name in _PART_FIELDS if proto.HasField(name)}
-    return ContentPart(type=proto.type, **given)
-
-
-def history_to_proto(history: History) -> chat_pb2.History:
-    """A history."""
-    return chat_pb2.History(messages=[message_to_proto(m) for m in history])
-
-
-def history_from_proto(proto: chat_pb2.History) -> History:
-    """A history; a message without a role is an error."""
-    return History(tuple(message_from_proto(m) for m in proto.messages))
-
-
-def chat_history_to_proto(chat: ChatHistory) -> chat_pb2.ChatHistory:
-    """Prompt, response and full, each only when present."""
-    return chat_pb2.ChatHistory(
-        prompt=None if chat.prompt is None else history_to_proto(chat.prompt),
-        response=None if chat.response is None else history_to_proto(chat.response),
-        full=None if chat.full is None else history_to_proto(chat.full),
-    )
-
-
-def chat_history_from_proto(proto: chat_pb2.ChatHistory) -> ChatHistory:
-    """Prompt, response and full; raises InvalidHistory when they contradict each other."""
-    return ChatHistory(
-        prompt=history_from_proto(proto.prompt) if proto.HasField("prompt") else None,
-        response=history_from_proto(proto.response) if proto.HasField("response") else None,
-        full=history_from_proto(proto.full) if proto.HasField("full") else None,
-    )
 
 
 def policy_version_to_proto(version: PolicyVersion) -> trajectory_pb2.PolicyVersion:
