@@ -1,12 +1,35 @@
 from dialoop.v1 import chat_pb2 as _chat_pb2
 from dialoop.v1 import trajectory_pb2 as _trajectory_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class InputMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    INPUT_MODE_UNSPECIFIED: _ClassVar[InputMode]
+    INPUT_MODE_HISTORY: _ClassVar[InputMode]
+    INPUT_MODE_TEXT: _ClassVar[InputMode]
+    INPUT_MODE_TOKENS: _ClassVar[InputMode]
+
+class RewardShape(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REWARD_SHAPE_UNSPECIFIED: _ClassVar[RewardShape]
+    REWARD_SHAPE_SPARSE: _ClassVar[RewardShape]
+    REWARD_SHAPE_TURN: _ClassVar[RewardShape]
+    REWARD_SHAPE_DENSE: _ClassVar[RewardShape]
+INPUT_MODE_UNSPECIFIED: InputMode
+INPUT_MODE_HISTORY: InputMode
+INPUT_MODE_TEXT: InputMode
+INPUT_MODE_TOKENS: InputMode
+REWARD_SHAPE_UNSPECIFIED: RewardShape
+REWARD_SHAPE_SPARSE: RewardShape
+REWARD_SHAPE_TURN: RewardShape
+REWARD_SHAPE_DENSE: RewardShape
 
 class ListEnvironmentsRequest(_message.Message):
     __slots__ = ()
@@ -31,7 +54,7 @@ class GetEnvironmentResponse(_message.Message):
     def __init__(self, environment: _Optional[_Union[EnvironmentInfo, _Mapping]] = ...) -> None: ...
 
 class EnvironmentInfo(_message.Message):
-    __slots__ = ("name", "version", "description", "splits", "max_turns", "stop", "tools", "reward_names")
+    __slots__ = ("name", "version", "description", "splits", "max_turns", "stop", "tools", "reward_names", "spec")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +63,7 @@ class EnvironmentInfo(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     TOOLS_FIELD_NUMBER: _ClassVar[int]
     REWARD_NAMES_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     description: str
@@ -48,7 +72,49 @@ class EnvironmentInfo(_message.Message):
     stop: _containers.RepeatedScalarFieldContainer[str]
     tools: _containers.RepeatedScalarFieldContainer[str]
     reward_names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., description: _Optional[str] = ..., splits: _Optional[_Iterable[_Union[SplitInfo, _Mapping]]] = ..., max_turns: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., tools: _Optional[_Iterable[str]] = ..., reward_names: _Optional[_Iterable[str]] = ...) -> None: ...
+    spec: EnvironmentSpec
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., description: _Optional[str] = ..., splits: _Optional[_Iterable[_Union[SplitInfo, _Mapping]]] = ..., max_turns: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., tools: _Optional[_Iterable[str]] = ..., reward_names: _Optional[_Iterable[str]] = ..., spec: _Optional[_Union[EnvironmentSpec, _Mapping]] = ...) -> None: ...
+
+class FieldSpec(_message.Message):
+    __slots__ = ("name", "dtype", "shape")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class EnvironmentSpec(_message.Message):
+    __slots__ = ("input_mode", "reward_shape", "observation", "action", "reward", "policy_role", "data_key", "tool_definitions", "is_stateless", "facts")
+    class FactsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    INPUT_MODE_FIELD_NUMBER: _ClassVar[int]
+    REWARD_SHAPE_FIELD_NUMBER: _ClassVar[int]
+    OBSERVATION_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    POLICY_ROLE_FIELD_NUMBER: _ClassVar[int]
+    DATA_KEY_FIELD_NUMBER: _ClassVar[int]
+    TOOL_DEFINITIONS_FIELD_NUMBER: _ClassVar[int]
+    IS_STATELESS_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    input_mode: InputMode
+    reward_shape: RewardShape
+    observation: _containers.RepeatedCompositeFieldContainer[FieldSpec]
+    action: _containers.RepeatedCompositeFieldContainer[FieldSpec]
+    reward: _containers.RepeatedCompositeFieldContainer[FieldSpec]
+    policy_role: str
+    data_key: str
+    tool_definitions: _containers.RepeatedCompositeFieldContainer[_chat_pb2.ToolDefinition]
+    is_stateless: bool
+    facts: _containers.ScalarMap[str, str]
+    def __init__(self, input_mode: _Optional[_Union[InputMode, str]] = ..., reward_shape: _Optional[_Union[RewardShape, str]] = ..., observation: _Optional[_Iterable[_Union[FieldSpec, _Mapping]]] = ..., action: _Optional[_Iterable[_Union[FieldSpec, _Mapping]]] = ..., reward: _Optional[_Iterable[_Union[FieldSpec, _Mapping]]] = ..., policy_role: _Optional[str] = ..., data_key: _Optional[str] = ..., tool_definitions: _Optional[_Iterable[_Union[_chat_pb2.ToolDefinition, _Mapping]]] = ..., is_stateless: bool = ..., facts: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class SplitInfo(_message.Message):
     __slots__ = ("name", "num_tasks")
@@ -111,21 +177,34 @@ class CreateSessionResponse(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., ttl_s: _Optional[float] = ...) -> None: ...
 
 class ResetRequest(_message.Message):
-    __slots__ = ("session_id", "episode", "split", "task_key", "seed")
+    __slots__ = ("session_id", "episode", "split", "task_key", "seed", "query", "messages", "data")
+    class DataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPISODE_FIELD_NUMBER: _ClassVar[int]
     SPLIT_FIELD_NUMBER: _ClassVar[int]
     TASK_KEY_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     episode: int
     split: str
     task_key: str
     seed: int
-    def __init__(self, session_id: _Optional[str] = ..., episode: _Optional[int] = ..., split: _Optional[str] = ..., task_key: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
+    query: str
+    messages: _chat_pb2.History
+    data: _containers.ScalarMap[str, str]
+    def __init__(self, session_id: _Optional[str] = ..., episode: _Optional[int] = ..., split: _Optional[str] = ..., task_key: _Optional[str] = ..., seed: _Optional[int] = ..., query: _Optional[str] = ..., messages: _Optional[_Union[_chat_pb2.History, _Mapping]] = ..., data: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ResetResponse(_message.Message):
-    __slots__ = ("history", "info", "environment_version")
+    __slots__ = ("history", "info", "environment_version", "text", "tokens")
     class InfoEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -136,25 +215,40 @@ class ResetResponse(_message.Message):
     HISTORY_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     history: _chat_pb2.ChatHistory
     info: _containers.ScalarMap[str, str]
     environment_version: str
-    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., info: _Optional[_Mapping[str, str]] = ..., environment_version: _Optional[str] = ...) -> None: ...
+    text: _chat_pb2.Text
+    tokens: _chat_pb2.Tokens
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., info: _Optional[_Mapping[str, str]] = ..., environment_version: _Optional[str] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("session_id", "episode", "step_index", "history")
+    __slots__ = ("session_id", "episode", "step_index", "history", "text", "tokens")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPISODE_FIELD_NUMBER: _ClassVar[int]
     STEP_INDEX_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     episode: int
     step_index: int
     history: _chat_pb2.ChatHistory
-    def __init__(self, session_id: _Optional[str] = ..., episode: _Optional[int] = ..., step_index: _Optional[int] = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ...) -> None: ...
+    text: _chat_pb2.Text
+    tokens: _chat_pb2.Tokens
+    def __init__(self, session_id: _Optional[str] = ..., episode: _Optional[int] = ..., step_index: _Optional[int] = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("history", "rewards", "terminated", "truncated", "done_reason", "failures", "num_tool_calls", "replayed")
+    __slots__ = ("history", "rewards", "terminated", "truncated", "done_reason", "failures", "num_tool_calls", "replayed", "info", "text", "tokens")
+    class InfoEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     HISTORY_FIELD_NUMBER: _ClassVar[int]
     REWARDS_FIELD_NUMBER: _ClassVar[int]
     TERMINATED_FIELD_NUMBER: _ClassVar[int]
@@ -163,6 +257,9 @@ class StepResponse(_message.Message):
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     NUM_TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     REPLAYED_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     history: _chat_pb2.ChatHistory
     rewards: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Reward]
     terminated: bool
@@ -171,7 +268,73 @@ class StepResponse(_message.Message):
     failures: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Failure]
     num_tool_calls: int
     replayed: bool
-    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., rewards: _Optional[_Iterable[_Union[_trajectory_pb2.Reward, _Mapping]]] = ..., terminated: bool = ..., truncated: bool = ..., done_reason: _Optional[_Union[_trajectory_pb2.DoneReason, str]] = ..., failures: _Optional[_Iterable[_Union[_trajectory_pb2.Failure, _Mapping]]] = ..., num_tool_calls: _Optional[int] = ..., replayed: bool = ...) -> None: ...
+    info: _containers.ScalarMap[str, str]
+    text: _chat_pb2.Text
+    tokens: _chat_pb2.Tokens
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., rewards: _Optional[_Iterable[_Union[_trajectory_pb2.Reward, _Mapping]]] = ..., terminated: bool = ..., truncated: bool = ..., done_reason: _Optional[_Union[_trajectory_pb2.DoneReason, str]] = ..., failures: _Optional[_Iterable[_Union[_trajectory_pb2.Failure, _Mapping]]] = ..., num_tool_calls: _Optional[int] = ..., replayed: bool = ..., info: _Optional[_Mapping[str, str]] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ...) -> None: ...
+
+class TaskChoice(_message.Message):
+    __slots__ = ("split", "task_key", "seed", "query", "messages", "data")
+    class DataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
+    TASK_KEY_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    split: str
+    task_key: str
+    seed: int
+    query: str
+    messages: _chat_pb2.History
+    data: _containers.ScalarMap[str, str]
+    def __init__(self, split: _Optional[str] = ..., task_key: _Optional[str] = ..., seed: _Optional[int] = ..., query: _Optional[str] = ..., messages: _Optional[_Union[_chat_pb2.History, _Mapping]] = ..., data: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class StepHistoryRequest(_message.Message):
+    __slots__ = ("environment", "task", "history")
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
+    environment: str
+    task: TaskChoice
+    history: _chat_pb2.ChatHistory
+    def __init__(self, environment: _Optional[str] = ..., task: _Optional[_Union[TaskChoice, _Mapping]] = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ...) -> None: ...
+
+class StepHistoryResponse(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: StepResponse
+    def __init__(self, step: _Optional[_Union[StepResponse, _Mapping]] = ...) -> None: ...
+
+class CreateGroupRequest(_message.Message):
+    __slots__ = ("group_id", "environment", "num_sessions", "task", "ttl_s")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    environment: str
+    num_sessions: int
+    task: TaskChoice
+    ttl_s: float
+    def __init__(self, group_id: _Optional[str] = ..., environment: _Optional[str] = ..., num_sessions: _Optional[int] = ..., task: _Optional[_Union[TaskChoice, _Mapping]] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class CreateGroupResponse(_message.Message):
+    __slots__ = ("session_ids", "resets", "ttl_s")
+    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    RESETS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    session_ids: _containers.RepeatedScalarFieldContainer[str]
+    resets: _containers.RepeatedCompositeFieldContainer[ResetResponse]
+    ttl_s: float
+    def __init__(self, session_ids: _Optional[_Iterable[str]] = ..., resets: _Optional[_Iterable[_Union[ResetResponse, _Mapping]]] = ..., ttl_s: _Optional[float] = ...) -> None: ...
 
 class StepAndResetRequest(_message.Message):
     __slots__ = ("step", "next_split", "next_task_key", "next_seed")
@@ -280,7 +443,7 @@ class GetSessionRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ...) -> None: ...
 
 class GetSessionResponse(_message.Message):
-    __slots__ = ("session_id", "environment", "episode", "next_step_index", "done", "history", "expires_in_s")
+    __slots__ = ("session_id", "environment", "episode", "next_step_index", "done", "history", "expires_in_s", "text", "tokens")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     EPISODE_FIELD_NUMBER: _ClassVar[int]
@@ -288,6 +451,8 @@ class GetSessionResponse(_message.Message):
     DONE_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     environment: str
     episode: int
@@ -295,7 +460,9 @@ class GetSessionResponse(_message.Message):
     done: bool
     history: _chat_pb2.ChatHistory
     expires_in_s: float
-    def __init__(self, session_id: _Optional[str] = ..., environment: _Optional[str] = ..., episode: _Optional[int] = ..., next_step_index: _Optional[int] = ..., done: bool = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., expires_in_s: _Optional[float] = ...) -> None: ...
+    text: _chat_pb2.Text
+    tokens: _chat_pb2.Tokens
+    def __init__(self, session_id: _Optional[str] = ..., environment: _Optional[str] = ..., episode: _Optional[int] = ..., next_step_index: _Optional[int] = ..., done: bool = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., expires_in_s: _Optional[float] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("session_id",)

@@ -86,6 +86,16 @@ class EnvironmentServiceStub(object):
                 request_serializer=dialoop_dot_v1_dot_environment__service__pb2.InteractRequest.SerializeToString,
                 response_deserializer=dialoop_dot_v1_dot_environment__service__pb2.InteractResponse.FromString,
                 _registered_method=True)
+        self.StepHistory = channel.unary_unary(
+                '/dialoop.v1.EnvironmentService/StepHistory',
+                request_serializer=dialoop_dot_v1_dot_environment__service__pb2.StepHistoryRequest.SerializeToString,
+                response_deserializer=dialoop_dot_v1_dot_environment__service__pb2.StepHistoryResponse.FromString,
+                _registered_method=True)
+        self.CreateGroup = channel.unary_unary(
+                '/dialoop.v1.EnvironmentService/CreateGroup',
+                request_serializer=dialoop_dot_v1_dot_environment__service__pb2.CreateGroupRequest.SerializeToString,
+                response_deserializer=dialoop_dot_v1_dot_environment__service__pb2.CreateGroupResponse.FromString,
+                _registered_method=True)
         self.GetSession = channel.unary_unary(
                 '/dialoop.v1.EnvironmentService/GetSession',
                 request_serializer=dialoop_dot_v1_dot_environment__service__pb2.GetSessionRequest.SerializeToString,
@@ -139,7 +149,7 @@ class EnvironmentServiceServicer(object):
 
     def Reset(self, request, context):
         """Idempotent by (session_id, episode). OK, NOT_FOUND (SESSION_LOST, SESSION_EXPIRED,
-        TASK_NOT_FOUND), INVALID_ARGUMENT, ABORTED (SESSION_BUSY), FAILED_PRECONDITION (STEP_CONFLICT,
+        TASK_NOT_FOUND), INVALID_ARGUMENT (DATA_MISSING: neither a task nor a query), ABORTED (SESSION_BUSY), FAILED_PRECONDITION (STEP_CONFLICT,
         STEP_GAP: an episode number was left out).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -180,6 +190,24 @@ class EnvironmentServiceServicer(object):
 
     def Interact(self, request_iterator, context):
         """Many sessions over one stream; answers carry the request_id they answer, in any order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StepHistory(self, request, context):
+        """A step without a session: the caller sends the whole history and the server keeps nothing, so
+        that a retry runs its tools again. OK, NOT_FOUND (ENVIRONMENT_NOT_FOUND, TASK_NOT_FOUND),
+        INVALID_ARGUMENT (FULL_MISSING, bad history), FAILED_PRECONDITION (HISTORY_REWRITTEN),
+        UNIMPLEMENTED (NEEDS_SESSION: something of this environment remembers).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateGroup(self, request, context):
+        """Sessions `<group_id>.0`, `<group_id>.1`, ... all of them at the start of the same task.
+        Idempotent by group_id; all or none. Statuses of CreateSession and Reset.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -259,6 +287,16 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
                     servicer.Interact,
                     request_deserializer=dialoop_dot_v1_dot_environment__service__pb2.InteractRequest.FromString,
                     response_serializer=dialoop_dot_v1_dot_environment__service__pb2.InteractResponse.SerializeToString,
+            ),
+            'StepHistory': grpc.unary_unary_rpc_method_handler(
+                    servicer.StepHistory,
+                    request_deserializer=dialoop_dot_v1_dot_environment__service__pb2.StepHistoryRequest.FromString,
+                    response_serializer=dialoop_dot_v1_dot_environment__service__pb2.StepHistoryResponse.SerializeToString,
+            ),
+            'CreateGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateGroup,
+                    request_deserializer=dialoop_dot_v1_dot_environment__service__pb2.CreateGroupRequest.FromString,
+                    response_serializer=dialoop_dot_v1_dot_environment__service__pb2.CreateGroupResponse.SerializeToString,
             ),
             'GetSession': grpc.unary_unary_rpc_method_handler(
                     servicer.GetSession,
@@ -548,6 +586,60 @@ class EnvironmentService(object):
             '/dialoop.v1.EnvironmentService/Interact',
             dialoop_dot_v1_dot_environment__service__pb2.InteractRequest.SerializeToString,
             dialoop_dot_v1_dot_environment__service__pb2.InteractResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StepHistory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dialoop.v1.EnvironmentService/StepHistory',
+            dialoop_dot_v1_dot_environment__service__pb2.StepHistoryRequest.SerializeToString,
+            dialoop_dot_v1_dot_environment__service__pb2.StepHistoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dialoop.v1.EnvironmentService/CreateGroup',
+            dialoop_dot_v1_dot_environment__service__pb2.CreateGroupRequest.SerializeToString,
+            dialoop_dot_v1_dot_environment__service__pb2.CreateGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -154,16 +154,18 @@ class Sequence(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., inference_logprobs: _Optional[_Iterable[float]] = ..., ref_logprobs: _Optional[_Iterable[float]] = ..., advantage: _Optional[float] = ..., token_advantages: _Optional[_Iterable[float]] = ..., fork_cause: _Optional[_Union[ForkCause, str]] = ...) -> None: ...
 
 class Reward(_message.Message):
-    __slots__ = ("name", "value", "weight", "success")
+    __slots__ = ("name", "value", "weight", "success", "per_token")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     SUCCESS_FIELD_NUMBER: _ClassVar[int]
+    PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     name: str
     value: float
     weight: float
     success: bool
-    def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ..., weight: _Optional[float] = ..., success: bool = ...) -> None: ...
+    per_token: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ..., weight: _Optional[float] = ..., success: bool = ..., per_token: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Turn(_message.Message):
     __slots__ = ("message_start", "num_messages", "rewards", "stop_reason", "generate_s", "step_s", "num_tool_calls")
