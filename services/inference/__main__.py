@@ -94,7 +94,8 @@ async def _vllm(settings: InferenceSettings) -> Engine:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
-        from services.inference.vllm_engine import VllmEngine, VllmOptions
+        from services.inference.vllm_engine import VllmEngine
+        from services.inference.vllm_options import VllmOptions
     except Exception as error:  # a torch of another build raises RuntimeError or OSError
         raise InvalidConfig(
             f"vLLM does not import ({type(error).__name__}: {error}).",

@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ import numpy as np
 import vllm
 from dialoop.errors import InternalError, InvalidConfig
 from dialoop.sequences import PolicyVersion
-from dialoop.trajectory import SamplingParams, StopReason
-from vllm import AsyncEngineArgs
+from dialoop.trajectory import SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -33,7 +31,6 @@ from services.inference.engine import (
     BASE_VERSION,
     LoadTimes,
     OnTokens,
-    Piece,
     Sampled,
     Scored,
     StopTokens,
@@ -45,26 +42,21 @@ from services.inference.engine import (
     require_one_stream,
     require_sampling,
     room_for,
-    weights_bad,
 )
+from services.inference.vllm_options import VllmOptions, engine_args, vllm_params
 from services.inference.vllm_orphans import OWNER_VARIABLE
+from services.inference.vllm_outputs import (
+    label_of,
+    pieces_of,
+    sampled_of,
+    spans_of,
+    stop_reason_of,
+    stop_string_of,
+    version_of,
+)
 from services.inference.weights import is_tied, model_shapes, require_same_parameters
 
-_EXTENSION = "services.inference.vllm_weights.WeightsExtension"
-_LABEL = "@"
 _SHUTDOWN_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmOptions:
-    """How large vLLM is built."""
-
-    max_model_len: int = 512
-    max_num_seqs: int = 64
-    kv_cache_bytes: int = 64 << 20
-    dtype: str = "float32"
-    tensor_parallel_size: int = 1
-    seed: int = 0
 
 
 class VllmEngine:
@@ -86,10 +78,10 @@ class VllmEngine:
     @classmethod
     async def start(cls, model_dir: Path, options: VllmOptions) -> VllmEngine:
         """Build the engine core (its own process) and wait until it answers."""
-        args = await asyncio.to_thread(_engine_args, model_dir, options)
+        args = await asyncio.to_thread(engine_args, model_dir, options)
         os.environ[OWNER_VARIABLE] = str(os.getpid())
         try:
-            llm = AsyncLLM.from_engine_args(args)
+            llm = AsyncLLM.fromengine_args(args)
         except Exception as error:
             raise InvalidConfig(
                 f"vLLM does not start with {model_dir} ({type(error).__name__}).",
@@ -97,7 +89,7 @@ class VllmEngine:
                 remedy="See vLLM's own lines above, or set DIALOOP_INFERENCE_ENGINE=transformers.",
             ) from error
         engine = cls(llm, model_dir=model_dir, max_model_len=options.max_model_len)
-        await llm.update_weight_version(_label(BASE_VERSION))
+        await llm.update_weight_version(label_of(BASE_VERSION))
         return engine
 
     @property
@@ -126,11 +118,11 @@ class VllmEngine:
         room = room_for(prompt_ids, sampling, self.max_model_len)
         if room <= 0:
             return context_full(num_samples)
-        params = _vllm_params(sampling, stop=stop, room=room)
+        params = vllm_params(sampling, stop=stop, room=room)
         params.n = num_samples
         if on_tokens is None:
             final = await self._final(prompt_ids, params)
-            return tuple(_sampled(completion, stop) for completion in final.outputs)
+            return tuple(sampled_of(completion, stop) for completion in final.outputs)
         return (await self._stream(prompt_ids, params, stop=stop, on_tokens=on_tokens),)
 
     async def logprobs(self, token_ids: Sequence[int]) -> Scored:
@@ -145,7 +137,7 @@ class VllmEngine:
         values = np.array(final.prompt_logprobs.logprobs, dtype=np.float32)
         if len(values) != len(token_ids) - 1:
             raise InternalError(f"vLLM gave {len(values)} log-probs for {len(token_ids)} tokens.")
-        version = _spans(final.outputs[0].weight_versions)[0].policy_version
+        version = spans_of(final.outputs[0].weight_versions)[0].policy_version
         return Scored(logprobs=values, policy_version=version)
 
     async def load_weights(self, path: Path, version: PolicyVersion) -> LoadTimes:
@@ -175,7 +167,7 @@ class VllmEngine:
             raise InternalError(f"vLLM could not take the weights: {failed[0]}")
         if not await self._llm.reset_prefix_cache(reset_running_requests=True):
             raise InternalError("vLLM kept its prefix cache.")
-        await self._llm.update_weight_version(_label(version))
+        await self._llm.update_weight_version(label_of(version))
         self._policy_version = version
 
     async def pause(self) -> None:
@@ -226,14 +218,14 @@ class VllmEngine:
             ids.extend(completion.token_ids)
             logprobs.extend(completion.logprobs.logprobs if completion.logprobs else ())
             spans = self._spans_so_far(request_id, completion, num_tokens=len(ids))
-            for piece in _pieces(ids, logprobs, spans, start=start):
+            for piece in pieces_of(ids, logprobs, spans, start=start):
                 on_tokens(piece)
         return Sampled(
             token_ids=tuple(ids),
             logprobs=tuple(logprobs),
             versions=spans,
-            stop_reason=_stop_reason(completion),
-            stop_string=_stop_string(completion, stop),
+            stop_reason=stop_reason_of(completion),
+            stop_string=stop_string_of(completion, stop),
         )
 
     def _spans_so_far(
@@ -241,128 +233,12 @@ class VllmEngine:
     ) -> tuple[VersionSpan, ...]:
         """The spans of a running request: vLLM hands them out only with the last output."""
         if completion.finish_reason is not None:
-            return _spans(completion.weight_versions)
+            return spans_of(completion.weight_versions)
         processor = self._llm.output_processor
         (internal_id,) = processor.external_req_ids[request_id]
         starts = processor.request_states[internal_id].weight_version_starts
         ends = [start for _, start in starts[1:]] + [num_tokens]
         return tuple(
-            VersionSpan(start=start, length=end - start, policy_version=_version(label))
+            VersionSpan(start=start, length=end - start, policy_version=version_of(label))
             for (label, start), end in zip(starts, ends, strict=True)
         )
-
-
-def _engine_args(model_dir: Path, options: VllmOptions) -> AsyncEngineArgs:
-    limit = _max_positions(model_dir)
-    if options.max_model_len >= limit:
-        raise InvalidConfig(
-            f"max_model_len is {options.max_model_len}, the model has {limit} positions "
-            "and scoring needs one to spare.",
-            remedy=f"Set DIALOOP_INFERENCE_MAX_MODEL_LEN to at most {limit - 1}.",
-        )
-    return AsyncEngineArgs(
-        model=str(model_dir),
-        dtype=options.dtype,
-        # One more, so that scoring a full context leaves room for the token vLLM must sample; that
-        # token is never fed back.
-        max_model_len=options.max_model_len + 1,
-        max_num_seqs=options.max_num_seqs,
-        kv_cache_memory_bytes=options.kv_cache_bytes,
-        tensor_parallel_size=options.tensor_parallel_size,
-        seed=options.seed,
-        enforce_eager=True,
-        logprobs_mode="processed_logprobs",
-        generation_config="vllm",
-        worker_extension_cls=_EXTENSION,
-    )
-
-
-def _max_positions(model_dir: Path) -> int:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model_dir).get_text_config()
-    return int(config.max_position_embeddings)
-
-
-def _vllm_params(sampling: SamplingParams, *, stop: StopTokens, room: int) -> vllm.SamplingParams:
-    return vllm.SamplingParams(
-        temperature=1.0 if sampling.temperature is None else sampling.temperature,
-        top_p=sampling.top_p or 1.0,
-        top_k=sampling.top_k or 0,
-        min_p=sampling.min_p or 0.0,
-        max_tokens=room,
-        seed=sampling.seed,
-        stop=list(stop.strings),
-        include_stop_str_in_output=True,
-        stop_token_ids=sorted(stop.by_id),
-        # The stop tokens are ours alone: vLLM would add those it finds in the model directory.
-        ignore_eos=True,
-        logprobs=0,
-        flat_logprobs=True,
-        skip_special_tokens=False,
-        spaces_between_special_tokens=False,
-        detokenize=bool(stop.strings),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _sampled(completion: Any, stop: StopTokens) -> Sampled:
-    return Sampled(
-        token_ids=tuple(completion.token_ids),
-        logprobs=tuple(completion.logprobs.logprobs),
-        versions=_spans(completion.weight_versions),
-        stop_reason=_stop_reason(completion),
-        stop_string=_stop_string(completion, stop),
-    )
-
-
-def _stop_reason(completion: Any) -> StopReason:
-    reasons = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
-    if completion.finish_reason not in reasons:
-        raise weights_bad()
-    return reasons[completion.finish_reason]
-
-
-def _stop_string(completion: Any, stop: StopTokens) -> str:
-    reason = completion.stop_reason
-    return stop.by_id[reason] if isinstance(reason, int) else reason or ""
-
-
-def _spans(spans: Any) -> tuple[VersionSpan, ...]:
-    return tuple(
-        VersionSpan(
-            start=span.start, length=span.end - span.start, policy_version=_version(span.version)
-        )
-        for span in spans
-    )
-
-
-def _pieces(
-    ids: Sequence[int],
-    logprobs: Sequence[float],
-    spans: Sequence[VersionSpan],
-    *,
-    start: int,
-) -> list[Piece]:
-    """The tokens from `start` on, cut where the version changes."""
-    pieces = []
-    for span in spans:
-        begin, end = max(start, span.start), span.start + span.length
-        if begin < end:
-            pieces.append(
-                Piece(
-                    token_ids=tuple(ids[begin:end]),
-                    logprobs=tuple(logprobs[begin:end]),
-                    policy_version=span.policy_version,
-                )
-            )
-    return pieces
-
-
-def _label(version: PolicyVersion) -> str:
-    return f"{version.lineage}{_LABEL}{version.number}"
-
-
-def _version(label: str) -> PolicyVersion:
-    lineage, _, number = label.rpartition(_LABEL)
-    return PolicyVersion(lineage=lineage, number=int(number))

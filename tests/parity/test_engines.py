@@ -110,7 +110,8 @@ async def start(kind: str, folder: Path) -> Engine:
     if kind == "vllm":
         os.environ["HF_HUB_OFFLINE"] = "1"
         pytest.importorskip("vllm")
-        from services.inference.vllm_engine import VllmEngine, VllmOptions
+        from services.inference.vllm_engine import VllmEngine
+        from services.inference.vllm_options import VllmOptions
 
         return await VllmEngine.start(folder, VllmOptions(max_model_len=MAX_MODEL_LEN))
     from services.inference.transformers_engine import TransformersEngine
