@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import logging
 import time
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-import grpc
-
-from services.runtime.errors import wrapped
 from services.runtime.logs import add_log_fields
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import Callable
 
-    from services.runtime.errors import Context, Handler
+    from google.protobuf.descriptor import Descriptor
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +20,6 @@ log = logging.getLogger(__name__)
 _IDS = ("run", "session_id", "group_id", "trajectory_id")
 _CARRIERS = ("step", "group", "trajectory", "request")
 _MAX_ID = 128
-_OURS = "/dialoop."
 
 
 class Counter(Protocol):
@@ -43,11 +38,9 @@ class Calls:
     def __init__(self, counter: Counter | None = None) -> None:
         self._counter = counter
 
-    def begin(self, rpc: str, door: str) -> Call:
-        """A call that has come in."""
-        if self._counter is not None:
-            self._counter.started(door)
-        return Call(rpc, door, self._counter)
+    def beginning(self, rpc: str, door: str) -> Callable[[], Call]:
+        """A function that is called when a call of `rpc` has come in through `door`."""
+        return partial(Call, rpc, door, self._counter)
 
 
 class Call:
@@ -57,11 +50,13 @@ class Call:
 
     def __init__(self, rpc: str, door: str, counter: Counter | None) -> None:
         self._rpc, self._door, self._counter = rpc, door, counter
+        if counter is not None:
+            counter.started(door)
         self._started = time.perf_counter()
 
     def asks(self, request: Any) -> None:
         """Its request is known: from now on all log records of this task carry its ids."""
-        add_log_fields(rpc=self._rpc, **ids_of(request))
+        add_log_fields({"rpc": self._rpc, **ids_of(request)})
 
     def end(self, status: str) -> None:
         """It has ended with a status."""
@@ -75,81 +70,27 @@ class Call:
 
 def ids_of(request: Any) -> dict[str, str]:
     """The ids that a request carries, cut to a length that a log can bear."""
+    descriptor = getattr(request, "DESCRIPTOR", None)
+    if descriptor is None:  # an iterator of requests
+        return {}
     found: dict[str, str] = {}
-    if hasattr(request, "DESCRIPTOR"):
-        for carrier in _CARRIERS:
-            if carrier in request.DESCRIPTOR.fields_by_name:
-                found |= _own_ids_of(getattr(request, carrier))
-        found |= _own_ids_of(request)
+    for carrier, name in _places(descriptor):
+        value = getattr(getattr(request, carrier) if carrier else request, name)
+        if value:
+            found[name] = value[:_MAX_ID]
     return found
 
 
-def _own_ids_of(request: Any) -> dict[str, str]:
-    fields = request.DESCRIPTOR.fields_by_name
-    values = {name: getattr(request, name) for name in _IDS if name in fields}
-    return {name: value[:_MAX_ID] for name, value in values.items() if value}
+@cache
+def _places(descriptor: Descriptor) -> tuple[tuple[str, str], ...]:
+    """Where a message has ids: carrier (or none) and field; its own come last and win."""
+    fields = descriptor.fields_by_name
+    inner = {name: fields[name].message_type for name in _CARRIERS if name in fields}
+    return (
+        *((name, i) for name, kind in inner.items() for i in _ids_in(kind)),
+        *(("", i) for i in _ids_in(descriptor)),
+    )
 
 
-class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Observes the calls of the gRPC door; outermost, so that it sees the status."""
-
-    def __init__(self, calls: Calls) -> None:
-        self._calls = calls
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        """Wrap the handler of one call of ours; health checks and reflection stay uncounted."""
-        handler = await continuation(handler_call_details)
-        method = str(handler_call_details.method)
-        if handler is None or not method.startswith(_OURS):
-            return handler
-        rpc = method.removeprefix(_OURS).removeprefix("v1.").replace("/", ".")
-        return wrapped(handler, lambda function: self._observing(function, rpc))
-
-    def _observing(self, function: Any, rpc: str) -> Any:
-        if inspect.isasyncgenfunction(function):
-
-            async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-                call = self._calls.begin(rpc, "grpc")
-                call.asks(request)
-                status = "CANCELLED"
-                try:
-                    async for response in function(request, context):
-                        yield response
-                    status = "OK"
-                except Exception:
-                    status = _status_of(context)
-                    raise
-                finally:
-                    call.end(status)
-
-            return stream
-
-        async def unary(request: Any, context: Context) -> Any:
-            call = self._calls.begin(rpc, "grpc")
-            call.asks(request)
-            status = "OK"
-            try:
-                return await function(request, context)
-            except asyncio.CancelledError:
-                status = "CANCELLED"
-                raise
-            except Exception:
-                status = _status_of(context)
-                raise
-            finally:
-                call.end(status)
-
-        return unary
-
-
-def _status_of(context: Context) -> str:
-    """The status that the error's abort has left in the context."""
-    code: Any = context.code()
-    if isinstance(code, grpc.StatusCode):
-        return code.name
-    names = {known.value[0]: known.name for known in grpc.StatusCode}
-    return names.get(code, "UNKNOWN")
+def _ids_in(descriptor: Descriptor | None) -> list[str]:
+    return [] if descriptor is None else [i for i in _IDS if i in descriptor.fields_by_name]

@@ -13,13 +13,14 @@ from pydantic import ValidationError
 
 from services.runtime.answers import Answer, Format
 from services.runtime.bodies import CallerGone, read_body
-from services.runtime.errors import public_error
+from services.runtime.errors import is_not_written, not_served, public_error
 from services.runtime.leaving import Caller, timeout_of
 from services.runtime.problems import (
     FieldsRefused,
     UnsupportedMediaType,
     fields_refused,
 )
+from services.runtime.rest_context import RestContext
 from services.runtime.schema import Models, decode
 
 if TYPE_CHECKING:
@@ -33,14 +34,6 @@ _JSON, _PROTOBUF = b"application/json", b"application/x-protobuf"
 _MAX_QUERY_FIELDS = 64
 
 
-class RestContext:
-    """The part of gRPC's context that a unary servicer may use: over REST it holds nothing."""
-
-    def invocation_metadata(self) -> tuple[()]:
-        """No metadata: headers are REST's own business."""
-        return ()
-
-
 class Endpoint:
     """Serves one route."""
 
@@ -51,7 +44,7 @@ class Endpoint:
         self._route = route
         self._method = method
         self._name = f"{rpc.containing_service.name}.{rpc.name}"
-        self._calls = calls
+        self._begin = calls.beginning(self._name, "rest")
         self._max_body_bytes = max_body_bytes
         self._kind = GetMessageClass(rpc.input_type)
         self._model = models.model(rpc.input_type, frozenset(route.bindings.values()))
@@ -75,7 +68,7 @@ class Endpoint:
     async def _serve(
         self, scope: Scope, headers: Mapping[bytes, bytes], caller: Caller, answer: Answer
     ) -> None:
-        call = self._calls.begin(self._name, "rest")
+        call = self._begin()
         status = "CANCELLED"
         try:
             timeout_s = timeout_of(headers)
@@ -101,10 +94,16 @@ class Endpoint:
 
     async def _answer(self, request: Message, answer: Answer) -> None:
         context = RestContext()
+        try:
+            called = self._method(request, context)
+        except NotImplementedError as error:
+            if is_not_written(error, context):
+                raise not_served(self._name) from None
+            raise
         if not self._route.is_stream:
-            await answer.whole(await self._method(request, context))
+            await answer.whole(await called)
             return
-        async for message in self._method(request, context):
+        async for message in called:
             await answer.part(message)
         await answer.end()
 

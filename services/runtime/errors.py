@@ -5,23 +5,14 @@ Anything else becomes INTERNAL with an error_id; its text is in this service's l
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import logging
 import uuid
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import grpc
-from dialoop.errors import DialoopError, InternalError
+from dialoop.errors import DialoopError, InternalError, Unsupported
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
-from grpc_status import rpc_status
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-
-    Handler = grpc.RpcMethodHandler[Any, Any]
-    Context = grpc.aio.ServicerContext[Any, Any]
 
 log = logging.getLogger(__name__)
 
@@ -41,63 +32,17 @@ class LoggedError(InternalError):
         self.error_id = error_id
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what a handler raises into a status; outermost, so that it sees everything."""
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        """Wrap the handler of one call."""
-        handler = await continuation(handler_call_details)
-        return None if handler is None else wrapped(handler, _translating)
+def is_not_written(error: Exception, context: Any) -> bool:
+    """Whether the generated class of a service answered: nobody wrote that method."""
+    is_unimplemented = context.code() is grpc.StatusCode.UNIMPLEMENTED
+    return isinstance(error, NotImplementedError) and is_unimplemented
 
 
-def wrapped(handler: Handler, around: Callable[[Any], Any]) -> Handler:
-    """The same handler with its function replaced by `around(function)`."""
-    kinds = {
-        (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
-        (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
-        (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
-        (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
-    }
-    name, make = kinds[bool(handler.request_streaming), bool(handler.response_streaming)]
-    made: Handler = make(
-        around(getattr(handler, name)),
-        request_deserializer=handler.request_deserializer,
-        response_serializer=handler.response_serializer,
+def not_served(rpc: str) -> Unsupported:
+    """A rpc that the protos name and this service does not answer."""
+    return Unsupported(
+        f"{rpc} is not served here.", reason="NOT_SERVED", remedy="Ask a service that does."
     )
-    return made
-
-
-def _translating(function: Any) -> Any:
-    if inspect.isasyncgenfunction(function):
-
-        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            try:
-                async for response in function(request, context):
-                    yield response
-            except Exception as error:
-                await _abort(context, error)
-
-        return stream
-
-    async def call(request: Any, context: Context) -> Any:
-        try:
-            return await function(request, context)
-        except Exception as error:
-            await _abort(context, error)
-
-    return call
-
-
-async def _abort(context: Context, error: Exception) -> NoReturn:
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    status = rpc_status.to_status(status_of(public_error(error)))
-    await context.abort(status.code, status.details, tuple(status.trailing_metadata))
-    raise asyncio.CancelledError  # unreachable: abort always raises
 
 
 def public_error(error: Exception) -> DialoopError:

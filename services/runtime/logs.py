@@ -46,7 +46,7 @@ def log_fields(**fields: object) -> Iterator[None]:
         _fields.reset(token)
 
 
-def add_log_fields(**fields: object) -> None:
+def add_log_fields(fields: Mapping[str, object]) -> None:
     """Add fields to every record that this task, which answers one call, makes from now on."""
     _fields.set({**_fields.get(), **fields})
 

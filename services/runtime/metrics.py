@@ -30,18 +30,24 @@ class Metrics:
         self._running = Gauge(
             "dialoop_calls_running", "Calls in flight.", ["door"], registry=self._registry
         )
-        for door in ("grpc", "rest"):
-            self._running.labels(door)
+        self._running_by_door = {door: self._running.labels(door) for door in ("grpc", "rest")}
+        # Looking a labelled counter up costs more than counting. As many as rpcs have statuses.
+        self._ended: dict[tuple[str, str, str], tuple[Counter, Histogram]] = {}
 
     def started(self, door: str) -> None:
         """A call has begun."""
-        self._running.labels(door).inc()
+        self._running_by_door[door].inc()
 
     def ended(self, rpc: str, door: str, status: str, seconds: float) -> None:
         """A call has ended with a status, as "OK" or "NOT_FOUND"."""
-        self._running.labels(door).dec()
-        self._calls.labels(rpc, door, status).inc()
-        self._seconds.labels(rpc, door).observe(seconds)
+        self._running_by_door[door].dec()
+        key = (rpc, door, status)
+        if key not in self._ended:
+            pair = self._calls.labels(*key), self._seconds.labels(rpc, door)
+            self._ended[key] = pair
+        calls, times = self._ended[key]
+        calls.inc()
+        times.observe(seconds)
 
     def exposition(self) -> bytes:
         """All of it, in Prometheus' text format."""

@@ -17,11 +17,11 @@ import grpc
 from dialoop.errors import InvalidConfig
 from google.protobuf import descriptor_pool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from services.runtime.auth import TokenInterceptor
-from services.runtime.calls import CallInterceptor, Calls
-from services.runtime.errors import ErrorInterceptor
+from services.runtime.auth import Token
+from services.runtime.calls import Calls
+from services.runtime.handlers import Handlers
 from services.runtime.listening import address_of, bound_socket, require_safe_address
 from services.runtime.shutdown import StopSignal
 
@@ -163,14 +163,8 @@ class GrpcServer:
                 doors.create_task(door.close())
 
     def _build(self, calls: Calls) -> grpc.aio.Server:
-        token = self._settings.token.get_secret_value()
         size = self._settings.max_message_bytes
         server = grpc.aio.server(
-            interceptors=[
-                CallInterceptor(calls),
-                ErrorInterceptor(),
-                *([TokenInterceptor(token)] if token else []),
-            ],
             options=[
                 ("grpc.so_reuseport", 0),  # else two services would share a port unnoticed
                 ("grpc.max_send_message_length", size),
@@ -180,11 +174,14 @@ class GrpcServer:
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
             ],
         )
+        handlers = Handlers(calls, Token(self._settings.token.get_secret_value()))
         for register, servicer in self._registrations:
-            register(servicer, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+            register(servicer, handlers)
         names = [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection(names, server)
+        reflected = reflection.aio.ReflectionServicer(names)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, handlers)
+        handlers.add_to(server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)  # asked without a token
         return server
 
 

@@ -13,9 +13,11 @@ from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1 import environment_service_pb2_grpc as stubs
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from services.runtime import GrpcServer, ServerSettings, load
+from tests.rest_world import http_of, refusal
 
 NAME = "dialoop.v1.EnvironmentService"
 KINDS = sorted({*errors.ERRORS_BY_STATUS.values()} - {errors.InternalError}, key=lambda k: k.status)
@@ -127,6 +129,70 @@ async def test_a_wrong_token_is_refused(given):
 async def test_the_right_token_passes():
     async with serving(Raising(), token="right") as server:
         assert (await close(server, "right")).closed
+
+
+@pytest.mark.parametrize("token", ["", "right"])
+async def test_reflection_needs_the_token_too(token):
+    async with (
+        serving(Raising(), token="right") as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            asked, metadata=(("authorization", f"Bearer {token}"),)
+        )
+        if token:
+            (answer,) = [answer async for answer in answers]
+            assert NAME in [s.name for s in answer.list_services_response.service]
+            return
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(answers))
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_rpc_that_nobody_wrote_is_not_served():
+    async with (
+        serving(stubs.EnvironmentServiceServicer(), rest_port=0) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+        http_of(server) as http,
+    ):
+        stub = stubs.EnvironmentServiceStub(channel)
+        for call in (
+            stub.CloseSession(pb.CloseSessionRequest()),
+            stub.Interact(iter([pb.InteractRequest()])).read(),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert info_of(caught.value).reason == "NOT_SERVED"
+        assert refusal(await http.get("/v1/environments")) == (501, "NOT_SERVED")
+
+
+class Aborting(stubs.EnvironmentServiceServicer):
+    """Ends its calls as gRPC's own examples do."""
+
+    async def CloseSession(self, request: Any, context: Any) -> pb.CloseSessionResponse:  # noqa: N802
+        await context.abort(grpc.StatusCode.NOT_FOUND, "No such thing.")
+        raise AssertionError("abort returned")
+
+
+async def test_an_abort_has_its_status_through_both_doors(caplog):
+    async with (
+        serving(Aborting(), rest_port=0) as server,
+        http_of(server) as http,
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await close(server)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        answer = await http.delete("/v1/sessions/s")
+        assert answer.status_code == 404
+        assert answer.json()["detail"] == "No such thing."
+        for door in ("grpc", "rest"):
+            counted = 'rpc="EnvironmentService.CloseSession",status="NOT_FOUND"'
+            assert (
+                f'dialoop_calls_total{{door="{door}",{counted}}} 1.0'
+                in (await http.get("/metrics")).text
+            )
 
 
 async def test_a_health_check_needs_no_token_and_follows_set_serving():
