@@ -100,7 +100,5 @@ class ChatTemplate:
         return self._template.render(
             messages=history.to_chats(),
             add_generation_prompt=add_generation_prompt,
-            tools=None,
-            **self._special_tokens,
-            **options,
+            **({"tools": None} | self._special_tokens | options),
         )
