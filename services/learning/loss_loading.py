@@ -1,7 +1,8 @@
-"""Finding a loss by the name a config gives it.
+"""Finding an objective by the name of its loss.
 
-load_loss("grpo", {"clip_high": 0.28})
-load_loss("my_project.losses:mine")
+load_objective("grpo", {"clip_high": 0.28})
+load_objective("dapo", aggregation="sequence")
+load_objective("my_project.losses:mine")
 """
 
 from __future__ import annotations
@@ -9,33 +10,85 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidConfig
 
 from services.learning import losses
+from services.learning.objective import Objective
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from services.learning.losses import Loss
+    from services.learning.loss_inputs import Aggregation, Loss
 
-BUILT_IN: dict[str, Callable[..., losses.LossOutput]] = {
-    "grpo": losses.grpo,
-    "dppo_mask": losses.dppo_mask,
-    "sft": losses.sft,
-}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """A built-in loss as its paper sets it; every option can be set otherwise.
+
+    divide_by_std and leave_one_out are the advantages it is meant for, which the scorer computes.
+    """
+
+    loss: Callable[..., losses.LossOutput]
+    options: Mapping[str, float] = field(default_factory=dict)
+    aggregation: Aggregation = "token"
+    whiten: bool = False
+    asks_for_proximal: bool = False
+    divide_by_std: bool = True
+    leave_one_out: bool = False
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "grpo": Preset(loss=losses.grpo),
+        "dr_grpo": Preset(loss=losses.grpo, aggregation="constant", divide_by_std=False),
+        "dapo": Preset(loss=losses.grpo, options={"clip_low": 0.2, "clip_high": 0.28}),
+        "cispo": Preset(loss=losses.cispo),
+        "gspo": Preset(loss=losses.gspo, aggregation="sequence"),
+        "rloo": Preset(loss=losses.reinforce, divide_by_std=False, leave_one_out=True),
+        "reinforce_pp": Preset(loss=losses.grpo, whiten=True, divide_by_std=False),
+        "dppo_mask": Preset(loss=losses.dppo_mask, divide_by_std=False),
+        "decoupled_ppo": Preset(loss=losses.decoupled_ppo, asks_for_proximal=True),
+        "distill": Preset(loss=losses.distill),
+        "sft": Preset(loss=losses.sft),
+        "minor_sft": Preset(loss=losses.minor_sft, aggregation="sequence"),
+    }
+)
 """The losses that need no import path."""
 
 
-def load_loss(name: str, options: Mapping[str, Any] | None = None) -> Loss:
-    """The loss called `name` (built in, or "package.module:function") with its options set.
+def load_objective(
+    name: str, options: Mapping[str, Any] | None = None, **surroundings: Any
+) -> Objective:
+    """The objective of the loss called `name` (built in, or "package.module:function").
 
-    Raises InvalidConfig for a name that leads nowhere or an option the loss does not take.
+    `options` are the loss's own, `surroundings` fields of Objective. Raises InvalidConfig for a
+    name that leads nowhere or an option the loss does not take.
     """
-    function = BUILT_IN[name] if name in BUILT_IN else _imported(name)
+    preset = PRESETS.get(name) or Preset(loss=_imported(name))
+    objective = Objective(
+        loss=_with_options(name, preset.loss, {**preset.options, **(options or {})}),
+        aggregation=preset.aggregation,
+        whiten=preset.whiten,
+        asks_for_proximal=preset.asks_for_proximal,
+    )
+    given = {key: value for key, value in surroundings.items() if value is not None}
+    return replace(objective, **given)
+
+
+def load_loss(name: str, options: Mapping[str, Any] | None = None) -> Loss:
+    """The loss itself, without its surroundings."""
+    return load_objective(name, options).loss
+
+
+def _with_options(
+    name: str, function: Callable[..., losses.LossOutput], options: Mapping[str, Any]
+) -> Loss:
     parameters = inspect.signature(function).parameters
-    unknown = sorted(set(options or {}) - set(parameters))
+    unknown = sorted(set(options) - set(parameters))
     if unknown:
         raise InvalidConfig(
             f"Loss {name} has no option {', '.join(unknown)}.",
@@ -61,5 +114,5 @@ def _unknown(name: str, why: str) -> InvalidConfig:
     return InvalidConfig(
         f"There is no loss {name!r}: {why}.",
         reason="UNKNOWN_LOSS",
-        remedy=f"Use one of {', '.join(BUILT_IN)}, or 'package.module:function'.",
+        remedy=f"Use one of {', '.join(PRESETS)}, or 'package.module:function'.",
     )

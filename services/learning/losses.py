@@ -5,105 +5,79 @@ A loss of your own is ten lines in a file of yours, named in the config as "pack
     def mine(inputs: LossInputs) -> LossOutput:
         ratio = (inputs.policy_logprobs - inputs.inference_logprobs).exp()
         loss = inputs.mean(-ratio * inputs.advantages)
-        return LossOutput(loss, {"ratio": inputs.mean(ratio)})
+        return LossOutput(loss, {"ratio": inputs.token_mean(ratio)})
 
-`inputs.mean` divides by the token count of the whole train step, counted before any mask. So the
-losses and metrics of several packed rows (and ranks) add up to those of one big row.
+`inputs.mean` aggregates as the config says (by token, sequence, prompt or a constant). KL terms,
+entropy bonuses and corrections for sampler mismatch are `services.learning.objective`'s part: they
+go with any loss. Below r = exp(inputs.log_ratio()) = policy / inference, or policy / proximal where
+the train step's first policy is known, and A is the advantage.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
-from dialoop.errors import InvalidInput
+
+from services.learning.loss_inputs import MAX_LOG_RATIO, LossInputs, LossOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    pass
 
-    from torch import Tensor
-
-    Loss = Callable[["LossInputs"], "LossOutput"]
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20 nats before exp, which else overflows."""
-
-
-class LossOutput(NamedTuple):
-    """The loss (a scalar with gradient) and metrics (scalars that add up over packed rows)."""
-
-    loss: Tensor
-    metrics: dict[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LossInputs:
-    """The M trained tokens of one packed row.
-
-    policy_logprobs float32 [M] with gradient; the others [M] without: inference_logprobs of the
-    engine that sampled, ref_logprobs, advantages, entropy (None where unknown); sequence_index
-    int64 [M], which sequence of the row; loss_mask bool [M]. num_tokens and num_sequences count
-    the whole train step, over all rows and ranks.
-    """
-
-    policy_logprobs: Tensor
-    sequence_index: Tensor
-    loss_mask: Tensor
-    num_tokens: int
-    num_sequences: int
-    inference_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    advantages: Tensor | None = None
-    entropy: Tensor | None = None
-
-    def mean(self, values: Tensor) -> Tensor:
-        """This row's share of the train step's token mean of values [M]."""
-        # `where`, because a masked token may hold inf, and 0 * inf is not a number.
-        return torch.where(self.loss_mask, values, 0.0).sum() / self.num_tokens
-
-    def require(self, name: str) -> Tensor:
-        """The named tensor; InvalidInput (LOSS_INPUT_MISSING) when the data has none."""
-        values: Tensor | None = getattr(self, name)
-        if values is None:
-            raise InvalidInput(
-                f"This loss needs {name}.",
-                reason="LOSS_INPUT_MISSING",
-                remedy="Have the scorer add it, or set the loss option that uses it to 0.",
-            )
-        if values.shape != self.policy_logprobs.shape:
-            raise InvalidInput(
-                f"{name} is {list(values.shape)}, the log-probs {list(self.policy_logprobs.shape)}",
-                reason="RAGGED",
-                remedy="Give one value per trained token.",
-            )
-        return values
-
-    def log_ratio(self) -> Tensor:
-        """log(policy / inference) [M], clamped; the engine's own log-probs are the base."""
-        difference = self.policy_logprobs - self.require("inference_logprobs")
-        return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+__all__ = ["LossInputs", "LossOutput"]
 
 
 def grpo(
-    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, kl_coeff: float = 0.0
+    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0
 ) -> LossOutput:
-    """Clipped surrogate, token mean: -min(r A, clip(r, 1 - low, 1 + high) A) + coeff * KL(ref).
+    """Clipped surrogate: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
-    r = policy / inference. GRPO (arXiv 2402.03300); clip_high 0.28 is DAPO's (arXiv 2503.14476).
+    GRPO (arXiv 2402.03300), with PPO's clip (1707.06347); clip_high 0.28 is DAPO's (2503.14476).
+    dual_clip c > 1 bounds the term of negative advantages at c A (1912.09729); 0 is without.
     """
-    log_ratio, advantages = inputs.log_ratio(), inputs.require("advantages")
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = inputs.mean(-torch.minimum(ratio * advantages, clipped * advantages))
-    metrics = _ratio_metrics(inputs, log_ratio)
-    is_clipped = torch.where(advantages > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
-    metrics["clip_fraction"] = inputs.mean((is_clipped & (advantages != 0)).float())
-    if kl_coeff:
-        kl = inputs.mean(k3(inputs.policy_logprobs, inputs.require("ref_logprobs")))
-        loss = loss + kl_coeff * kl
-        metrics["kl_to_ref"] = kl.detach()
-    return LossOutput(loss, metrics)
+    ratio, advantages = inputs.log_ratio().exp(), inputs.require("advantages")
+    objective = torch.minimum(
+        ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    )
+    clipped = torch.where(advantages > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
+    if dual_clip:
+        bounded = torch.maximum(objective, dual_clip * advantages)
+        objective = torch.where(advantages < 0, bounded, objective)
+        clipped = clipped | ((advantages < 0) & (ratio > dual_clip))
+    return LossOutput(inputs.mean(-objective), {}, clipped & (advantages != 0))
+
+
+def cispo(inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossOutput:
+    """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy: weights are clipped, not gradients.
+
+    CISPO (MiniMax-M1, arXiv 2506.13585), which has no lower bound; 5 is the cap of 2510.13786.
+    """
+    ratio, advantages = inputs.log_ratio().exp().detach(), inputs.require("advantages")
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = inputs.mean(-weight * advantages * inputs.policy_logprobs)
+    return LossOutput(loss, {}, (weight != ratio) & (advantages != 0))
+
+
+def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossOutput:
+    """-min(s A, clip(s) A) with one ratio per sequence: s = exp(mean over its tokens of log r).
+
+    GSPO (arXiv 2507.18071); to be aggregated by sequence.
+    """
+    advantages = inputs.require("advantages")
+    ratio = inputs.sequence_mean(inputs.log_ratio()).exp()
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = inputs.mean(-torch.minimum(ratio * advantages, bounded * advantages))
+    clipped = torch.where(advantages > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
+    return LossOutput(loss, {}, clipped & (advantages != 0))
+
+
+def reinforce(inputs: LossInputs) -> LossOutput:
+    """-r A, not clipped: the policy gradient with importance sampling token by token.
+
+    With leave-one-out advantages RLOO (arXiv 2402.14740), of which this is the token form.
+    """
+    ratio = inputs.log_ratio().exp()
+    return LossOutput(inputs.mean(-ratio * inputs.require("advantages")), {})
 
 
 def dppo_mask(
@@ -116,70 +90,56 @@ def dppo_mask(
     """-r A + penalty * log(r)^2, without the tokens whose probability already moved too far.
 
     Left out of the first term: probability rose by more than mask_high with A > 0, or fell by more
-    than mask_low with A < 0. This is prime-rl's default loss (DPPO's binary total variation).
+    than mask_low with A < 0. It is prime-rl's default (DPPO's binary total variation): a mask
+    by probability, not ratio, lets rare tokens move.
     """
     log_ratio, advantages = inputs.log_ratio(), inputs.require("advantages")
-    rise = inputs.policy_logprobs.exp() - inputs.require("inference_logprobs").exp()
+    rise = inputs.policy_logprobs.exp() - (inputs.policy_logprobs - log_ratio).exp()
     masked = torch.where(advantages > 0, rise > mask_high, rise < -mask_low) & (advantages != 0)
     objective = torch.where(masked, 0.0, log_ratio.exp() * advantages)
     loss = inputs.mean(ratio_penalty * log_ratio.square() - objective)
-    metrics = _ratio_metrics(inputs, log_ratio)
-    metrics["clip_fraction"] = inputs.mean(masked.float())
-    return LossOutput(loss, metrics)
+    return LossOutput(loss, {}, masked)
 
 
-def sft(inputs: LossInputs, *, by_sequence: bool = False) -> LossOutput:
-    """Negative log-likelihood of the demonstrated tokens: their mean over the train step.
+def decoupled_ppo(
+    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, max_weight: float = 5.0
+) -> LossOutput:
+    """-w min(r A, clip(r) A), r = policy / proximal, w = min(max_weight, proximal / sampler).
 
-    by_sequence: the mean over sequences of each sequence's own mean, so that long ones weigh no
-    more than short ones.
+    The trust region is around the policy as the train step began, however stale the data
+    (arXiv 2110.00641; AReaL, 2505.24298).
     """
+    mismatch = inputs.require("proximal_logprobs") - inputs.require("inference_logprobs")
+    weight = mismatch.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=max_weight)
+    ratio, advantages = inputs.log_ratio().exp(), inputs.require("advantages") * weight
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = inputs.mean(-torch.minimum(ratio * advantages, bounded * advantages))
+    clipped = torch.where(advantages > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
+    return LossOutput(loss, {}, clipped & (advantages != 0))
+
+
+def distill(inputs: LossInputs) -> LossOutput:
+    """-r sg(log teacher - log policy): the gradient of KL(policy || teacher) on sampled tokens.
+
+    On-policy distillation (arXiv 2306.13649) with the teacher's log-probs as ref_logprobs; rewards
+    play no part.
+    """
+    gain = -inputs.log_ratio_to("ref_logprobs").detach()
+    ratio = inputs.log_ratio().exp()
+    return LossOutput(inputs.mean(-ratio * gain), {"teacher_log_ratio": inputs.token_mean(gain)})
+
+
+def sft(inputs: LossInputs) -> LossOutput:
+    """Negative log-likelihood of the demonstrated tokens."""
     nll = -inputs.policy_logprobs
-    token_mean = inputs.mean(nll)
-    loss = _sequence_mean(inputs, nll) if by_sequence else token_mean
-    return LossOutput(loss, {"nll": token_mean.detach()} | _entropy_metric(inputs))
+    return LossOutput(inputs.mean(nll), {"nll": inputs.token_mean(nll).detach()})
 
 
-def k3(policy_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """exp(d) - d - 1 with d = ref - policy, per token: KL(policy, ref), unbiased and never below 0.
+def minor_sft(inputs: LossInputs, *, beta: float = 0.1) -> LossOutput:
+    """-log sigmoid(beta (log policy - log ref)) of each sequence's mean log-probs; by sequence.
 
-    The k3 estimator of J. Schulman, "Approximating KL divergence" (2020).
+    MinorSFT (arXiv 2408.10642) holds back what already is likelier than under the reference.
     """
-    difference = (ref_logprobs - policy_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return difference.exp() - difference - 1
-
-
-def combine_metrics(rows: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
-    """Add up the metrics of a train step's rows, and derive `ess` where ratios are known.
-
-    ess, the effective sample size as a share of all tokens: mean(r)^2 / mean(r^2), 1 on-policy.
-    """
-    totals: dict[str, float] = {}
-    for row in rows:
-        for name, value in row.items():
-            totals[name] = totals.get(name, 0.0) + float(torch.as_tensor(value).detach())
-    if totals.get("ratio_squared"):
-        totals["ess"] = totals["ratio"] ** 2 / totals["ratio_squared"]
-    return totals
-
-
-def _ratio_metrics(inputs: LossInputs, log_ratio: Tensor) -> dict[str, Tensor]:
-    with torch.no_grad():
-        ratio = log_ratio.exp()
-        metrics = {
-            "approx_kl": inputs.mean(ratio - log_ratio - 1),
-            "ratio": inputs.mean(ratio),
-            "ratio_squared": inputs.mean(ratio.square()),
-        }
-    return metrics | _entropy_metric(inputs)
-
-
-def _entropy_metric(inputs: LossInputs) -> dict[str, Tensor]:
-    return {} if inputs.entropy is None else {"entropy": inputs.mean(inputs.entropy)}
-
-
-def _sequence_mean(inputs: LossInputs, values: Tensor) -> Tensor:
-    index = inputs.sequence_index
-    counts = torch.zeros_like(values).index_add(0, index, inputs.loss_mask.to(values.dtype))
-    kept = torch.where(inputs.loss_mask, values / counts[index].clamp(min=1), 0.0)
-    return kept.sum() / inputs.num_sequences
+    gain = inputs.sequence_mean(inputs.log_ratio_to("ref_logprobs"))
+    loss = inputs.mean(-torch.nn.functional.logsigmoid(beta * gain))
+    return LossOutput(loss, {"nll": inputs.token_mean(-inputs.policy_logprobs).detach()})

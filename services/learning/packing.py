@@ -27,22 +27,26 @@ if TYPE_CHECKING:
     from dialoop.sequences import Sequence
     from torch import Tensor
 
-_OPTIONAL = ("inference_logprobs", "ref_logprobs", "advantages")
+_OPTIONAL = ("inference_logprobs", "proximal_logprobs", "ref_logprobs", "advantages", "staleness")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenRow:
     """One sequence as tensors: what is packed. Absent values are None, never a made-up number.
 
-    token_ids int64 [L]; response_mask bool [L] with M true; inference_logprobs, ref_logprobs and
-    advantages float32 [M].
+    token_ids int64 [L]; response_mask bool [L] with M true; inference_logprobs, proximal_logprobs,
+    ref_logprobs, advantages and staleness (in policy versions) float32 [M]. prompt: which group of
+    the train step the sequence is of.
     """
 
     token_ids: Tensor
     response_mask: Tensor
     inference_logprobs: Tensor | None = None
+    proximal_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
+    staleness: Tensor | None = None
+    prompt: int = 0
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) or bool(self.response_mask[0]):
@@ -85,7 +89,8 @@ class PackedBatch:
 
     packed_tokens, position_ids, sample_mask int64 [T]; response_mask (the policy wrote it) and
     loss_mask (the loss counts it, a subset) bool [T]; lengths N numbers; cu_seqlens int32 [N + 1].
-    inference_logprobs, ref_logprobs, advantages float32 [T], 0 off the response, None if unknown.
+    inference_logprobs, proximal_logprobs, ref_logprobs, advantages and staleness float32 [T], 0 off
+    the response, None if unknown. prompts: N numbers, which group each sequence is of.
     """
 
     packed_tokens: Tensor
@@ -96,8 +101,11 @@ class PackedBatch:
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
     inference_logprobs: Tensor | None = None
+    proximal_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
+    staleness: Tensor | None = None
+    prompts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         # RoPE hides positions that do not restart from every log-prob test, so look at them here.
@@ -189,6 +197,7 @@ def pack_rows(rows: Rows[TokenRow], *, pad_to: int | None = None, pad_id: int = 
         loss_mask=response,
         lengths=lengths,
         cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+        prompts=tuple(row.prompt for row in rows),
         **{name: _scattered(rows, name, response) for name in _OPTIONAL},
     )
 

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from services.learning.losses import LossInputs, combine_metrics
+from services.learning.loss_inputs import LossInputs
+from services.learning.objective import Objective, combine_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from services.learning.losses import Loss
+    from services.learning.loss_inputs import Loss
     from services.learning.models import PolicyModel
     from services.learning.optim import GuardedOptimizer, StepReport
     from services.learning.packing import PackedBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCounts:
+    """What the whole update holds, over all rows and ranks, counted before any mask of a loss."""
+
+    num_tokens: int
+    num_sequences: int
+    prompt_num_tokens: dict[int, int]
+
+    @classmethod
+    def of(cls, rows: Sequence[PackedBatch]) -> StepCounts:
+        """Count trained tokens by the prompt their sequence is of."""
+        by_prompt: dict[int, int] = {}
+        for row in rows:
+            owners = row.gather(row.sample_mask)
+            counts = torch.bincount(owners, minlength=row.num_sequences).tolist()
+            for prompt, count in zip(row.prompts, counts, strict=True):
+                by_prompt[prompt] = by_prompt.get(prompt, 0) + count
+        return cls(
+            num_tokens=max(1, sum(by_prompt.values())),
+            num_sequences=sum(row.num_sequences for row in rows),
+            prompt_num_tokens={prompt: n for prompt, n in by_prompt.items() if n},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +50,7 @@ class UpdateReport:
     """One optimiser update: its loss, token-mean metrics and step."""
 
     loss: float
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
     step: StepReport
 
 
@@ -34,23 +59,33 @@ def loss_inputs(
     logprobs: Tensor,
     *,
     entropy: Tensor | None = None,
-    num_tokens: int | None = None,
-    num_sequences: int | None = None,
+    counts: StepCounts | None = None,
 ) -> LossInputs:
     """The batch's trained tokens as a loss reads them; counts default to this batch's own."""
+    counts = counts or StepCounts.of([batch])
 
     def trained(values: Tensor | None) -> Tensor | None:
-        return None if values is None else batch.gather(values)
+        return None if values is None else batch.gather(values).to(logprobs.dtype)
 
+    owners = batch.gather(batch.sample_mask)
+    of_prompt = torch.tensor(
+        [counts.prompt_num_tokens.get(prompt, 1) for prompt in batch.prompts],
+        dtype=logprobs.dtype,
+        device=logprobs.device,
+    )
     return LossInputs(
         policy_logprobs=logprobs,
-        sequence_index=batch.gather(batch.sample_mask),
+        sequence_index=owners,
         loss_mask=torch.ones_like(logprobs, dtype=torch.bool),
-        num_tokens=num_tokens or batch.num_loss_tokens,
-        num_sequences=num_sequences or batch.num_sequences,
+        num_tokens=counts.num_tokens,
+        num_sequences=counts.num_sequences,
+        num_prompts=max(1, len(counts.prompt_num_tokens)),
+        prompt_num_tokens=of_prompt[owners],
         inference_logprobs=trained(batch.inference_logprobs),
+        proximal_logprobs=trained(batch.proximal_logprobs),
         ref_logprobs=trained(batch.ref_logprobs),
         advantages=trained(batch.advantages),
+        staleness=trained(batch.staleness),
         entropy=entropy,
     )
 
@@ -65,22 +100,37 @@ def update(
     with_entropy: bool = False,
 ) -> UpdateReport:
     """One optimiser update over packed rows; the result does not depend on how they are cut."""
-    num_tokens = max(1, sum(row.num_loss_tokens for row in rows))
-    num_sequences = sum(row.num_sequences for row in rows)
+    objective = loss if isinstance(loss, Objective) else Objective(loss=loss)
+    counts = StepCounts.of(rows)
+    rows = whitened(rows) if objective.whiten else rows
     total, metrics = 0.0, []
     for row in rows:
-        scores = policy(row, temperature=temperature, with_entropy=with_entropy)
-        output = loss(
-            loss_inputs(
-                row,
-                scores.logprobs,
-                entropy=scores.entropy,
-                num_tokens=num_tokens,
-                num_sequences=num_sequences,
-            )
+        scores = policy(
+            row, temperature=temperature, with_entropy=with_entropy or objective.needs_entropy
         )
+        inputs = loss_inputs(row, scores.logprobs, entropy=scores.entropy, counts=counts)
+        output = objective(inputs)
         output.loss.backward()  # type: ignore[no-untyped-call]
         total += float(output.loss.detach())
         metrics.append(output.metrics)
     step = optimizer.step(total)
     return UpdateReport(loss=total, metrics=combine_metrics(metrics), step=step)
+
+
+def whitened(rows: Sequence[PackedBatch], *, eps: float = 1e-8) -> list[PackedBatch]:
+    """Rows with (A - mean) / (std + eps) over all trained tokens; std over their number.
+
+    The batch normalisation of REINFORCE++ (arXiv 2501.03262).
+    """
+    given = [row.advantages for row in rows if row.advantages is not None]
+    if len(given) != len(rows) or not rows:
+        return list(rows)  # a loss that needs advantages says so itself
+    tokens = torch.cat([row.gather(a) for row, a in zip(rows, given, strict=True)])
+    std, mean = torch.std_mean(tokens.double(), correction=0)
+    return [
+        replace(
+            row,
+            advantages=torch.where(row.loss_mask, (a - mean) / (std + eps), 0.0).to(a.dtype),
+        )
+        for row, a in zip(rows, given, strict=True)
+    ]

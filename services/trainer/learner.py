@@ -17,7 +17,7 @@ import torch
 from dialoop.errors import InvalidConfig
 from safetensors.torch import load_file, save_file
 
-from services.learning.loss_loading import load_loss
+from services.learning.loss_loading import load_objective
 from services.learning.models import load_policy
 from services.learning.optim import GuardedOptimizer, OptimizerSettings
 from services.learning.packing import TokenRow, pack_rows
@@ -64,8 +64,8 @@ class Learner:
         self._settings = settings
         self._random = random.Random(settings.seed)
         self._policy = load_policy(settings.model_dir, dtype=settings.dtype)
-        self._loss = load_loss(settings.loss, settings.loss_options)
-        self._sft = load_loss("sft")
+        self._loss = load_objective(settings.loss, settings.loss_options)
+        self._sft = load_objective("sft")
         parameters = list(self._policy.parameters())
         self._warm_start_optimizer = GuardedOptimizer(
             parameters,

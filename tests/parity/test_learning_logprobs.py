@@ -57,12 +57,11 @@ def test_temperature_two_halves_the_logits() -> None:
     assert float(scores.logprobs) == pytest.approx(-0.313262, abs=1e-6)
 
 
-def test_uniform_logits_have_the_entropy_log_v_and_no_gradient() -> None:
+def test_uniform_logits_have_the_entropy_log_v() -> None:
     hidden, weight, targets = _problem()
     scores = token_logprobs(hidden * 0, weight, targets, with_entropy=True)
     assert scores.entropy is not None
     torch.testing.assert_close(scores.entropy, torch.full((ROWS,), math.log(VOCABULARY)))
-    assert not scores.entropy.requires_grad
 
 
 def test_entropy_of_chunks_equals_the_full_one() -> None:
@@ -70,6 +69,33 @@ def test_entropy_of_chunks_equals_the_full_one() -> None:
     found = token_logprobs(hidden, weight, targets, with_entropy=True, chunk_rows=5).entropy
     expected = torch.distributions.Categorical(logits=hidden @ weight.T).entropy()
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("chunk_rows", [3, 1024])
+def test_gradients_of_logprobs_and_entropy_equal_those_of_the_full_softmax(
+    chunk_rows: int,
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (
+        torch.randn(n, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+        for n in (8, 11)
+    )
+    targets = torch.randint(11, (8,), generator=generator)
+    scale = torch.rand(8, generator=generator, dtype=torch.float64)
+
+    def gradients(logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        loss = (logprobs * scale).sum() - 0.3 * (entropy * scale.flip(0)).sum()
+        return torch.autograd.grad(loss, (hidden, weight))
+
+    scores = token_logprobs(
+        hidden, weight, targets, temperature=0.5, with_entropy=True, chunk_rows=chunk_rows
+    )
+    assert scores.entropy is not None
+    full = torch.log_softmax(hidden @ weight.T / 0.5, dim=-1)
+    chosen = full.gather(-1, targets[:, None]).squeeze(-1)
+    expected = gradients(chosen, -(full.exp() * full).sum(-1))
+    for found, wanted in zip(gradients(scores.logprobs, scores.entropy), expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
 
 
 def test_entropy_is_absent_unless_asked_for() -> None:

@@ -1,217 +1,229 @@
+"""Each loss has a golden number computed by hand, and its gradient where that is the point."""
+
 import math
 from typing import Any
 
 import pytest
-import torch
 from dialoop.errors import InvalidConfig, InvalidInput
 
-from services.learning.loss_loading import load_loss
+from services.learning.loss_inputs import LossInputs, LossOutput
+from services.learning.loss_loading import PRESETS, load_loss, load_objective
 from services.learning.losses import (
-    LossInputs,
-    LossOutput,
-    combine_metrics,
+    cispo,
+    decoupled_ppo,
+    distill,
     dppo_mask,
     grpo,
-    k3,
+    gspo,
+    minor_sft,
+    reinforce,
     sft,
 )
+from tests.loss_samples import inputs_of, log
 
 
-def _inputs(policy: list[float], inference: list[float] | None = None, **fields: Any) -> LossInputs:
-    logprobs = torch.tensor(policy, requires_grad=True)
-    count = len(policy)
-    defaults: dict[str, Any] = {
-        "sequence_index": torch.zeros(count, dtype=torch.int64),
-        "loss_mask": torch.ones(count, dtype=torch.bool),
-        "num_tokens": count,
-        "num_sequences": 1,
-        "inference_logprobs": None if inference is None else torch.tensor(inference),
-    }
-    given = {
-        k: torch.tensor(v) if isinstance(v, list) else v for k, v in (defaults | fields).items()
-    }
-    return LossInputs(policy_logprobs=logprobs, **given)
-
-
-def _probabilities(*values: float) -> list[float]:
-    return [math.log(value) for value in values]
-
-
-def _grpo_problem(**fields: Any) -> LossInputs:
+def _problem(**fields: Any) -> LossInputs:
     """Ratios 2, 1.1, 0.5 and 0.5 with advantages 1, 1, -1 and 1."""
-    return _inputs(
-        _probabilities(0.8, 0.55, 0.2, 0.2),
-        _probabilities(0.4, 0.5, 0.4, 0.4),
+    return inputs_of(
+        log(0.8, 0.55, 0.2, 0.2),
+        log(0.4, 0.5, 0.4, 0.4),
         advantages=[1.0, 1.0, -1.0, 1.0],
         **fields,
     )
 
 
+def _clipped(output: LossOutput) -> list[bool]:
+    assert output.clipped is not None
+    return [bool(value) for value in output.clipped]
+
+
+def _gradient(inputs: LossInputs, output: LossOutput) -> list[float]:
+    output.loss.backward()
+    assert inputs.policy_logprobs.grad is not None
+    return [float(value) for value in inputs.policy_logprobs.grad]
+
+
 def test_grpo_golden_number() -> None:
     # -min: clip(2) = 1.2; 1.1; min(-0.5, -0.8) = -0.8; min(0.5, 0.8) = 0.5
     # loss = -(1.2 + 1.1 - 0.8 + 0.5) / 4 = -0.5
-    output = grpo(_grpo_problem())
+    output = grpo(_problem())
     assert output.loss.item() == pytest.approx(-0.5)
-    assert float(output.metrics["clip_fraction"]) == pytest.approx(0.5)
+    assert _clipped(output) == [True, False, True, False]
 
 
 def test_grpo_does_not_move_clipped_tokens() -> None:
-    inputs = _grpo_problem()
-    grpo(inputs).loss.backward()  # d(-r A)/d logp = -r A
-    assert inputs.policy_logprobs.grad is not None
-    assert inputs.policy_logprobs.grad.tolist() == pytest.approx([0, -1.1 / 4, 0, -0.5 / 4])
+    inputs = _problem()  # d(-r A)/d logp = -r A
+    found = _gradient(inputs, grpo(inputs))
+    assert found == pytest.approx([0, -1.1 / 4, 0, -0.5 / 4])
 
 
 def test_grpo_clips_low_and_high_separately() -> None:
     # clip(2) = 1.5; min(-0.5, -0.9) = -0.9: -(1.5 + 1.1 - 0.9 + 0.5) / 4 = -0.55
-    assert grpo(_grpo_problem(), clip_low=0.1, clip_high=0.5).loss.item() == pytest.approx(-0.55)
+    assert grpo(_problem(), clip_low=0.1, clip_high=0.5).loss.item() == pytest.approx(-0.55)
+
+
+def test_grpo_dual_clip_bounds_what_a_bad_token_can_weigh() -> None:
+    # ratio 8, A -1: min(-8, -1.2) = -8, bounded at 3 * -1: loss 3, and no gradient
+    inputs = inputs_of(log(0.8), log(0.1), advantages=[-1.0])
+    assert grpo(inputs).loss.item() == pytest.approx(8.0)
+    output = grpo(inputs, dual_clip=3.0)
+    assert output.loss.item() == pytest.approx(3.0)
+    assert _clipped(output) == [True]
+    assert _gradient(inputs, output) == [0.0]
 
 
 def test_grpo_on_policy_gradient_is_minus_the_advantage() -> None:
-    inputs = _inputs([-1.0, -2.0], [-1.0, -2.0], advantages=[0.5, -1.0])
-    grpo(inputs).loss.backward()
-    assert inputs.policy_logprobs.grad is not None
-    assert inputs.policy_logprobs.grad.tolist() == pytest.approx([-0.25, 0.5])
+    inputs = inputs_of([-1.0, -2.0], [-1.0, -2.0], advantages=[0.5, -1.0])
+    assert _gradient(inputs, grpo(inputs)) == pytest.approx([-0.25, 0.5])
 
 
-def test_grpo_adds_the_kl_to_the_reference() -> None:
-    # policy 0.5, reference 0.25: d = -log 2, k3 = 0.5 + 0.693147 - 1 = 0.193147
-    inputs = _inputs(
-        _probabilities(0.5),
-        _probabilities(0.5),
-        advantages=[1.0],
-        ref_logprobs=_probabilities(0.25),
+def test_cispo_golden_number_and_its_clipped_tokens_still_learn() -> None:
+    # weights min(2, 1.5), 1.1, 0.5, 0.5: -(1.5 log .8 + 1.1 log .55 - .5 log .2 + .5 log .2) / 4
+    inputs = _problem()
+    output = cispo(inputs, clip_high=0.5)
+    expected = -(1.5 * math.log(0.8) + 1.1 * math.log(0.55)) / 4
+    assert output.loss.item() == pytest.approx(expected)
+    assert _clipped(output) == [True, False, False, False]
+    assert _gradient(inputs, output) == pytest.approx([-1.5 / 4, -1.1 / 4, 0.5 / 4, -0.5 / 4])
+
+
+def test_gspo_golden_number() -> None:
+    # sequence 0: sqrt(2 * 1.1) = 1.483, A 1, clipped at 1.2; sequence 1: 0.5, A -1, clipped at 0.8
+    inputs = inputs_of(
+        log(0.8, 0.55, 0.2),
+        log(0.4, 0.5, 0.4),
+        advantages=[1.0, 1.0, -1.0],
+        sequence_index=[0, 0, 1],
+        num_sequences=2,
+        aggregation="sequence",
     )
-    output = grpo(inputs, kl_coeff=0.1)
-    assert output.loss.item() == pytest.approx(-1 + 0.0193147, abs=1e-6)
-    assert float(output.metrics["kl_to_ref"]) == pytest.approx(0.193147, abs=1e-6)
+    output = gspo(inputs, clip_low=0.2, clip_high=0.2)
+    assert output.loss.item() == pytest.approx((-1.2 + 0.8) / 2)
+    assert gspo(inputs, clip_low=0.9, clip_high=0.9).loss.item() == pytest.approx(
+        (-math.sqrt(2.2) + 0.5) / 2
+    )
+
+
+def test_gspo_gradient_shares_the_sequence_ratio() -> None:
+    # d(-s A)/d logp_t = -s A / |y|, for each of the two tokens
+    inputs = inputs_of(log(0.8, 0.55), log(0.4, 0.5), advantages=[1.0, 1.0], aggregation="sequence")
+    found = _gradient(inputs, gspo(inputs, clip_low=0.9, clip_high=0.9))
+    assert found == pytest.approx([-math.sqrt(2.2) / 2] * 2)
+
+
+def test_reinforce_golden_number() -> None:
+    # ratio times advantage: 2, 1.1, -0.5 and 0.5
+    assert reinforce(_problem()).loss.item() == pytest.approx(-3.1 / 4)
 
 
 def test_dppo_mask_golden_number() -> None:
     # rises +0.4 and +0.05 with A 1: the first masked; falls -0.3 with A -1: masked, with A 1: kept
-    inputs = _inputs(
-        _probabilities(0.8, 0.55, 0.2, 0.2),
-        _probabilities(0.4, 0.5, 0.5, 0.5),
-        advantages=[1.0, 1.0, -1.0, 1.0],
+    inputs = inputs_of(
+        log(0.8, 0.55, 0.2, 0.2), log(0.4, 0.5, 0.5, 0.5), advantages=[1.0, 1.0, -1.0, 1.0]
     )
     penalty = math.log(2) ** 2 + math.log(1.1) ** 2 + 2 * math.log(0.4) ** 2
     output = dppo_mask(inputs)
     assert output.loss.item() == pytest.approx((-(1.1 + 0.4) + 1e-3 * penalty) / 4)
-    assert float(output.metrics["clip_fraction"]) == pytest.approx(0.5)
+    assert _clipped(output) == [True, False, True, False]
 
 
 def test_dppo_mask_still_pulls_masked_tokens_back() -> None:
-    inputs = _inputs(_probabilities(0.8), _probabilities(0.4), advantages=[1.0])
-    dppo_mask(inputs).loss.backward()
-    assert inputs.policy_logprobs.grad is not None
-    assert float(inputs.policy_logprobs.grad) == pytest.approx(2e-3 * math.log(2))
+    inputs = inputs_of(log(0.8), log(0.4), advantages=[1.0])
+    assert _gradient(inputs, dppo_mask(inputs)) == pytest.approx([2e-3 * math.log(2)])
+
+
+def test_decoupled_ppo_golden_number() -> None:
+    # w = min(.5/.1, 4) = 4 and .4/.5 = .8; r = .8/.5 = 1.6 -> 1.2, and .2/.4 = .5 with A -1 -> .8
+    # -(1.2 * 4 - 0.8 * 0.8) / 2 = -2.08
+    inputs = inputs_of(
+        log(0.8, 0.2), log(0.1, 0.5), proximal_logprobs=log(0.5, 0.4), advantages=[1.0, -1.0]
+    )
+    assert decoupled_ppo(inputs, max_weight=4.0).loss.item() == pytest.approx(-2.08)
+
+
+def test_losses_clip_around_the_proximal_policy_where_it_is_known() -> None:
+    # r = .8/.5 = 1.6, clipped at 1.2, whatever the sampler's 0.1
+    inputs = inputs_of(log(0.8), log(0.1), proximal_logprobs=log(0.5), advantages=[1.0])
+    assert grpo(inputs).loss.item() == pytest.approx(-1.2)
+
+
+def test_distill_golden_number_and_its_fixed_point() -> None:
+    # gains log(.4/.8) and log(.4/.2) at ratio 1: -(-log 2 + log 2) / 2 = 0; gradient -gain / 2
+    inputs = inputs_of(log(0.8, 0.2), log(0.8, 0.2), ref_logprobs=log(0.4, 0.4))
+    output = distill(inputs)
+    assert output.loss.item() == pytest.approx(0.0, abs=1e-7)
+    assert _gradient(inputs, output) == pytest.approx([math.log(2) / 2, -math.log(2) / 2])
+    same = inputs_of(log(0.4), log(0.4), ref_logprobs=log(0.4))
+    assert _gradient(same, distill(same)) == [0.0]
 
 
 def test_sft_golden_number() -> None:
-    assert sft(_inputs([-1.0, -2.0, -6.0])).loss.item() == pytest.approx(3.0)
+    assert sft(inputs_of([-1.0, -2.0, -6.0])).loss.item() == pytest.approx(3.0)
 
 
-def test_sft_by_sequence_weighs_sequences_equally() -> None:
-    # sequences (-1, -2) and (-6): (1.5 + 6) / 2 = 3.75
-    inputs = _inputs([-1.0, -2.0, -6.0], sequence_index=[0, 0, 1], num_sequences=2)
-    assert sft(inputs, by_sequence=True).loss.item() == pytest.approx(3.75)
+def test_minor_sft_golden_number() -> None:
+    # mean gain of the sequence: (1 + 3) / 2 = 2; -log sigmoid(0.5 * 2) = log(1 + e^-1) = 0.313262
+    inputs = inputs_of([-1.0, -2.0], ref_logprobs=[-2.0, -5.0], aggregation="sequence")
+    assert minor_sft(inputs, beta=0.5).loss.item() == pytest.approx(0.313262, abs=1e-6)
 
 
-def test_sft_by_sequence_ignores_masked_tokens() -> None:
-    inputs = _inputs(
-        [-1.0, -2.0, -6.0],
-        sequence_index=[0, 0, 1],
-        num_sequences=2,
-        loss_mask=[True, False, True],
-    )
-    assert sft(inputs, by_sequence=True).loss.item() == pytest.approx(3.5)
-
-
-@pytest.mark.parametrize("loss", [grpo, dppo_mask])
+@pytest.mark.parametrize("loss", [grpo, cispo, gspo, reinforce, dppo_mask])
 def test_masked_tokens_count_nowhere_even_when_infinite(loss: Any) -> None:
-    inputs = _inputs(
+    inputs = inputs_of(
         [-1.0, -math.inf], [-1.0, -1.0], advantages=[1.0, 1.0], loss_mask=[True, False]
     )
     output = loss(inputs)
-    output.loss.backward()
-    assert inputs.policy_logprobs.grad is not None
-    assert inputs.policy_logprobs.grad.tolist() == pytest.approx([-0.5, 0.0])
-    assert output.loss.item() == pytest.approx(-0.5)
-    assert all(math.isfinite(float(value)) for value in output.metrics.values())
+    found = _gradient(inputs, output)
+    assert found == pytest.approx([-0.5, 0.0])
+    assert math.isfinite(output.loss.item())
 
 
 def test_log_ratio_is_clamped_to_twenty_nats() -> None:
-    inputs = _inputs([-100.0, -0.1], [-0.1, -100.0], advantages=[-1.0, -1.0])
+    inputs = inputs_of([-100.0, -0.1], [-0.1, -100.0], advantages=[-1.0, -1.0])
     assert inputs.log_ratio().tolist() == [-20.0, 20.0]
 
 
-def test_ratio_metrics_are_those_computed_by_hand() -> None:
-    # ratios 2 and 0.5: k3 = (2 - log 2 - 1 + 0.5 + log 2 - 1) / 2 = 0.25; ess = 1.25^2 / 2.125
-    inputs = _inputs(
-        _probabilities(0.8, 0.2),
-        _probabilities(0.4, 0.4),
-        advantages=[0.0, 0.0],
-        entropy=[1.0, 3.0],
-    )
-    metrics = combine_metrics([grpo(inputs).metrics])
-    assert metrics["approx_kl"] == pytest.approx(0.25)
-    assert metrics["ess"] == pytest.approx(1.5625 / 2.125)
-    assert metrics["entropy"] == pytest.approx(2.0)
-    assert metrics["clip_fraction"] == 0.0
-
-
-def test_k3_is_zero_at_equality_and_positive_elsewhere() -> None:
-    found = k3(torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -2.0, 0.0]))
-    assert found.tolist() == pytest.approx([0.0, 0.367879, 0.718282], abs=1e-5)
-
-
-@pytest.mark.parametrize("loss", [grpo, dppo_mask, sft])
-def test_rows_add_up_to_one_big_row(loss: Any) -> None:
-    policy, inference = _probabilities(0.8, 0.5, 0.2), _probabilities(0.4, 0.5, 0.4)
-    whole = loss(_inputs(policy, inference, advantages=[1.0, -1.0, -1.0]))
-    first = loss(_inputs(policy[:1], inference[:1], advantages=[1.0], num_tokens=3))
-    rest = loss(_inputs(policy[1:], inference[1:], advantages=[-1.0, -1.0], num_tokens=3))
-    assert (first.loss + rest.loss).item() == pytest.approx(whole.loss.item())
-    assert combine_metrics([first.metrics, rest.metrics]) == pytest.approx(
-        combine_metrics([whole.metrics])
-    )
-
-
 @pytest.mark.parametrize(
-    ("loss", "fields"),
+    ("loss", "fields", "missing"),
     [
-        (grpo, {}),
-        (dppo_mask, {"advantages": [1.0]}),
-        (lambda i: grpo(i, kl_coeff=0.1), {"advantages": [1.0], "inference": [-1.0]}),
+        (grpo, {}, "inference_logprobs"),
+        (grpo, {"inference": [-1.0]}, "advantages"),
+        (cispo, {"inference": [-1.0]}, "advantages"),
+        (gspo, {"advantages": [1.0]}, "inference_logprobs"),
+        (reinforce, {"advantages": [1.0]}, "inference_logprobs"),
+        (dppo_mask, {"advantages": [1.0]}, "inference_logprobs"),
+        (decoupled_ppo, {"inference": [-1.0], "advantages": [1.0]}, "proximal_logprobs"),
+        (distill, {"inference": [-1.0]}, "ref_logprobs"),
+        (minor_sft, {}, "ref_logprobs"),
     ],
 )
-def test_missing_input_is_named(loss: Any, fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput) as caught:
-        loss(_inputs([-1.0], **fields))
+def test_missing_input_is_named(loss: Any, fields: dict[str, Any], missing: str) -> None:
+    with pytest.raises(InvalidInput, match=missing) as caught:
+        loss(inputs_of([-1.0], **fields))
     assert caught.value.reason == "LOSS_INPUT_MISSING"
 
 
 def test_input_of_another_shape_is_refused() -> None:
     with pytest.raises(InvalidInput) as caught:
-        grpo(_inputs([-1.0, -2.0], [-1.0], advantages=[1.0, 1.0]))
+        grpo(inputs_of([-1.0, -2.0], [-1.0], advantages=[1.0, 1.0]))
     assert caught.value.reason == "RAGGED"
 
 
-def reinforce(inputs: LossInputs, *, scale: float = 1.0) -> LossOutput:
+def mine(inputs: LossInputs, *, scale: float = 1.0) -> LossOutput:
     return LossOutput(
         inputs.mean(-scale * inputs.policy_logprobs * inputs.require("advantages")), {}
     )
 
 
 def test_loss_of_a_user_is_loaded_by_its_import_path() -> None:
-    loss = load_loss(f"{__name__}:reinforce", {"scale": 2.0})
-    assert loss(_inputs([-1.0], advantages=[3.0])).loss.item() == pytest.approx(6.0)
+    loss = load_loss(f"{__name__}:mine", {"scale": 2.0})
+    assert loss(inputs_of([-1.0], advantages=[3.0])).loss.item() == pytest.approx(6.0)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dppo_mask", "sft"])
+@pytest.mark.parametrize("name", list(PRESETS))
 def test_built_in_losses_need_no_path(name: str) -> None:
-    inputs = _inputs([-1.0], [-1.0], advantages=[1.0])
-    assert math.isfinite(load_loss(name)(inputs).loss.item())
+    fields = {"advantages": [1.0], "proximal_logprobs": [-1.0], "ref_logprobs": [-1.0]}
+    assert math.isfinite(load_objective(name)(inputs_of([-1.0], [-1.0], **fields)).loss.item())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,145 @@
+"""What a loss reads and what it answers.
+
+Every aggregation is a weight per token whose denominators count the whole train step before any
+mask, so the losses and metrics of several packed rows (and ranks) add up to those of one big row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from dialoop.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    Loss = Callable[["LossInputs"], "LossOutput"]
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to +-20 nats before exp, which else overflows."""
+
+Aggregation = Literal["token", "sequence", "prompt", "constant", "sum"]
+"""How token losses become one number.
+
+token: their mean over the train step (DAPO, arXiv 2503.14476). sequence: the mean of each
+sequence's own mean (GRPO, arXiv 2402.03300). prompt: the mean of the token means of each prompt's
+group. constant: the mean over sequences of sums divided by one constant, as the longest answer
+(Dr. GRPO, arXiv 2503.20783). sum: plain.
+"""
+
+
+class LossOutput(NamedTuple):
+    """The loss (a scalar with gradient) and metrics (scalars that add up over packed rows).
+
+    clipped: bool [M], the tokens the loss left out or bounded; for metrics.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    clipped: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossInputs:
+    """The M trained tokens of one packed row.
+
+    policy_logprobs float [M] with gradient; the others [M] without: inference_logprobs of the
+    engine that sampled, proximal_logprobs of the policy as the train step began, ref_logprobs of a
+    reference or teacher, advantages, staleness in policy versions (None where unknown); entropy [M]
+    with gradient. sequence_index int64 [M], which sequence of the row; loss_mask bool [M].
+    num_tokens, num_sequences and num_prompts count the whole train step, over all rows and ranks;
+    prompt_num_tokens [M] is how many trained tokens a token's prompt has there.
+    """
+
+    policy_logprobs: Tensor
+    sequence_index: Tensor
+    loss_mask: Tensor
+    num_tokens: int
+    num_sequences: int
+    num_prompts: int = 1
+    prompt_num_tokens: Tensor | None = None
+    inference_logprobs: Tensor | None = None
+    proximal_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    advantages: Tensor | None = None
+    entropy: Tensor | None = None
+    staleness: Tensor | None = None
+    aggregation: Aggregation = "token"
+    constant: float = 1.0
+
+    def mean(self, values: Tensor) -> Tensor:
+        """This row's share of the train step's mean of values [M], as the aggregation weighs it."""
+        if self.aggregation == "token":
+            return self.token_mean(values)
+        # `where`, because a masked token may hold inf, and 0 * inf is not a number.
+        return torch.where(self.loss_mask, values * self._weights(), 0.0).sum()
+
+    def token_mean(self, values: Tensor) -> Tensor:
+        """This row's share of the train step's mean over tokens of values [M]: for metrics."""
+        return torch.where(self.loss_mask, values, 0.0).sum() / self.num_tokens
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """The mean over its sequence's tokens of values [M], at each of those tokens, [M]."""
+        sums = torch.zeros_like(values).index_add(
+            0, self.sequence_index, torch.where(self.loss_mask, values, 0.0)
+        )
+        return sums[self.sequence_index] / self.sequence_num_tokens()
+
+    def sequence_num_tokens(self) -> Tensor:
+        """How many counted tokens the token's sequence has, at least 1, [M]."""
+        counted = self.loss_mask.to(self.policy_logprobs.dtype)
+        counts = torch.zeros_like(counted).index_add(0, self.sequence_index, counted)
+        return counts[self.sequence_index].clamp(min=1)
+
+    def require(self, name: str) -> Tensor:
+        """The named tensor; InvalidInput (LOSS_INPUT_MISSING) when the data has none."""
+        values: Tensor | None = getattr(self, name)
+        if values is None:
+            raise InvalidInput(
+                f"This loss needs {name}.",
+                reason="LOSS_INPUT_MISSING",
+                remedy=_REMEDIES.get(name, "Set the loss option that uses it to 0."),
+            )
+        if values.shape != self.policy_logprobs.shape:
+            raise InvalidInput(
+                f"{name} is {list(values.shape)}, the log-probs {list(self.policy_logprobs.shape)}",
+                reason="RAGGED",
+                remedy="Give one value per trained token.",
+            )
+        return values
+
+    def log_ratio(self) -> Tensor:
+        """log(policy / base) [M], clamped.
+
+        The base is the policy as the train step began where that is known, else the engine's own
+        log-probs.
+        """
+        is_known = self.proximal_logprobs is not None
+        return self.log_ratio_to("proximal_logprobs" if is_known else "inference_logprobs")
+
+    def log_ratio_to(self, name: str) -> Tensor:
+        """log(policy / named) [M], clamped to +-20."""
+        difference = self.policy_logprobs - self.require(name)
+        return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    def _weights(self) -> Tensor:
+        if self.aggregation == "sequence":
+            return 1.0 / (self.sequence_num_tokens() * self.num_sequences)
+        if self.aggregation == "prompt":
+            return 1.0 / (self.require("prompt_num_tokens") * self.num_prompts)
+        ones = torch.ones_like(self.policy_logprobs)
+        return ones if self.aggregation == "sum" else ones / (self.num_sequences * self.constant)
+
+
+_REMEDIES = {
+    "advantages": "Train on scored groups: the scorer sets advantages.",
+    "inference_logprobs": "Train on tokens an engine sampled; demonstrations have none.",
+    "proximal_logprobs": "Name the loss in the config: the trainer then computes them.",
+    "ref_logprobs": "Set [scorer] reference_logprobs and a reference or teacher model.",
+    "entropy": "Name the loss in the config: the trainer then computes it.",
+    "prompt_num_tokens": "Give every row its prompt.",
+}
