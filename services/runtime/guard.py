@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     Receive = Callable[[], Awaitable[Any]]
     Send = Callable[[dict[str, Any]], Awaitable[None]]
     App = Callable[[Scope, Receive, Send], Awaitable[None]]
+    Refuse = Callable[[Scope, Send, DialoopError], Awaitable[None]]
 
 HEALTH = frozenset({"/healthz", "/readyz"})
 # The same for everybody and without any data; a browser cannot send a token when it opens a page.
@@ -25,10 +26,14 @@ _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class Guard:
-    """An ASGI application around another that lets only rightful requests in."""
+    """An ASGI application around another that lets only rightful requests in.
 
-    def __init__(self, app: App, token: str) -> None:
+    `refuse` answers the others; by default with problem documents.
+    """
+
+    def __init__(self, app: App, token: str, refuse: Refuse | None = None) -> None:
         self._app = app
+        self._refuse = refuse or _send_problem
         self._expected = f"Bearer {token}".encode() if token else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -37,7 +42,7 @@ class Guard:
         if refusal is None:
             await self._app(scope, receive, send)
         else:
-            await send_problem(send, refusal)
+            await self._refuse(scope, send, refusal)
 
     def _refusal(self, scope: Scope) -> DialoopError | None:
         headers = dict(scope["headers"])
@@ -93,6 +98,10 @@ def _is_loopback(name: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+async def _send_problem(_: Scope, send: Send, error: DialoopError) -> None:
+    await send_problem(send, error)
 
 
 async def send_problem(

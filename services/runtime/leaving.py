@@ -26,6 +26,11 @@ class Caller:
         self._timer: asyncio.TimerHandle | None = None
         self._watching: asyncio.Task[None] | None = None
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the caller hung up."""
+        return self._gone
+
     def __enter__(self) -> None:
         self._answering = asyncio.current_task()
         self._timer = asyncio.get_running_loop().call_later(_UNWATCHED_S, self._start)

@@ -15,6 +15,7 @@ from services.runtime.schema import comments
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from services.runtime.http_routes import HttpRoute
     from services.runtime.routes import Route
     from services.runtime.schema import Models
 
@@ -44,7 +45,13 @@ class _Plain(GenerateJsonSchema):
         return False
 
 
-def openapi(routes: Sequence[Route], models: Models, *, needs_token: bool) -> dict[str, Any]:
+def openapi(
+    routes: Sequence[Route],
+    models: Models,
+    *,
+    needs_token: bool,
+    further: Sequence[HttpRoute] = (),
+) -> dict[str, Any]:
     """The whole document, OpenAPI 3.1."""
     said = comments()
     definitions = _definitions(routes, models)
@@ -52,6 +59,9 @@ def openapi(routes: Sequence[Route], models: Models, *, needs_token: bool) -> di
     for route in routes:
         operation = _operation(route, models, definitions, said)
         paths.setdefault(route.path, {})[route.method.lower()] = operation
+    for added in further:
+        operation = {"operationId": added.name, **added.operation}
+        paths.setdefault(added.path, {})[added.method.lower()] = operation
     services = {route.rpc.containing_service for route in routes}
     return {
         "openapi": "3.1.0",

@@ -19,7 +19,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from services.runtime import metrics as prometheus
 from services.runtime.docs_page import docs_page
 from services.runtime.endpoint import Endpoint
-from services.runtime.guard import Guard
+from services.runtime.guard import Guard, send_problem
+from services.runtime.http_routes import HttpAnswer, HttpEndpoint, HttpRoute
 from services.runtime.openapi import openapi
 from services.runtime.problems import (
     MethodNotAllowed,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from google.protobuf.descriptor import ServiceDescriptor
 
     from services.runtime.calls import Calls
-    from services.runtime.guard import App
+    from services.runtime.guard import App, Refuse, Scope, Send
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,8 @@ class RestOptions:
     metrics: prometheus.Metrics
     # Service name -> whether it serves; asked on every /readyz.
     serving: Callable[[], Mapping[str, bool]]
+    # Routes beside those of the rpcs.
+    further: Sequence[HttpRoute] = ()
 
 
 def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOptions) -> App:
@@ -65,13 +68,40 @@ def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOp
             max_body_bytes=options.max_body_bytes,
         )
         app.router.add_route(route.path, endpoint, methods=[route.method])
-    document = openapi([route for route, _ in routes], models, needs_token=bool(options.token))
+    _add_further(app, options)
+    document = openapi(
+        [route for route, _ in routes],
+        models,
+        needs_token=bool(options.token),
+        further=options.further,
+    )
     app.openapi = lambda: document  # type: ignore[method-assign]
     _add_pages(app, document, options)
     app.add_exception_handler(404, _no_route)
     app.add_exception_handler(405, _no_method)
     guarded: Any = app  # FastAPI spells ASGI's types with other names
-    return Guard(guarded, options.token)
+    return Guard(guarded, options.token, _refusing(options.further))
+
+
+def _add_further(app: FastAPI, options: RestOptions) -> None:
+    for route in options.further:
+        endpoint: Any = HttpEndpoint(
+            route, calls=options.calls, max_body_bytes=options.max_body_bytes
+        )
+        app.router.add_route(route.path, endpoint, methods=[route.method])
+
+
+def _refusing(further: Sequence[HttpRoute]) -> Refuse:
+    """Refuse in the words of the route that was asked: a client of it reads no others."""
+
+    async def refuse(scope: Scope, send: Send, error: DialoopError) -> None:
+        for route in further:
+            if route.has(scope["path"]):
+                await HttpAnswer(send, route.errors).fail(error)
+                return
+        await send_problem(send, error)
+
+    return refuse
 
 
 def _add_pages(app: FastAPI, document: dict[str, Any], options: RestOptions) -> None:

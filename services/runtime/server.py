@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
+    from services.runtime.http_routes import HttpRoute
     from services.runtime.metrics import Metrics
     from services.runtime.rest_door import RestDoor
     from services.runtime.settings import ServerSettings
@@ -45,6 +46,7 @@ class GrpcServer:
         self._settings = settings
         self._registrations: list[tuple[Callable[[Any, Any], None], Any]] = []
         self._services: list[str] = []
+        self._routes: list[HttpRoute] = []
         self._health = health.aio.HealthServicer()
         self._serving: dict[str, bool] = {}
         self._stop = StopSignal()
@@ -56,6 +58,10 @@ class GrpcServer:
         """Serve `servicer`, given its generated `add_..._to_server` and full service name."""
         self._registrations.append((register, servicer))
         self._services.append(service)
+
+    def add_route(self, route: HttpRoute) -> None:
+        """Serve one more route at the REST door."""
+        self._routes.append(route)
 
     @property
     def port(self) -> int:
@@ -150,6 +156,7 @@ class GrpcServer:
             calls=calls,
             metrics=metrics,
             serving=lambda: dict(self._serving),
+            further=tuple(self._routes),
         )
         return RestDoor(rest_app(servicers, options), drain_s=self._settings.drain_s)
 
