@@ -45,6 +45,7 @@ class ForkCause(IntEnum):
     NONE = 1
     TEMPLATE_REWRITES_PAST = 2
     HISTORY_REWRITTEN = 3
+    BRANCHED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -160,7 +160,8 @@ class InferenceServiceServicer(object):
 
     def CreateRecording(self, request, context):
         """Keeps every OpenAI-compatible call under /recordings/{recording_id}/v1 until it is closed.
-        Idempotent by id. OK, INVALID_ARGUMENT, RESOURCE_EXHAUSTED (TOO_MANY_RECORDINGS).
+        Idempotent by id. OK, INVALID_ARGUMENT, ALREADY_EXISTS (RECORDING_EXISTS, with other fields),
+        RESOURCE_EXHAUSTED (TOO_MANY_RECORDINGS).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -175,7 +176,9 @@ class InferenceServiceServicer(object):
 
     def CloseRecording(self, request, context):
         """Ends the recording and yields its trajectory; a second close gives the same answer until the
-        recording expires. OK, NOT_FOUND (RECORDING_NOT_FOUND).
+        recording expires. Its history is the branch with the most messages, the latest among equals;
+        the rewards stand on the last turn. OK, NOT_FOUND (RECORDING_NOT_FOUND), FAILED_PRECONDITION
+        (RECORDING_EMPTY: no call was answered).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

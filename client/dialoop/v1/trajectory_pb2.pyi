@@ -23,6 +23,7 @@ class ForkCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FORK_CAUSE_NONE: _ClassVar[ForkCause]
     FORK_CAUSE_TEMPLATE_REWRITES_PAST: _ClassVar[ForkCause]
     FORK_CAUSE_HISTORY_REWRITTEN: _ClassVar[ForkCause]
+    FORK_CAUSE_BRANCHED: _ClassVar[ForkCause]
 
 class StopReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -77,6 +78,7 @@ FORK_CAUSE_UNSPECIFIED: ForkCause
 FORK_CAUSE_NONE: ForkCause
 FORK_CAUSE_TEMPLATE_REWRITES_PAST: ForkCause
 FORK_CAUSE_HISTORY_REWRITTEN: ForkCause
+FORK_CAUSE_BRANCHED: ForkCause
 STOP_REASON_UNSPECIFIED: StopReason
 STOP_REASON_STOP: StopReason
 STOP_REASON_LENGTH: StopReason
