@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from dialoop.chat import History
 from dialoop.errors import InvalidInput
 from dialoop.sequences import PolicyVersion, Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class StopReason(IntEnum):
@@ -115,12 +119,23 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """One component of a turn's reward: value * weight counts."""
+    """One component of a turn's reward: value * weight counts.
+
+    A dense reward has one number per token of the response, and their sum as its value:
+    Reward.dense("kl", (-0.5, 0.25)).value == -0.25
+    """
 
     name: str
     value: float
     weight: float = 1.0
     success: bool | None = None
+    per_token: tuple[float, ...] = ()
+
+    @classmethod
+    def dense(cls, name: str, per_token: Iterable[float], *, weight: float = 1.0) -> Reward:
+        """A reward with one number per token of the response."""
+        values = tuple(map(float, per_token))
+        return cls(name=name, value=sum(values), weight=weight, per_token=values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,23 +11,39 @@ environment = tool_environment(
 from dialoop.environments.arithmetic_tasks import ArithmeticDemonstrations, ArithmeticTasks
 from dialoop.environments.calculator import Calculator
 from dialoop.environments.call_syntax import CallSyntax, parse_call
-from dialoop.environments.chat_env import ChatEnv, Demonstrate, Demonstrations, Environment
+from dialoop.environments.chat_env import ChatEnv
+from dialoop.environments.choosing import TaskChoice, chosen_task
+from dialoop.environments.data_loading import DataCursor, DataLoadingPrimer, DataSource, Loaded
 from dialoop.environments.endings import EndOnText, EndWhenIncomplete, EndWithoutCall, MaxTurns
+from dialoop.environments.environment import (
+    Demonstrate,
+    Demonstrations,
+    Environment,
+    Given,
+    Managed,
+    Stateless,
+    TakesQuestions,
+)
 from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData
 from dialoop.environments.jsonl_tasks import JsonlTasks
 from dialoop.environments.loading import load_environment
+from dialoop.environments.modes import Answered, InputMode, RewardShape, Text, Tokens
 from dialoop.environments.rewards import ExactResult, NamedReward, RewardFunction, Rewards
 from dialoop.environments.standard import arithmetic, jsonl, tool_environment, tool_transforms
-from dialoop.environments.tasks import TaskPage, TaskRef, TaskSource, task_not_found
+from dialoop.environments.tasks import NoTasks, TaskPage, TaskRef, TaskSource, task_not_found
 from dialoop.environments.tools import Tool, ToolCalls, ToolInputError
 from dialoop.environments.transform import Traits, Transform
 
 __all__ = [
+    "Answered",
     "ArithmeticDemonstrations",
     "ArithmeticTasks",
     "Calculator",
     "CallSyntax",
     "ChatEnv",
+    "DataCursor",
+    "DataLoadingPrimer",
+    "DataSource",
     "Demonstrate",
     "Demonstrations",
     "EndOnText",
@@ -36,24 +52,36 @@ __all__ = [
     "Environment",
     "Episode",
     "ExactResult",
+    "Given",
+    "InputMode",
     "JsonlTasks",
+    "Loaded",
+    "Managed",
     "MaxTurns",
     "NamedReward",
+    "NoTasks",
     "Opening",
     "Outcome",
     "RewardFunction",
+    "RewardShape",
     "Rewards",
     "Score",
+    "Stateless",
+    "TakesQuestions",
+    "TaskChoice",
     "TaskData",
     "TaskPage",
     "TaskRef",
     "TaskSource",
+    "Text",
+    "Tokens",
     "Tool",
     "ToolCalls",
     "ToolInputError",
     "Traits",
     "Transform",
     "arithmetic",
+    "chosen_task",
     "jsonl",
     "load_environment",
     "parse_call",

@@ -4,80 +4,38 @@
     opening = environment.reset(environment.tasks.get("train", "1"), seed=0)
     outcome = await environment.step(opening.episode, opening.history.respond(message))
 
-Alone it gives no reward and never ends an episode: the next prompt is the previous full.
+Alone it gives no reward and never ends an episode: the next prompt is the previous full. In text
+and tokens mode the law is the same for `opening.text` and `opening.tokens`.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from dialoop.chat import ChatHistory, History, Message
+from dialoop.environments.data_loading import DataLoadingPrimer
+from dialoop.environments.environment import Demonstrate, Given
 from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData
 from dialoop.environments.failures import failure_of
-from dialoop.environments.tasks import TaskSource
+from dialoop.environments.modes import Answered, InputMode
+from dialoop.environments.rescoring import episodes_of
+from dialoop.environments.rewards import finite
+from dialoop.environments.tasks import NoTasks, TaskSource
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import (
+    DialoopError,
     InvalidConfig,
     InvalidHistory,
     InvalidInput,
     PreconditionFailed,
     Unsupported,
 )
-from dialoop.trajectory import Failure, Owner, Trajectory, Turn
-
-Demonstrate = Callable[[TaskData, random.Random], tuple[Message, ...]]
-
-
-class Demonstrations(Protocol):
-    """Whole conversations to learn from before any reward: what supervised training reads."""
-
-    def demonstration(self, task: TaskData, rng: random.Random) -> History:
-        """A conversation that solves the task, from the prompt to the last answer."""
-        ...
-
-
-class Environment(Protocol):
-    """What the environment service serves; ChatEnv is the one to start from."""
-
-    @property
-    def name(self) -> str:
-        """What tasks and sessions call it."""
-        ...
-
-    @property
-    def version(self) -> str:
-        """Recorded with every trajectory; change it when the same answer may get another reward."""
-        ...
-
-    @property
-    def description(self) -> str:
-        """One sentence for people."""
-        ...
-
-    @property
-    def tasks(self) -> TaskSource:
-        """Where its tasks come from."""
-        ...
-
-    @property
-    def traits(self) -> Traits:
-        """Limits, stop strings, tools and reward names."""
-        ...
-
-    def reset(self, task: TaskData, seed: int) -> Opening:
-        """Start an episode; must be quick."""
-        ...
-
-    async def step(self, episode: Episode, answered: ChatHistory) -> Outcome:
-        """Answer a policy; raises only for a bad `answered`, and then nothing has happened."""
-        ...
-
-    async def score(self, task: TaskData, trajectory: Trajectory) -> tuple[Score, ...]:
-        """The rewards of a finished trajectory, one score per turn."""
-        ...
+from dialoop.tokenizer import Tokenizer
+from dialoop.trajectory import Failure, Owner, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +43,8 @@ class ChatEnv:
     """Configuration of a chat environment; it holds no episode and can serve any number."""
 
     name: str
-    tasks: TaskSource
+    # Left out: the tasks of its DataLoadingPrimer, or else every question comes from the caller.
+    tasks: TaskSource = field(default_factory=NoTasks)
     version: str = "1"
     description: str = ""
     transforms: tuple[Transform, ...] = ()
@@ -93,21 +52,44 @@ class ChatEnv:
     system_role: str = "system"
     user_role: str = "user"
     policy_role: str = "assistant"
+    # What the policy reads and writes: "history", "text" or "tokens".
+    input_mode: InputMode | str = InputMode.HISTORY
+    # A tokenizer or a model directory; text and tokens mode need one.
+    tokenizer: Tokenizer | Path | str | None = None
+    # Options of the chat template, as {"enable_thinking": False}.
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    # Which of the caller's own data is the question.
+    data_key: str = "query"
     # Further strings that end the policy's message, beside those of the transforms.
     stop: tuple[str, ...] = ()
     # Accept a `full` that does not begin with the prompt (the trajectory then forks).
     allow_rewrite: bool = False
     demonstrate: Demonstrate | None = None
+    _viewer: Any = field(init=False, repr=False, compare=False, default=None)
+    _stops: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
         if not self.name:
             raise InvalidConfig("An environment has no name.", remedy="Give it one.")
-        others = (self.system_role, self.user_role, *self.traits.roles)
-        if self.policy_role in others:
+        traits = self.traits
+        if self.policy_role in (self.system_role, self.user_role, *traits.roles):
             raise InvalidConfig(
                 f"Environment {self.name} uses role {self.policy_role} for the policy and others.",
                 remedy="Who wrote a message must show in its role: choose another.",
             )
+        mode = InputMode.named(self.input_mode)
+        if mode is not InputMode.HISTORY and (traits.needs_messages or self.allow_rewrite):
+            raise InvalidConfig(
+                f"Environment {self.name} has transforms that need messages, in {mode.name} mode.",
+                reason="HISTORY_MODE_ONLY",
+                remedy="Use input_mode 'history', or leave tools and rewriting out.",
+            )
+        set_ = object.__setattr__
+        set_(self, "input_mode", mode)
+        set_(self, "_viewer", _viewer(self.name, mode, self.tokenizer, self.template_kwargs))
+        set_(self, "_stops", traits.stop)
+        if isinstance(self.tasks, NoTasks) and self.primer is not None:
+            set_(self, "tasks", self.primer.tasks)
 
     @property
     def traits(self) -> Traits:
@@ -122,30 +104,75 @@ class ChatEnv:
         """After how many turns an episode is cut off; 0 is never."""
         return self.traits.max_turns
 
-    def reset(self, task: TaskData, seed: int) -> Opening:
-        """Start an episode: the system prompt if there is one, then the question."""
-        if not task.question:
+    @property
+    def primer(self) -> DataLoadingPrimer | None:
+        """What chooses the task of a reset that names none."""
+        return next((t for t in self.transforms if isinstance(t, DataLoadingPrimer)), None)
+
+    def with_transforms(self, *transforms: Transform) -> ChatEnv:
+        """The same environment with more transforms after its own."""
+        return replace(self, transforms=(*self.transforms, *transforms))
+
+    def task_from(self, given: Given) -> TaskData:
+        """The task a caller brings: messages, a query, or data with the question at `data_key`."""
+        question = given.query or given.data.get(self.data_key, "")
+        if not question and given.messages is None:
+            found = ", ".join(sorted(given.data))[:200] or "nothing"
             raise InvalidInput(
-                f"Task {task.key} of {self.name} has no question.",
-                reason="TASK_EMPTY",
-                remedy="Give the task a question.",
+                f"The reset of {self.name} has no '{self.data_key}': its data has {found}.",
+                reason="DATA_KEY_MISSING",
+                remedy=f"Send query, messages, or data with the key '{self.data_key}'.",
             )
-        messages = [Message(role=self.user_role, content=task.question)]
-        if self.system_prompt:
-            messages.insert(0, Message(role=self.system_role, content=self.system_prompt))
-        opening = Opening(episode=Episode(task=task, seed=seed, history=History(tuple(messages))))
+        return TaskData(
+            key=given.data.get("key", ""),
+            question=question,
+            answer=given.data.get("answer", ""),
+            metadata=dict(given.data),
+            messages=given.messages,
+        )
+
+    def reset(self, task: TaskData, seed: int) -> Opening:
+        """Start an episode: the system prompt if there is one, then the question or messages."""
+        history = self._opened(task)
+        episode = Episode(task=task, seed=seed, history=history)
+        opening = Opening(episode=episode, info=dict(task.metadata))
         for transform in self.transforms:
             opening = transform.reset(opening)
-        return opening
+        if self._viewer is None:
+            return opening
+        view = self._viewer.opened(opening.episode.history)
+        return replace(opening, episode=replace(opening.episode, view=view))
 
-    async def step(self, episode: Episode, answered: ChatHistory) -> Outcome:
+    def resume(self, task: TaskData, seed: int, prompt: History) -> Episode:
+        """The episode that stands at `prompt`, as the messages tell it."""
+        if self.traits.needs_session or self._viewer is not None:
+            raise Unsupported(
+                f"Environment {self.name} remembers more than the messages tell.",
+                reason="NEEDS_SESSION",
+                remedy="Create a session and step it.",
+            )
+        opening = self.reset(task, seed).episode
+        if not (self.allow_rewrite or prompt.starts_with(opening.history)):
+            raise PreconditionFailed(
+                "The history does not begin with the opening of this task and seed.",
+                reason="HISTORY_REWRITTEN",
+                remedy="Send the messages from the first one on, and the task they opened with.",
+            )
+        answers = [m for m in prompt[len(opening.history) :] if m.role == self.policy_role]
+        answer = answers[-1] if answers else None
+        return replace(opening, history=prompt, step_index=len(answers), answer=answer)
+
+    async def step(self, episode: Episode, answered: Answered) -> Outcome:
         """Take the policy's response in, let each transform answer it, then ask for rewards."""
         if episode.done:
             raise PreconditionFailed(
                 "The episode is over.", reason="EPISODE_DONE", remedy="Reset to start another."
             )
-        outcome = await self._transformed(self._taken_in(episode, answered))
-        if not outcome.is_scorable:
+        taken = self._taken_in(episode, answered)
+        outcome = await self._transformed(taken)
+        if self._viewer is not None:
+            outcome = self._followed(outcome, len(taken.episode.history))
+        if not (outcome.is_scorable and outcome.is_rewarded):
             return outcome
         return outcome.with_score(await self._score(outcome.episode))
 
@@ -157,7 +184,8 @@ class ChatEnv:
                 reason="TRAJECTORY_NOT_DONE",
                 remedy="Score a trajectory that was terminated or truncated.",
             )
-        return tuple([await self._score(e) for e in self._episodes(task, trajectory)])
+        episodes = episodes_of(trajectory, task, policy_role=self.policy_role)
+        return tuple([await self._score(episode) for episode in episodes])
 
     def demonstration(self, task: TaskData, rng: random.Random) -> History:
         """A conversation that solves the task; Unsupported when the environment has none."""
@@ -168,7 +196,62 @@ class ChatEnv:
             )
         return self.reset(task, 0).episode.history.extend(self.demonstrate(task, rng))
 
-    def _taken_in(self, episode: Episode, answered: ChatHistory) -> Outcome:
+    async def acquire(self) -> None:
+        """Start the transforms in order; those that did are stopped again when one cannot."""
+        for number, transform in enumerate(self.transforms):
+            try:
+                await transform.acquire()
+            except BaseException:
+                await self._release(self.transforms[:number])
+                raise
+
+    async def release(self) -> None:
+        """Stop the transforms, the last one first."""
+        await self._release(self.transforms)
+
+    async def close(self, episode: Episode) -> None:
+        """Let each transform free what the episode holds."""
+        for transform in self.transforms:
+            try:
+                await transform.close(episode)
+            except Exception as error:
+                _failure_of(error, transform)
+
+    def problem(self) -> str:
+        """The transforms' problems; empty while all is well."""
+        return " ".join(filter(None, (transform.problem() for transform in self.transforms)))
+
+    async def _release(self, transforms: tuple[Transform, ...]) -> None:
+        for transform in reversed(transforms):
+            try:
+                await transform.release()
+            except Exception as error:
+                _failure_of(error, transform)
+
+    def _opened(self, task: TaskData) -> History:
+        if task.messages:
+            messages = task.messages.messages
+        elif task.question:
+            messages = (Message(role=self.user_role, content=task.question),)
+        else:
+            raise InvalidInput(
+                f"Task {task.key} of {self.name} has no question.",
+                reason="TASK_EMPTY",
+                remedy="Give the task a question.",
+            )
+        if self.system_prompt and messages[0].role != self.system_role:
+            messages = (Message(role=self.system_role, content=self.system_prompt), *messages)
+        return History(messages)
+
+    def _taken_in(self, episode: Episode, answered: Answered) -> Outcome:
+        if self._viewer is not None:
+            return self._viewed(episode, answered)
+        if not isinstance(answered, ChatHistory):
+            raise InvalidHistory(
+                f"Environment {self.name} reads messages.",
+                reason="WRONG_MODE",
+                remedy="Send the field `history`.",
+            )
         completed = self._completed(episode.history, answered)
         response = completed.response or History()
         answers = [m for m in response if m.role == self.policy_role]
@@ -185,6 +268,34 @@ class ChatEnv:
             answer=answers[-1],
         )
         return Outcome(episode=after, response=response)
+
+    def _viewed(self, episode: Episode, answered: Answered) -> Outcome:
+        """Text or tokens taken in; a policy that nobody answered goes on with its own message."""
+        goes_on = episode.answer is not None and episode.history[-1] is episode.answer
+        before = episode.history[:-1] if goes_on else episode.history
+        view, content, ended = self._viewer.answered(episode.view, answered, before)
+        is_complete = ended or content.endswith(self._stops)
+        message = Message(role=self.policy_role, content=content, is_complete=is_complete)
+        after = replace(
+            episode,
+            history=before.append(message),
+            step_index=episode.step_index + 1,
+            answer=message,
+            view=view,
+        )
+        return Outcome(episode=after, response=History((message,)))
+
+    def _followed(self, outcome: Outcome, covered: int) -> Outcome:
+        """The view brought up to what the transforms added."""
+        episode = outcome.episode
+        if len(episode.history) == covered:
+            return outcome
+        try:
+            view = self._viewer.followed(episode.view, episode.history, covered)
+        except DialoopError as error:
+            failure = Failure(owner=Owner.ENVIRONMENT, reason=error.reason, message=str(error))
+            return outcome.fail(failure)
+        return replace(outcome, episode=replace(episode, view=view))
 
     def _completed(self, prompt: History, answered: ChatHistory) -> ChatHistory:
         if self.allow_rewrite and answered.full and not answered.full.starts_with(prompt):
@@ -211,7 +322,7 @@ class ChatEnv:
         score = Score()
         for transform in self.transforms:
             try:
-                given = await transform.score(episode)
+                given = finite(await transform.score(episode))
             except Exception as error:
                 given = Score(failures=(_failure_of(error, transform, Owner.REWARD),))
             score = Score(
@@ -219,38 +330,26 @@ class ChatEnv:
             )
         return score
 
-    def _episodes(self, task: TaskData, trajectory: Trajectory) -> list[Episode]:
-        episodes = [
-            Episode(
-                task=task,
-                seed=trajectory.seed,
-                history=trajectory.history[: turn.message_start + turn.num_messages],
-                step_index=index + 1,
-                answer=self._answer_of(trajectory, turn),
-            )
-            for index, turn in enumerate(trajectory.turns)
-        ]
-        if episodes:
-            episodes[-1] = replace(
-                episodes[-1],
-                terminated=trajectory.terminated,
-                truncated=trajectory.truncated,
-                done_reason=trajectory.done_reason,
-            )
-        return episodes
 
-    def _answer_of(self, trajectory: Trajectory, turn: Turn) -> Message:
-        end = turn.message_start + turn.num_messages
-        messages = trajectory.history[turn.message_start : end]
-        answers = [m for m in messages if m.role == self.policy_role]
-        if not answers or end > len(trajectory.history):
-            raise InvalidInput(
-                f"A turn of trajectory {trajectory.trajectory_id} spans messages "
-                f"{turn.message_start} to {end}, with no answer of the policy in the history.",
-                reason="INVALID_TURN",
-                remedy="Each turn covers one response and the messages that follow it.",
-            )
-        return answers[-1]
+def _viewer(
+    name: str,
+    mode: InputMode,
+    tokenizer: Tokenizer | Path | str | None,
+    template_kwargs: Mapping[str, Any],
+) -> Any:
+    if mode is InputMode.HISTORY:
+        return None
+    from dialoop.environments.views import viewer_of
+
+    if tokenizer is None:
+        raise InvalidConfig(
+            f"Environment {name} has no tokenizer, which {mode.name.lower()} mode renders with.",
+            reason="TOKENIZER_MISSING",
+            remedy="Give ChatEnv a tokenizer, or the directory of a model.",
+        )
+    if not isinstance(tokenizer, Tokenizer):
+        tokenizer = Tokenizer.from_directory(Path(tokenizer))
+    return viewer_of(mode, tokenizer, template_kwargs)
 
 
 def _failure_of(

@@ -8,22 +8,32 @@ outcome.episode.done          # what the transforms decided
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dialoop.chat import ChatHistory, History, Message
+from dialoop.environments.modes import Text, Tokens
 from dialoop.trajectory import DoneReason, Failure, Owner, Reward
+
+if TYPE_CHECKING:
+    from dialoop.environments.views import TextView, TokensView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskData:
-    """What one task asks: `TaskData(key="35+40", question="35+40", answer="75")`."""
+    """What one task asks: `TaskData(key="35+40", question="35+40", answer="75")`.
+
+    `messages` opens the conversation in place of the question; `metadata` comes back to the caller
+    with the opening, and the policy never sees it.
+    """
 
     key: str
-    question: str
+    question: str = ""
     answer: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict)
+    messages: History | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +41,8 @@ class Episode:
     """One running episode: the conversation so far and whether it is over.
 
     `answer` is the last message the policy wrote, known by who sent it and not by how it reads.
-    `state` is whatever the environment's transforms have to remember (never changed in place).
+    `state` is whatever the environment's transforms have to remember (never changed in place), and
+    `view` the running text or tokens where the environment is in one of those modes.
     """
 
     task: TaskData
@@ -43,6 +54,11 @@ class Episode:
     truncated: bool = False
     done_reason: DoneReason = DoneReason.NOT_DONE
     state: Mapping[str, Any] = field(default_factory=dict)
+    view: TextView | TokensView | None = None
+
+    def rng(self, purpose: str) -> random.Random:
+        """Chance that the seed, the step and the purpose decide: the same in every replay."""
+        return random.Random(f"{self.seed}:{self.step_index}:{purpose}")
 
     @property
     def done(self) -> bool:
@@ -66,6 +82,16 @@ class Opening:
     def history(self) -> ChatHistory:
         """The prompt; nothing has been answered yet."""
         return ChatHistory(prompt=self.episode.history)
+
+    @property
+    def text(self) -> Text | None:
+        """The prompt as text, in text mode."""
+        return _text_of(self.episode)
+
+    @property
+    def tokens(self) -> Tokens | None:
+        """The prompt as token ids, in tokens mode."""
+        return _tokens_of(self.episode)
 
     def append(self, *messages: Message) -> Opening:
         """The same opening with more messages."""
@@ -94,11 +120,28 @@ class Outcome:
     rewards: tuple[Reward, ...] = ()
     failures: tuple[Failure, ...] = ()
     num_tool_calls: int = 0
+    info: Mapping[str, str] = field(default_factory=dict)
+    # False: no reward function is asked at this step.
+    is_rewarded: bool = True
 
     @property
     def history(self) -> ChatHistory:
         """The next prompt: all messages so far."""
         return ChatHistory(prompt=self.episode.history)
+
+    @property
+    def text(self) -> Text | None:
+        """The next prompt as text, in text mode."""
+        return _text_of(self.episode)
+
+    @property
+    def tokens(self) -> Tokens | None:
+        """The next prompt as token ids, in tokens mode."""
+        return _tokens_of(self.episode)
+
+    def tell(self, **info: str) -> Outcome:
+        """The same outcome with more facts for the caller; the policy never sees them."""
+        return replace(self, info={**self.info, **info})
 
     @property
     def is_scorable(self) -> bool:
@@ -130,6 +173,13 @@ class Outcome:
         )
         return replace(self, episode=ended)
 
+    def reopen(self) -> Outcome:
+        """The same outcome with the episode not over after all."""
+        again = replace(
+            self.episode, terminated=False, truncated=False, done_reason=DoneReason.NOT_DONE
+        )
+        return replace(self, episode=again)
+
     def fail(self, failure: Failure) -> Outcome:
         """Something of ours failed: the episode ends as an error, which is never a reward of 0."""
         ended = replace(
@@ -144,3 +194,13 @@ class Outcome:
             rewards=self.rewards + score.rewards,
             failures=self.failures + score.failures,
         )
+
+
+def _text_of(episode: Episode) -> Text | None:
+    view = episode.view
+    return None if view is None or not isinstance(view.prompt, Text) else view.prompt
+
+
+def _tokens_of(episode: Episode) -> Tokens | None:
+    view = episode.view
+    return None if view is None or not isinstance(view.prompt, Tokens) else view.prompt

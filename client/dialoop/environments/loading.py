@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dialoop.environments.chat_env import Environment
+from dialoop.environments.environment import Environment
 from dialoop.environments.standard import arithmetic, jsonl
 from dialoop.errors import DialoopError, InvalidConfig
 

@@ -17,9 +17,10 @@ from typing import Any, Protocol
 from dialoop.environments.calling import call, name_of
 from dialoop.environments.episode import Episode, Score
 from dialoop.environments.failures import failure_of
+from dialoop.environments.modes import RewardShape
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
-from dialoop.trajectory import DoneReason, Owner, Reward
+from dialoop.trajectory import DoneReason, Failure, Owner, Reward
 
 
 class RewardFunction(Protocol):
@@ -78,8 +79,12 @@ class Rewards(Transform):
 
     @property
     def traits(self) -> Traits:
-        """The names of the components."""
-        return Traits(reward_names=tuple(name_of(function) for function in self.functions))
+        """The names of the components, and how fine they are."""
+        shape = RewardShape.TURN if self.every_turn else RewardShape.SPARSE
+        if any(getattr(function, "per_token", False) for function in self.functions):
+            shape = RewardShape.DENSE
+        names = tuple(name_of(function) for function in self.functions)
+        return Traits(reward_names=names, reward_shape=shape)
 
     async def score(self, episode: Episode) -> Score:
         """Every function's reward; one that fails leaves its reward out and says so."""
@@ -107,6 +112,27 @@ def _components(value: Any, function: RewardCallable) -> list[Reward]:
     if not math.isfinite(value.value * value.weight):
         raise ValueError(f"reward {value.name} is {value.value} * {value.weight}")
     return [value]
+
+
+def finite(score: Score) -> Score:
+    """The score without rewards that are not finite; each of those is a failure, never a 0."""
+    wrong = [reward for reward in score.rewards if not _is_finite(reward)]
+    if not wrong:
+        return score
+    failures = tuple(
+        Failure(
+            owner=Owner.REWARD,
+            reason="REWARD_NOT_FINITE",
+            message=f"Reward {reward.name} is not a finite number.",
+        )
+        for reward in wrong
+    )
+    kept = tuple(reward for reward in score.rewards if reward not in wrong)
+    return Score(rewards=kept, failures=score.failures + failures)
+
+
+def _is_finite(reward: Reward) -> bool:
+    return math.isfinite(reward.value * reward.weight) and all(map(math.isfinite, reward.per_token))
 
 
 def normalised(answer: str) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dialoop.environments.arithmetic_tasks import ArithmeticDemonstrations, ArithmeticTasks
 from dialoop.environments.calculator import Calculator
 from dialoop.environments.call_syntax import CallSyntax
-from dialoop.environments.chat_env import ChatEnv, Demonstrate
+from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.endings import EndOnText, EndWhenIncomplete, EndWithoutCall, MaxTurns
+from dialoop.environments.environment import Demonstrate
 from dialoop.environments.jsonl_tasks import JsonlTasks
 from dialoop.environments.rewards import ExactResult, RewardCallable, Rewards
 from dialoop.environments.tasks import TaskSource

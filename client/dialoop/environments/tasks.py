@@ -96,6 +96,31 @@ class TaskSource(ABC):
         return TaskPage(tasks=tuple(refs), next_page_token=token)
 
 
+class NoTasks(TaskSource):
+    """The source of an environment whose questions all come from the caller."""
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    def keys(self, split: str) -> Sequence[str]:
+        """There are none: NotFound (SPLIT_NOT_FOUND)."""
+        return (self.require_split(split),)
+
+    def get(self, split: str, key: str) -> TaskData:
+        """There is none: NotFound (SPLIT_NOT_FOUND)."""
+        raise task_not_found(self.require_split(split), key)
+
+    def require_split(self, split: str) -> str:
+        """There is none: NotFound (SPLIT_NOT_FOUND)."""
+        raise NotFound(
+            "This environment has no tasks of its own.",
+            reason="SPLIT_NOT_FOUND",
+            remedy="Reset with a query or messages.",
+        )
+
+
 def task_not_found(split: str, key: str) -> NotFound:
     """The error for a key that a split does not hold."""
     return NotFound(

@@ -183,6 +183,8 @@ def reward_to_proto(reward: Reward) -> trajectory_pb2.Reward:
     proto = trajectory_pb2.Reward(name=reward.name, value=reward.value, weight=reward.weight)
     if reward.success is not None:
         proto.success = reward.success
+    if reward.per_token:
+        proto.per_token.extend(reward.per_token)
     return proto
 
 
@@ -193,6 +195,7 @@ def reward_from_proto(proto: trajectory_pb2.Reward) -> Reward:
         value=proto.value,
         weight=proto.weight if proto.HasField("weight") else 1.0,
         success=proto.success if proto.HasField("success") else None,
+        per_token=tuple(proto.per_token),
     )
 
 

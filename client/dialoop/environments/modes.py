@@ -1,0 +1,88 @@
+r"""The three ways to talk to an environment: messages, rendered text, token ids.
+
+Text(prompt="<|im_start|>user\n3+4<|im_end|>...", response="7<|im_end|>")
+Tokens(response=(55, 257))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from dialoop.chat import ChatHistory
+from dialoop.errors import InvalidConfig, InvalidHistory
+
+
+class InputMode(IntEnum):
+    """What a policy is shown and sends: `history`, `text` or `tokens`."""
+
+    HISTORY = 1
+    TEXT = 2
+    TOKENS = 3
+
+    @classmethod
+    def named(cls, mode: InputMode | str) -> InputMode:
+        """The mode of a name; InvalidConfig (UNKNOWN_MODE) names the known ones."""
+        known = {member.name.lower(): member for member in cls}
+        if isinstance(mode, cls):
+            return mode
+        if str(mode) not in known:
+            raise InvalidConfig(
+                f"There is no input mode '{str(mode)[:40]}'.",
+                reason="UNKNOWN_MODE",
+                remedy=f"Choose one of: {', '.join(known)}.",
+            )
+        return known[str(mode)]
+
+
+class RewardShape(IntEnum):
+    """How rewards come: once per episode, once per turn, or one number per token."""
+
+    SPARSE = 1
+    TURN = 2
+    DENSE = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """A conversation as text; `None` is absent. Where all are set, full == prompt + response."""
+
+    prompt: str | None = None
+    response: str | None = None
+    full: str | None = None
+
+    def __post_init__(self) -> None:
+        _require_agreement(self.prompt, self.response, self.full, "characters")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """A conversation as unpadded token ids; `None` is absent. full == prompt + response."""
+
+    prompt: tuple[int, ...] | None = None
+    response: tuple[int, ...] | None = None
+    full: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _require_agreement(self.prompt, self.response, self.full, "tokens")
+
+
+Answered = ChatHistory | Text | Tokens
+"""What a policy sends to an environment, in one of the three modes."""
+
+
+def _require_agreement(
+    prompt: str | tuple[int, ...] | None,
+    response: str | tuple[int, ...] | None,
+    full: str | tuple[int, ...] | None,
+    unit: str,
+) -> None:
+    if prompt is None or response is None or full is None:
+        return
+    if full != prompt + response:  # type: ignore[operator]  # both are text, or both are ids
+        raise InvalidHistory(
+            f"full has {len(full)} {unit} that are not the {len(prompt)} of prompt followed by the "
+            f"{len(response)} of response.",
+            reason="FULL_NOT_PROMPT_AND_RESPONSE",
+            remedy="Send response alone.",
+        )
