@@ -171,7 +171,7 @@ class AdapterInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ...) -> None: ...
 
 class WeightsManifest(_message.Message):
-    __slots__ = ("policy_version", "sha256", "num_bytes", "path", "update_mode", "adapter", "adapter_config_json")
+    __slots__ = ("policy_version", "sha256", "num_bytes", "path", "update_mode", "adapter", "adapter_config_json", "probes", "max_logprob_difference", "data_plane")
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +179,9 @@ class WeightsManifest(_message.Message):
     UPDATE_MODE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
+    PROBES_FIELD_NUMBER: _ClassVar[int]
+    MAX_LOGPROB_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    DATA_PLANE_FIELD_NUMBER: _ClassVar[int]
     policy_version: _trajectory_pb2.PolicyVersion
     sha256: str
     num_bytes: int
@@ -186,15 +189,48 @@ class WeightsManifest(_message.Message):
     update_mode: UpdateMode
     adapter: str
     adapter_config_json: str
-    def __init__(self, policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., sha256: _Optional[str] = ..., num_bytes: _Optional[int] = ..., path: _Optional[str] = ..., update_mode: _Optional[_Union[UpdateMode, str]] = ..., adapter: _Optional[str] = ..., adapter_config_json: _Optional[str] = ...) -> None: ...
+    probes: _containers.RepeatedCompositeFieldContainer[Probe]
+    max_logprob_difference: float
+    data_plane: str
+    def __init__(self, policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., sha256: _Optional[str] = ..., num_bytes: _Optional[int] = ..., path: _Optional[str] = ..., update_mode: _Optional[_Union[UpdateMode, str]] = ..., adapter: _Optional[str] = ..., adapter_config_json: _Optional[str] = ..., probes: _Optional[_Iterable[_Union[Probe, _Mapping]]] = ..., max_logprob_difference: _Optional[float] = ..., data_plane: _Optional[str] = ...) -> None: ...
+
+class Probe(_message.Message):
+    __slots__ = ("token_ids", "logprobs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _chat_pb2.TokenIds
+    logprobs: _chat_pb2.LogProbValues
+    def __init__(self, token_ids: _Optional[_Union[_chat_pb2.TokenIds, _Mapping]] = ..., logprobs: _Optional[_Union[_chat_pb2.LogProbValues, _Mapping]] = ...) -> None: ...
+
+class TransferStep(_message.Message):
+    __slots__ = ("phase", "info_json")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PHASE_UNSPECIFIED: _ClassVar[TransferStep.Phase]
+        PHASE_INIT: _ClassVar[TransferStep.Phase]
+        PHASE_START: _ClassVar[TransferStep.Phase]
+        PHASE_UPDATE: _ClassVar[TransferStep.Phase]
+        PHASE_FINISH: _ClassVar[TransferStep.Phase]
+    PHASE_UNSPECIFIED: TransferStep.Phase
+    PHASE_INIT: TransferStep.Phase
+    PHASE_START: TransferStep.Phase
+    PHASE_UPDATE: TransferStep.Phase
+    PHASE_FINISH: TransferStep.Phase
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    INFO_JSON_FIELD_NUMBER: _ClassVar[int]
+    phase: TransferStep.Phase
+    info_json: str
+    def __init__(self, phase: _Optional[_Union[TransferStep.Phase, str]] = ..., info_json: _Optional[str] = ...) -> None: ...
 
 class LoadWeightsRequest(_message.Message):
-    __slots__ = ("manifest", "chunk")
+    __slots__ = ("manifest", "chunk", "transfer")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
     manifest: WeightsManifest
     chunk: bytes
-    def __init__(self, manifest: _Optional[_Union[WeightsManifest, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+    transfer: TransferStep
+    def __init__(self, manifest: _Optional[_Union[WeightsManifest, _Mapping]] = ..., chunk: _Optional[bytes] = ..., transfer: _Optional[_Union[TransferStep, _Mapping]] = ...) -> None: ...
 
 class LoadWeightsResponse(_message.Message):
     __slots__ = ("policy_version", "pause_s", "load_s")

@@ -99,8 +99,8 @@ class InferenceServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """OK, INVALID_ARGUMENT (bad history, sampling or context), UNAVAILABLE (NOT_READY, WEIGHTS_BAD),
-        UNIMPLEMENTED (PARTS_UNSUPPORTED).
+        """OK, INVALID_ARGUMENT (bad history, sampling or context), NOT_FOUND (ADAPTER_NOT_FOUND),
+        UNAVAILABLE (NOT_READY, WEIGHTS_BAD, ADAPTER_LOST), UNIMPLEMENTED (PARTS_UNSUPPORTED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,7 +114,8 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LogProb(self, request, context):
-        """Log-probs of given token ids under the loaded policy. OK, INVALID_ARGUMENT, UNAVAILABLE.
+        """Log-probs of given token ids under the loaded policy. OK, INVALID_ARGUMENT,
+        NOT_FOUND (ADAPTER_NOT_FOUND), UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,8 +131,13 @@ class InferenceServiceServicer(object):
     def LoadWeights(self, request_iterator, context):
         """One manifest, then chunks unless the manifest names a path, then the stream ends. Generation
         pauses in keep mode, recomputes its keys and goes on under the new version. A failed load leaves
-        the replica out of rotation until a later load succeeds. OK, INVALID_ARGUMENT (MANIFEST_MISMATCH),
-        FAILED_PRECONDITION (VERSION_NOT_NEWER, UNKNOWN_PARAMETERS), DATA_LOSS (CHECKSUM_MISMATCH).
+        the replica out of rotation until a later load succeeds; one of an adapter changes nothing.
+        Weights of the whole model end all adapters. OK, INVALID_ARGUMENT (MANIFEST_MISMATCH,
+        INVALID_ADAPTER_NAME, INVALID_ADAPTER_CONFIG, ADAPTER_NOT_FINITE), FAILED_PRECONDITION
+        (VERSION_NOT_NEWER, UNKNOWN_PARAMETERS, NO_WEIGHTS_ROOT, DATA_PLANE_UNAVAILABLE,
+        ADAPTERS_DISABLED, ADAPTER_MISMATCH, ADAPTER_REFUSED, ADAPTER_NOT_IN_USE, PROBE_MISMATCH),
+        RESOURCE_EXHAUSTED (TOO_MANY_ADAPTERS), UNIMPLEMENTED (ADAPTER_UNSUPPORTED),
+        DATA_LOSS (CHECKSUM_MISMATCH).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
