@@ -67,7 +67,7 @@ class FakeLearner:
     def warm_start_step(self, demonstrations: Any) -> Any:
         return SimpleNamespace(loss=0.0, step=SimpleNamespace(learning_rate=0.0))
 
-    def train_step(self, sequences: Any, *, temperature: float) -> TrainStepReport:
+    def train_step(self, sequences: Any, *, current: Any, temperature: float) -> TrainStepReport:
         self.while_training()
         self.weights += 1
         self.trained.append(len(sequences))

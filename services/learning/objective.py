@@ -15,7 +15,7 @@ from services.learning.kl import Estimator, estimate, k3
 from services.learning.loss_inputs import Aggregation, LossInputs, LossOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -103,6 +103,26 @@ def combine_metrics(rows: Iterable[Mapping[str, Tensor]]) -> dict[str, Any]:
     return totals
 
 
+def mean_metrics(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The plain mean over updates of what `combine_metrics` gave for each.
+
+    by_staleness of several updates is weighed by their tokens; num_tokens are those of one pass.
+    """
+    names = [name for name in updates[0] if name != "by_staleness"]
+    means: dict[str, Any] = {n: sum(u[n] for u in updates) / len(updates) for n in names}
+    ages = sorted({age for u in updates for age in u.get("by_staleness", {})})
+    if ages:
+        means["by_staleness"] = {age: _of_age(updates, age) for age in ages}
+    return means
+
+
+def _of_age(updates: Sequence[Mapping[str, Any]], age: int) -> dict[str, float]:
+    found = [u["by_staleness"][age] for u in updates if age in u.get("by_staleness", {})]
+    total = sum(one["num_tokens"] for one in found)
+    means = {name: sum(o[name] * o["num_tokens"] for o in found) / total for name in found[0]}
+    return {**means, "num_tokens": total}
+
+
 def _means(sums: Mapping[str, float]) -> dict[str, float]:
     count = sums["num_tokens"]
     means = {name: value / count for name, value in sums.items() if name != "num_tokens"}
@@ -128,7 +148,7 @@ def _by_staleness(inputs: LossInputs, clipped: Tensor | None) -> dict[str, Tenso
     values["num_tokens"] = torch.ones_like(inputs.policy_logprobs)
     if clipped is not None:
         values["clip_fraction"] = clipped.float()
-    ages: list[float] = torch.unique(inputs.staleness[inputs.loss_mask]).tolist()  # type: ignore[no-untyped-call]
+    ages: list[float] = torch.unique(inputs.staleness[inputs.loss_mask]).tolist()
     sums = {}
     for age in ages:
         of_age = inputs.loss_mask & (inputs.staleness == age)

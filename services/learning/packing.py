@@ -24,7 +24,7 @@ from dialoop.errors import InvalidInput, InvalidSequence
 if TYPE_CHECKING:
     from collections.abc import Sequence as Rows
 
-    from dialoop.sequences import Sequence
+    from dialoop.sequences import PolicyVersion, Sequence
     from torch import Tensor
 
 _OPTIONAL = ("inference_logprobs", "proximal_logprobs", "ref_logprobs", "advantages", "staleness")
@@ -57,8 +57,13 @@ class TokenRow:
             )
 
     @classmethod
-    def from_sequence(cls, sequence: Sequence) -> TokenRow:
-        """The row of one trajectory sequence; a single advantage is spread over its tokens."""
+    def from_sequence(
+        cls, sequence: Sequence, *, prompt: int = 0, current: PolicyVersion | None = None
+    ) -> TokenRow:
+        """The row of one trajectory sequence; a single advantage is spread over its tokens.
+
+        Staleness is counted from `current`; without it, it is unknown.
+        """
         count = sequence.num_model_tokens
         advantages = None
         if len(sequence.token_advantages):
@@ -72,6 +77,8 @@ class TokenRow:
             inference_logprobs=torch.from_numpy(sequence.inference_logprobs.copy()),
             ref_logprobs=torch.from_numpy(sequence.ref_logprobs.copy()) if has_ref else None,
             advantages=advantages,
+            staleness=None if current is None else _staleness(sequence, current),
+            prompt=prompt,
         )
 
     @classmethod
@@ -200,6 +207,12 @@ def pack_rows(rows: Rows[TokenRow], *, pad_to: int | None = None, pad_id: int = 
         prompts=tuple(row.prompt for row in rows),
         **{name: _scattered(rows, name, response) for name in _OPTIONAL},
     )
+
+
+def _staleness(sequence: Sequence, current: PolicyVersion) -> Tensor:
+    """float32 [M]: how many policy versions ago each trained token was sampled."""
+    ages = {version: current.staleness_of(version) for version in sequence.policy_versions}
+    return torch.tensor([float(ages[v]) for v in sequence.token_versions()])
 
 
 def _padded(values: Tensor, padding: int, fill: int) -> Tensor:

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from services.rl.objective_settings import ObjectiveSettings
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(
@@ -141,6 +143,8 @@ class TrainSection(_Section):
     """A built-in loss, or `module:function` of yours."""
     loss_options: dict[str, float] = {}
     """Options of the loss."""
+    objective: ObjectiveSettings = ObjectiveSettings()
+    """What goes with any loss: aggregation, KL, entropy, corrections, epochs."""
     pipeline_depth: int = Field(default=2, ge=0)
     """Train steps that generation may run ahead; 0 is synchronous."""
     max_staleness: int = Field(default=4, ge=0)

@@ -192,6 +192,7 @@ class Layout:
             "max_grad_norm": section.max_grad_norm,
             "loss": section.loss,
             "loss_options": section.loss_options,
+            "objective": section.objective.model_dump(),
             "pipeline_depth": section.pipeline_depth,
             "max_staleness": section.max_staleness,
             "checkpoint_every": section.checkpoint_every,

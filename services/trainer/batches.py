@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedSequence:
+    """One token row to train, and which group of the batch it is of."""
+
+    sequence: Sequence
+    prompt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """What became of the leased groups."""
 
@@ -31,11 +39,11 @@ class Batch:
         return tuple(lease.group for lease in self.train)
 
     @property
-    def sequences(self) -> tuple[Sequence, ...]:
+    def sequences(self) -> tuple[TrainedSequence, ...]:
         """The token rows to train: those with a signal."""
         return tuple(
-            sequence
-            for group in self.groups
+            TrainedSequence(sequence=sequence, prompt=prompt)
+            for prompt, group in enumerate(self.groups)
             for trajectory in group.trajectories
             for sequence in trajectory.sequences
             if _has_signal(sequence)

@@ -255,7 +255,7 @@ class TrainingJob:
         temperature = batch.groups[0].trajectories[0].sampling.temperature or 1.0
         started = time.perf_counter()
         report = await asyncio.to_thread(
-            self._learner.train_step, batch.sequences, temperature=temperature
+            self._learner.train_step, batch.sequences, current=version, temperature=temperature
         )
         train_s = time.perf_counter() - started
         self._count(batch, report, version)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,10 @@ import torch
 from dialoop.errors import InvalidConfig
 from safetensors.torch import load_file, save_file
 
+from services.learning.corrections import Correction
 from services.learning.loss_loading import load_objective
 from services.learning.models import load_policy
+from services.learning.objective import mean_metrics
 from services.learning.optim import GuardedOptimizer, OptimizerSettings
 from services.learning.packing import TokenRow, pack_rows
 from services.learning.training import UpdateReport, update
@@ -27,10 +29,12 @@ from services.rl.packing_plan import plan_rows
 if TYPE_CHECKING:
     from collections.abc import Sequence as Rows
 
-    from dialoop.sequences import Sequence
+    from dialoop.sequences import PolicyVersion, Sequence
     from numpy.typing import NDArray
 
+    from services.learning.objective import Objective
     from services.learning.packing import PackedBatch
+    from services.trainer.batches import TrainedSequence
     from services.trainer.settings import TrainerSettings
 
 
@@ -48,7 +52,7 @@ class TrainStepReport:
     """One train step: the mean of its updates."""
 
     loss: float
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
     grad_norm: float
     num_updates: int
     num_refused: int
@@ -64,7 +68,7 @@ class Learner:
         self._settings = settings
         self._random = random.Random(settings.seed)
         self._policy = load_policy(settings.model_dir, dtype=settings.dtype)
-        self._loss = load_objective(settings.loss, settings.loss_options)
+        self._objective = objective_of(settings)
         self._sft = load_objective("sft")
         parameters = list(self._policy.parameters())
         self._warm_start_optimizer = GuardedOptimizer(
@@ -105,30 +109,53 @@ class Learner:
         )
         return update(self._policy, self._warm_start_optimizer, rows, self._sft)
 
-    def train_step(self, sequences: Rows[Sequence], *, temperature: float) -> TrainStepReport:
-        """`num_minibatches` updates over the sequences, in a seeded random order."""
-        order = list(sequences)
-        self._random.shuffle(order)
-        num = min(self._settings.num_minibatches, len(order))
-        reports = [
-            update(
-                self._policy,
-                self._optimizer,
-                self._packed([TokenRow.from_sequence(s) for s in order[start::num]]),
-                self._loss,
-                temperature=temperature,
-            )
-            for start in range(num)
+    def train_step(
+        self, sequences: Rows[TrainedSequence], *, current: PolicyVersion, temperature: float
+    ) -> TrainStepReport:
+        """`num_epochs` times `num_minibatches` updates, in seeded random orders.
+
+        `current` is the policy's version, from which staleness is counted.
+        """
+        rows = [
+            TokenRow.from_sequence(s.sequence, prompt=s.prompt, current=current) for s in sequences
         ]
-        names = reports[0].metrics
+        if self._objective.needs_proximal or self._settings.objective.proximal:
+            rows = self._with_proximal(rows, temperature)
+        num = min(self._settings.num_minibatches, len(rows))
+        reports = []
+        for _ in range(self._settings.objective.num_epochs):
+            self._random.shuffle(rows)
+            reports += [
+                update(
+                    self._policy,
+                    self._optimizer,
+                    self._packed(rows[start::num]),
+                    self._objective,
+                    temperature=temperature,
+                )
+                for start in range(num)
+            ]
         return TrainStepReport(
             loss=float(np.mean([r.loss for r in reports])),
-            metrics={n: float(np.mean([r.metrics[n] for r in reports])) for n in names},
+            metrics=mean_metrics([r.metrics for r in reports]),
             grad_norm=float(np.mean([r.step.grad_norm for r in reports])),
             num_updates=sum(r.step.applied for r in reports),
             num_refused=sum(not r.step.applied for r in reports),
-            num_trained_tokens=sum(s.num_model_tokens for s in sequences),
+            num_trained_tokens=sum(s.sequence.num_model_tokens for s in sequences),
         )
+
+    @torch.no_grad()
+    def _with_proximal(self, rows: list[TokenRow], temperature: float) -> list[TokenRow]:
+        """The rows with the log-probs of the policy as it is now."""
+        lengths = [len(row.token_ids) for row in rows]
+        plan = plan_rows(lengths, max_tokens=self._settings.max_row_tokens)
+        known = list(rows)
+        for indices in plan.rows:
+            batch = pack_rows([rows[index] for index in indices])
+            scores = batch.split(self._policy(batch, temperature=temperature).logprobs)
+            for index, logprobs in zip(indices, scores, strict=True):
+                known[index] = replace(rows[index], proximal_logprobs=logprobs)
+        return known
 
     @torch.no_grad()
     def logprobs(
@@ -198,3 +225,24 @@ class Learner:
             for name, tensor in model.state_dict().items()
             if not (tied and name == "lm_head.weight")
         }
+
+
+def objective_of(settings: TrainerSettings) -> Objective:
+    """The loss and its surroundings, as the settings name them."""
+    asked = settings.objective
+    correction = None
+    if asked.correction:
+        correction = Correction(
+            kind=asked.correction, low=asked.correction_low, high=asked.correction_high
+        )
+    return load_objective(
+        settings.loss,
+        settings.loss_options,
+        aggregation=asked.aggregation or None,
+        constant=asked.constant or float(settings.max_new_tokens),
+        kl_coeff=asked.kl_coeff,
+        kl_estimator=asked.kl_estimator,
+        kl_to=asked.kl_to,
+        entropy_coeff=asked.entropy_coeff,
+        correction=correction,
+    )

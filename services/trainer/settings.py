@@ -9,6 +9,7 @@ from dialoop.errors import InvalidConfig
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from services.rl.objective_settings import ObjectiveSettings
 from services.runtime.settings import ServerSettings
 
 
@@ -75,6 +76,8 @@ class TrainerSettings(ServerSettings):
     """Name of a built-in loss, or module:function of yours."""
     loss_options: dict[str, float] = Field(default_factory=dict)
     """Options of the loss, as {"clip_low": 0.2, "clip_high": 0.2}."""
+    objective: ObjectiveSettings = ObjectiveSettings()
+    """What goes with the loss, as {"aggregation": "sequence", "kl_coeff": 0.1}."""
     max_row_tokens: int = Field(default=1024, ge=16)
     """Most tokens in a packed row."""
 

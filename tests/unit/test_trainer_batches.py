@@ -100,7 +100,7 @@ def test_staleness_is_counted_per_trajectory_by_its_oldest_token() -> None:
 def test_only_rows_with_signal_are_trained() -> None:
     leases = [lease("a", advantages=(0.0, 1.0))]
     batch = sort_batch(leases, current=NOW, max_staleness=4, consumed_group_ids=())
-    assert [s.advantage for s in batch.sequences] == [1.0]
+    assert [s.sequence.advantage for s in batch.sequences] == [1.0]
 
 
 def test_a_restore_that_discards_published_versions_starts_a_new_lineage() -> None:
@@ -130,7 +130,7 @@ def test_a_member_without_sampled_tokens_has_no_signal_and_no_staleness() -> Non
         [replace(full, group=group)], current=NOW, max_staleness=4, consumed_group_ids=()
     )
     assert dict(batch.staleness(NOW)) == {0: 1}
-    assert [s.advantage for s in batch.sequences] == [-1.0]
+    assert [s.sequence.advantage for s in batch.sequences] == [-1.0]
 
 
 def _prompt_only() -> Sequence:
