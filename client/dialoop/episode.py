@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
 from dialoop.trajectory import DoneReason, Failure, Reward, SamplingParams, StopReason
@@ -40,12 +41,37 @@ class Outcome:
         return self.terminated or self.truncated
 
 
+class UpdateMode(IntEnum):
+    """What a load of new weights did to answers that were under way."""
+
+    RECOMPUTE = 1
+    """They went on under the new version with their keys computed anew: exact."""
+    KEEP_KV = 2
+    """They went on with the old version's keys: no one version explains the tokens after it."""
+    WAIT = 3
+    """They ended under the old version first: exact."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContinuedText:
+    """A text prompt and what the policy wrote after it, special tokens and all."""
+
+    prompt: str
+    response: str
+
+    @property
+    def full(self) -> str:
+        """Both."""
+        return self.prompt + self.response
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One answer of a policy.
 
     `sequence` continues the context that was sent (its segments count from 0 of the new tokens)
     when its fork_cause is NONE and a context was sent; else it is a whole new sequence.
+    Asked with text or token ids, `history` is empty and `text` says it in words.
     """
 
     history: ChatHistory
@@ -56,6 +82,11 @@ class Sample:
     tokenizer_digest: str = ""
     template_digest: str = ""
     generate_s: float = 0.0
+    queue_s: float = 0.0
+    text: ContinuedText | None = None
+    update_mode: UpdateMode = UpdateMode.RECOMPUTE
+    num_truncated_tokens: int = 0
+    warnings: tuple[str, ...] = ()
 
 
 class Policy(Protocol):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidInput, Unavailable
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams, StopReason
@@ -60,6 +61,7 @@ class Sampled:
     stop_reason: StopReason
     stop_string: str = ""
     queue_s: float = 0.0
+    update_mode: UpdateMode = UpdateMode.RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,11 @@ class Engine(Protocol):
         """Whether it can still answer; an engine that died stays dead."""
         ...
 
+    @property
+    def num_running(self) -> int:
+        """Samples that hold a place in the engine, waiting or decoding, by its own count."""
+        ...
+
     async def sample(
         self,
         prompt_ids: Sequence[int],
@@ -124,9 +131,13 @@ class Engine(Protocol):
         """Score given ids under the loaded policy."""
         ...
 
-    async def load_weights(self, path: Path, version: PolicyVersion) -> LoadTimes:
-        """Pause, replace all weights, commit `version`, recompute keys, go on.
+    async def load_weights(
+        self, path: Path, version: PolicyVersion, *, mode: UpdateMode = UpdateMode.RECOMPUTE
+    ) -> LoadTimes:
+        """Pause, replace all weights, commit `version`, go on.
 
+        `mode` is what happens to samples that are under way: RECOMPUTE drops their keys, KEEP_KV
+        leaves them, WAIT lets them end first (never, while the engine is paused).
         Raises PreconditionFailed (UNKNOWN_PARAMETERS) before anything is touched.
         """
         ...

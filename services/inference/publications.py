@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dialoop.episode import UpdateMode
 from dialoop.errors import DataLost, InvalidConfig, InvalidInput, PreconditionFailed
 from dialoop.sequences import PolicyVersion
 
@@ -22,12 +23,16 @@ _LATEST = "latest.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a publish announces; `path` is relative to the weights root, empty for chunks."""
+    """What a publish announces; `path` is relative to the weights root, empty for chunks.
+
+    `update_mode` None is the replica's own.
+    """
 
     policy_version: PolicyVersion
     sha256: str
     num_bytes: int
     path: str = ""
+    update_mode: UpdateMode | None = None
 
 
 class Publications:

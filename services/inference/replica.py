@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from dialoop.episode import UpdateMode
 from dialoop.errors import DialoopError, InvalidConfig, PreconditionFailed, Unavailable
 
 from services.inference.publications import Publications, require_intact, spooled
@@ -45,12 +47,17 @@ class Replica:
         *,
         weights_root: Path | None,
         report: Callable[[bool], Awaitable[None]],
+        update_mode: UpdateMode = UpdateMode.RECOMPUTE,
     ) -> None:
         self._engine = engine
         self._publications = Publications(weights_root)
         self._report = report
         self._loading = asyncio.Lock()
         self._fault = ""
+        self._default_mode = self._last_mode = update_mode
+        # Loads that keep old keys, begun and ended: what overlaps with one is marked.
+        self._num_begun = self._num_ended = 0
+        self._is_held = False
         # What latest.json named when we last did as it says.
         self._followed: Manifest | None = None
         self.num_sampled_tokens = 0
@@ -78,6 +85,7 @@ class Replica:
         """Sample; Unavailable while the replica is out of rotation."""
         self._require_ready()
         self.num_requests_running += 1
+        num_ended = self._num_ended
         try:
             sampled = await self._engine.sample(
                 prompt_ids, sampling, stop=stop, num_samples=num_samples, on_tokens=on_tokens
@@ -85,7 +93,15 @@ class Replica:
         finally:
             self.num_requests_running -= 1
         self.num_sampled_tokens += sum(len(one.token_ids) for one in sampled)
-        return sampled
+        mode = self._mode_since(num_ended)
+        return tuple(replace(one, update_mode=mode) for one in sampled)
+
+    def _mode_since(self, num_ended: int) -> UpdateMode:
+        """How loads treat what is under way; KEEP_KV only if such a load was, since then."""
+        if self._num_begun > num_ended:
+            return UpdateMode.KEEP_KV
+        waits = self._last_mode is UpdateMode.WAIT
+        return UpdateMode.WAIT if waits else UpdateMode.RECOMPUTE
 
     async def logprobs(self, rows: Sequence[Sequence[int]]) -> tuple[Scored, ...]:
         """Score rows under one policy version: rows that a load parted are scored again."""
@@ -154,10 +170,12 @@ class Replica:
 
     async def pause(self) -> None:
         """Hold generation; requests keep their place."""
+        self._is_held = True
         await self._engine.pause()
 
     async def resume(self) -> None:
         """Go on."""
+        self._is_held = False
         await self._engine.resume()
 
     async def until_engine_dies(self) -> None:
@@ -175,16 +193,21 @@ class Replica:
             await asyncio.wait([loading])
 
     async def _load_alone(self, path: Path, manifest: Manifest) -> LoadTimes:
-        version = manifest.policy_version
+        version, mode = manifest.policy_version, manifest.update_mode or self._default_mode
         async with self._loading:
             self._require_newer(version)
+            self._require_drainable(mode)
+            keeps_keys = mode is UpdateMode.KEEP_KV
             try:
                 await asyncio.to_thread(require_intact, path, manifest)
-                times = await self._engine.load_weights(path, version)
+                self._num_begun += keeps_keys
+                times = await self._engine.load_weights(path, version, mode=mode)
             except BaseException:
                 await self._leave_rotation("WEIGHTS_BAD")
                 raise
-            self._fault = ""
+            finally:
+                self._num_ended = self._num_begun
+            self._fault, self._last_mode = "", mode
             await self._report(True)
         log.info("Policy loaded.", extra={"policy": str(version), "pause_s": times.pause_s})
         return times
@@ -200,6 +223,14 @@ class Replica:
                 "This replica takes no traffic.",
                 reason=self.fault,
                 remedy="Try another replica, or wait for the next publish.",
+            )
+
+    def _require_drainable(self, mode: UpdateMode) -> None:
+        if mode is UpdateMode.WAIT and self._is_held:
+            raise PreconditionFailed(
+                "The replica is paused: what it has under way cannot end.",
+                reason="PAUSED",
+                remedy="Resume it, or publish with UPDATE_MODE_RECOMPUTE.",
             )
 
     def _require_newer(self, version: PolicyVersion) -> None:

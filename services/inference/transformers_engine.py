@@ -1,8 +1,8 @@
-"""A transformers model as an engine: one task decodes all requests together, on CPU, in fp32.
+"""A transformers model as an engine: one task decodes all requests together, on CPU.
 
 Versions are exact because everything that touches the model holds one lock: a step samples with one
 version, a load replaces all of it between two steps, and rows that were running compute their keys
-again under the new one.
+again under the new one (or keep them, where a load asks for that and says so).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from dialoop.episode import UpdateMode
 from dialoop.errors import InternalError, InvalidConfig
 from dialoop.tokenizer import Tokenizer
 from safetensors.torch import load_file
@@ -72,6 +73,11 @@ class TransformersEngine:
         self._has_work = asyncio.Event()
         self._may_run = asyncio.Event()
         self._may_run.set()
+        # A load that waits for running rows to end clears the first, the runner sets the second.
+        self._may_admit = asyncio.Event()
+        self._may_admit.set()
+        self._is_drained = asyncio.Event()
+        self._loading = asyncio.Lock()
         self._model_lock = asyncio.Lock()
         self._generator = torch.Generator().manual_seed(seed)
         self._max_num_seqs = max_num_seqs
@@ -81,10 +87,16 @@ class TransformersEngine:
 
     @classmethod
     async def start(
-        cls, model_dir: Path, *, max_model_len: int, max_num_seqs: int, seed: int = 0
+        cls,
+        model_dir: Path,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        dtype: str = "float32",
+        seed: int = 0,
     ) -> TransformersEngine:
-        """Load the model and start decoding."""
-        model = await asyncio.to_thread(_load_model, model_dir)
+        """Load the model and start decoding; `dtype` is float32 or bfloat16."""
+        model = await asyncio.to_thread(_load_model, model_dir, getattr(torch, dtype))
         limit = int(model.config.get_text_config().max_position_embeddings)
         if max_model_len > limit:
             raise InvalidConfig(
@@ -108,6 +120,11 @@ class TransformersEngine:
     def is_alive(self) -> bool:
         """Whether it can still answer."""
         return not self._runner.done()
+
+    @property
+    def num_running(self) -> int:
+        """Samples that hold a place, waiting or decoding."""
+        return sum(not row.is_over for row in (*self._running, *self._waiting))
 
     async def sample(
         self,
@@ -150,32 +167,54 @@ class TransformersEngine:
             values = await asyncio.to_thread(self._score, list(token_ids))
             return Scored(logprobs=values.numpy(), policy_version=self._policy_version)
 
-    async def load_weights(self, path: Path, version: PolicyVersion) -> LoadTimes:
-        """Replace all weights between two steps, commit `version`, recompute keys, go on."""
+    async def load_weights(
+        self, path: Path, version: PolicyVersion, *, mode: UpdateMode = UpdateMode.RECOMPUTE
+    ) -> LoadTimes:
+        """Replace all weights between two steps, commit `version`, go on as `mode` says."""
         begun = time.monotonic()
         await asyncio.to_thread(require_same_parameters, path, self._shapes, tied=self._tied)
         tensors = await asyncio.to_thread(load_file, path)
-        async with self._model_lock:
-            paused = time.monotonic()
+        async with self._loading:
             try:
-                await asyncio.to_thread(self._replace, tensors)
-            except BaseException:
-                self._fail_all(weights_bad())
-                raise
-            self._policy_version = version
+                if mode is UpdateMode.WAIT:
+                    await self._drain()
+                async with self._model_lock:
+                    paused = time.monotonic()
+                    await self._replace(tensors, version, keeps_keys=mode is UpdateMode.KEEP_KV)
+            finally:
+                self._may_admit.set()
+            ended = time.monotonic()
+        return LoadTimes(pause_s=ended - paused, load_s=ended - begun)
+
+    async def _drain(self) -> None:
+        """Admit nobody and return when all running rows have ended."""
+        self._may_admit.clear()
+        self._is_drained.clear()
+        self._has_work.set()
+        await self._is_drained.wait()
+
+    async def _replace(
+        self, tensors: dict[str, torch.Tensor], version: PolicyVersion, *, keeps_keys: bool
+    ) -> None:
+        try:
+            await asyncio.to_thread(self._copy, tensors)
+        except BaseException:
+            self._fail_all(weights_bad())
+            raise
+        self._policy_version = version
+        if not keeps_keys:
             # Keys of the old weights are dropped: these rows start over from their tokens.
             self._waiting.extendleft(reversed(self._running))
             self._running = []
             self._batch.clear()
-            ended = time.monotonic()
-        return LoadTimes(pause_s=ended - paused, load_s=ended - begun)
 
     async def pause(self) -> None:
         """Hold generation; requests keep their place."""
-        self._may_run.clear()
-        # A step that was under way ends first.
-        async with self._model_lock:
-            pass
+        async with self._loading:
+            self._may_run.clear()
+            # A step that was under way ends first.
+            async with self._model_lock:
+                pass
 
     async def resume(self) -> None:
         """Go on."""
@@ -185,6 +224,7 @@ class TransformersEngine:
         """Stop decoding; waiting requests end as unavailable."""
         self._runner.cancel()
         await asyncio.gather(self._runner, return_exceptions=True)
+        self._is_drained.set()
         self._fail_all(engine_stopped())
 
     def _generator_for(self, sampling: SamplingParams, index: int) -> torch.Generator:
@@ -199,6 +239,9 @@ class TransformersEngine:
             async with self._model_lock:
                 if self._may_run.is_set():
                     await self._turn()
+            if not self._may_admit.is_set() and all(row.is_over for row in self._running):
+                self._is_drained.set()
+                await self._may_admit.wait()
             if not self._running and not self._waiting:
                 self._has_work.clear()
 
@@ -218,6 +261,8 @@ class TransformersEngine:
 
     def _take_waiting(self) -> list[Row]:
         taken: list[Row] = []
+        if not self._may_admit.is_set():
+            return taken
         while self._waiting and len(self._running) + len(taken) < self._max_num_seqs:
             row = self._waiting.popleft()
             if not row.is_over:
@@ -255,7 +300,7 @@ class TransformersEngine:
         return logprobs.gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
 
     @torch.inference_mode()
-    def _replace(self, tensors: dict[str, torch.Tensor]) -> None:
+    def _copy(self, tensors: dict[str, torch.Tensor]) -> None:
         if self._tied:
             tensors.pop(HEAD, None)
         outcome = self._model.load_state_dict(tensors, strict=False)
@@ -271,9 +316,7 @@ class TransformersEngine:
         self._batch.clear()
 
 
-def _load_model(model_dir: Path) -> Any:
+def _load_model(model_dir: Path, dtype: torch.dtype) -> Any:
     transformers.utils.logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float32, local_files_only=True
-    )
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
     return model.eval().requires_grad_(False)

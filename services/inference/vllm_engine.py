@@ -19,11 +19,13 @@ from typing import Any
 
 import numpy as np
 import vllm
+from dialoop.episode import UpdateMode
 from dialoop.errors import InternalError, InvalidConfig
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import PauseMode
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -48,6 +50,7 @@ from services.inference.vllm_orphans import OWNER_VARIABLE
 from services.inference.vllm_outputs import (
     label_of,
     pieces_of,
+    queued_s,
     sampled_of,
     spans_of,
     stop_reason_of,
@@ -102,6 +105,11 @@ class VllmEngine:
         """Whether it can still answer."""
         return not self._llm.errored
 
+    @property
+    def num_running(self) -> int:
+        """Samples that hold a place, waiting or decoding."""
+        return int(self._llm.get_num_unfinished_requests())
+
     async def sample(
         self,
         prompt_ids: Sequence[int],
@@ -122,7 +130,8 @@ class VllmEngine:
         params.n = num_samples
         if on_tokens is None:
             final = await self._final(prompt_ids, params)
-            return tuple(sampled_of(completion, stop) for completion in final.outputs)
+            queue_s = queued_s(final)
+            return tuple(sampled_of(one, stop, queue_s=queue_s) for one in final.outputs)
         return (await self._stream(prompt_ids, params, stop=stop, on_tokens=on_tokens),)
 
     async def logprobs(self, token_ids: Sequence[int]) -> Scored:
@@ -140,40 +149,58 @@ class VllmEngine:
         version = spans_of(final.outputs[0].weight_versions)[0].policy_version
         return Scored(logprobs=values, policy_version=version)
 
-    async def load_weights(self, path: Path, version: PolicyVersion) -> LoadTimes:
-        """Pause, replace all weights, commit `version`, recompute keys, go on."""
+    async def load_weights(
+        self, path: Path, version: PolicyVersion, *, mode: UpdateMode = UpdateMode.RECOMPUTE
+    ) -> LoadTimes:
+        """Pause, replace all weights, commit `version`, go on as `mode` says."""
         begun = time.monotonic()
         await asyncio.to_thread(require_same_parameters, path, self._shapes, tied=self._tied)
         async with self._control:
-            paused = time.monotonic()
-            await self._llm.pause_generation(mode="keep", clear_cache=True)
             try:
-                await self._replace(path, version)
-            except BaseException:
-                # Half-replaced weights must not sample one more token.
-                await self._llm.pause_generation(mode="abort", clear_cache=True)
-                raise
+                if mode is UpdateMode.WAIT:
+                    await self._pause("wait", clear_cache=True)
+                paused = time.monotonic()
+                await self._pause("keep", clear_cache=mode is not UpdateMode.KEEP_KV)
+                await self._replace_or_abort(path, version)
             finally:
                 if not self._is_held:
                     await self._llm.resume_generation()
             ended = time.monotonic()
         return LoadTimes(pause_s=ended - paused, load_s=ended - begun)
 
+    async def _replace_or_abort(self, path: Path, version: PolicyVersion) -> None:
+        try:
+            await self._replace(path, version)
+        except BaseException:
+            # Half-replaced weights must not sample one more token.
+            await self._pause("abort", clear_cache=True)
+            raise
+
+    async def _pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Stop the core; with `clear_cache` running requests lose their keys, or this raises.
+
+        `AsyncLLM.pause_generation` does the same and then sleeps 20 ms, for nothing that we need:
+        every token on its way carries its version.
+        """
+        await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+
     async def _replace(self, path: Path, version: PolicyVersion) -> None:
+        if not await self._llm.is_paused():
+            raise InternalError("vLLM does not pause.")
         errors = await self._llm.collective_rpc(
             "dialoop_load_weights", args=(str(path), self._tied)
         )
         if failed := [error for error in errors if error]:
             raise InternalError(f"vLLM could not take the weights: {failed[0]}")
-        if not await self._llm.reset_prefix_cache(reset_running_requests=True):
-            raise InternalError("vLLM kept its prefix cache.")
         await self._llm.update_weight_version(label_of(version))
+        if await self._llm.get_weight_version() != label_of(version):
+            raise InternalError("vLLM did not take the version.")
         self._policy_version = version
 
     async def pause(self) -> None:
         """Hold generation; requests keep their place."""
         async with self._control:
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            await self._pause("keep", clear_cache=False)
             self._is_held = True
 
     async def resume(self) -> None:
@@ -192,7 +219,8 @@ class VllmEngine:
         return outputs[-1]
 
     async def _outputs(self, request_id: str, token_ids: Sequence[int], params: Any) -> Any:
-        prompt = tokens_input(list(token_ids))
+        # Salted, so that keys that a KEEP_KV load left behind serve none but whom they were for.
+        prompt = tokens_input(list(token_ids), cache_salt=label_of(self._policy_version))
         try:
             async with aclosing(self._llm.generate(prompt, params, request_id)) as outputs:
                 async for output in outputs:
@@ -226,6 +254,7 @@ class VllmEngine:
             versions=spans,
             stop_reason=stop_reason_of(completion),
             stop_string=stop_string_of(completion, stop),
+            queue_s=queued_s(output),
         )
 
     def _spans_so_far(

@@ -29,6 +29,7 @@ class VllmOptions:
 
 
 def engine_args(model_dir: Path, options: VllmOptions) -> AsyncEngineArgs:
+    """The arguments of vLLM; InvalidConfig when the model has too few positions."""
     limit = _max_positions(model_dir)
     if options.max_model_len >= limit:
         raise InvalidConfig(
@@ -61,6 +62,7 @@ def _max_positions(model_dir: Path) -> int:
 
 
 def vllm_params(sampling: SamplingParams, *, stop: StopTokens, room: int) -> vllm.SamplingParams:
+    """What to ask of vLLM; log-probs are those of the distribution sampled from."""
     return vllm.SamplingParams(
         temperature=1.0 if sampling.temperature is None else sampling.temperature,
         top_p=sampling.top_p or 1.0,

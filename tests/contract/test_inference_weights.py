@@ -141,9 +141,9 @@ async def test_a_caller_who_leaves_does_not_stop_a_load(model_dir, tmp_path):
         release = asyncio.Event()
         load = w.replica.engine.load_weights
 
-        async def slow(path, version):
+        async def slow(path, version, **options):
             await release.wait()
-            return await load(path, version)
+            return await load(path, version, **options)
 
         w.replica.engine.load_weights = slow
         manifest = publish(root, model_dir, number=1)

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import cast
 
+from dialoop.episode import UpdateMode
 from dialoop.errors import InternalError
 from dialoop.sequences import PolicyVersion
 
@@ -28,7 +29,9 @@ class FakeEngine:
         self.num_failures = 0
         self.num_loads = 0
 
-    async def load_weights(self, path: Path, version: PolicyVersion) -> LoadTimes:
+    async def load_weights(
+        self, path: Path, version: PolicyVersion, *, mode: UpdateMode = UpdateMode.RECOMPUTE
+    ) -> LoadTimes:
         self.num_loads += 1
         if self.num_failures:
             self.num_failures -= 1
