@@ -84,7 +84,7 @@ class VllmEngine:
         args = await asyncio.to_thread(engine_args, model_dir, options)
         os.environ[OWNER_VARIABLE] = str(os.getpid())
         try:
-            llm = AsyncLLM.fromengine_args(args)
+            llm = AsyncLLM.from_engine_args(args)
         except Exception as error:
             raise InvalidConfig(
                 f"vLLM does not start with {model_dir} ({type(error).__name__}).",
