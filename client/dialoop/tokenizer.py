@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,13 @@ from typing import TYPE_CHECKING, Any
 from dialoop.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import tokenizers
+
+_REPLACEMENT = "\ufffd"
+_MAX_TOKENS_PER_CHARACTER = 4
+_WINDOW = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +40,19 @@ class Tokenizer:
         self._literal = literal
         self._config = config
         added = trusting.get_added_tokens_decoder()
-        self._special_texts = tuple(t.content for t in added.values() if t.special)
+        special_texts = sorted((t.content for t in added.values() if t.special), key=len)
+        self._special = re.compile("|".join(map(re.escape, reversed(special_texts))) or r"(?!)")
         self._special_ids = frozenset(i for i, t in added.items() if t.special)
         self.digest = hashlib.sha256(trusting.to_str().encode()).hexdigest()[:16]
+        self.end_of_turn_ids = self._find_ends()
+        """Ids that end a message: the eos_token, then those the generation config names."""
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
-        """Read tokenizer.json and tokenizer_config.json; InvalidConfig when they are missing."""
+        """Read tokenizer.json, and the tokenizer's and generation's configs where they are.
+
+        Raises InvalidConfig when there is no tokenizer.json.
+        """
         import tokenizers
 
         path = directory / "tokenizer.json"
@@ -56,6 +67,10 @@ class Tokenizer:
         template_path = directory / "chat_template.jinja"
         if template_path.is_file():
             config["chat_template"] = template_path.read_text("utf-8")
+        generation_path = directory / "generation_config.json"
+        if generation_path.is_file():
+            ends = json.loads(generation_path.read_text("utf-8")).get("eos_token_id")
+            config["eos_token_ids"] = [ends] if isinstance(ends, int) else ends or []
         text = path.read_text("utf-8")
         return cls(tokenizers.Tokenizer.from_str(text), tokenizers.Tokenizer.from_str(text), config)
 
@@ -72,12 +87,12 @@ class Tokenizer:
         token = self._config.get(name)
         return token["content"] if isinstance(token, dict) else token
 
-    @property
-    def end_of_turn_ids(self) -> tuple[int, ...]:
-        """Ids that end a message: the tokenizer's eos_token."""
+    def _find_ends(self) -> tuple[int, ...]:
         eos = self.special_token("eos_token")
         number = None if eos is None else self._trusting.token_to_id(eos)
-        return () if number is None else (number,)
+        ids = [] if number is None else [number]
+        ids += [int(i) for i in self._config.get("eos_token_ids", ())]
+        return tuple(dict.fromkeys(i for i in ids if self._trusting.id_to_token(i) is not None))
 
     @property
     def vocab_size(self) -> int:
@@ -94,6 +109,15 @@ class Tokenizer:
         """Text with special tokens kept; invalid UTF-8 becomes replacement characters."""
         return self._trusting.decode(list(ids), skip_special_tokens=False)
 
+    def decode_more(self, text: str, ids: Sequence[int], more: Sequence[int]) -> str:
+        """The text of `ids` and `more`, given the text of `ids`; costs as much as `more`."""
+        window = list(ids[-_WINDOW:])
+        told = self.decode(window)
+        whole = self.decode([*window, *more])
+        if not told or told.endswith(_REPLACEMENT) or not whole.startswith(told):
+            return self.decode([*ids, *more])
+        return text + whole[len(told) :]
+
     def single_token(self, text: str) -> int | None:
         """The id of `text` when it is one token that nothing can split, else None."""
         ids = self.encode(text, trusted=True).ids
@@ -101,8 +125,47 @@ class Tokenizer:
 
     def spells_special(self, text: str) -> bool:
         """Whether the text contains the spelling of a special token."""
-        return any(special in text for special in self._special_texts)
+        return self._special.search(text) is not None
+
+    def special_spans(self, text: str) -> tuple[tuple[int, int], ...]:
+        """Where the text spells special tokens, as half-open ranges of characters."""
+        return tuple(match.span() for match in self._special.finditer(text))
 
     def is_special(self, token_id: int) -> bool:
         """Whether the id is a special token's."""
         return token_id in self._special_ids
+
+
+class RunningText:
+    """The text of a stream's tokens, character by character whole; each token costs the same.
+
+    "世" in three tokens: add([228]) == "", add([184]) == "", add([150]) == "世".
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # What was told last, for decoders that look back, and what has not been told yet.
+        self._told: list[int] = []
+        self._waiting: list[int] = []
+
+    def add(self, token_ids: Iterable[int]) -> str:
+        """What these tokens add; empty while a character's bytes are not all there."""
+        self._waiting.extend(token_ids)
+        if not self._waiting or not self._ends_whole():
+            return ""
+        told = self._tokenizer.decode(self._told)
+        text = self._tokenizer.decode(self._told + self._waiting)
+        if text.endswith(_REPLACEMENT):
+            return ""
+        if not text.startswith(told):  # the new bytes spoilt a character that was told
+            told, text = "", self._tokenizer.decode(self._waiting)
+        self._told, self._waiting = self._waiting, []
+        return text[len(told) :]
+
+    def _ends_whole(self) -> bool:
+        """Whether the last character's bytes are all there, told from the last tokens alone."""
+        recent = (self._told + self._waiting)[-_MAX_TOKENS_PER_CHARACTER:]
+        return any(
+            not self._tokenizer.decode(recent[start:]).endswith(_REPLACEMENT)
+            for start in range(len(recent))
+        )
