@@ -122,21 +122,3 @@ class Renderer:
 
 def _shortened(segment: Segment, length: int) -> tuple[Segment, ...]:
     return (replace(segment, length=length),) if length > 0 else ()
-
-
-class RunningText:
-    """The text of a stream's tokens, character by character whole."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._num_told = 0
-
-    def add(self, token_ids: Iterable[int]) -> str:
-        """What these tokens add; empty while a character's bytes are not all there."""
-        self._ids.extend(token_ids)
-        text = self._tokenizer.decode(self._ids)
-        if text.endswith("\ufffd"):
-            return ""
-        added, self._num_told = text[self._num_told :], len(text)
-        return added

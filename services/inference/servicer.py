@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidHistory, InvalidInput
+from dialoop.tokenizer import RunningText
 from dialoop.trajectory import SamplingParams
 from dialoop.v1 import chat_pb2, template_service_pb2, template_service_pb2_grpc, trajectory_pb2
 from dialoop.v1 import inference_service_pb2 as pb
@@ -25,7 +26,7 @@ from dialoop.wire import (
 )
 
 from services.inference.publications import Manifest
-from services.inference.rendering import Ask, RunningText
+from services.inference.rendering import Ask
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

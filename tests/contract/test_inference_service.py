@@ -17,10 +17,11 @@ from dialoop.errors import (
     Unavailable,
 )
 from dialoop.sequences import ForkCause, Source
+from dialoop.tokenizer import RunningText
 from dialoop.trajectory import SamplingParams, StopReason
 
 from services.inference.engine import BASE_VERSION, StopTokens
-from services.inference.rendering import Renderer, RunningText
+from services.inference.rendering import Renderer
 
 if TYPE_CHECKING:
     pass
