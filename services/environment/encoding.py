@@ -4,27 +4,54 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from dialoop.environments import Environment, Opening, Score, TaskPage
-from dialoop.errors import DialoopError
+from dialoop.environments import (
+    Answered,
+    Environment,
+    Episode,
+    Given,
+    Opening,
+    Outcome,
+    Score,
+    TaskChoice,
+    TaskPage,
+)
+from dialoop.environments.spec import FieldSpec, spec_of
+from dialoop.errors import DialoopError, InvalidHistory
+from dialoop.v1 import chat_pb2
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire import (
     chat_history_from_proto,
     chat_history_to_proto,
     failure_to_proto,
+    history_from_proto,
     reward_to_proto,
+    text_from_proto,
+    text_to_proto,
+    tokens_from_proto,
+    tokens_to_proto,
+    tool_to_proto,
 )
 
-from services.environment.records import Answered, ResetCall, Session, SessionState, StepCall
+from services.environment.records import ResetCall, Session, SessionState, StepCall, Taken
+
+_VIEWS = ("history", "text", "tokens")
 
 
 def reset_call(request: pb.ResetRequest) -> ResetCall:
     """A reset."""
     return ResetCall(
-        session_id=request.session_id,
-        episode=request.episode,
+        session_id=request.session_id, episode=request.episode, choice=task_choice(request)
+    )
+
+
+def task_choice(request: pb.ResetRequest | pb.TaskChoice) -> TaskChoice:
+    """What is to be played."""
+    messages = history_from_proto(request.messages) if request.HasField("messages") else None
+    return TaskChoice(
         split=request.split,
         task_key=request.task_key,
         seed=request.seed,
+        given=Given(query=request.query, messages=messages, data=dict(request.data)),
     )
 
 
@@ -33,45 +60,99 @@ def following_reset(request: pb.StepAndResetRequest) -> ResetCall:
     return ResetCall(
         session_id=request.step.session_id,
         episode=request.step.episode + 1,
-        split=request.next_split,
-        task_key=request.next_task_key,
-        seed=request.next_seed,
+        choice=TaskChoice(
+            split=request.next_split, task_key=request.next_task_key, seed=request.next_seed
+        ),
     )
 
 
 def step_call(request: pb.StepRequest) -> StepCall:
-    """A step; raises InvalidHistory when its history contradicts itself."""
-    content = request.history.SerializeToString(deterministic=True)
+    """A step; raises InvalidHistory when what was said contradicts itself."""
+    said = [getattr(request, view) for view in _VIEWS if request.HasField(view)]
+    content = b"".join(part.SerializeToString(deterministic=True) for part in said)
     return StepCall(
         session_id=request.session_id,
         episode=request.episode,
         step_index=request.step_index,
-        answered=chat_history_from_proto(request.history),
+        answered=_answered(request),
         digest=blake2b(content, digest_size=16).digest(),
     )
 
 
+def _answered(request: pb.StepRequest) -> Answered:
+    """The one view that was sent."""
+    views = [view for view in _VIEWS if request.HasField(view)]
+    if len(views) > 1:
+        raise InvalidHistory(
+            f"The step holds {' and '.join(views)}.",
+            reason="WRONG_MODE",
+            remedy="Send the one that the environment's input mode names.",
+        )
+    if views == ["text"]:
+        return text_from_proto(request.text)
+    if views == ["tokens"]:
+        return tokens_from_proto(request.tokens)
+    return chat_history_from_proto(request.history)
+
+
+class _Shown:
+    """The prompt of an episode in its environment's mode; the other views stay unset."""
+
+    def __init__(self, shown: Opening | Outcome) -> None:
+        text, tokens = shown.text, shown.tokens
+        is_history = text is None and tokens is None
+        self.history: chat_pb2.ChatHistory | None = (
+            chat_history_to_proto(shown.history) if is_history else None
+        )
+        self.text = None if text is None else text_to_proto(text)
+        self.tokens = None if tokens is None else tokens_to_proto(tokens)
+
+
 def reset_response(opening: Opening, version: str) -> pb.ResetResponse:
     """A reset's answer."""
+    shown = _Shown(opening)
     return pb.ResetResponse(
-        history=chat_history_to_proto(opening.history),
+        history=shown.history,
+        text=shown.text,
+        tokens=shown.tokens,
         info=dict(opening.info),
         environment_version=version,
     )
 
 
-def step_response(answered: Answered) -> pb.StepResponse:
+def step_response(outcome: Outcome, *, replayed: bool = False) -> pb.StepResponse:
     """A step's answer."""
-    outcome = answered.outcome
+    shown = _Shown(outcome)
     return pb.StepResponse(
-        history=chat_history_to_proto(outcome.history),
+        history=shown.history,
+        text=shown.text,
+        tokens=shown.tokens,
         rewards=[reward_to_proto(reward) for reward in outcome.rewards],
         terminated=outcome.episode.terminated,
         truncated=outcome.episode.truncated,
         done_reason=int(outcome.episode.done_reason),  # type: ignore[arg-type]
         failures=[failure_to_proto(failure) for failure in outcome.failures],
         num_tool_calls=outcome.num_tool_calls,
-        replayed=answered.replayed,
+        replayed=replayed,
+        info=dict(outcome.info),
+    )
+
+
+def taken_response(taken: Taken) -> pb.StepResponse:
+    """The answer to a step of a session."""
+    return step_response(taken.outcome, replayed=taken.replayed)
+
+
+def group_response(
+    members: list[tuple[Session, Opening]],
+) -> pb.CreateGroupResponse:
+    """The sessions of a group and their openings."""
+    return pb.CreateGroupResponse(
+        session_ids=[session.session_id for session, _ in members],
+        resets=[
+            reset_response(opening, session.environment.version) for session, opening in members
+        ],
+        ttl_s=members[0][0].ttl_s,
     )
 
 
@@ -87,10 +168,18 @@ def session_response(session: Session, expires_in_s: float) -> pb.GetSessionResp
     if session.current is not None:
         episode = session.current.episode
         response.next_step_index = episode.step_index
-        response.history.CopyFrom(
-            chat_history_to_proto(Opening(episode=episode).history),
-        )
+        _show(response, episode)
     return response
+
+
+def _show(response: pb.GetSessionResponse, episode: Episode) -> None:
+    shown = _Shown(Opening(episode=episode))
+    if shown.history is not None:
+        response.history.CopyFrom(shown.history)
+    if shown.text is not None:
+        response.text.CopyFrom(shown.text)
+    if shown.tokens is not None:
+        response.tokens.CopyFrom(shown.tokens)
 
 
 def environment_info(environment: Environment) -> pb.EnvironmentInfo:
@@ -105,7 +194,28 @@ def environment_info(environment: Environment) -> pb.EnvironmentInfo:
         stop=traits.stop,
         tools=traits.tools,
         reward_names=traits.reward_names,
+        spec=_spec(environment),
     )
+
+
+def _spec(environment: Environment) -> pb.EnvironmentSpec:
+    spec = spec_of(environment)
+    return pb.EnvironmentSpec(
+        input_mode=int(spec.input_mode),  # type: ignore[arg-type]
+        reward_shape=int(spec.reward_shape),  # type: ignore[arg-type]
+        observation=[_field(one) for one in spec.observation],
+        action=[_field(one) for one in spec.action],
+        reward=[_field(one) for one in spec.reward],
+        policy_role=spec.policy_role,
+        data_key=spec.data_key,
+        tool_definitions=[tool_to_proto(tool) for tool in spec.tool_definitions],
+        is_stateless=spec.is_stateless,
+        facts=dict(spec.facts),
+    )
+
+
+def _field(spec: FieldSpec) -> pb.FieldSpec:
+    return pb.FieldSpec(name=spec.name, dtype=spec.dtype, shape=spec.shape)
 
 
 def tasks_response(page: TaskPage) -> pb.ListTasksResponse:

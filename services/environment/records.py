@@ -6,8 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from enum import Enum
 
-from dialoop.chat import ChatHistory
-from dialoop.environments import Environment, Episode, Opening, Outcome
+from dialoop.environments import Answered, Environment, Episode, Opening, Outcome, TaskChoice
 from dialoop.errors import DialoopError
 
 
@@ -25,40 +24,41 @@ class ResetCall:
 
     session_id: str
     episode: int
-    split: str
-    task_key: str
-    seed: int
+    choice: TaskChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCall:
-    """A step as it was asked; `digest` is of the history as it arrived."""
+    """A step as it was asked; `digest` is of what the policy said, as it arrived."""
 
     session_id: str
     episode: int
     step_index: int
-    answered: ChatHistory
+    answered: Answered
     digest: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class Taken:
     """A step's outcome, and whether it is that of an earlier identical request."""
 
     outcome: Outcome
     replayed: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoredStep:
     """The first request of a step index: its digest, and its work, done or under way.
 
     The work returns a bad request's error instead of raising it, so that it can live in the
-    service's task group.
+    service's task group. `num_waiting` callers want its outcome; work that nobody wants any more is
+    abandoned after a while.
     """
 
     digest: bytes
     work: asyncio.Task[Outcome | DialoopError]
+    num_waiting: int = 0
+    is_abandoned: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,6 +69,8 @@ class EpisodeRecord:
     opening: Opening
     episode: Episode
     steps: dict[int, StoredStep] = field(default_factory=dict)
+    # Whether the environment was told that it takes no more steps.
+    is_closed: bool = False
 
     @property
     def number(self) -> int:

@@ -57,6 +57,15 @@ def no_capacity(capacity: int) -> CapacityExhausted:
     )
 
 
+def no_room(max_working: int) -> CapacityExhausted:
+    """Too many steps are under way."""
+    return CapacityExhausted(
+        f"{max_working} steps are under way already.",
+        reason="CAPACITY",
+        remedy="Try again in a moment, or raise max_working_steps.",
+    )
+
+
 def step_conflict(what: str) -> PreconditionFailed:
     """The same place was asked for with other content before."""
     return PreconditionFailed(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dialoop.errors import InvalidInput
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceServicer
-from dialoop.wire import trajectory_from_proto
+from dialoop.wire import chat_history_from_proto, trajectory_from_proto
 
 from services.environment import encoding
 from services.runtime.errors import public_error
@@ -66,15 +66,15 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         return encoding.reset_response(opening, self._version(request.session_id))
 
     async def Step(self, request: pb.StepRequest, context: Any) -> pb.StepResponse:
-        return encoding.step_response(await self._sessions.step(encoding.step_call(request)))
+        return encoding.taken_response(await self._sessions.step(encoding.step_call(request)))
 
     async def StepAndReset(
         self, request: pb.StepAndResetRequest, context: Any
     ) -> pb.StepAndResetResponse:
-        answered, opening = await self._sessions.step_and_reset(
+        taken, opening = await self._sessions.step_and_reset(
             encoding.step_call(request.step), encoding.following_reset(request)
         )
-        response = pb.StepAndResetResponse(step=encoding.step_response(answered))
+        response = pb.StepAndResetResponse(step=encoding.taken_response(taken))
         if opening is not None:
             version = self._version(request.step.session_id)
             response.reset.CopyFrom(encoding.reset_response(opening, version))
@@ -114,6 +114,28 @@ class EnvironmentServicer(EnvironmentServiceServicer):
             async for request in requests:
                 await places.acquire()
                 answers.create_task(answer(request))
+
+    async def StepHistory(
+        self, request: pb.StepHistoryRequest, context: Any
+    ) -> pb.StepHistoryResponse:
+        outcome = await self._sessions.step_history(
+            request.environment,
+            encoding.task_choice(request.task),
+            chat_history_from_proto(request.history),
+        )
+        return pb.StepHistoryResponse(step=encoding.step_response(outcome))
+
+    async def CreateGroup(
+        self, request: pb.CreateGroupRequest, context: Any
+    ) -> pb.CreateGroupResponse:
+        members = self._sessions.create_group(
+            request.group_id,
+            request.environment,
+            request.num_sessions,
+            encoding.task_choice(request.task),
+            request.ttl_s if request.HasField("ttl_s") else None,
+        )
+        return encoding.group_response(members)
 
     async def GetSession(
         self, request: pb.GetSessionRequest, context: Any

@@ -20,20 +20,29 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dialoop.chat import ChatHistory, History
-from dialoop.environments import Environment, Episode, Opening, Outcome
-from dialoop.environments.failures import failure_of
-from dialoop.errors import DialoopError
-from dialoop.trajectory import Owner
+from dialoop.environments import (
+    Environment,
+    Opening,
+    Outcome,
+    Stateless,
+    TaskChoice,
+    TaskData,
+    chosen_task,
+)
+from dialoop.environments.choosing import require_choice, settled
+from dialoop.errors import DialoopError, InvalidHistory, Unsupported
 
 from services.environment import refusals
+from services.environment.order import record_for, require_next_episode
 from services.environment.records import (
-    Answered,
     EpisodeRecord,
     ResetCall,
     Session,
     StepCall,
     StoredStep,
+    Taken,
 )
+from services.environment.stepping import abandoned, closed, stepped
 
 if TYPE_CHECKING:
     from services.environment.catalogue import Catalogue
@@ -49,6 +58,9 @@ class Limits:
     max_ttl_s: float = 86_400.0
     capacity: int = 4096
     step_timeout_s: float = 120.0
+    # A step whose callers all went away is cancelled after so long without a retry.
+    abandon_s: float = 10.0
+    max_working: int = 1024
     reap_interval_s: float = 1.0
 
 
@@ -85,6 +97,7 @@ class Sessions:
         self._sessions: dict[str, Session] = {}
         # Ids of expired sessions, oldest first; as many as there may be sessions.
         self._expired: dict[str, None] = {}
+        self._num_working = 0
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -99,14 +112,11 @@ class Sessions:
             )
         served = self._catalogue.get(environment)
         self.reap()
-        known = self._sessions.get(session_id)
+        known = self._known(session_id, environment)
         if known is not None:
-            if known.environment.name != environment:
-                raise refusals.session_conflict(session_id, known.environment.name)
             self._touch(known)
             return known
-        if len(self._sessions) >= self._limits.capacity:
-            raise refusals.no_capacity(self._limits.capacity)
+        self._require_places(1)
         ttl_s = self._limits.ttl_s if ttl_s is None else ttl_s
         session = Session(session_id=session_id, environment=served, ttl_s=ttl_s, expires_at=0.0)
         self._touch(session)
@@ -114,45 +124,91 @@ class Sessions:
         self._expired.pop(session_id, None)
         return session
 
+    def create_group(
+        self,
+        group_id: str,
+        environment: str,
+        num_sessions: int,
+        choice: TaskChoice,
+        ttl_s: float | None = None,
+    ) -> list[tuple[Session, Opening]]:
+        """Sessions at the start of one task, all of them or none; a retry finds the same ones."""
+        if not group_id or not 0 < num_sessions <= self._limits.capacity:
+            raise refusals.bad_value(
+                "group_id or num_sessions", f"Give a name, and 1 to {self._limits.capacity}."
+            )
+        ids = [f"{group_id}.{number}" for number in range(num_sessions)]
+        self.reap()
+        fresh = [one for one in ids if self._known(one, environment) is None]
+        self._require_places(len(fresh))
+        served = self._catalogue.get(environment)
+        choice = settled(served, choice)
+        calls = [ResetCall(session_id=one, episode=1, choice=choice) for one in ids]
+        first = None if ids[0] in fresh else self._sessions[ids[0]].record_of(1)
+        if first is None or first.asked != calls[0]:
+            task, seed = chosen_task(served, choice)
+        else:
+            task, seed = first.opening.episode.task, first.opening.episode.seed
+        found = []
+        for call in calls:
+            session = self.create(call.session_id, environment, ttl_s)
+            opening = self._opening(session, call) or self._open(session, call, task, seed)
+            found.append((session, opening))
+        return found
+
     def reset(self, call: ResetCall) -> Opening:
         """Start an episode; a retry gets the first opening."""
         session = self.get(call.session_id)
-        call = replace(call, split=session.environment.tasks.require_split(call.split))
-        record = session.record_of(call.episode)
-        if record is not None:
-            if record.asked != call:
-                raise refusals.step_conflict(f"Episode {call.episode}")
-            self._touch(session)
-            return record.opening
-        self._require_next_episode(session, call.episode)
-        task = session.environment.tasks.get(call.split, call.task_key)
-        opening = session.environment.reset(task, call.seed)
-        session.previous = session.current
-        session.current = EpisodeRecord(asked=call, opening=opening, episode=opening.episode)
-        self._touch(session)
-        return opening
+        call = replace(call, choice=settled(session.environment, call.choice))
+        opening = self._opening(session, call)
+        if opening is not None:
+            return opening
+        require_next_episode(session, call.episode)
+        task, seed = chosen_task(session.environment, call.choice)
+        return self._open(session, call, task, seed)
 
-    async def step(self, call: StepCall) -> Answered:
+    async def step(self, call: StepCall) -> Taken:
         """Take the policy's answer; a retry gets the first outcome and runs no tool twice."""
         session = self.get(call.session_id)
-        record = self._record_for(session, call)
+        record = record_for(session, call)
         stored = record.steps.get(call.step_index)
         replayed = stored is not None
         if stored is None:
+            self._require_room()
             work = self._tasks.create_task(self._play(session, record, call))
             stored = record.steps[call.step_index] = StoredStep(call.digest, work)
-        outcome = await self._wait(session, stored.work)
+        outcome = await self._wait(session, stored)
         self._touch(session)
-        return Answered(outcome=outcome, replayed=replayed)
+        return Taken(outcome=outcome, replayed=replayed)
 
     async def step_and_reset(self, call: StepCall, following: ResetCall) -> StepAndOpening:
         """Step, and where that ends the episode open the following one."""
-        tasks = self.get(call.session_id).environment.tasks
-        tasks.get(following.split, following.task_key)  # an unknown task must not cost a step
-        answered = await self.step(call)
-        if not answered.outcome.episode.done:
-            return answered, None
-        return answered, self.reset(following)
+        environment = self.get(call.session_id).environment
+        require_choice(environment, following.choice)  # an unknown task must not cost a step
+        taken = await self.step(call)
+        if not taken.outcome.episode.done:
+            return taken, None
+        return taken, self.reset(following)
+
+    async def step_history(
+        self, environment: str, choice: TaskChoice, answered: ChatHistory
+    ) -> Outcome:
+        """A step without a session, from what the caller sent alone."""
+        served = self._catalogue.get(environment)
+        if not isinstance(served, Stateless):
+            raise Unsupported(
+                f"Environment {environment} is played in sessions only.", reason="NEEDS_SESSION"
+            )
+        prompt, answered = _cut(answered)
+        task, seed = chosen_task(served, choice)
+        episode = served.resume(task, seed, prompt)
+        self._require_room()
+        self._num_working += 1
+        try:
+            limit_s = self._limits.step_timeout_s
+            return await stepped(served, episode, answered, timeout_s=limit_s)
+        finally:
+            self._num_working -= 1
 
     def get(self, session_id: str) -> Session:
         """The session; NotFound (SESSION_LOST, SESSION_EXPIRED)."""
@@ -174,8 +230,11 @@ class Sessions:
         session = self._sessions.pop(session_id, None)
         if session is None:
             return False
-        for work in session.current.works if session.current else ():
-            work.cancel()
+        if session.current is not None:
+            works = session.current.works
+            for work in works:
+                work.cancel()
+            self._close_episode(session.environment, session.current, works)
         return True
 
     def close_all(self) -> None:
@@ -206,46 +265,73 @@ class Sessions:
         while len(self._expired) > self._limits.capacity:
             del self._expired[next(iter(self._expired))]
 
-    def _require_next_episode(self, session: Session, episode: int) -> None:
-        following = session.episode_number + 1
-        if episode < 1:
-            raise refusals.bad_value("episode", "Episodes start at 1.")
-        if episode < following:
-            raise refusals.step_conflict(f"Episode {episode}")
-        if episode > following:
-            raise refusals.step_gap(f"Episode {episode}", following)
-        if session.is_busy:
-            raise refusals.session_busy(session.session_id)
+    def _known(self, session_id: str, environment: str) -> Session | None:
+        """The session that has the id already; AlreadyExists when it plays something else."""
+        known = self._sessions.get(session_id)
+        if known is not None and known.environment.name != environment:
+            raise refusals.session_conflict(session_id, known.environment.name)
+        return known
 
-    def _record_for(self, session: Session, call: StepCall) -> EpisodeRecord:
-        """The episode a step belongs to, once it is known that it may be taken or replayed."""
-        if call.step_index < 0 or call.episode < 1:
-            raise refusals.bad_value("episode or step_index", "They start at 1 and at 0.")
+    def _require_places(self, number: int) -> None:
+        if len(self._sessions) + number > self._limits.capacity:
+            raise refusals.no_capacity(self._limits.capacity)
+
+    def _require_room(self) -> None:
+        if self._num_working >= self._limits.max_working:
+            raise refusals.no_room(self._limits.max_working)
+
+    def _opening(self, session: Session, call: ResetCall) -> Opening | None:
+        """The opening that the same reset got before."""
         record = session.record_of(call.episode)
-        if record is None and call.episode <= session.episode_number:
-            raise refusals.episode_done(call.episode)
         if record is None:
-            raise refusals.step_gap(f"Episode {call.episode}", session.episode_number + 1)
-        stored = record.steps.get(call.step_index)
-        if stored is not None and stored.digest == call.digest:
-            return record
-        if record.works:
-            raise refusals.session_busy(session.session_id)
-        if stored is not None:
-            raise refusals.step_conflict(f"Step {call.step_index}")
-        if record.episode.done or record is not session.current:
-            raise refusals.episode_done(call.episode)
-        if call.step_index != len(record.steps):
-            raise refusals.step_gap(f"Step {call.step_index}", len(record.steps))
-        return record
+            return None
+        if record.asked != call:
+            raise refusals.step_conflict(f"Episode {call.episode}")
+        self._touch(session)
+        return record.opening
 
-    async def _wait(self, session: Session, work: asyncio.Task[Outcome | DialoopError]) -> Outcome:
+    def _open(self, session: Session, call: ResetCall, task: TaskData, seed: int) -> Opening:
+        opening = session.environment.reset(task, seed)
+        if session.current is not None:
+            self._close_episode(session.environment, session.current)
+        session.previous = session.current
+        session.current = EpisodeRecord(asked=call, opening=opening, episode=opening.episode)
+        self._touch(session)
+        return opening
+
+    def _close_episode(
+        self,
+        environment: Environment,
+        record: EpisodeRecord,
+        works: list[asyncio.Task[Outcome | DialoopError]] | None = None,
+    ) -> None:
+        """Tell the environment, once, that the episode takes no more steps."""
+        if record.is_closed:
+            return
+        record.is_closed = True
+        if not getattr(environment, "holds_episodes", True):
+            return
+
+        async def close() -> None:
+            if works:
+                await asyncio.wait(works)
+            await closed(environment, record.episode)
+
+        self._tasks.create_task(close())
+
+    async def _wait(self, session: Session, stored: StoredStep) -> Outcome:
+        stored.num_waiting += 1
         try:
-            outcome = await asyncio.shield(work)
+            outcome = await asyncio.shield(stored.work)
         except asyncio.CancelledError:
-            if work.cancelled():  # the session was closed, which is not a cancellation of ours
+            if stored.work.cancelled():  # the session was closed: no cancellation of ours
                 raise refusals.session_lost(session.session_id) from None
             raise
+        finally:
+            stored.num_waiting -= 1
+            if not stored.num_waiting and not stored.work.done():
+                loop = asyncio.get_running_loop()
+                loop.call_later(self._limits.abandon_s, _abandon, stored)
         if isinstance(outcome, DialoopError):
             raise outcome
         return outcome
@@ -254,36 +340,52 @@ class Sessions:
         self, session: Session, record: EpisodeRecord, call: StepCall
     ) -> Outcome | DialoopError:
         """The work of one step; a bad request leaves everything as it was."""
+        self._num_working += 1
         try:
-            outcome = await self._outcome(session.environment, record.episode, call.answered)
+            outcome = await stepped(
+                session.environment,
+                record.episode,
+                call.answered,
+                timeout_s=self._limits.step_timeout_s,
+            )
         except DialoopError as error:
             del record.steps[call.step_index]
             return error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or not record.steps[call.step_index].is_abandoned:
+                raise
+            task.uncancel()
+            outcome = abandoned(record.episode, call.answered)
+        finally:
+            self._num_working -= 1
         record.episode = outcome.episode
+        if outcome.episode.done:
+            self._close_episode(session.environment, record)
         self._touch(session)
         return outcome
 
-    async def _outcome(
-        self, environment: Environment, episode: Episode, answered: ChatHistory
-    ) -> Outcome:
-        what = f"Environment {environment.name}"
-        try:
-            async with asyncio.timeout(self._limits.step_timeout_s):
-                return await environment.step(episode, answered)
-        except DialoopError:
-            raise
-        except Exception as error:
-            reason = "STEP_TIMEOUT" if isinstance(error, TimeoutError) else "STEP_FAILED"
-            failure = failure_of(error, owner=Owner.ENVIRONMENT, reason=reason, what=what)
-            return _unanswered(episode, answered).fail(failure)
+
+StepAndOpening = tuple[Taken, Opening | None]
 
 
-StepAndOpening = tuple[Answered, Opening | None]
+def _abandon(stored: StoredStep) -> None:
+    """Cancel work that nobody came back for, and with it the tool that runs."""
+    if not stored.work.done() and not stored.num_waiting:
+        stored.is_abandoned = True
+        stored.work.cancel()
 
 
-def _unanswered(episode: Episode, answered: ChatHistory) -> Outcome:
-    """The outcome of a step in which the environment added nothing."""
-    response = answered.response or History()
-    full = answered.full or episode.history.extend(response)
-    after = replace(episode, history=full, step_index=episode.step_index + 1)
-    return Outcome(episode=after, response=response)
+def _cut(answered: ChatHistory) -> tuple[History, ChatHistory]:
+    """The prompt of what was sent, and an answer to exactly that prompt."""
+    full, response, prompt = answered.full, answered.response, answered.prompt
+    if full is None and (response is None or prompt is None):
+        raise InvalidHistory(
+            "full is missing.",
+            reason="FULL_MISSING",
+            remedy="Send full, or prompt and response: there is no session that knows the prompt.",
+        )
+    if full is not None and prompt is None:
+        prompt = full[: len(full) - (1 if response is None else len(response))]
+    assert prompt is not None
+    return prompt, answered

@@ -47,6 +47,12 @@ class EnvironmentSettings(ServerSettings):
     """Sessions at one time; more are refused until some close or expire."""
     step_timeout_s: float = Field(default=120.0, gt=0)
     """A step that takes longer ends its episode with a failure of the environment."""
+    abandon_s: float = Field(default=10.0, gt=0)
+    """A step that nobody waits for any more is cancelled after so long without a retry."""
+    max_working_steps: int = Field(default=1024, ge=1)
+    """Steps under way at one time; more are refused with CAPACITY until some end."""
+    health_interval_s: float = Field(default=2.0, gt=0)
+    """How often environments are asked whether they can work (/readyz)."""
     reap_interval_s: float = Field(default=1.0, gt=0)
     """How often expired sessions are collected."""
     max_concurrent_items: int = Field(default=256, ge=1)

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from dialoop.chat import ChatHistory, History, Message
-from dialoop.environments import ArithmeticTasks, ExactResult, tool_environment
+from dialoop.environments import ArithmeticTasks, ExactResult, TaskChoice, tool_environment
 from dialoop.errors import (
     AlreadyExists,
     Busy,
@@ -67,7 +67,8 @@ async def opened(gate: Gate, clock: Clock | None = None, **limits):
 
 
 def reset_call(session_id: str = "s", episode: int = 1, key: str = KEY) -> ResetCall:
-    return ResetCall(session_id=session_id, episode=episode, split="train", task_key=key, seed=0)
+    choice = TaskChoice(split="train", task_key=key)
+    return ResetCall(session_id=session_id, episode=episode, choice=choice)
 
 
 def step_call(text: str = CALL, index: int = 0, session_id: str = "s", episode: int = 1):

@@ -196,6 +196,11 @@ class ChatEnv:
             )
         return self.reset(task, 0).episode.history.extend(self.demonstrate(task, rng))
 
+    @property
+    def holds_episodes(self) -> bool:
+        """Whether anything has to be freed when an episode ends."""
+        return any(type(t).close is not Transform.close for t in self.transforms)
+
     async def acquire(self) -> None:
         """Start the transforms in order; those that did are stopped again when one cannot."""
         for number, transform in enumerate(self.transforms):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dialoop.chat import ChatHistory, ContentPart, History, Message, ToolCall, ToolDefinition
+from dialoop.environments.modes import Text, Tokens
 from dialoop.v1 import chat_pb2
 
 _PART_FIELDS = (
@@ -15,6 +16,8 @@ _PART_FIELDS = (
     "function_name",
     "function_arguments_json",
 )
+
+_VIEWS = ("prompt", "response", "full")
 
 
 def message_to_proto(message: Message) -> chat_pb2.Message:
@@ -110,4 +113,29 @@ def tool_from_proto(proto: chat_pb2.ToolDefinition) -> ToolDefinition:
         name=proto.name,
         description=proto.description,
         parameters_json=proto.parameters_json or "{}",
+    )
+
+
+def text_to_proto(text: Text) -> chat_pb2.Text:
+    """Prompt, response and full as text, each only when present."""
+    return chat_pb2.Text(prompt=text.prompt, response=text.response, full=text.full)
+
+
+def text_from_proto(proto: chat_pb2.Text) -> Text:
+    """Prompt, response and full as text; raises InvalidHistory when they contradict each other."""
+    return Text(**{name: getattr(proto, name) for name in _VIEWS if proto.HasField(name)})
+
+
+def tokens_to_proto(tokens: Tokens) -> chat_pb2.Tokens:
+    """Prompt, response and full as ids, each only when present."""
+    given = {name: getattr(tokens, name) for name in _VIEWS}
+    return chat_pb2.Tokens(
+        **{k: chat_pb2.TokenIds(values=v) for k, v in given.items() if v is not None}
+    )
+
+
+def tokens_from_proto(proto: chat_pb2.Tokens) -> Tokens:
+    """Prompt, response and full as ids; raises InvalidHistory when they contradict each other."""
+    return Tokens(
+        **{name: tuple(getattr(proto, name).values) for name in _VIEWS if proto.HasField(name)}
     )

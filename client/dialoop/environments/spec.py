@@ -1,0 +1,114 @@
+"""The shapes of what an environment reads and writes.
+
+spec_of(arithmetic()).observation[0]   # FieldSpec(name="history.prompt", dtype="message", ...)
+shaped(rewards, RewardShape.SPARSE)    # float32 [1, 1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dialoop.chat import ToolDefinition
+from dialoop.environments.environment import Environment, Stateless
+from dialoop.environments.modes import InputMode, RewardShape
+from dialoop.errors import InvalidInput
+from dialoop.trajectory import Reward
+
+# Of one message, text or row of ids; -1 is a length that varies.
+_CONTENT = {
+    InputMode.HISTORY: ("message", (-1,)),
+    InputMode.TEXT: ("string", ()),
+    InputMode.TOKENS: ("int32", (-1,)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldSpec:
+    """FieldSpec(name="tokens.prompt", dtype="int32", shape=(-1,)); -1 is a length that varies."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSpec:
+    """What a caller needs to know to build a policy or a buffer for an environment."""
+
+    input_mode: InputMode = InputMode.HISTORY
+    reward_shape: RewardShape = RewardShape.SPARSE
+    observation: tuple[FieldSpec, ...] = ()
+    action: tuple[FieldSpec, ...] = ()
+    reward: tuple[FieldSpec, ...] = ()
+    policy_role: str = "assistant"
+    data_key: str = "query"
+    tool_definitions: tuple[ToolDefinition, ...] = ()
+    is_stateless: bool = False
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+
+def spec_of(environment: Environment) -> EnvironmentSpec:
+    """The spec of any environment; what it does not say itself is the default."""
+    traits = environment.traits
+    mode = InputMode.named(getattr(environment, "input_mode", InputMode.HISTORY))
+    dtype, shape = _CONTENT[mode]
+    view = mode.name.lower()
+    flags = tuple(FieldSpec(name=name, dtype="bool") for name in ("terminated", "truncated"))
+    tokens = (-1, 1) if traits.reward_shape is RewardShape.DENSE else (1, 1)
+    is_stateless = (
+        isinstance(environment, Stateless)
+        and not traits.needs_session
+        and mode is InputMode.HISTORY
+    )
+    return EnvironmentSpec(
+        input_mode=mode,
+        reward_shape=traits.reward_shape,
+        observation=(FieldSpec(name=f"{view}.prompt", dtype=dtype, shape=shape), *flags),
+        action=tuple(
+            FieldSpec(name=f"{view}.{part}", dtype=dtype, shape=shape)
+            for part in ("response", "full")
+        ),
+        reward=tuple(
+            FieldSpec(name=name, dtype="float32", shape=tokens) for name in traits.reward_names
+        ),
+        policy_role=getattr(environment, "policy_role", "assistant"),
+        data_key=getattr(environment, "data_key", "query"),
+        tool_definitions=traits.tool_definitions,
+        is_stateless=is_stateless,
+        facts=traits.facts,
+    )
+
+
+def shaped(
+    rewards: Iterable[Reward], shape: RewardShape, *, num_tokens: int | None = None
+) -> NDArray[np.float32]:
+    """The sum of value * weight as float32: [1, 1] for SPARSE and TURN, [num_tokens, 1] for DENSE.
+
+    A reward with one number only stands on the last token of a dense one.
+    """
+    given = tuple(rewards)
+    if shape is not RewardShape.DENSE:
+        total = sum(reward.value * reward.weight for reward in given)
+        return np.array([[total]], dtype=np.float32)
+    if not num_tokens:
+        raise InvalidInput(
+            "A dense reward was asked for without a number of tokens.",
+            remedy="Give num_tokens, of the response.",
+        )
+    dense = np.zeros((num_tokens, 1), dtype=np.float32)
+    for reward in given:
+        if not reward.per_token:
+            dense[-1, 0] += reward.value * reward.weight
+        elif len(reward.per_token) == num_tokens:
+            dense[:, 0] += np.array(reward.per_token, dtype=np.float32) * reward.weight
+        else:
+            raise InvalidInput(
+                f"Reward {reward.name} has {len(reward.per_token)} numbers, not {num_tokens}.",
+                reason="RAGGED",
+                remedy="Give one number per token of the response.",
+            )
+    return dense
