@@ -71,7 +71,7 @@ def _rebuild(kind: type[DialoopError], message: str, reason: str, remedy: str) -
     return kind(message, reason=reason, remedy=remedy)
 
 
-class InvalidInput(DialoopError):
+class InvalidInput(DialoopError, ValueError):
     """The request or value is wrong whatever the state of the service."""
 
     status = Status.INVALID_ARGUMENT

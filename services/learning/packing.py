@@ -121,7 +121,7 @@ class PackedBatch:
             raise InvalidInput(
                 "position_ids do not restart at 0 with every sequence.",
                 reason="POSITIONS_NOT_RESTARTED",
-                remedy="Build batches with pack_rows or pack_sequences.",
+                remedy="Build batches with pack_rows or pack.",
             )
         if bool((self.loss_mask & ((self.position_ids == 0) | (self.sample_mask < 0))).any()):
             raise InvalidInput(
@@ -179,7 +179,7 @@ class PackedBatch:
         return replace(self, **moved)
 
 
-def pack_sequences(sequences: Rows[Sequence], *, pad_to: int | None = None) -> PackedBatch:
+def pack(sequences: Rows[Sequence], *, pad_to: int | None = None) -> PackedBatch:
     """One packed row of trajectory sequences; log-probs, references and advantages come along."""
     return pack_rows([TokenRow.from_sequence(s) for s in sequences], pad_to=pad_to)
 
@@ -225,10 +225,11 @@ def _positions(lengths: tuple[int, ...]) -> Tensor:
 
 def _scattered(rows: Rows[TokenRow], name: str, response_mask: Tensor) -> Tensor | None:
     """Optional per-token values at the response positions, [T]; all sequences have them or none."""
-    values = [value for row in rows if (value := getattr(row, name)) is not None]
+    speaking = [row for row in rows if bool(row.response_mask.any())]
+    values = [value for row in speaking if (value := getattr(row, name)) is not None]
     if not values:
         return None
-    if len(values) != len(rows):
+    if len(values) != len(speaking):
         raise InvalidInput(
             f"{len(values)} of {len(rows)} sequences have {name}.",
             reason="RAGGED",

@@ -16,26 +16,22 @@ if TYPE_CHECKING:
 
 def toml_of(config: JobConfig) -> str:
     """The whole config; a key without a value is a comment."""
-    sections = {
-        name: value
-        for name in type(config).model_fields
-        if isinstance(value := getattr(config, name), BaseModel)
-    }
-    lines = _lines(config, without=set(sections))
-    for name, section in sections.items():
-        lines += ["", f"[{name}]  # {(type(section).__doc__ or '').strip()}", *_lines(section)]
-    return "\n".join(lines) + "\n"
+    return "\n".join(_lines(config, "")) + "\n"
 
 
-def _lines(section: BaseModel, *, without: set[str] | None = None) -> list[str]:
-    lines = []
+def _lines(section: BaseModel, path: str) -> list[str]:
+    """A section's own keys, then the sections inside it, as TOML wants them."""
+    lines, inside = [], []
     for name, field in type(section).model_fields.items():
-        if name in (without or ()):
-            continue
         value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            inner = f"{path}.{name}" if path else name
+            title = f"[{inner}]  # {(type(value).__doc__ or '').strip().splitlines()[0]}"
+            inside += ["", title, *_lines(value, inner)]
+            continue
         given = f"# {name} =" if value is None else f"{name} = {_text(value)}"
         lines.append(f"{given}  # {' '.join((field.description or '').split())}")
-    return lines
+    return lines + inside
 
 
 def _text(value: object) -> str:

@@ -9,7 +9,7 @@ from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
 
 from services.learning.attention import plan_attention
 from services.learning.models import PolicyModel, load_policy
-from services.learning.packing import PackedBatch, TokenRow, pack_rows, pack_sequences
+from services.learning.packing import PackedBatch, TokenRow, pack, pack_rows
 from services.learning.tiny import make_tiny_model
 
 LENGTHS = [(4, 3), (1, 9), (6, 1), (5, 30), (2, 12), (3, 11)]
@@ -64,7 +64,7 @@ def test_row_of_two_sequences_is_the_documented_one() -> None:
 
 
 def test_values_stand_on_response_positions_and_zero_elsewhere() -> None:
-    batch = pack_sequences([_sequence(2, 2, advantage=0.5), _sequence(1, 3, advantage=-2.0)])
+    batch = pack([_sequence(2, 2, advantage=0.5), _sequence(1, 3, advantage=-2.0)])
     assert batch.advantages is not None
     assert batch.inference_logprobs is not None
     assert batch.advantages.tolist() == [0, 0, 0.5, 0, 0, 0.5, 0, -2, 0, 0, -2, -2]
@@ -74,7 +74,7 @@ def test_values_stand_on_response_positions_and_zero_elsewhere() -> None:
 
 
 def test_split_gives_each_sequence_its_values() -> None:
-    batch = pack_sequences([_sequence(2, 2), _sequence(1, 3)], pad_to=20)
+    batch = pack([_sequence(2, 2), _sequence(1, 3)], pad_to=20)
     assert [v.tolist() for v in batch.split(torch.arange(5))] == [[0, 1], [2, 3, 4]]
 
 
@@ -82,8 +82,8 @@ def test_split_gives_each_sequence_its_values() -> None:
 def test_packed_logprobs_equal_those_of_each_sequence_alone(
     policy: PolicyModel, pad_to: int | None
 ) -> None:
-    batch = pack_sequences(_sequences(), pad_to=pad_to)
-    alone = [policy(pack_sequences([s])).logprobs for s in _sequences()]
+    batch = pack(_sequences(), pad_to=pad_to)
+    alone = [policy(pack([s])).logprobs for s in _sequences()]
     for packed, single in zip(batch.split(policy(batch).logprobs), alone, strict=True):
         torch.testing.assert_close(packed, single, atol=1e-5, rtol=0)
 
@@ -97,16 +97,16 @@ def test_packed_logprobs_follow_the_alignment_law(policy: PolicyModel) -> None:
         own = torch.tensor([logprobs[p - 1, ids[p]] for p in sequence.response_mask().nonzero()[0]])
         expected.append(own)
     policy.causal_lm.set_attn_implementation("dialoop_packed")
-    packed = policy(pack_sequences(_sequences())).logprobs
+    packed = policy(pack(_sequences())).logprobs
     torch.testing.assert_close(packed, torch.cat(expected), atol=1e-5, rtol=0)
 
 
 def test_packed_gradients_equal_unpacked_gradients(policy: PolicyModel) -> None:
-    policy(pack_sequences(_sequences())).logprobs.sum().backward()
+    policy(pack(_sequences())).logprobs.sum().backward()
     packed = [p.grad.clone() for p in policy.parameters() if p.grad is not None]
     policy.zero_grad()
     for sequence in _sequences():
-        policy(pack_sequences([sequence])).logprobs.sum().backward()
+        policy(pack([sequence])).logprobs.sum().backward()
     unpacked = [p.grad for p in policy.parameters() if p.grad is not None]
     assert len(packed) == len(unpacked) == len(list(policy.parameters()))
     for one, other in zip(packed, unpacked, strict=True):
@@ -114,14 +114,14 @@ def test_packed_gradients_equal_unpacked_gradients(policy: PolicyModel) -> None:
 
 
 def test_positions_that_do_not_restart_are_refused() -> None:
-    batch = pack_sequences(_sequences())
+    batch = pack(_sequences())
     with pytest.raises(InvalidInput) as caught:
         replace(batch, position_ids=torch.arange(batch.num_tokens))
     assert caught.value.reason == "POSITIONS_NOT_RESTARTED"
 
 
 def test_loss_on_a_first_token_is_refused() -> None:
-    batch = pack_sequences(_sequences())
+    batch = pack(_sequences())
     with pytest.raises(InvalidInput) as caught:
         replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
     assert caught.value.reason == "TOKEN_WITHOUT_PREDICTOR"
@@ -141,12 +141,12 @@ def _error(build: Any) -> str:
 
 def test_advantages_for_some_sequences_only_are_refused() -> None:
     mixed = [_sequence(2, 2, advantage=1.0), _sequence(1, 3)]
-    assert _error(lambda: pack_sequences(mixed)) == "RAGGED"
+    assert _error(lambda: pack(mixed)) == "RAGGED"
 
 
 def test_row_that_is_too_short_or_empty_is_refused() -> None:
-    assert _error(lambda: pack_sequences(_sequences(), pad_to=10)) == "ROW_DOES_NOT_FIT"
-    assert _error(lambda: pack_sequences([])) == "ROW_DOES_NOT_FIT"
+    assert _error(lambda: pack(_sequences(), pad_to=10)) == "ROW_DOES_NOT_FIT"
+    assert _error(lambda: pack([])) == "ROW_DOES_NOT_FIT"
 
 
 def test_model_called_without_a_plan_is_an_error(policy: PolicyModel) -> None:
@@ -162,7 +162,7 @@ def test_every_token_is_restored_to_its_place() -> None:
 
 
 def test_scores_do_not_depend_on_how_rows_are_cut(policy: PolicyModel) -> None:
-    whole = policy(pack_sequences(_sequences())).logprobs
-    halves: list[PackedBatch] = [pack_sequences(_sequences()[:3]), pack_sequences(_sequences()[3:])]
+    whole = policy(pack(_sequences())).logprobs
+    halves: list[PackedBatch] = [pack(_sequences()[:3]), pack(_sequences()[3:])]
     cut = torch.cat([policy(half).logprobs for half in halves])
     torch.testing.assert_close(whole, cut, atol=1e-5, rtol=0)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, MambaConfig
 from services.learning.loss_loading import load_loss
 from services.learning.models import PolicyModel, load_policy
 from services.learning.optim import GuardedOptimizer, OptimizerSettings
-from services.learning.packing import TokenRow, pack_rows, pack_sequences
+from services.learning.packing import TokenRow, pack, pack_rows
 from services.learning.tiny import make_tiny_model, tiny_config
 from services.learning.training import loss_inputs, update
 
@@ -31,7 +31,7 @@ def _sequences(policy: PolicyModel, temperature: float = 1.0) -> list[Sequence]:
         )
         for i in range(1, 5)
     ]
-    batch = pack_sequences(blank)
+    batch = pack(blank)
     with torch.no_grad():
         scores = batch.split(policy(batch, temperature=temperature).logprobs)
     return [
@@ -48,8 +48,8 @@ def _optimizer(policy: PolicyModel) -> GuardedOptimizer:
 def test_update_does_not_depend_on_how_rows_are_cut(directory: Path, loss: str) -> None:
     whole, cut = load_policy(directory), load_policy(directory)
     sequences = _sequences(whole)
-    one = update(whole, _optimizer(whole), [pack_sequences(sequences)], load_loss(loss))
-    rows = [pack_sequences(sequences[:1]), pack_sequences(sequences[1:])]
+    one = update(whole, _optimizer(whole), [pack(sequences)], load_loss(loss))
+    rows = [pack(sequences[:1]), pack(sequences[1:])]
     two = update(cut, _optimizer(cut), rows, load_loss(loss))
     assert two.loss == pytest.approx(one.loss, abs=1e-6)
     assert two.metrics == pytest.approx(one.metrics, abs=1e-6)
@@ -58,7 +58,7 @@ def test_update_does_not_depend_on_how_rows_are_cut(directory: Path, loss: str) 
 
 def test_first_update_is_on_policy(directory: Path) -> None:
     policy = load_policy(directory)
-    row = pack_sequences(_sequences(policy, temperature=0.7))
+    row = pack(_sequences(policy, temperature=0.7))
     report = update(policy, _optimizer(policy), [row], load_loss("grpo"), temperature=0.7)
     assert report.metrics["ess"] == pytest.approx(1.0, abs=1e-5)
     assert report.metrics["approx_kl"] == pytest.approx(0.0, abs=1e-6)
@@ -66,14 +66,14 @@ def test_first_update_is_on_policy(directory: Path) -> None:
 
 def test_wrong_temperature_shows_as_off_policy(directory: Path) -> None:
     policy = load_policy(directory)
-    row = pack_sequences(_sequences(policy, temperature=0.7))
+    row = pack(_sequences(policy, temperature=0.7))
     report = update(policy, _optimizer(policy), [row], load_loss("grpo"), temperature=1.0)
     assert report.metrics["ess"] < 0.9
 
 
 def test_grpo_makes_good_tokens_likelier_and_bad_ones_less_likely(directory: Path) -> None:
     policy = load_policy(directory)
-    batch = pack_sequences(_sequences(policy))
+    batch = pack(_sequences(policy))
     update(policy, _optimizer(policy), [batch], load_loss("grpo"))
     with torch.no_grad():
         after = loss_inputs(batch, policy(batch).logprobs)
@@ -83,7 +83,7 @@ def test_grpo_makes_good_tokens_likelier_and_bad_ones_less_likely(directory: Pat
 
 def test_entropy_is_reported_when_asked_for(directory: Path) -> None:
     policy = load_policy(directory)
-    row = pack_sequences(_sequences(policy))
+    row = pack(_sequences(policy))
     report = update(policy, _optimizer(policy), [row], load_loss("grpo"), with_entropy=True)
     assert 0 < report.metrics["entropy"] < 5.75  # log 314
 
