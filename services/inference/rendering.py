@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dialoop.chat import ChatHistory
-from dialoop.episode import Sample
-from dialoop.errors import InvalidInput, Unsupported
-from dialoop.sequences import Segment, Sequence
+from dialoop.episode import ContinuedText, Sample
+from dialoop.errors import InvalidInput, NotFound, Unsupported
+from dialoop.sequences import Segment, Sequence, Source, sequence_of
 from dialoop.templates import ChatTemplate
 from dialoop.token_builder import TokenBuilder
 from dialoop.tokenizer import Tokenizer
@@ -18,10 +18,11 @@ from dialoop.trajectory import StopReason
 from services.inference.engine import StopTokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
+    from collections.abc import Sequence as AnySequence
     from pathlib import Path
 
-    from dialoop.chat import History
+    from dialoop.chat import History, ToolDefinition
     from dialoop.token_builder import Prompt
 
     from services.inference.engine import Sampled
@@ -29,12 +30,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A generate request in domain types."""
+    """A generate request in domain types; exactly one of history, text and token_ids is set."""
 
-    history: History
+    history: History | None = None
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
     context: Sequence | None = None
     num_context_messages: int = 0
     turn: int = 0
+    template_name: str = ""
+    tools: tuple[ToolDefinition, ...] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    truncate_prompt: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawPrompt:
+    """Text or token ids to continue as they stand: one PROMPT segment, and it as text."""
+
+    sequence: Sequence
+    text: str
+    turn: int
+    num_truncated_tokens: int = 0
 
 
 class Renderer:
@@ -52,13 +69,49 @@ class Renderer:
         tokenizer = Tokenizer.from_directory(model_dir)
         return cls(tokenizer, ChatTemplate.of(tokenizer))
 
-    def prompt(self, ask: Ask) -> Prompt:
-        """The tokens to continue."""
-        return self._builder.prompt(
-            ask.history,
-            context=ask.context,
-            num_context_messages=ask.num_context_messages,
+    def prompt(self, ask: Ask, *, room: int = 0, max_model_len: int = 0) -> Prompt | RawPrompt:
+        """The tokens to continue.
+
+        Where `ask.truncate_prompt` is set, a raw prompt that fills `max_model_len` loses its oldest
+        tokens, so that `room` new ones fit, but never more than half of the context.
+        """
+        if ask.history is not None:
+            return self._builder_of(ask).prompt(
+                ask.history,
+                context=ask.context,
+                num_context_messages=ask.num_context_messages,
+                turn=ask.turn,
+            )
+        ids = list(ask.token_ids or ())
+        if ask.text is not None:
+            ids = list(self.tokenizer.encode(ask.text, trusted=True).ids)
+        num_cut = 0
+        if ask.truncate_prompt and len(ids) >= max_model_len:
+            num_cut = len(ids) - max(max_model_len - room, (max_model_len + 1) // 2)
+            ids = ids[num_cut:]
+        as_given = ask.text is not None and not num_cut
+        return RawPrompt(
+            sequence=_prompt_row(ids, ask.turn),
+            text=ask.text if as_given and ask.text is not None else self.tokenizer.decode(ids),
             turn=ask.turn,
+            num_truncated_tokens=num_cut,
+        )
+
+    def _builder_of(self, ask: Ask) -> TokenBuilder:
+        if not (ask.template_name or ask.tools or ask.template_options):
+            return self._builder
+        template = self.template_named(ask.template_name)
+        bound = _BoundTemplate(template, tools=ask.tools, options=ask.template_options)
+        return TokenBuilder(self.tokenizer, bound)
+
+    def template_named(self, name: str) -> ChatTemplate:
+        """A template by name, the default one by none; NotFound (TEMPLATE_NOT_FOUND)."""
+        if not name:
+            return self.template
+        raise NotFound(
+            f"There is no template '{name[:60]}'.",
+            reason="TEMPLATE_NOT_FOUND",
+            remedy="Register it first, or leave template_name out.",
         )
 
     def rendered(self, history: History, *, add_generation_prompt: bool) -> tuple[str, Sequence]:
@@ -103,8 +156,10 @@ class Renderer:
         others = (i for i in range(self.tokenizer.vocab_size) if i != token)
         return any(string in self.tokenizer.decode([other]) for other in others)
 
-    def sample(self, prompt: Prompt, sampled: Sampled) -> Sample:
+    def sample(self, prompt: Prompt | RawPrompt, sampled: Sampled) -> Sample:
         """The answer as prompt, response and full, and its tokens."""
+        if isinstance(prompt, RawPrompt):
+            return self._raw_sample(prompt, sampled)
         answer = self._builder.answer(
             prompt,
             sampled.token_ids,
@@ -118,6 +173,46 @@ class Renderer:
             stop_reason=sampled.stop_reason,
             stop_string=sampled.stop_string,
         )
+
+    def _raw_sample(self, prompt: RawPrompt, sampled: Sampled) -> Sample:
+        runs = []
+        start = 0
+        for span in sampled.versions:
+            fields = {"source": Source.MODEL, "turn": prompt.turn}
+            ids = sampled.token_ids[start : start + span.length]
+            runs.append((ids, fields | {"policy_version": span.policy_version}))
+            start += span.length
+        response = self.tokenizer.decode(sampled.token_ids)
+        return Sample(
+            history=ChatHistory(),
+            text=ContinuedText(prompt=prompt.text, response=response),
+            sequence=prompt.sequence.extended_by(sequence_of(runs, logprobs=sampled.logprobs)),
+            stop_reason=sampled.stop_reason,
+            stop_string=sampled.stop_string,
+        )
+
+
+class _BoundTemplate(ChatTemplate):
+    """A template with the tools and options of one request, whatever renders with it."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        *,
+        tools: tuple[ToolDefinition, ...],
+        options: Mapping[str, Any],
+    ) -> None:
+        vars(self).update(vars(template))
+        self._tools = tools or None
+        self._options = dict(options)
+
+    def render(self, history: History, **arguments: Any) -> str:
+        """As the template renders, with the request's tools and options."""
+        return super().render(history, tools=self._tools, **self._options, **arguments)
+
+
+def _prompt_row(token_ids: AnySequence[int], turn: int) -> Sequence:
+    return sequence_of([(token_ids, {"source": Source.PROMPT, "turn": turn})])
 
 
 def _shortened(segment: Segment, length: int) -> tuple[Segment, ...]:
