@@ -35,11 +35,22 @@ _UNSUPPORTED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterSpace:
-    """Which adapters an engine can hold: how many, of what rank, on which weights [out, in]."""
+class AdapterLimits:
+    """How many adapters an engine is built for (0: none), and of what rank."""
 
-    max_adapters: int
-    max_rank: int
+    max_adapters: int = 0
+    max_rank: int = 16
+
+
+NO_ADAPTERS = AdapterLimits()
+"""Adapters are refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpace:
+    """Which adapters an engine can hold: its limits, and the weights [out, in] it has."""
+
+    limits: AdapterLimits
     shapes: Shapes
 
     @property
@@ -110,9 +121,10 @@ def require_fitting(path: Path, config: AdapterConfig, space: AdapterSpace) -> t
 
     Reads the header only.
     """
-    if config.rank > space.max_rank:
+    most = space.limits.max_rank
+    if config.rank > most:
         raise PreconditionFailed(
-            f"The adapter's rank is {config.rank}, this replica holds up to {space.max_rank}.",
+            f"The adapter's rank is {config.rank}, this replica holds up to {most}.",
             reason="ADAPTER_MISMATCH",
             remedy="Set DIALOOP_INFERENCE_MAX_ADAPTER_RANK to at least the rank.",
         )

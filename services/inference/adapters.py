@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -35,17 +35,20 @@ from services.inference.adapter_files import (
     require_fitting,
     write_folder,
 )
-from services.inference.engine import LoadTimes
+from services.inference.engine import LoadTimes, VersionSpan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from dialoop.sequences import Floats, PolicyVersion
 
-    from services.inference.engine import Scored
+    from services.inference.engine import OnTokens, Sampled, Scored
     from services.inference.publications import Manifest
 
     T = TypeVar("T")
+    Sampling = Callable[
+        ["Adapter | None", OnTokens | None], Coroutine[Any, Any, tuple[Sampled, ...]]
+    ]
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +129,7 @@ class Adapters:
     def require_room(self, manifest: Manifest) -> AdapterConfig:
         """Refuse before any byte is read what can never be loaded here."""
         name, space = manifest.adapter, self._host.adapter_space
-        if not space.max_adapters:
+        if not space.limits.max_adapters:
             raise PreconditionFailed(
                 "This replica serves no adapters: they would halve its throughput.",
                 reason="ADAPTERS_DISABLED",
@@ -138,7 +141,7 @@ class Adapters:
                 reason="INVALID_ADAPTER_NAME",
                 remedy="Use up to 64 letters, digits, dots, dashes and underscores.",
             )
-        if name not in self._entries and len(self._entries) >= space.max_adapters:
+        if name not in self._entries and len(self._entries) >= space.limits.max_adapters:
             raise CapacityExhausted(
                 f"{len(self._entries)} adapters are loaded, which is all this replica holds.",
                 reason="TOO_MANY_ADAPTERS",
@@ -195,6 +198,32 @@ class Adapters:
             await self._retire(entry)
         if self._removals:
             await asyncio.wait(self._removals)
+
+    async def sample(
+        self, name: str, call: Sampling, *, on_tokens: OnTokens | None
+    ) -> tuple[Sampled, ...]:
+        """`call` with the named adapter, empty for none; tokens carry the adapter's version."""
+        if not name:
+            return await call(None, on_tokens)
+
+        async def adapted(adapter: Adapter) -> tuple[Sampled, ...]:
+            version = adapter.policy_version
+            tell = on_tokens and (lambda piece: on_tokens(replace(piece, policy_version=version)))
+            return tuple(_stamped(one, version) for one in await call(adapter, tell))
+
+        return await self.use(name, adapted)
+
+    async def logprobs(self, name: str, rows: Sequence[Sequence[int]]) -> list[Scored]:
+        """Score rows with the named adapter, empty for none."""
+        if not name:
+            return await asyncio.gather(*(self._host.logprobs(row) for row in rows))
+
+        async def adapted(adapter: Adapter) -> list[Scored]:
+            calls = (self._host.logprobs(row, adapter=adapter) for row in rows)
+            scored = await asyncio.gather(*calls)
+            return [replace(one, policy_version=adapter.policy_version) for one in scored]
+
+        return await self.use(name, adapted)
 
     async def use(self, name: str, call: Callable[[Adapter], Coroutine[Any, Any, T]]) -> T:
         """`call` with the adapter that has the name now; it stays until the call has ended.
@@ -275,6 +304,13 @@ class Adapters:
             self._root = Path(tempfile.mkdtemp(prefix="dialoop-adapters-"))
             weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
         return self._root
+
+
+def _stamped(sampled: Sampled, version: PolicyVersion) -> Sampled:
+    """One version explains all of it: new weights would have ended it."""
+    length = len(sampled.token_ids)
+    span = VersionSpan(start=0, length=length, policy_version=version)
+    return replace(sampled, versions=(span,) if length else ())
 
 
 def _largest_difference(found: Floats, expected: Floats) -> float:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     from dialoop.sequences import Floats
 
+    from services.inference.adapter_files import AdapterSpace
+    from services.inference.adapters import Adapter
+
 BASE_VERSION = PolicyVersion(lineage="base", number=0)
 """The version of a model directory's own weights."""
 
@@ -99,6 +102,7 @@ class Engine(Protocol):
     version: str
     max_model_len: int
     vocab_size: int
+    adapter_space: AdapterSpace
 
     @property
     def policy_version(self) -> PolicyVersion:
@@ -123,12 +127,24 @@ class Engine(Protocol):
         stop: StopTokens,
         num_samples: int = 1,
         on_tokens: OnTokens | None = None,
+        adapter: Adapter | None = None,
     ) -> tuple[Sampled, ...]:
-        """Continue `prompt_ids`; `on_tokens` sees the tokens as they come (one sample only)."""
+        """Continue `prompt_ids`; `on_tokens` sees the tokens as they come (one sample only).
+
+        Versions are those of the whole weights; what an adapter adds to them its holder knows.
+        """
         ...
 
-    async def logprobs(self, token_ids: Sequence[int]) -> Scored:
-        """Score given ids under the loaded policy."""
+    async def logprobs(self, token_ids: Sequence[int], *, adapter: Adapter | None = None) -> Scored:
+        """Score given ids under the loaded policy, with an adapter or without."""
+        ...
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        """Take an adapter in; PreconditionFailed (ADAPTER_REFUSED) and no change when it cannot."""
+        ...
+
+    async def remove_adapter(self, adapter: Adapter) -> None:
+        """Give an adapter up that nothing samples with any more. Idempotent."""
         ...
 
     async def load_weights(

@@ -18,6 +18,8 @@ from dialoop.sequences import PolicyVersion
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from services.inference.adapters import Probe
+
 _LATEST = "latest.json"
 
 
@@ -25,7 +27,8 @@ _LATEST = "latest.json"
 class Manifest:
     """What a publish announces; `path` is relative to the weights root, empty for chunks.
 
-    `update_mode` None is the replica's own.
+    `update_mode` None is the replica's own. With `adapter` the weights are that LoRA adapter's:
+    its config and probes go with it.
     """
 
     policy_version: PolicyVersion
@@ -33,6 +36,10 @@ class Manifest:
     num_bytes: int
     path: str = ""
     update_mode: UpdateMode | None = None
+    adapter: str = ""
+    adapter_config_json: str = ""
+    probes: tuple[Probe, ...] = ()
+    max_logprob_difference: float = 0.0
 
 
 class Publications:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from dialoop.episode import UpdateMode
 from dialoop.errors import DialoopError, InvalidConfig, PreconditionFailed, Unavailable
 
+from services.inference.adapters import Adapters
 from services.inference.publications import Publications, require_intact, spooled
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Replica:
         self._is_held = False
         # What latest.json named when we last did as it says.
         self._followed: Manifest | None = None
+        self._adapters = Adapters(engine)
         self.num_sampled_tokens = 0
         self.num_requests_running = 0
 
@@ -81,14 +83,24 @@ class Replica:
         stop: StopTokens,
         num_samples: int = 1,
         on_tokens: OnTokens | None = None,
+        adapter: str = "",
     ) -> tuple[Sampled, ...]:
         """Sample; Unavailable while the replica is out of rotation."""
         self._require_ready()
         self.num_requests_running += 1
         num_ended = self._num_ended
         try:
-            sampled = await self._engine.sample(
-                prompt_ids, sampling, stop=stop, num_samples=num_samples, on_tokens=on_tokens
+            sampled = await self._adapters.sample(
+                adapter,
+                lambda chosen, tell: self._engine.sample(
+                    prompt_ids,
+                    sampling,
+                    stop=stop,
+                    num_samples=num_samples,
+                    on_tokens=tell,
+                    adapter=chosen,
+                ),
+                on_tokens=on_tokens,
             )
         finally:
             self.num_requests_running -= 1
@@ -103,11 +115,13 @@ class Replica:
         waits = self._last_mode is UpdateMode.WAIT
         return UpdateMode.WAIT if waits else UpdateMode.RECOMPUTE
 
-    async def logprobs(self, rows: Sequence[Sequence[int]]) -> tuple[Scored, ...]:
+    async def logprobs(
+        self, rows: Sequence[Sequence[int]], *, adapter: str = ""
+    ) -> tuple[Scored, ...]:
         """Score rows under one policy version: rows that a load parted are scored again."""
         self._require_ready()
         while True:
-            scored = await asyncio.gather(*(self._engine.logprobs(row) for row in rows))
+            scored = await self._adapters.logprobs(adapter, rows)
             if len({one.policy_version for one in scored}) <= 1:
                 return tuple(scored)
 
@@ -117,6 +131,16 @@ class Replica:
             return await self._load(self._publications.file_of(manifest), manifest)
         async with spooled(manifest, chunks) as path:
             return await self._load(path, manifest)
+
+    async def unload_adapter(self, name: str) -> bool:
+        """Forget an adapter; samples under way with it end undisturbed. False: there was none."""
+        async with self._loading:
+            return await self._adapters.unload(name)
+
+    @property
+    def adapters(self) -> dict[str, PolicyVersion]:
+        """The loaded adapters."""
+        return self._adapters.versions
 
     async def load_latest(self) -> None:
         """Load the newest published policy, if there is one; a bad one waits for the next."""
@@ -185,12 +209,24 @@ class Replica:
         await self._leave_rotation("NOT_READY")
 
     async def _load(self, path: Path, manifest: Manifest) -> LoadTimes:
-        loading = asyncio.ensure_future(self._load_alone(path, manifest))
+        alone = self._load_adapter_alone if manifest.adapter else self._load_alone
+        loading = asyncio.ensure_future(alone(path, manifest))
         try:
             return await asyncio.shield(loading)
         finally:
             # A caller who leaves must not leave half a policy behind: once begun, a load ends.
             await asyncio.wait([loading])
+
+    async def _load_adapter_alone(self, path: Path, manifest: Manifest) -> LoadTimes:
+        """The policy is not touched, so a failure leaves the replica as it was."""
+        async with self._loading:
+            self._require_ready()
+            self._adapters.require_room(manifest)
+            await asyncio.to_thread(require_intact, path, manifest)
+            times = await self._adapters.load(path, manifest)
+        version = f"{manifest.adapter} {manifest.policy_version}"
+        log.info("Adapter loaded.", extra={"policy": version, "load_s": times.load_s})
+        return times
 
     async def _load_alone(self, path: Path, manifest: Manifest) -> LoadTimes:
         version, mode = manifest.policy_version, manifest.update_mode or self._default_mode
@@ -201,6 +237,7 @@ class Replica:
             try:
                 await asyncio.to_thread(require_intact, path, manifest)
                 self._num_begun += keeps_keys
+                await self._adapters.clear()
                 times = await self._engine.load_weights(path, version, mode=mode)
             except BaseException:
                 await self._leave_rotation("WEIGHTS_BAD")

@@ -36,5 +36,9 @@ class InferenceSettings(ServerSettings):
     """Devices one vLLM replica spans."""
     torch_threads: int = Field(default=1, ge=1)
     """CPU threads of the transformers engine."""
+    max_adapters: int = Field(default=0, ge=0)
+    """LoRA adapters held beside the policy; 0 for none, as vLLM is half as fast with them."""
+    max_adapter_rank: int = Field(default=16, ge=1)
+    """Largest rank of an adapter."""
     seed: int = 0
     """Seeds sampling of requests that carry no seed."""

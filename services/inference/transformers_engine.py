@@ -22,6 +22,7 @@ from dialoop.tokenizer import Tokenizer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from services.inference.adapter_files import NO_ADAPTERS, AdapterLimits, AdapterSpace
 from services.inference.engine import (
     BASE_VERSION,
     LoadTimes,
@@ -39,6 +40,7 @@ from services.inference.engine import (
     weights_bad,
 )
 from services.inference.sampler import processed_logprobs, sample_rows
+from services.inference.transformers_adapters import AdaptedModel, require_peft
 from services.inference.transformers_batch import DecodingBatch
 from services.inference.transformers_rows import Row
 from services.inference.weights import HEAD, is_tied, model_shapes, require_same_parameters
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
 
     from dialoop.sequences import PolicyVersion
     from dialoop.trajectory import SamplingParams
+
+    from services.inference.adapters import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +63,22 @@ class TransformersEngine:
     version = str(transformers.__version__)
 
     def __init__(
-        self, model: Any, *, model_dir: Path, max_model_len: int, max_num_seqs: int, seed: int
+        self,
+        model: Any,
+        *,
+        model_dir: Path,
+        max_model_len: int,
+        max_num_seqs: int,
+        seed: int,
+        adapters: AdapterLimits,
     ) -> None:
         self._model = model
         self._tokenizer = Tokenizer.from_directory(model_dir)
         self._shapes = model_shapes(model_dir)
         self._tied = is_tied(model_dir)
         self._policy_version = BASE_VERSION
-        self._batch = DecodingBatch(model)
+        self._adapted = AdaptedModel(model)
+        self._batch = DecodingBatch(self._adapted)
         self._running: list[Row] = []
         # Filled by sample, drained by the runner as rows end; the callers of sample wait.
         self._waiting: deque[Row] = deque()
@@ -83,6 +95,7 @@ class TransformersEngine:
         self._max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
+        self.adapter_space = AdapterSpace(limits=adapters, shapes=self._shapes)
         self._runner = asyncio.create_task(self._run(), name="transformers-engine")
 
     @classmethod
@@ -94,8 +107,11 @@ class TransformersEngine:
         max_num_seqs: int,
         dtype: str = "float32",
         seed: int = 0,
+        adapters: AdapterLimits = NO_ADAPTERS,
     ) -> TransformersEngine:
         """Load the model and start decoding; `dtype` is float32 or bfloat16."""
+        if adapters.max_adapters:
+            await asyncio.to_thread(require_peft)
         model = await asyncio.to_thread(_load_model, model_dir, getattr(torch, dtype))
         limit = int(model.config.get_text_config().max_position_embeddings)
         if max_model_len > limit:
@@ -109,6 +125,7 @@ class TransformersEngine:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             seed=seed,
+            adapters=adapters,
         )
 
     @property
@@ -134,6 +151,7 @@ class TransformersEngine:
         stop: StopTokens,
         num_samples: int = 1,
         on_tokens: OnTokens | None = None,
+        adapter: Adapter | None = None,
     ) -> tuple[Sampled, ...]:
         """Continue `prompt_ids`; `on_tokens` sees the tokens as they come (one sample only)."""
         require_ids(prompt_ids, vocab_size=self.vocab_size)
@@ -150,6 +168,7 @@ class TransformersEngine:
                 room=room,
                 generator=self._generator_for(sampling, index),
                 on_tokens=on_tokens,
+                adapter=adapter,
             )
             for index in range(num_samples)
         ]
@@ -158,13 +177,13 @@ class TransformersEngine:
         # Cancelling the caller cancels the futures, and the runner drops their rows.
         return tuple(await asyncio.gather(*(row.done for row in rows)))
 
-    async def logprobs(self, token_ids: Sequence[int]) -> Scored:
-        """Score given ids under the loaded policy."""
+    async def logprobs(self, token_ids: Sequence[int], *, adapter: Adapter | None = None) -> Scored:
+        """Score given ids under the loaded policy, with an adapter or without."""
         require_ids(token_ids, vocab_size=self.vocab_size)
         require_fit(token_ids, self.max_model_len)
         # A held engine still scores: nothing is sampled.
         async with self._model_lock:
-            values = await asyncio.to_thread(self._score, list(token_ids))
+            values = await asyncio.to_thread(self._score, list(token_ids), adapter)
             return Scored(logprobs=values.numpy(), policy_version=self._policy_version)
 
     async def load_weights(
@@ -207,6 +226,16 @@ class TransformersEngine:
             self._waiting.extendleft(reversed(self._running))
             self._running = []
             self._batch.clear()
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        """Take an adapter in, between two steps."""
+        async with self._model_lock:
+            await asyncio.to_thread(self._adapted.add, adapter)
+
+    async def remove_adapter(self, adapter: Adapter) -> None:
+        """Give an adapter up, between two steps."""
+        async with self._model_lock:
+            await asyncio.to_thread(self._adapted.remove, adapter)
 
     async def pause(self) -> None:
         """Hold generation; requests keep their place."""
@@ -280,9 +309,11 @@ class TransformersEngine:
         logits = []
         if old:
             last = [row.ids[-1] for row in old]
-            logits.append(self._batch.step(last, [len(row.ids) - 1 for row in old]))
+            with self._adapted.rows_of([row.adapter for row in old]):
+                logits.append(self._batch.step(last, [len(row.ids) - 1 for row in old]))
         if new:
-            logits.append(self._batch.admit([row.ids for row in new]))
+            with self._adapted.rows_of([row.adapter for row in new]):
+                logits.append(self._batch.admit([row.ids for row in new]))
         if not logits:
             return
         rows = old + new
@@ -294,8 +325,10 @@ class TransformersEngine:
             row.append(token, logprob, self._policy_version, decode=self._tokenizer.decode)
 
     @torch.inference_mode()
-    def _score(self, token_ids: list[int]) -> torch.Tensor:
-        logits = self._model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0, :-1]
+    def _score(self, token_ids: list[int], adapter: Adapter | None) -> torch.Tensor:
+        with self._adapted.rows_of([adapter]):
+            output = self._adapted(input_ids=torch.tensor([token_ids]), use_cache=False)
+        logits = output.logits[0, :-1]
         logprobs = torch.log_softmax(logits.float(), dim=-1)
         return logprobs.gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from dialoop.sequences import PolicyVersion
 
+    from services.inference.adapters import Adapter
     from services.inference.engine import OnTokens
 
 Decode = Callable[[Sequence[int]], str]
@@ -23,7 +24,7 @@ Decode = Callable[[Sequence[int]], str]
 class Row:
     """A prompt and what has been sampled after it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a request has as many sides
         self,
         prompt_ids: Sequence[int],
         sampling: SamplingParams,
@@ -32,10 +33,12 @@ class Row:
         room: int,
         generator: torch.Generator,
         on_tokens: OnTokens | None,
+        adapter: Adapter | None = None,
     ) -> None:
         self.ids = list(prompt_ids)
         self.sampling = sampling
         self.generator = generator
+        self.adapter = adapter
         self.stop_reason: StopReason | None = None
         self.done: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
         self._num_prompt = len(self.ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from dialoop.errors import InvalidConfig, PreconditionFailed
 from vllm.config.lora import MaxLoRARanks
@@ -14,25 +14,26 @@ from services.inference.engine import engine_stopped
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from services.inference.adapter_files import AdapterLimits
     from services.inference.adapters import Adapter
 
 
-def lora_arguments(*, max_adapters: int, max_rank: int) -> dict[str, object]:
+def lora_arguments(limits: AdapterLimits) -> dict[str, Any]:
     """What AsyncEngineArgs needs for adapters; nothing when there are none."""
-    if not max_adapters:
+    if not limits.max_adapters:
         return {}
-    ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= max_rank]
-    if not ranks:
+    most = max(get_args(MaxLoRARanks))
+    if limits.max_rank > most:
         raise InvalidConfig(
-            f"max_adapter_rank is {max_rank}, vLLM goes up to {max(get_args(MaxLoRARanks))}.",
+            f"max_adapter_rank is {limits.max_rank}, vLLM goes up to {most}.",
             remedy="Set DIALOOP_INFERENCE_MAX_ADAPTER_RANK lower.",
         )
     return {
         "enable_lora": True,
         # One more: after a swap the adapter before serves what it began, beside the new one.
-        "max_loras": max_adapters + 1,
-        "max_cpu_loras": 2 * max_adapters + 2,
-        "max_lora_rank": min(ranks),
+        "max_loras": limits.max_adapters + 1,
+        "max_cpu_loras": 2 * limits.max_adapters + 2,
+        "max_lora_rank": min(r for r in get_args(MaxLoRARanks) if r >= limits.max_rank),
     }
 
 

@@ -29,6 +29,8 @@ from vllm.v1.engine import PauseMode
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from services.inference.adapter_files import AdapterSpace
+from services.inference.adapters import Adapter
 from services.inference.engine import (
     BASE_VERSION,
     LoadTimes,
@@ -45,6 +47,7 @@ from services.inference.engine import (
     require_sampling,
     room_for,
 )
+from services.inference.vllm_adapters import add_to_vllm, lora_request, remove_from_vllm
 from services.inference.vllm_options import VllmOptions, engine_args, vllm_params
 from services.inference.vllm_orphans import OWNER_VARIABLE
 from services.inference.vllm_outputs import (
@@ -68,15 +71,16 @@ class VllmEngine:
     name = "vllm"
     version = str(vllm.__version__)
 
-    def __init__(self, llm: AsyncLLM, *, model_dir: Path, max_model_len: int) -> None:
+    def __init__(self, llm: AsyncLLM, *, model_dir: Path, options: VllmOptions) -> None:
         self._llm = llm
         self._shapes = model_shapes(model_dir)
         self._tied = is_tied(model_dir)
         self._policy_version = BASE_VERSION
         self._control = asyncio.Lock()
         self._is_held = False
-        self.max_model_len = max_model_len
+        self.max_model_len = options.max_model_len
         self.vocab_size = int(llm.model_config.get_vocab_size())
+        self.adapter_space = AdapterSpace(limits=options.adapters, shapes=self._shapes)
 
     @classmethod
     async def start(cls, model_dir: Path, options: VllmOptions) -> VllmEngine:
@@ -91,7 +95,7 @@ class VllmEngine:
                 reason="ENGINE_FAILED",
                 remedy="See vLLM's own lines above, or set DIALOOP_INFERENCE_ENGINE=transformers.",
             ) from error
-        engine = cls(llm, model_dir=model_dir, max_model_len=options.max_model_len)
+        engine = cls(llm, model_dir=model_dir, options=options)
         await llm.update_weight_version(label_of(BASE_VERSION))
         return engine
 
@@ -118,6 +122,7 @@ class VllmEngine:
         stop: StopTokens,
         num_samples: int = 1,
         on_tokens: OnTokens | None = None,
+        adapter: Adapter | None = None,
     ) -> tuple[Sampled, ...]:
         """Continue `prompt_ids`; `on_tokens` sees the tokens as they come (one sample only)."""
         require_ids(prompt_ids, vocab_size=self.vocab_size)
@@ -129,12 +134,13 @@ class VllmEngine:
         params = vllm_params(sampling, stop=stop, room=room)
         params.n = num_samples
         if on_tokens is None:
-            final = await self._final(prompt_ids, params)
+            final = await self._final(prompt_ids, params, adapter)
             queue_s = queued_s(final)
             return tuple(sampled_of(one, stop, queue_s=queue_s) for one in final.outputs)
-        return (await self._stream(prompt_ids, params, stop=stop, on_tokens=on_tokens),)
+        outputs = self._outputs(request_id := uuid.uuid4().hex, prompt_ids, params, adapter)
+        return (await self._stream(request_id, outputs, params, stop=stop, on_tokens=on_tokens),)
 
-    async def logprobs(self, token_ids: Sequence[int]) -> Scored:
+    async def logprobs(self, token_ids: Sequence[int], *, adapter: Adapter | None = None) -> Scored:
         """Score given ids; the one token vLLM must sample with them tells the version."""
         require_ids(token_ids, vocab_size=self.vocab_size)
         require_fit(token_ids, self.max_model_len)
@@ -142,7 +148,7 @@ class VllmEngine:
             max_tokens=1, prompt_logprobs=0, logprobs=0, flat_logprobs=True, ignore_eos=True,
             detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
-        final = await self._final(token_ids, params)
+        final = await self._final(token_ids, params, adapter)
         values = np.array(final.prompt_logprobs.logprobs, dtype=np.float32)
         if len(values) != len(token_ids) - 1:
             raise InternalError(f"vLLM gave {len(values)} log-probs for {len(token_ids)} tokens.")
@@ -197,6 +203,14 @@ class VllmEngine:
             raise InternalError("vLLM did not take the version.")
         self._policy_version = version
 
+    async def add_adapter(self, adapter: Adapter) -> None:
+        """Take an adapter in, beside all that is under way."""
+        await add_to_vllm(self._llm, adapter)
+
+    async def remove_adapter(self, adapter: Adapter) -> None:
+        """Give an adapter up."""
+        await remove_from_vllm(self._llm, adapter)
+
     async def pause(self) -> None:
         """Hold generation; requests keep their place."""
         async with self._control:
@@ -214,15 +228,21 @@ class VllmEngine:
         # A CPU worker hangs on its way out until it is killed: there is nothing to wait for.
         await asyncio.to_thread(self._llm.shutdown, timeout=_SHUTDOWN_S)
 
-    async def _final(self, token_ids: Sequence[int], params: vllm.SamplingParams) -> Any:
-        outputs = [o async for o in self._outputs(uuid.uuid4().hex, token_ids, params)]
+    async def _final(
+        self, token_ids: Sequence[int], params: vllm.SamplingParams, adapter: Adapter | None
+    ) -> Any:
+        outputs = [o async for o in self._outputs(uuid.uuid4().hex, token_ids, params, adapter)]
         return outputs[-1]
 
-    async def _outputs(self, request_id: str, token_ids: Sequence[int], params: Any) -> Any:
+    async def _outputs(
+        self, request_id: str, token_ids: Sequence[int], params: Any, adapter: Adapter | None
+    ) -> Any:
         # Salted, so that keys that a KEEP_KV load left behind serve none but whom they were for.
         prompt = tokens_input(list(token_ids), cache_salt=label_of(self._policy_version))
         try:
-            async with aclosing(self._llm.generate(prompt, params, request_id)) as outputs:
+            lora = lora_request(adapter) if adapter else None
+            generating = self._llm.generate(prompt, params, request_id, lora_request=lora)
+            async with aclosing(generating) as outputs:
                 async for output in outputs:
                     yield output
         except (EngineDeadError, EngineGenerateError) as error:
@@ -230,17 +250,17 @@ class VllmEngine:
 
     async def _stream(
         self,
-        prompt_ids: Sequence[int],
+        request_id: str,
+        outputs: Any,
         params: vllm.SamplingParams,
         *,
         stop: StopTokens,
         on_tokens: OnTokens,
     ) -> Sampled:
         params.output_kind = RequestOutputKind.DELTA
-        request_id = uuid.uuid4().hex
         ids: list[int] = []
         logprobs: list[float] = []
-        async for output in self._outputs(request_id, prompt_ids, params):
+        async for output in outputs:
             completion = output.outputs[0]
             start = len(ids)
             ids.extend(completion.token_ids)

@@ -11,7 +11,9 @@ from dialoop.trajectory import SamplingParams
 from vllm import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 
+from services.inference.adapter_files import NO_ADAPTERS, AdapterLimits
 from services.inference.engine import StopTokens
+from services.inference.vllm_adapters import lora_arguments
 
 _EXTENSION = "services.inference.vllm_weights.WeightsExtension"
 
@@ -26,6 +28,7 @@ class VllmOptions:
     dtype: str = "float32"
     tensor_parallel_size: int = 1
     seed: int = 0
+    adapters: AdapterLimits = NO_ADAPTERS
 
 
 def engine_args(model_dir: Path, options: VllmOptions) -> AsyncEngineArgs:
@@ -51,6 +54,7 @@ def engine_args(model_dir: Path, options: VllmOptions) -> AsyncEngineArgs:
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         worker_extension_cls=_EXTENSION,
+        **lora_arguments(options.adapters),
     )
 
 
