@@ -33,7 +33,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from services.environment.catalogue import Catalogue
-from services.environment.serving import serving
+from services.environment.serving import serving_on
 from services.environment.settings import EnvironmentSettings
 from services.inference.engine import LoadTimes, Piece, Sampled, Scored, VersionSpan, require_ids
 from services.inference.rendering import Renderer
@@ -43,7 +43,8 @@ from services.replay.memory_store import MemoryStore
 from services.replay.queue import ReplayQueue
 from services.replay.servicer import ReplayServicer
 from services.replay.store import Limits
-from services.runtime import GrpcServer, ServerSettings, load
+from services.runtime import GrpcServer, Server, ServerSettings, load
+from services.runtime.in_process import InProcessNetwork
 from services.runtime.routes import Route, routes_of
 from services.runtime.schema import Models, comments, decode
 from services.scorer.desk import Desk
@@ -148,21 +149,42 @@ def _pb(name: str, **fields: Any) -> Message:
 @asynccontextmanager
 async def service(name: str, **given: Any) -> AsyncIterator[GrpcServer]:
     """One service with both doors."""
-    values = {"rest_port": 0, "drain_s": 1} | given
-    if name == "environment":
+    settings = settings_of(name, **{"rest_port": 0, "drain_s": 1} | given)
+    server = GrpcServer(settings)
+    async with hosted(name, server, settings):
+        yield server
+
+
+@asynccontextmanager
+async def service_in_process(name: str, **given: Any) -> AsyncIterator[InProcessNetwork]:
+    """One service without a server, at its name."""
+    settings = settings_of(name, **given)
+    network = InProcessNetwork(token=settings.token.get_secret_value())
+    async with hosted(name, network.server(name, drain_s=1), settings):
+        yield network
+
+
+def settings_of(name: str, **given: Any) -> ServerSettings:
+    return load(EnvironmentSettings if name == "environment" else ServerSettings, **given)
+
+
+@asynccontextmanager
+async def hosted(name: str, server: Server, settings: ServerSettings) -> AsyncIterator[None]:
+    """The servicers of a service on a server of either kind."""
+    if isinstance(settings, EnvironmentSettings):
         catalogue = Catalogue([arithmetic(), failing_environment()])
-        async with serving(EnvironmentSettings(**values), catalogue) as server:
-            yield server
+        async with serving_on(server, settings, catalogue):
+            yield
         return
-    server = GrpcServer(load(ServerSettings, **values))
     async with AsyncExitStack() as exits:
         {"replay": _replay, "inference": _inference, "scorer": _scorer, "trainer": _trainer}[name](
             server, exits
         )
-        yield await exits.enter_async_context(server)
+        await exits.enter_async_context(server)
+        yield
 
 
-def _replay(server: GrpcServer, exits: AsyncExitStack) -> None:
+def _replay(server: Server, exits: AsyncExitStack) -> None:
     queue = ReplayQueue(MemoryStore(Limits()), vocab_size=100)
     servicer = ReplayServicer(queue, default_lease_s=60, max_message_bytes=64 << 20)
     register = replay_service_pb2_grpc.add_ReplayServiceServicer_to_server
@@ -170,7 +192,7 @@ def _replay(server: GrpcServer, exits: AsyncExitStack) -> None:
     exits.callback(queue.stop_waiting)
 
 
-def _inference(server: GrpcServer, exits: AsyncExitStack) -> None:
+def _inference(server: Server, exits: AsyncExitStack) -> None:
     async def report(serving: bool) -> None:
         """Nobody asks."""
 
@@ -184,13 +206,13 @@ def _inference(server: GrpcServer, exits: AsyncExitStack) -> None:
     server.add(register, TemplateServicer(renderer, "bytes"), "dialoop.v1.TemplateService")
 
 
-def _scorer(server: GrpcServer, exits: AsyncExitStack) -> None:
+def _scorer(server: Server, exits: AsyncExitStack) -> None:
     desk = Desk(Scoring(reference=FlatReference()), FlatReference())
     register = scorer_service_pb2_grpc.add_ScorerServiceServicer_to_server
     server.add(register, ScorerServicer(desk), "dialoop.v1.ScorerService")
 
 
-def _trainer(server: GrpcServer, exits: AsyncExitStack) -> None:
+def _trainer(server: Server, exits: AsyncExitStack) -> None:
     register = trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server
     server.add(register, FixedTrainer(), "dialoop.v1.TrainerService")
 
@@ -228,10 +250,10 @@ class Refusal(tuple):
 
 
 class GrpcDoor:
-    """Calls by gRPC."""
+    """Calls by gRPC, or by what stands in its place."""
 
-    def __init__(self, server: GrpcServer, token: str = "") -> None:
-        self._channel = grpc.aio.insecure_channel(server.address)
+    def __init__(self, channel: Any, token: str = "") -> None:
+        self._channel = channel
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
 
     async def __call__(self, rpc: str, request: Message) -> Message | Refusal:

@@ -16,30 +16,32 @@ from services.collector.offers import Offers
 from services.collector.player import Player
 from services.collector.replicas import PatientSessions, Replicas
 from services.collector.settings import CollectorSettings
-from services.runtime import GrpcServer, load, run
+from services.runtime import Connect, Host, OwnProcess, load, run
 from services.runtime.patience import Patience
 
 
 async def serve() -> None:
     """Collect, and say on a port that we are well, until told to stop."""
     settings = load(CollectorSettings)
+    await serve_in(OwnProcess(settings), settings)
+
+
+async def serve_in(host: Host, settings: CollectorSettings) -> None:
+    """Collect until the host says stop."""
     async with AsyncExitStack() as exits:
         counters = Counters(settings.worker)
-        collector = await make_collector(settings, counters, exits)
-        server = await exits.enter_async_context(GrpcServer(settings))
+        collector = await make_collector(settings, counters, host.connect, exits)
+        server = await exits.enter_async_context(host.server)
         await collect(settings, collector, counters, server.stopping)
 
 
 async def make_collector(
-    settings: CollectorSettings, counters: Counters, exits: AsyncExitStack
+    settings: CollectorSettings, counters: Counters, connect: Connect, exits: AsyncExitStack
 ) -> Collector:
     """A collector with its connections, which `exits` closes."""
 
     async def channel(address: str, retry: RetryPolicy | None = None) -> Channel:
-        token = settings.token.get_secret_value()
-        size = settings.max_message_bytes
-        made = Channel(address, token=token, max_message_bytes=size, retry=retry)
-        return await exits.enter_async_context(made)
+        return await exits.enter_async_context(connect(address, retry=retry))
 
     patience = Patience(total_s=settings.patience_s)
     environment = EnvironmentClient(await channel(settings.environment_address))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from services.environment.serving import serving
+from services.environment.serving import serving_on
 from services.environment.settings import EnvironmentSettings
-from services.runtime import load, run
+from services.runtime import Host, OwnProcess, load, run
 
 
 async def main() -> None:
     """Serve the environments of the settings."""
-    async with serving(load(EnvironmentSettings)) as server:
-        await server.wait_until_stopped()
+    settings = load(EnvironmentSettings)
+    await serve_in(OwnProcess(settings), settings)
+
+
+async def serve_in(host: Host, settings: EnvironmentSettings) -> None:
+    """Serve until the host says stop."""
+    async with serving_on(host.server, settings):
+        await host.server.wait_until_stopped()
 
 
 if __name__ == "__main__":

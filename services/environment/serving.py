@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from dialoop.v1.environment_service_pb2_grpc import add_EnvironmentServiceServicer_to_server
 
 from services.environment.catalogue import Catalogue
+from services.environment.holding import held, watched
 from services.environment.servicer import EnvironmentServicer
 from services.environment.sessions import Limits, open_sessions
 from services.environment.settings import EnvironmentSettings
-from services.runtime import GrpcServer
+from services.runtime import GrpcServer, Server
 
 SERVICE = "dialoop.v1.EnvironmentService"
 
@@ -24,19 +26,35 @@ async def serving(
 
     Without a catalogue the environments of the settings are loaded first.
     """
+    server = GrpcServer(settings)
+    async with serving_on(server, settings, catalogue):
+        yield server
+
+
+@asynccontextmanager
+async def serving_on(
+    server: Server, settings: EnvironmentSettings, catalogue: Catalogue | None = None
+) -> AsyncIterator[None]:
+    """The same on a server of any kind, which is entered and left with the sessions."""
     catalogue = catalogue or Catalogue.from_entries(settings.entries)
     limits = Limits(
         ttl_s=settings.ttl_s,
         max_ttl_s=settings.max_ttl_s,
         capacity=settings.capacity,
         step_timeout_s=settings.step_timeout_s,
+        abandon_s=settings.abandon_s,
+        max_working=settings.max_working_steps,
         reap_interval_s=settings.reap_interval_s,
     )
-    server = GrpcServer(settings)
-    async with open_sessions(catalogue, limits) as sessions:
+    async with held(catalogue), open_sessions(catalogue, limits) as sessions:
         servicer = EnvironmentServicer(
             catalogue, sessions, max_concurrent_items=settings.max_concurrent_items
         )
         server.add(add_EnvironmentServiceServicer_to_server, servicer, SERVICE)
-        async with server:
-            yield server
+        async with server, asyncio.TaskGroup() as beside:
+            report, interval_s = server.set_serving, settings.health_interval_s
+            watching = beside.create_task(watched(catalogue, report, interval_s=interval_s))
+            try:
+                yield
+            finally:
+                watching.cancel()

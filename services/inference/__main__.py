@@ -17,14 +17,15 @@ from services.inference.replica import Replica
 from services.inference.servicer import InferenceServicer, TemplateServicer
 from services.inference.settings import InferenceSettings
 from services.inference.weights import num_parameters
+from services.runtime.hosting import OwnProcess
 from services.runtime.process import run
-from services.runtime.server import GrpcServer
 from services.runtime.settings import load
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from services.inference.engine import Engine
+    from services.runtime.hosting import Host, Server
 
 _SERVICE = "dialoop.v1.InferenceService"
 
@@ -32,13 +33,18 @@ _SERVICE = "dialoop.v1.InferenceService"
 async def serve() -> None:
     """Start the engine, load the newest policy, serve until told to stop or the engine dies."""
     settings = load(InferenceSettings)
+    await serve_in(OwnProcess(settings), settings)
+
+
+async def serve_in(host: Host, settings: InferenceSettings) -> None:
+    """Serve until the host says stop or the engine dies."""
     if not (settings.model_dir / "config.json").is_file():
         raise InvalidConfig(
             f"There is no model in {settings.model_dir}.",
             remedy="Set DIALOOP_INFERENCE_MODEL_DIR to a Hugging Face model directory.",
         )
     renderer = Renderer.of(settings.model_dir)
-    server = GrpcServer(settings)
+    server = host.server
     async with _engine(settings) as engine:
 
         async def report(serving: bool) -> None:
@@ -53,7 +59,7 @@ async def serve() -> None:
 
 
 def _add_servicers(
-    server: GrpcServer, replica: Replica, renderer: Renderer, settings: InferenceSettings
+    server: Server, replica: Replica, renderer: Renderer, settings: InferenceSettings
 ) -> None:
     servicer = InferenceServicer(
         replica,
@@ -66,7 +72,7 @@ def _add_servicers(
     server.add(add_TemplateServiceServicer_to_server, templates, "dialoop.v1.TemplateService")
 
 
-async def _until_over(server: GrpcServer, replica: Replica) -> None:
+async def _until_over(server: Server, replica: Replica) -> None:
     """Wait for the stop signal; raise when the engine dies first, for a supervisor to restart."""
     dying = asyncio.create_task(replica.until_engine_dies())
     dying.add_done_callback(lambda _: server.stop())

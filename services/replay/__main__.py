@@ -14,8 +14,8 @@ from services.replay.redis_store import RedisStore
 from services.replay.servicer import ReplayServicer
 from services.replay.settings import ReplaySettings
 from services.replay.store import Store
+from services.runtime.hosting import Host, OwnProcess
 from services.runtime.process import run
-from services.runtime.server import GrpcServer
 from services.runtime.settings import load
 
 log = logging.getLogger(__name__)
@@ -24,11 +24,16 @@ log = logging.getLogger(__name__)
 async def serve() -> None:
     """Serve until told to stop."""
     settings = load(ReplaySettings)
+    await serve_in(OwnProcess(settings), settings)
+
+
+async def serve_in(host: Host, settings: ReplaySettings) -> None:
+    """Serve until the host says stop."""
+    server = host.server
     async with AsyncExitStack() as exits:
         store = await open_store(settings)
         exits.push_async_callback(store.close)
         queue = ReplayQueue(store, vocab_size=settings.vocab_size, poll_s=settings.poll_s)
-        server = GrpcServer(settings)
         server.add(
             add_ReplayServiceServicer_to_server,
             ReplayServicer(

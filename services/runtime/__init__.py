@@ -1,8 +1,20 @@
 """What every service needs: a gRPC server, settings, logs, errors on the wire, and a clean end."""
 
+from services.runtime.hosting import Connect, Host, OwnProcess, Server
 from services.runtime.logs import configure_logs, log_fields
 from services.runtime.process import run
 from services.runtime.server import GrpcServer
 from services.runtime.settings import ServerSettings, load
 
-__all__ = ["GrpcServer", "ServerSettings", "configure_logs", "load", "log_fields", "run"]
+__all__ = [
+    "Connect",
+    "GrpcServer",
+    "Host",
+    "OwnProcess",
+    "Server",
+    "ServerSettings",
+    "configure_logs",
+    "load",
+    "log_fields",
+    "run",
+]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from dialoop.clients.channel import Channel
 from dialoop.clients.replay import ReplayClient
 from dialoop.v1.scorer_service_pb2_grpc import add_ScorerServiceServicer_to_server
 
-from services.runtime import GrpcServer, load, run
+from services.runtime import Host, OwnProcess, load, run
 from services.scorer.desk import Desk, LazyReference
 from services.scorer.rewards import KlPenalty, load_rewards
 from services.scorer.scoring import Scoring
@@ -23,14 +22,19 @@ if TYPE_CHECKING:
 
 async def serve() -> None:
     """Score until told to stop."""
-    settings = load(ScorerSettings).require_consistent()
+    settings = load(ScorerSettings)
+    await serve_in(OwnProcess(settings), settings)
+
+
+async def serve_in(host: Host, settings: ScorerSettings) -> None:
+    """Score until the host says stop."""
+    settings = settings.require_consistent()
     desk = make_desk(settings)
-    server = GrpcServer(settings)
+    server = host.server
     server.add(
         add_ScorerServiceServicer_to_server, ScorerServicer(desk), "dialoop.v1.ScorerService"
     )
-    token, size = settings.token.get_secret_value(), settings.max_message_bytes
-    async with Channel(settings.replay_address, token=token, max_message_bytes=size) as channel:
+    async with host.connect(settings.replay_address) as channel:
         worker = Worker(settings, ReplayClient(channel), desk)
         async with server, asyncio.TaskGroup() as tasks:
             tasks.create_task(worker.run(server.stopping))

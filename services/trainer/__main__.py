@@ -7,7 +7,7 @@ import logging
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
-from dialoop.clients.channel import Channel, RetryPolicy
+from dialoop.clients.channel import RetryPolicy
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.replay import ReplayClient
@@ -17,8 +17,8 @@ from dialoop.token_builder import TokenBuilder
 from dialoop.tokenizer import Tokenizer
 from dialoop.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 
+from services.runtime.hosting import OwnProcess
 from services.runtime.process import run
-from services.runtime.server import GrpcServer
 from services.runtime.settings import load
 from services.trainer.checkpoint import Checkpoints
 from services.trainer.evaluation import Evaluator
@@ -34,7 +34,10 @@ from services.trainer.warm_start import demonstration_batches, demonstrator
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from dialoop.clients.channel import Channel
     from dialoop.sequences import Sequence
+
+    from services.runtime.hosting import Host, Server
 
 log = logging.getLogger(__name__)
 
@@ -45,17 +48,22 @@ _PATIENT = RetryPolicy(max_attempts=1000)
 
 async def serve() -> None:
     """Train to the end, then stay to be asked until told to stop."""
-    settings = load(TrainerSettings).require_consistent()
+    settings = load(TrainerSettings)
+    await serve_in(OwnProcess(settings), settings)
+
+
+async def serve_in(host: Host, settings: TrainerSettings) -> None:
+    """Train to the end, then stay to be asked until the host says stop."""
+    settings = settings.require_consistent()
     demonstrations = _demonstrations(settings)
     learner = await asyncio.to_thread(Learner, settings)
     records = RunRecords(settings.run_dir)
     board = StatusBoard()
     async with AsyncExitStack() as exits:
         exits.callback(records.close)
-        token = settings.token.get_secret_value()
 
         async def open_channel(address: str, retry: RetryPolicy | None = None) -> Channel:
-            return await exits.enter_async_context(Channel(address, token=token, retry=retry))
+            return await exits.enter_async_context(host.connect(address, retry=retry))
 
         replay = ReplayClient(await open_channel(settings.replay_address, _PATIENT))
         environment = EnvironmentClient(await open_channel(settings.environment_address))
@@ -72,13 +80,13 @@ async def serve() -> None:
         )
         job = TrainingJob(settings, parts)
         servicer = TrainerServicer(settings, job, board, records, learner.num_parameters)
-        server = GrpcServer(settings)
+        server = host.server
         server.add(add_TrainerServiceServicer_to_server, servicer, "dialoop.v1.TrainerService")
         async with server:
             await _run_until_stopped(server, job, board)
 
 
-async def _run_until_stopped(server: GrpcServer, job: TrainingJob, board: StatusBoard) -> None:
+async def _run_until_stopped(server: Server, job: TrainingJob, board: StatusBoard) -> None:
     """Run the job beside the server; a failed job ends the process, so that it is restarted."""
     running = asyncio.ensure_future(job.run())
     stopping = asyncio.ensure_future(server.wait_until_stopped())

@@ -1,14 +1,16 @@
 """The same calls give equal answers and equal errors through every door.
 
-One script per service is played against a fresh server through gRPC, REST in JSON and REST in
-protobuf; the environment's client script also against environments without a server.
+One script per service is played against a fresh one through gRPC, REST in JSON, REST in protobuf
+and without a server; the environment's client script also on environments without a service.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import grpc
 import pytest
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.clients.channel import Channel, RetryPolicy
@@ -28,7 +30,13 @@ from google.protobuf.message import Message as Proto
 
 from tests import scorer_samples
 from tests.replay_samples import make_group, make_task, scored
-from tests.rest_world import GrpcDoor, RestDoor, failing_environment, service
+from tests.rest_world import (
+    GrpcDoor,
+    RestDoor,
+    failing_environment,
+    service,
+    service_in_process,
+)
 
 Call = Callable[[str, Proto], Awaitable[Any]]
 
@@ -225,11 +233,7 @@ SCRIPTS = {
     "scorer": scorer_script,
     "trainer": trainer_script,
 }
-DOORS = {
-    "grpc": GrpcDoor,
-    "json": RestDoor,
-    "protobuf": lambda server, token: RestDoor(server, token, binary=True),
-}
+DOORS = ("grpc", "json", "protobuf", "in_process")
 REACHED = {
     "environment": {
         "ENVIRONMENT_NOT_FOUND",
@@ -273,27 +277,41 @@ def _clear(message: Proto) -> None:
 
 
 async def transcript(name: str, door: str) -> list[tuple[str, Any]]:
-    given = {"capacity": 2} if name == "environment" else {}
     found: list[tuple[str, Any]] = []
-    async with service(name, token="right", **given) as server:
-        caller = DOORS[door](server, "right")
+    async with opened(name, door) as caller:
 
         async def call(rpc: str, request: Proto) -> Any:
             answer = await caller(rpc, request)
             found.append((rpc, settled(answer)))
             return answer
 
-        try:
-            await SCRIPTS[name](call)
-        finally:
-            await caller.close()
+        await SCRIPTS[name](call)
     return found
+
+
+@asynccontextmanager
+async def opened(name: str, door: str) -> AsyncIterator[Call]:
+    """A fresh service behind a door."""
+    given: dict[str, Any] = {"token": "right"} | ({"capacity": 2} if name == "environment" else {})
+    async with AsyncExitStack() as exits:
+        caller: GrpcDoor | RestDoor
+        if door == "in_process":
+            network = await exits.enter_async_context(service_in_process(name, **given))
+            caller = GrpcDoor(network.transport(name), "right")
+        else:
+            server = await exits.enter_async_context(service(name, **given))
+            if door == "grpc":
+                caller = GrpcDoor(grpc.aio.insecure_channel(server.address), "right")
+            else:
+                caller = RestDoor(server, "right", binary=door == "protobuf")
+        exits.push_async_callback(caller.close)
+        yield caller
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 async def test_every_door_answers_and_refuses_alike(name):
     by_door = {door: await transcript(name, door) for door in DOORS}
-    for door in ("json", "protobuf"):
+    for door in DOORS[1:]:
         for expected, found in zip(by_door["grpc"], by_door[door], strict=True):
             assert found == expected, door
     reasons = {answer[1] for _, answer in by_door["grpc"] if isinstance(answer, tuple)}

@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import grpc
 
@@ -18,9 +18,9 @@ from dialoop.clients.errors import error_of, is_worth_retrying
 from dialoop.errors import DialoopError, Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
     from types import TracebackType
-    from typing import Self
+    from typing import Any, Self
 
     from google.protobuf.message import Message
 
@@ -58,8 +58,37 @@ class RetryPolicy:
         return float(longest * (0.5 + 0.5 * chance))
 
 
+class Transport(Protocol):
+    """What carries calls: a grpc.aio.Channel, or services of this process."""
+
+    @property
+    def unary_unary(self) -> Callable[..., Any]:
+        """Makes the function that calls a rpc of one request and one answer."""
+
+    @property
+    def unary_stream(self) -> Callable[..., Any]:
+        """The same of one request and many answers."""
+
+    @property
+    def stream_unary(self) -> Callable[..., Any]:
+        """The same of many requests and one answer."""
+
+    @property
+    def stream_stream(self) -> Callable[..., Any]:
+        """The same of many requests and many answers."""
+
+    async def channel_ready(self) -> None:
+        """Wait until the server listens."""
+
+    async def close(self, grace: float | None = None) -> None:
+        """End the calls in flight and take no more."""
+
+
 class Channel:
-    """Calls the rpcs of the service at `host:port`; make it inside a running event loop."""
+    """Calls the rpcs of the service at `host:port`; make it inside a running event loop.
+
+    With a `transport` it calls through that, and `address` is what its errors say.
+    """
 
     def __init__(
         self,
@@ -68,28 +97,13 @@ class Channel:
         token: str = "",
         max_message_bytes: int = 64 * 1024 * 1024,
         retry: RetryPolicy | None = None,
+        transport: Transport | None = None,
     ) -> None:
         self.address = address
         self._metadata: Metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._retry = retry or RetryPolicy()
         self._random = random.Random()
-        self._channel = grpc.aio.insecure_channel(
-            address,
-            options=[
-                ("grpc.max_send_message_length", max_message_bytes),
-                ("grpc.max_receive_message_length", max_message_bytes),
-                ("grpc.max_metadata_size", 64 * 1024),  # error details travel there
-                # Notice a dead server during a long call, and a restarted one soon.
-                ("grpc.keepalive_time_ms", 30_000),
-                ("grpc.keepalive_timeout_ms", 10_000),
-                ("grpc.http2.max_pings_without_data", 0),
-                ("grpc.initial_reconnect_backoff_ms", 100),
-                ("grpc.min_reconnect_backoff_ms", 100),
-                ("grpc.max_reconnect_backoff_ms", 2_000),
-                ("grpc.enable_retries", 0),  # retries are counted here, where they are seen
-                ("grpc.use_local_subchannel_pool", 1),
-            ],
-        )
+        self._channel = transport or _connection(address, max_message_bytes)
 
     async def __aenter__(self) -> Self:
         return self
@@ -130,7 +144,8 @@ class Channel:
             left_s = max(0.0, ends_at - time.monotonic())
             try:
                 async with _Translating(self.address):
-                    return await method(request, timeout=left_s, metadata=self._metadata)
+                    answer: A = await method(request, timeout=left_s, metadata=self._metadata)
+                    return answer
             except DialoopError as error:
                 wait_s = self._retry.wait_s(attempt, self._random.random())
                 is_last = attempt >= self._retry.max_attempts or time.monotonic() + wait_s > ends_at
@@ -148,13 +163,13 @@ class Channel:
             request_serializer=rpc.request.SerializeToString,
             response_deserializer=rpc.answer.FromString,
         )
-        call = method(request, timeout=deadline_s, metadata=self._metadata)
-        try:
-            async with _Translating(self.address):
+        async with _Translating(self.address):
+            call = method(request, timeout=deadline_s, metadata=self._metadata)
+            try:
                 async for answer in call:
                     yield answer
-        finally:
-            call.cancel()
+            finally:
+                call.cancel()
 
     async def upload(
         self, rpc: Rpc[Q, A], requests: AsyncIterator[Q], *, deadline_s: float | None = None
@@ -167,7 +182,8 @@ class Channel:
         )
         timeout_s = rpc.deadline_s if deadline_s is None else deadline_s
         async with _Translating(self.address):
-            return await method(requests, timeout=timeout_s, metadata=self._metadata)
+            answer: A = await method(requests, timeout=timeout_s, metadata=self._metadata)
+            return answer
 
     async def exchange(self, rpc: Rpc[Q, A], requests: AsyncIterator[Q]) -> AsyncIterator[A]:
         """Many requests, many answers, until either side ends; without a deadline."""
@@ -176,13 +192,33 @@ class Channel:
             request_serializer=rpc.request.SerializeToString,
             response_deserializer=rpc.answer.FromString,
         )
-        call = method(requests, metadata=self._metadata)
-        try:
-            async with _Translating(self.address):
+        async with _Translating(self.address):
+            call = method(requests, metadata=self._metadata)
+            try:
                 async for answer in call:
                     yield answer
-        finally:
-            call.cancel()
+            finally:
+                call.cancel()
+
+
+def _connection(address: str, max_message_bytes: int) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(
+        address,
+        options=[
+            ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_metadata_size", 64 * 1024),  # error details travel there
+            # Notice a dead server during a long call, and a restarted one soon.
+            ("grpc.keepalive_time_ms", 30_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 2_000),
+            ("grpc.enable_retries", 0),  # retries are counted here, where they are seen
+            ("grpc.use_local_subchannel_pool", 1),
+        ],
+    )
 
 
 class _Translating:

@@ -38,29 +38,33 @@ C = TypeVar("C", EnvironmentClient, InferenceClient, ReplayClient, ScorerClient,
 class Dialoop:
     """Clients by service name; each connects when it is first used.
 
-    `environment` is a service's host:port or an environment to play in this process; `inference`
-    is a service's host:port or any policy.
+    A service is its host:port, or a Channel to it, which stays the caller's to close.
+    `environment` may also be an environment to play in this process; `inference` any policy.
     """
 
     def __init__(
         self,
         *,
-        environment: str | Environment = "",
-        inference: str | Policy = "",
-        replay: str = "",
-        scorer: str = "",
-        trainer: str = "",
+        environment: str | Channel | Environment = "",
+        inference: str | Channel | Policy = "",
+        replay: str | Channel = "",
+        scorer: str | Channel = "",
+        trainer: str | Channel = "",
         token: str = "",
     ) -> None:
-        self._addresses = {"replay": replay, "scorer": scorer, "trainer": trainer}
+        self._services: dict[str, str | Channel] = {
+            "replay": replay,
+            "scorer": scorer,
+            "trainer": trainer,
+        }
         self._local: LocalEnvironmentClient | None = None
         self._policy: Policy | None = None
-        if isinstance(environment, str):
-            self._addresses["environment"] = environment
+        if isinstance(environment, (str, Channel)):
+            self._services["environment"] = environment
         else:
             self._local = LocalEnvironmentClient(environment)
-        if isinstance(inference, str):
-            self._addresses["inference"] = inference
+        if isinstance(inference, (str, Channel)):
+            self._services["inference"] = inference
         else:
             self._policy = inference
         self._token = token
@@ -159,7 +163,9 @@ class Dialoop:
         )
 
     def _client(self, name: str, kind: Callable[[Channel], C]) -> C:
-        address = self._addresses.get(name, "")
+        address = self._services.get(name, "")
+        if isinstance(address, Channel):
+            return kind(address)
         if not address:
             raise InvalidConfig(
                 f"No {name} service was named.",

@@ -62,6 +62,14 @@ class BlockingDialoop:
         names = ("environment", "inference", "replay", "scorer", "trainer")
         return cls(**{name: addresses[name] for name in names}, token=token)
 
+    @classmethod
+    def of_dialoop(cls, dialoop: Dialoop, loop: BackgroundLoop) -> Self:
+        """The twin of a Dialoop that lives on `loop`; closing the twin closes both."""
+        made = cls.__new__(cls)
+        made._dialoop, made._loop = dialoop, loop
+        made._finalizer = weakref.finalize(made, loop.close)
+        return made
+
     def __enter__(self) -> Self:
         return self
 
