@@ -6,30 +6,29 @@ from collections.abc import AsyncIterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from dialoop.clients.channel import Rpc
-from dialoop.episode import Sample
-from dialoop.trajectory import StopReason
-from dialoop.v1 import chat_pb2, trajectory_pb2
+from dialoop.clients.inference_messages import (
+    Question,
+    logprobs_from_proto,
+    samples_from_proto,
+    token_ids_to_proto,
+)
+from dialoop.v1 import chat_pb2
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.v1 import template_service_pb2 as template_pb
 from dialoop.wire import (
-    chat_history_from_proto,
     history_to_proto,
     policy_version_from_proto,
     policy_version_to_proto,
-    sampling_from_proto,
-    sampling_to_proto,
     sequence_from_proto,
-    sequence_to_proto,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator, Iterable, Mapping
 
-    from dialoop.chat import History
+    from dialoop.chat import History, ToolDefinition
     from dialoop.clients.channel import Channel
+    from dialoop.episode import Sample, UpdateMode
     from dialoop.sequences import Floats, PolicyVersion, Sequence
     from dialoop.trajectory import SamplingParams
 
@@ -47,10 +46,14 @@ class SampleChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLogProbs:
-    """Log-probs in nats, float32 [L - 1] per row: of the tokens from position 1 on."""
+    """Log-probs in nats, float32 [L - 1] per row: of the tokens from position 1 on.
+
+    `sequences` is what was scored, where the service made the tokens.
+    """
 
     logprobs: tuple[Floats, ...]
     policy_version: PolicyVersion
+    sequences: tuple[Sequence, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +77,15 @@ class PolicyStatus:
 class WeightsManifest:
     """What is published: version, sha256 (hex) and size of the safetensors bytes.
 
-    `path` names a file under the server's weights root; empty when chunks follow.
+    `path` names a file under the server's weights root; empty when chunks follow. `update_mode` is
+    what becomes of answers under way; None leaves it to the replica.
     """
 
     policy_version: PolicyVersion
     sha256: str
     num_bytes: int
     path: str = ""
+    update_mode: UpdateMode | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,52 +131,124 @@ class InferenceClient:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    async def generate(
+    async def generate(  # noqa: PLR0913  # one question, many ways to ask it
         self,
-        history: History,
+        history: History | None = None,
         *,
+        text: str | None = None,
+        token_ids: Iterable[int] | None = None,
         context: Sequence | None = None,
         num_context_messages: int = 0,
         sampling: SamplingParams | None = None,
         turn: int = 0,
         num_samples: int = 1,
+        adapter: str = "",
+        template_name: str = "",
+        tools: Iterable[ToolDefinition] = (),
+        template_options: Mapping[str, Any] | None = None,
+        truncate_prompt: bool = False,
+        deadline_s: float | None = None,
     ) -> tuple[Sample, ...]:
-        """Answer the prompt `num_samples` times; `context` are the tokens known so far."""
-        request = _generate_request(
-            history, context, num_context_messages, sampling, turn, num_samples
-        )
-        return _samples_from_proto(await self._channel.call(GENERATE, request))
+        """Answer a history, or continue a text or token ids, `num_samples` times.
 
-    async def generate_stream(
+        `context` are the tokens known so far of the first `num_context_messages` messages. The
+        template's name, tools and options say how a history is rendered. With `truncate_prompt` a
+        text or token prompt that fills the context loses its oldest tokens, and the sample says so.
+        """
+        question = Question(
+            history=history,
+            text=text,
+            token_ids=token_ids,
+            context=context,
+            num_context_messages=num_context_messages,
+            sampling=sampling,
+            turn=turn,
+            num_samples=num_samples,
+            adapter=adapter,
+            template_name=template_name,
+            tools=tools,
+            template_options=template_options or {},
+            truncate_prompt=truncate_prompt,
+        )
+        answer = await self._channel.call(GENERATE, question.to_proto(), deadline_s=deadline_s)
+        return samples_from_proto(answer)
+
+    async def generate_stream(  # noqa: PLR0913
         self,
-        history: History,
+        history: History | None = None,
         *,
+        text: str | None = None,
+        token_ids: Iterable[int] | None = None,
         context: Sequence | None = None,
         num_context_messages: int = 0,
         sampling: SamplingParams | None = None,
         turn: int = 0,
+        adapter: str = "",
+        template_name: str = "",
+        tools: Iterable[ToolDefinition] = (),
+        template_options: Mapping[str, Any] | None = None,
+        truncate_prompt: bool = False,
+        deadline_s: float | None = None,
     ) -> AsyncIterator[SampleChunk]:
-        """Tokens as they are sampled; the last chunk carries the whole sample."""
-        request = _generate_request(history, context, num_context_messages, sampling, turn, 1)
-        stream = pb.GenerateStreamRequest(request=request)
-        async for answer in self._channel.stream(GENERATE_STREAM, stream):
+        """As `generate`, tokens as they are sampled; the last chunk carries the whole sample."""
+        question = Question(
+            history=history,
+            text=text,
+            token_ids=token_ids,
+            context=context,
+            num_context_messages=num_context_messages,
+            sampling=sampling,
+            turn=turn,
+            adapter=adapter,
+            template_name=template_name,
+            tools=tools,
+            template_options=template_options or {},
+            truncate_prompt=truncate_prompt,
+        )
+        stream = pb.GenerateStreamRequest(request=question.to_proto())
+        answers = self._channel.stream(GENERATE_STREAM, stream, deadline_s=deadline_s)
+        async for answer in answers:
             yield SampleChunk(
                 token_ids=tuple(answer.token_ids),
                 inference_logprobs=tuple(answer.inference_logprobs),
                 policy_version=_version_of(answer),
                 text=answer.text,
-                samples=_samples_from_proto(answer.completed)
+                samples=samples_from_proto(answer.completed)
                 if answer.HasField("completed")
                 else (),
             )
 
-    async def logprobs(self, rows: Iterable[Iterable[int]]) -> PolicyLogProbs:
+    async def logprobs(
+        self, rows: Iterable[Iterable[int]], *, adapter: str = "", deadline_s: float | None = None
+    ) -> PolicyLogProbs:
         """Log-probs of given token ids under the loaded policy."""
-        request = pb.LogProbRequest(token_ids=token_ids_to_proto(rows))
-        answer = await self._channel.call(LOG_PROB, request)
+        request = pb.LogProbRequest(token_ids=token_ids_to_proto(rows), adapter=adapter)
+        return await self._logprobs(request, deadline_s)
+
+    async def logprobs_of(
+        self,
+        *,
+        histories: Iterable[History] = (),
+        texts: Iterable[str] = (),
+        adapter: str = "",
+        deadline_s: float | None = None,
+    ) -> PolicyLogProbs:
+        """Log-probs of whole conversations, or of texts; `sequences` are the tokens scored."""
+        request = pb.LogProbRequest(
+            histories=[chat_pb2.ChatHistory(full=history_to_proto(one)) for one in histories],
+            texts=list(texts),
+            adapter=adapter,
+        )
+        return await self._logprobs(request, deadline_s)
+
+    async def _logprobs(
+        self, request: pb.LogProbRequest, deadline_s: float | None
+    ) -> PolicyLogProbs:
+        answer = await self._channel.call(LOG_PROB, request, deadline_s=deadline_s)
         return PolicyLogProbs(
             logprobs=logprobs_from_proto(answer.logprobs),
             policy_version=policy_version_from_proto(answer.policy_version),
+            sequences=tuple(sequence_from_proto(row) for row in answer.sequences),
         )
 
     async def get_policy(self) -> PolicyStatus:
@@ -232,53 +309,6 @@ class InferenceClient:
         return answer.text, sequence_from_proto(answer.sequence)
 
 
-def token_ids_to_proto(rows: Iterable[Iterable[int]]) -> list[chat_pb2.TokenIds]:
-    """Rows of token ids."""
-    return [chat_pb2.TokenIds(values=[int(token) for token in row]) for row in rows]
-
-
-def logprobs_from_proto(rows: Iterable[chat_pb2.LogProbValues]) -> tuple[Floats, ...]:
-    """Rows of log-probs, float32, from position 1 on."""
-    return tuple(np.array(row.values, dtype=np.float32) for row in rows)
-
-
-def _generate_request(
-    history: History,
-    context: Sequence | None,
-    num_context_messages: int,
-    sampling: SamplingParams | None,
-    turn: int,
-    num_samples: int,
-) -> pb.GenerateRequest:
-    return pb.GenerateRequest(
-        history=chat_pb2.ChatHistory(prompt=history_to_proto(history)),
-        context=None if context is None else sequence_to_proto(context),
-        num_context_messages=num_context_messages,
-        sampling=trajectory_pb2.SamplingParams()
-        if sampling is None
-        else sampling_to_proto(sampling),
-        turn=turn,
-        num_samples=num_samples,
-    )
-
-
-def _samples_from_proto(answer: pb.GenerateResponse) -> tuple[Sample, ...]:
-    sampling = sampling_from_proto(answer.sampling)
-    return tuple(
-        Sample(
-            history=chat_history_from_proto(sample.history),
-            sequence=sequence_from_proto(sample.sequence),
-            stop_reason=StopReason(sample.stop_reason),
-            stop_string=sample.stop_string,
-            sampling=sampling,
-            tokenizer_digest=answer.tokenizer_digest,
-            template_digest=answer.template_digest,
-            generate_s=answer.generate_s,
-        )
-        for sample in answer.samples
-    )
-
-
 def _version_of(answer: pb.GetPolicyResponse | pb.GenerateStreamResponse) -> PolicyVersion | None:
     if not answer.HasField("policy_version"):
         return None
@@ -294,6 +324,7 @@ async def _weights_requests(
             sha256=manifest.sha256,
             num_bytes=manifest.num_bytes,
             path=manifest.path,
+            update_mode=int(manifest.update_mode or 0),  # type: ignore[arg-type]  # enums are ints
         )
     )
     if isinstance(chunks, AsyncIterable):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.channel import Rpc
-from dialoop.clients.inference import logprobs_from_proto, token_ids_to_proto
+from dialoop.clients.inference_messages import logprobs_from_proto, token_ids_to_proto
 from dialoop.v1 import scorer_service_pb2 as pb
 from dialoop.wire import group_from_proto, group_to_proto
 

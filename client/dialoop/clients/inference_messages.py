@@ -1,0 +1,116 @@
+"""Generate and log-prob messages of the inference service, to and from domain types."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dialoop.chat import ChatHistory
+from dialoop.episode import ContinuedText, Sample, UpdateMode
+from dialoop.trajectory import StopReason
+from dialoop.v1 import chat_pb2, trajectory_pb2
+from dialoop.v1 import inference_service_pb2 as pb
+from dialoop.wire import (
+    chat_history_from_proto,
+    history_to_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+    sequence_from_proto,
+    sequence_to_proto,
+    tool_to_proto,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from dialoop.chat import History, ToolDefinition
+    from dialoop.sequences import Floats, Sequence
+    from dialoop.trajectory import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What to generate from; exactly one of history, text and token_ids is set."""
+
+    history: History | None = None
+    text: str | None = None
+    token_ids: Iterable[int] | None = None
+    context: Sequence | None = None
+    num_context_messages: int = 0
+    sampling: SamplingParams | None = None
+    turn: int = 0
+    num_samples: int = 1
+    adapter: str = ""
+    template_name: str = ""
+    tools: Iterable[ToolDefinition] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    truncate_prompt: bool = False
+
+    def to_proto(self) -> pb.GenerateRequest:
+        """The request; the service names what it misses."""
+        request = pb.GenerateRequest(
+            context=None if self.context is None else sequence_to_proto(self.context),
+            num_context_messages=self.num_context_messages,
+            sampling=trajectory_pb2.SamplingParams()
+            if self.sampling is None
+            else sampling_to_proto(self.sampling),
+            turn=self.turn,
+            num_samples=self.num_samples,
+            adapter=self.adapter,
+            template_name=self.template_name,
+            tools=[tool_to_proto(tool) for tool in self.tools],
+            template_options_json=json.dumps(dict(self.template_options))
+            if self.template_options
+            else "",
+            truncate_prompt=self.truncate_prompt,
+        )
+        if self.history is not None:
+            request.history.prompt.CopyFrom(history_to_proto(self.history))
+        if self.text is not None:
+            request.text = self.text
+        if self.token_ids is not None:
+            request.token_ids.CopyFrom(token_ids_to_proto([self.token_ids])[0])
+        return request
+
+
+def samples_from_proto(answer: pb.GenerateResponse) -> tuple[Sample, ...]:
+    """The samples, each with what the answer says of all."""
+    shared: dict[str, Any] = {
+        "sampling": sampling_from_proto(answer.sampling),
+        "tokenizer_digest": answer.tokenizer_digest,
+        "template_digest": answer.template_digest,
+        "generate_s": answer.generate_s,
+        "queue_s": answer.queue_s,
+        "update_mode": UpdateMode(answer.update_mode or UpdateMode.RECOMPUTE),
+        "num_truncated_tokens": answer.num_truncated_tokens,
+        "warnings": tuple(answer.warnings),
+    }
+    return tuple(sample_from_proto(sample, shared) for sample in answer.samples)
+
+
+def sample_from_proto(sample: pb.Sample, shared: Mapping[str, Any]) -> Sample:
+    """One sample; `shared` is what it does not carry itself."""
+    has_text = sample.HasField("text")
+    return Sample(
+        history=ChatHistory() if has_text else chat_history_from_proto(sample.history),
+        text=ContinuedText(prompt=sample.text.prompt, response=sample.text.response)
+        if has_text
+        else None,
+        sequence=sequence_from_proto(sample.sequence),
+        stop_reason=StopReason(sample.stop_reason),
+        stop_string=sample.stop_string,
+        **shared,
+    )
+
+
+def token_ids_to_proto(rows: Iterable[Iterable[int]]) -> list[chat_pb2.TokenIds]:
+    """Rows of token ids."""
+    return [chat_pb2.TokenIds(values=[int(token) for token in row]) for row in rows]
+
+
+def logprobs_from_proto(rows: Iterable[chat_pb2.LogProbValues]) -> tuple[Floats, ...]:
+    """Rows of log-probs, float32, from position 1 on."""
+    return tuple(np.array(row.values, dtype=np.float32) for row in rows)
