@@ -10,16 +10,22 @@ from dialoop.trajectory import DoneReason, Failure, Reward, SamplingParams, Stop
 
 if TYPE_CHECKING:
     from dialoop.chat import ChatHistory, History
+    from dialoop.environments.modes import Text, Tokens
     from dialoop.sequences import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """The answer to a reset; `history` has `prompt` alone."""
+    """The answer to a reset; `history` has `prompt` alone.
+
+    In text and tokens mode the prompt is that of `text` or `tokens`, and `history` is empty.
+    """
 
     history: ChatHistory
     info: dict[str, str] = field(default_factory=dict)
     environment_version: str = ""
+    text: Text | None = None
+    tokens: Tokens | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +40,9 @@ class Outcome:
     failures: tuple[Failure, ...] = ()
     num_tool_calls: int = 0
     replayed: bool = False
+    info: dict[str, str] = field(default_factory=dict)
+    text: Text | None = None
+    tokens: Tokens | None = None
 
     @property
     def done(self) -> bool:

@@ -14,17 +14,26 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dialoop.chat import ChatHistory
-from dialoop.clients.environment import EnvironmentClient, EnvironmentInfo, SessionState, SplitInfo
+from dialoop.clients.environment import (
+    EnvironmentClient,
+    EnvironmentInfo,
+    GroupOpening,
+    SessionState,
+    SplitInfo,
+)
+from dialoop.environments.choosing import TaskChoice, chosen_task, prompt_of, require_choice
+from dialoop.environments.environment import Given, Stateless
 from dialoop.environments.episode import Opening as EnvironmentOpening
+from dialoop.environments.spec import spec_of
 from dialoop.episode import Opening, Outcome
-from dialoop.errors import AlreadyExists, DialoopError, InvalidInput, NotFound
-from dialoop.local_episodes import LocalSession, StepCall, public_opening
+from dialoop.errors import AlreadyExists, DialoopError, InvalidInput, NotFound, Unsupported
+from dialoop.local_episodes import LocalSession, StepCall, public_opening, public_outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dialoop.clients.environment import ResetItem, StepItem
-    from dialoop.environments import Environment
+    from dialoop.environments import Answered, Environment
     from dialoop.environments.episode import Score
     from dialoop.environments.tasks import TaskPage
     from dialoop.trajectory import Trajectory
@@ -90,15 +99,22 @@ class LocalEnvironmentClient:
         return known.ttl_s
 
     async def reset(
-        self, session_id: str, *, episode: int, split: str, task_key: str, seed: int = 0
+        self,
+        session_id: str,
+        *,
+        episode: int,
+        split: str = "",
+        task_key: str = "",
+        seed: int = 0,
+        given: Given | None = None,
     ) -> Opening:
         """Start an episode of the session; a retry gets the first opening."""
         session = self._session(session_id)
-        opening = session.reset(episode=episode, split=split, task_key=task_key, seed=seed)
-        return public_opening(opening, session.environment)
+        choice = TaskChoice(split=split, task_key=task_key, seed=seed, given=given or Given())
+        return public_opening(session.reset(episode, choice), session.environment)
 
     async def step(
-        self, session_id: str, *, episode: int, step_index: int, history: ChatHistory
+        self, session_id: str, *, episode: int, step_index: int, history: Answered
     ) -> Outcome:
         """Take the policy's answer; a retry gets the first answer."""
         call = StepCall(episode=episode, step_index=step_index, answered=history)
@@ -108,8 +124,9 @@ class LocalEnvironmentClient:
         self, item: StepItem, *, next_split: str, next_task_key: str, next_seed: int = 0
     ) -> tuple[Outcome, Opening | None]:
         """Step, and where that ends the episode open the next one in the same session."""
-        tasks = self._session(item.session_id).environment.tasks
-        tasks.get(tasks.require_split(next_split), next_task_key)  # or the step is not taken
+        following = TaskChoice(split=next_split, task_key=next_task_key, seed=next_seed)
+        # Before the step is taken, so that an unknown task costs none.
+        require_choice(self._session(item.session_id).environment, following)
         outcome = await self._step(item)
         if not outcome.done:
             return outcome, None
@@ -130,6 +147,41 @@ class LocalEnvironmentClient:
         """Step many sessions; an item that failed is its error, the others are unharmed."""
         return await _each(self._step(item) for item in items)
 
+    async def step_history(
+        self, environment: str, choice: TaskChoice, history: ChatHistory
+    ) -> Outcome:
+        """A step without a session, from the whole history; a retry runs its tools again."""
+        served = self._environment(environment)
+        prompt = prompt_of(history)
+        if not isinstance(served, Stateless):
+            raise Unsupported(
+                f"Environment {environment} is played in sessions only.", reason="NEEDS_SESSION"
+            )
+        task, seed = chosen_task(served, choice)
+        episode = served.resume(task, seed, prompt)
+        return public_outcome(await served.step(episode, history))
+
+    async def create_group(
+        self,
+        group_id: str,
+        environment: str,
+        *,
+        num_sessions: int,
+        choice: TaskChoice,
+        ttl_s: float | None = None,
+    ) -> GroupOpening:
+        """Open sessions at the start of one task; a retry finds the same ones."""
+        if not group_id or num_sessions < 1:
+            raise _out_of_range("group_id or num_sessions", "Give a name, and at least 1.")
+        ids = tuple(f"{group_id}.{number}" for number in range(num_sessions))
+        opened = []
+        for session_id in ids:
+            await self.create_session(session_id, environment, ttl_s=ttl_s)
+            session = self._session(session_id)
+            opened.append(public_opening(session.reset(1, choice), session.environment))
+        found = self._session(ids[0]).ttl_s
+        return GroupOpening(session_ids=ids, openings=tuple(opened), ttl_s=found)
+
     async def get_session(self, session_id: str) -> SessionState:
         """Where the session stands; NotFound (SESSION_LOST) when it is gone."""
         session = self._session(session_id)
@@ -145,8 +197,15 @@ class LocalEnvironmentClient:
         if session.current is None:
             return state
         now = session.current.episode
-        history = EnvironmentOpening(episode=now).history
-        return replace(state, next_step_index=now.step_index, done=now.done, history=history)
+        shown = public_opening(EnvironmentOpening(episode=now), session.environment)
+        return replace(
+            state,
+            next_step_index=now.step_index,
+            done=now.done,
+            history=shown.history,
+            text=shown.text,
+            tokens=shown.tokens,
+        )
 
     async def close_session(self, session_id: str) -> bool:
         """Forget the session; whether there was one."""
@@ -169,6 +228,7 @@ class LocalEnvironmentClient:
             split=item.split,
             task_key=item.task_key,
             seed=item.seed,
+            given=item.given,
         )
 
     async def _step(self, item: StepItem) -> Outcome:
@@ -225,6 +285,7 @@ def _info(environment: Environment) -> EnvironmentInfo:
         stop=traits.stop,
         tools=traits.tools,
         reward_names=traits.reward_names,
+        spec=spec_of(environment),
     )
 
 

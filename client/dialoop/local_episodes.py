@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from dialoop.chat import ChatHistory, History
+from dialoop.environments.choosing import TaskChoice, chosen_task, settled
 from dialoop.environments.episode import Outcome as EnvironmentOutcome
 from dialoop.environments.failures import failure_of
 from dialoop.episode import Opening, Outcome
@@ -14,7 +15,7 @@ from dialoop.errors import Busy, DialoopError, InvalidInput, NotFound, Precondit
 from dialoop.trajectory import Owner
 
 if TYPE_CHECKING:
-    from dialoop.environments import Environment, Episode
+    from dialoop.environments import Answered, Environment, Episode
     from dialoop.environments import Opening as EnvironmentOpening
 
     Work = asyncio.Task[EnvironmentOutcome | DialoopError]
@@ -26,7 +27,7 @@ class StepCall:
 
     episode: int
     step_index: int
-    answered: ChatHistory
+    answered: Answered
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,10 +35,10 @@ class EpisodeRecord:
     """One episode: what it was asked for, where it stands, and the work of each step."""
 
     number: int
-    asked: tuple[str, str, int]
+    asked: TaskChoice
     opening: EnvironmentOpening
     episode: Episode
-    steps: dict[int, tuple[ChatHistory, Work]] = field(default_factory=dict)
+    steps: dict[int, tuple[Answered, Work]] = field(default_factory=dict)
 
     @property
     def is_busy(self) -> bool:
@@ -60,18 +61,17 @@ class LocalSession:
         """The running episode; 0 before the first reset."""
         return self.current.number if self.current else 0
 
-    def reset(self, *, episode: int, split: str, task_key: str, seed: int) -> EnvironmentOpening:
+    def reset(self, episode: int, choice: TaskChoice) -> EnvironmentOpening:
         """Start an episode; a retry gets the first opening."""
-        tasks = self.environment.tasks
-        split = tasks.require_split(split)
-        asked = (split, task_key, seed)
+        asked = settled(self.environment, choice)
         record = self._record_of(episode)
         if record is not None:
             if record.asked != asked:
                 raise _conflict(f"Episode {episode}")
             return record.opening
         self._require_next(episode)
-        opening = self.environment.reset(tasks.get(split, task_key), seed)
+        task, seed = chosen_task(self.environment, asked)
+        opening = self.environment.reset(task, seed)
         self._previous = self.current
         self.current = EpisodeRecord(
             number=episode, asked=asked, opening=opening, episode=opening.episode
@@ -96,7 +96,7 @@ class LocalSession:
             raise
         if isinstance(outcome, DialoopError):
             raise outcome
-        return replace(_public_outcome(outcome), replayed=replayed)
+        return replace(public_outcome(outcome), replayed=replayed)
 
     def close(self) -> None:
         """Cancel the step under way."""
@@ -167,27 +167,42 @@ class LocalSession:
 def public_opening(opening: EnvironmentOpening, environment: Environment) -> Opening:
     """What a client sees of an environment's opening."""
     return Opening(
-        history=opening.history,
+        history=_shown(opening),
         info=dict(opening.info),
         environment_version=environment.version,
+        text=opening.text,
+        tokens=opening.tokens,
     )
 
 
-def _public_outcome(outcome: EnvironmentOutcome) -> Outcome:
+def _shown(made: EnvironmentOpening | EnvironmentOutcome) -> ChatHistory:
+    """Messages in history mode only: elsewhere the prompt is text or tokens."""
+    is_history = made.text is None and made.tokens is None
+    return made.history if is_history else ChatHistory()
+
+
+def public_outcome(outcome: EnvironmentOutcome) -> Outcome:
+    """What a client sees of an environment's outcome."""
     episode = outcome.episode
     return Outcome(
-        history=outcome.history,
+        history=_shown(outcome),
         rewards=outcome.rewards,
         terminated=episode.terminated,
         truncated=episode.truncated,
         done_reason=episode.done_reason,
         failures=outcome.failures,
         num_tool_calls=outcome.num_tool_calls,
+        info=dict(outcome.info),
+        text=outcome.text,
+        tokens=outcome.tokens,
     )
 
 
-def _unanswered(episode: Episode, answered: ChatHistory) -> EnvironmentOutcome:
+def _unanswered(episode: Episode, answered: Answered) -> EnvironmentOutcome:
     """The outcome of a step in which the environment added nothing."""
+    if not isinstance(answered, ChatHistory):
+        stood = replace(episode, step_index=episode.step_index + 1)
+        return EnvironmentOutcome(episode=stood, response=History())
     response = answered.response or History()
     full = answered.full or episode.history.extend(response)
     after = replace(episode, history=full, step_index=episode.step_index + 1)

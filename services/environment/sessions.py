@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from dialoop.chat import ChatHistory, History
+from dialoop.chat import ChatHistory
 from dialoop.environments import (
     Environment,
     Opening,
@@ -29,8 +29,8 @@ from dialoop.environments import (
     TaskData,
     chosen_task,
 )
-from dialoop.environments.choosing import require_choice, settled
-from dialoop.errors import DialoopError, InvalidHistory, Unsupported
+from dialoop.environments.choosing import prompt_of, require_choice, settled
+from dialoop.errors import DialoopError, Unsupported
 
 from services.environment import refusals
 from services.environment.order import record_for, require_next_episode
@@ -199,7 +199,7 @@ class Sessions:
             raise Unsupported(
                 f"Environment {environment} is played in sessions only.", reason="NEEDS_SESSION"
             )
-        prompt, answered = _cut(answered)
+        prompt = prompt_of(answered)
         task, seed = chosen_task(served, choice)
         episode = served.resume(task, seed, prompt)
         self._require_room()
@@ -374,18 +374,3 @@ def _abandon(stored: StoredStep) -> None:
     if not stored.work.done() and not stored.num_waiting:
         stored.is_abandoned = True
         stored.work.cancel()
-
-
-def _cut(answered: ChatHistory) -> tuple[History, ChatHistory]:
-    """The prompt of what was sent, and an answer to exactly that prompt."""
-    full, response, prompt = answered.full, answered.response, answered.prompt
-    if full is None and (response is None or prompt is None):
-        raise InvalidHistory(
-            "full is missing.",
-            reason="FULL_MISSING",
-            remedy="Send full, or prompt and response: there is no session that knows the prompt.",
-        )
-    if full is not None and prompt is None:
-        prompt = full[: len(full) - (1 if response is None else len(response))]
-    assert prompt is not None
-    return prompt, answered

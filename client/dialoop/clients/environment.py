@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.channel import Rpc
+from dialoop.clients.environment_records import (
+    EnvironmentInfo,
+    GroupOpening,
+    ResetItem,
+    SessionState,
+    SplitInfo,
+    StepItem,
+    choice_to_proto,
+    info_from_proto,
+    opening_from_proto,
+    outcome_from_proto,
+    reset_to_proto,
+    step_to_proto,
+)
 from dialoop.clients.errors import error_of_item
+from dialoop.environments.choosing import TaskChoice
+from dialoop.environments.environment import Given
 from dialoop.environments.episode import Score
 from dialoop.environments.tasks import TaskPage, TaskRef
-from dialoop.episode import Opening, Outcome
-from dialoop.trajectory import DoneReason
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire import (
     chat_history_from_proto,
     chat_history_to_proto,
     failure_from_proto,
     reward_from_proto,
+    text_from_proto,
+    tokens_from_proto,
     trajectory_to_proto,
 )
 
@@ -25,6 +40,8 @@ if TYPE_CHECKING:
 
     from dialoop.chat import ChatHistory
     from dialoop.clients.channel import Channel
+    from dialoop.environments.modes import Answered
+    from dialoop.episode import Opening, Outcome
     from dialoop.errors import DialoopError
     from dialoop.trajectory import Trajectory
 
@@ -32,69 +49,18 @@ if TYPE_CHECKING:
 __all__ = [
     "EnvironmentClient",
     "EnvironmentInfo",
+    "GroupOpening",
     "ResetItem",
     "SessionState",
     "SplitInfo",
     "StepItem",
     "TaskPage",
     "TaskRef",
+    "opening_from_proto",
+    "outcome_from_proto",
+    "reset_to_proto",
+    "step_to_proto",
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitInfo:
-    """A named set of tasks: `SplitInfo(name="train", num_tasks=10000)`."""
-
-    name: str
-    num_tasks: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentInfo:
-    """What a client needs to know of an environment before it plays."""
-
-    name: str
-    version: str
-    description: str = ""
-    splits: tuple[SplitInfo, ...] = ()
-    max_turns: int = 0
-    stop: tuple[str, ...] = ()
-    tools: tuple[str, ...] = ()
-    reward_names: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResetItem:
-    """One reset of a batch."""
-
-    session_id: str
-    episode: int
-    split: str
-    task_key: str
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepItem:
-    """One step of a batch."""
-
-    session_id: str
-    episode: int
-    step_index: int
-    history: ChatHistory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionState:
-    """Where a session stands; `history` is what the next step continues."""
-
-    session_id: str
-    environment: str
-    episode: int
-    next_step_index: int
-    done: bool
-    history: ChatHistory
-    expires_in_s: float
 
 
 def _rpc(name: str, request: type[Any], answer: type[Any], **options: Any) -> Rpc[Any, Any]:
@@ -114,6 +80,11 @@ STEP = _rpc("Step", pb.StepRequest, pb.StepResponse)
 STEP_AND_RESET = _rpc("StepAndReset", pb.StepAndResetRequest, pb.StepAndResetResponse)
 BATCH_RESET = _rpc("BatchReset", pb.BatchResetRequest, pb.BatchResetResponse, deadline_s=300.0)
 BATCH_STEP = _rpc("BatchStep", pb.BatchStepRequest, pb.BatchStepResponse, deadline_s=300.0)
+# Not safe to repeat: there is no session that would know the first answer.
+STEP_HISTORY: Rpc[Any, Any] = Rpc(
+    "/dialoop.v1.EnvironmentService/StepHistory", pb.StepHistoryRequest, pb.StepHistoryResponse
+)
+CREATE_GROUP = _rpc("CreateGroup", pb.CreateGroupRequest, pb.CreateGroupResponse)
 GET_SESSION = _rpc("GetSession", pb.GetSessionRequest, pb.GetSessionResponse)
 CLOSE_SESSION = _rpc("CloseSession", pb.CloseSessionRequest, pb.CloseSessionResponse)
 SCORE = _rpc("Score", pb.ScoreRequest, pb.ScoreResponse)
@@ -128,12 +99,12 @@ class EnvironmentClient:
     async def list_environments(self) -> tuple[EnvironmentInfo, ...]:
         """All environments the service has."""
         answer = await self._channel.call(LIST_ENVIRONMENTS, pb.ListEnvironmentsRequest())
-        return tuple(_info_from_proto(info) for info in answer.environments)
+        return tuple(info_from_proto(info) for info in answer.environments)
 
     async def get_environment(self, environment: str) -> EnvironmentInfo:
         """One environment; NotFound (ENVIRONMENT_NOT_FOUND) when there is none of that name."""
         request = pb.GetEnvironmentRequest(environment=environment)
-        return _info_from_proto((await self._channel.call(GET_ENVIRONMENT, request)).environment)
+        return info_from_proto((await self._channel.call(GET_ENVIRONMENT, request)).environment)
 
     async def list_tasks(
         self,
@@ -168,18 +139,33 @@ class EnvironmentClient:
         return float((await self._channel.call(CREATE_SESSION, request)).ttl_s)
 
     async def reset(
-        self, session_id: str, *, episode: int, split: str, task_key: str, seed: int = 0
+        self,
+        session_id: str,
+        *,
+        episode: int,
+        split: str = "",
+        task_key: str = "",
+        seed: int = 0,
+        given: Given | None = None,
     ) -> Opening:
-        """Start an episode of the session."""
+        """Start an episode of the session: with a task, or with the question in `given`."""
         item = ResetItem(
-            session_id=session_id, episode=episode, split=split, task_key=task_key, seed=seed
+            session_id=session_id,
+            episode=episode,
+            split=split,
+            task_key=task_key,
+            seed=seed,
+            given=given or Given(),
         )
         return opening_from_proto(await self._channel.call(RESET, reset_to_proto(item)))
 
     async def step(
-        self, session_id: str, *, episode: int, step_index: int, history: ChatHistory
+        self, session_id: str, *, episode: int, step_index: int, history: Answered
     ) -> Outcome:
-        """Take the policy's answer; a retry gets the first answer."""
+        """Take the policy's answer; a retry gets the first answer.
+
+        `history` is a ChatHistory, or Text or Tokens where that is the environment's input mode.
+        """
         item = StepItem(
             session_id=session_id, episode=episode, step_index=step_index, history=history
         )
@@ -221,6 +207,41 @@ class EnvironmentClient:
             for item in answer.items
         )
 
+    async def step_history(
+        self, environment: str, choice: TaskChoice, history: ChatHistory
+    ) -> Outcome:
+        """A step without a session, from the whole history; a retry runs its tools again."""
+        request = pb.StepHistoryRequest(
+            environment=environment,
+            task=choice_to_proto(choice),
+            history=chat_history_to_proto(history),
+        )
+        return outcome_from_proto((await self._channel.call(STEP_HISTORY, request)).step)
+
+    async def create_group(
+        self,
+        group_id: str,
+        environment: str,
+        *,
+        num_sessions: int,
+        choice: TaskChoice,
+        ttl_s: float | None = None,
+    ) -> GroupOpening:
+        """Open sessions at the start of one task, all or none; a retry finds the same ones."""
+        request = pb.CreateGroupRequest(
+            group_id=group_id,
+            environment=environment,
+            num_sessions=num_sessions,
+            task=choice_to_proto(choice),
+            ttl_s=ttl_s,
+        )
+        answer = await self._channel.call(CREATE_GROUP, request)
+        return GroupOpening(
+            session_ids=tuple(answer.session_ids),
+            openings=tuple(opening_from_proto(reset) for reset in answer.resets),
+            ttl_s=answer.ttl_s,
+        )
+
     async def get_session(self, session_id: str) -> SessionState:
         """Where the session stands; NotFound (SESSION_LOST, SESSION_EXPIRED) when it is gone."""
         answer = await self._channel.call(GET_SESSION, pb.GetSessionRequest(session_id=session_id))
@@ -232,6 +253,8 @@ class EnvironmentClient:
             done=answer.done,
             history=chat_history_from_proto(answer.history),
             expires_in_s=answer.expires_in_s,
+            text=text_from_proto(answer.text) if answer.HasField("text") else None,
+            tokens=tokens_from_proto(answer.tokens) if answer.HasField("tokens") else None,
         )
 
     async def close_session(self, session_id: str) -> bool:
@@ -250,60 +273,3 @@ class EnvironmentClient:
             )
             for turn in answer.turns
         )
-
-
-def _info_from_proto(proto: pb.EnvironmentInfo) -> EnvironmentInfo:
-    return EnvironmentInfo(
-        name=proto.name,
-        version=proto.version,
-        description=proto.description,
-        splits=tuple(SplitInfo(name=s.name, num_tasks=s.num_tasks) for s in proto.splits),
-        max_turns=proto.max_turns,
-        stop=tuple(proto.stop),
-        tools=tuple(proto.tools),
-        reward_names=tuple(proto.reward_names),
-    )
-
-
-def reset_to_proto(item: ResetItem) -> pb.ResetRequest:
-    """A reset's request."""
-    return pb.ResetRequest(
-        session_id=item.session_id,
-        episode=item.episode,
-        split=item.split,
-        task_key=item.task_key,
-        seed=item.seed,
-    )
-
-
-def step_to_proto(item: StepItem) -> pb.StepRequest:
-    """A step's request."""
-    return pb.StepRequest(
-        session_id=item.session_id,
-        episode=item.episode,
-        step_index=item.step_index,
-        history=chat_history_to_proto(item.history),
-    )
-
-
-def opening_from_proto(proto: pb.ResetResponse) -> Opening:
-    """A reset's answer."""
-    return Opening(
-        history=chat_history_from_proto(proto.history),
-        info=dict(proto.info),
-        environment_version=proto.environment_version,
-    )
-
-
-def outcome_from_proto(proto: pb.StepResponse) -> Outcome:
-    """A step's answer."""
-    return Outcome(
-        history=chat_history_from_proto(proto.history),
-        rewards=tuple(reward_from_proto(r) for r in proto.rewards),
-        terminated=proto.terminated,
-        truncated=proto.truncated,
-        done_reason=DoneReason(proto.done_reason or DoneReason.NOT_DONE),
-        failures=tuple(failure_from_proto(f) for f in proto.failures),
-        num_tool_calls=proto.num_tool_calls,
-        replayed=proto.replayed,
-    )

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from dialoop.chat import ChatHistory, History
 from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.environment import Environment, Given, TakesQuestions
 from dialoop.environments.episode import TaskData
-from dialoop.errors import InvalidInput, Unsupported
+from dialoop.errors import InvalidHistory, InvalidInput, Unsupported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,23 @@ def require_choice(environment: Environment, choice: TaskChoice) -> None:
     takes_next = isinstance(environment, ChatEnv) and environment.primer is not None
     if choice.task_key or not choice.given.is_empty or not takes_next:
         chosen_task(environment, choice)
+
+
+def prompt_of(answered: ChatHistory) -> History:
+    """What a step without a session continues; InvalidHistory (FULL_MISSING) when it is not there.
+
+    A `full` that comes alone ends with one message of the policy.
+    """
+    full, response, prompt = answered.full, answered.response, answered.prompt
+    if prompt is not None and (full is not None or response is not None):
+        return prompt
+    if full is not None:
+        return full[: len(full) - (1 if response is None else len(response))]
+    raise InvalidHistory(
+        "full is missing.",
+        reason="FULL_MISSING",
+        remedy="Send full, or prompt and response: there is no session that knows the prompt.",
+    )
 
 
 def settled(environment: Environment, choice: TaskChoice) -> TaskChoice:

@@ -9,8 +9,17 @@ if TYPE_CHECKING:
 
     from dialoop.chat import ChatHistory
     from dialoop.clients.blocking.loop import BackgroundLoop
-    from dialoop.clients.environment import EnvironmentInfo, ResetItem, SessionState, StepItem
+    from dialoop.clients.environment_records import (
+        EnvironmentInfo,
+        GroupOpening,
+        ResetItem,
+        SessionState,
+        StepItem,
+    )
+    from dialoop.environments.choosing import TaskChoice
+    from dialoop.environments.environment import Given
     from dialoop.environments.episode import Score
+    from dialoop.environments.modes import Answered
     from dialoop.environments.tasks import TaskPage
     from dialoop.episode import Opening, Outcome
     from dialoop.errors import DialoopError
@@ -62,19 +71,27 @@ class BlockingEnvironmentClient:
         return self._loop.run(self._client.create_session(session_id, environment, ttl_s=ttl_s))
 
     def reset(
-        self, session_id: str, *, episode: int, split: str, task_key: str, seed: int = 0
+        self,
+        session_id: str,
+        *,
+        episode: int,
+        split: str = "",
+        task_key: str = "",
+        seed: int = 0,
+        given: Given | None = None,
     ) -> Opening:
-        """Start an episode of the session."""
+        """Start an episode of the session: with a task, or with the question in `given`."""
         return self._loop.run(
             self._client.reset(
-                session_id, episode=episode, split=split, task_key=task_key, seed=seed
+                session_id, episode=episode, split=split, task_key=task_key, seed=seed, given=given
             )
         )
 
-    def step(
-        self, session_id: str, *, episode: int, step_index: int, history: ChatHistory
-    ) -> Outcome:
-        """Take the policy's answer; a retry gets the first answer."""
+    def step(self, session_id: str, *, episode: int, step_index: int, history: Answered) -> Outcome:
+        """Take the policy's answer; a retry gets the first answer.
+
+        `history` is a ChatHistory, or Text or Tokens where that is the environment's input mode.
+        """
         return self._loop.run(
             self._client.step(session_id, episode=episode, step_index=step_index, history=history)
         )
@@ -96,6 +113,26 @@ class BlockingEnvironmentClient:
     def batch_step(self, items: Iterable[StepItem]) -> tuple[Outcome | DialoopError, ...]:
         """Step many sessions; an item that failed is its error, the others are unharmed."""
         return self._loop.run(self._client.batch_step(items))
+
+    def step_history(self, environment: str, choice: TaskChoice, history: ChatHistory) -> Outcome:
+        """A step without a session, from the whole history; a retry runs its tools again."""
+        return self._loop.run(self._client.step_history(environment, choice, history))
+
+    def create_group(
+        self,
+        group_id: str,
+        environment: str,
+        *,
+        num_sessions: int,
+        choice: TaskChoice,
+        ttl_s: float | None = None,
+    ) -> GroupOpening:
+        """Open sessions at the start of one task, all or none; a retry finds the same ones."""
+        return self._loop.run(
+            self._client.create_group(
+                group_id, environment, num_sessions=num_sessions, choice=choice, ttl_s=ttl_s
+            )
+        )
 
     def get_session(self, session_id: str) -> SessionState:
         """Where the session stands; NotFound (SESSION_LOST, SESSION_EXPIRED) when it is gone."""

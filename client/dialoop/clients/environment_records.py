@@ -1,0 +1,202 @@
+"""What EnvironmentClient takes and gives, and how it goes over the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dialoop.environments.environment import Given
+from dialoop.environments.modes import InputMode, RewardShape, Text, Tokens
+from dialoop.environments.spec import EnvironmentSpec, FieldSpec
+from dialoop.episode import Opening, Outcome
+from dialoop.trajectory import DoneReason
+from dialoop.v1 import environment_service_pb2 as pb
+from dialoop.wire import (
+    chat_history_from_proto,
+    chat_history_to_proto,
+    failure_from_proto,
+    history_to_proto,
+    reward_from_proto,
+    text_from_proto,
+    text_to_proto,
+    tokens_from_proto,
+    tokens_to_proto,
+    tool_from_proto,
+)
+
+if TYPE_CHECKING:
+    from dialoop.chat import ChatHistory
+    from dialoop.environments.choosing import TaskChoice
+    from dialoop.environments.modes import Answered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitInfo:
+    """A named set of tasks: `SplitInfo(name="train", num_tasks=10000)`."""
+
+    name: str
+    num_tasks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentInfo:
+    """What a client needs to know of an environment before it plays."""
+
+    name: str
+    version: str
+    description: str = ""
+    splits: tuple[SplitInfo, ...] = ()
+    max_turns: int = 0
+    stop: tuple[str, ...] = ()
+    tools: tuple[str, ...] = ()
+    reward_names: tuple[str, ...] = ()
+    spec: EnvironmentSpec = field(default_factory=EnvironmentSpec)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResetItem:
+    """One reset of a batch: a task, or a question of the caller's own."""
+
+    session_id: str
+    episode: int
+    split: str = ""
+    task_key: str = ""
+    seed: int = 0
+    given: Given = field(default_factory=Given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepItem:
+    """One step of a batch."""
+
+    session_id: str
+    episode: int
+    step_index: int
+    history: Answered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionState:
+    """Where a session stands; `history` is what the next step continues."""
+
+    session_id: str
+    environment: str
+    episode: int
+    next_step_index: int
+    done: bool
+    history: ChatHistory
+    expires_in_s: float
+    text: Text | None = None
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOpening:
+    """Sessions at the start of one task: `session_ids[i]` was opened with `openings[i]`."""
+
+    session_ids: tuple[str, ...]
+    openings: tuple[Opening, ...]
+    ttl_s: float
+
+
+def info_from_proto(proto: pb.EnvironmentInfo) -> EnvironmentInfo:
+    """What an environment is."""
+    return EnvironmentInfo(
+        name=proto.name,
+        version=proto.version,
+        description=proto.description,
+        splits=tuple(SplitInfo(name=s.name, num_tasks=s.num_tasks) for s in proto.splits),
+        max_turns=proto.max_turns,
+        stop=tuple(proto.stop),
+        tools=tuple(proto.tools),
+        reward_names=tuple(proto.reward_names),
+        spec=_spec_from_proto(proto.spec),
+    )
+
+
+def _spec_from_proto(proto: pb.EnvironmentSpec) -> EnvironmentSpec:
+    return EnvironmentSpec(
+        input_mode=InputMode(proto.input_mode or InputMode.HISTORY),
+        reward_shape=RewardShape(proto.reward_shape or RewardShape.SPARSE),
+        observation=tuple(map(_field_from_proto, proto.observation)),
+        action=tuple(map(_field_from_proto, proto.action)),
+        reward=tuple(map(_field_from_proto, proto.reward)),
+        policy_role=proto.policy_role,
+        data_key=proto.data_key,
+        tool_definitions=tuple(map(tool_from_proto, proto.tool_definitions)),
+        is_stateless=proto.is_stateless,
+        facts=dict(proto.facts),
+    )
+
+
+def _field_from_proto(proto: pb.FieldSpec) -> FieldSpec:
+    return FieldSpec(name=proto.name, dtype=proto.dtype, shape=tuple(proto.shape))
+
+
+def choice_to_proto(choice: TaskChoice) -> pb.TaskChoice:
+    """What is to be played."""
+    given = choice.given
+    return pb.TaskChoice(
+        split=choice.split,
+        task_key=choice.task_key,
+        seed=choice.seed,
+        query=given.query,
+        messages=None if given.messages is None else history_to_proto(given.messages),
+        data=dict(given.data),
+    )
+
+
+def reset_to_proto(item: ResetItem) -> pb.ResetRequest:
+    """A reset's request."""
+    return pb.ResetRequest(
+        session_id=item.session_id,
+        episode=item.episode,
+        split=item.split,
+        task_key=item.task_key,
+        seed=item.seed,
+        query=item.given.query,
+        messages=None if item.given.messages is None else history_to_proto(item.given.messages),
+        data=dict(item.given.data),
+    )
+
+
+def step_to_proto(item: StepItem) -> pb.StepRequest:
+    """A step's request."""
+    said: dict[str, Any]
+    if isinstance(item.history, Text):
+        said = {"text": text_to_proto(item.history)}
+    elif isinstance(item.history, Tokens):
+        said = {"tokens": tokens_to_proto(item.history)}
+    else:
+        said = {"history": chat_history_to_proto(item.history)}
+    return pb.StepRequest(
+        session_id=item.session_id, episode=item.episode, step_index=item.step_index, **said
+    )
+
+
+def opening_from_proto(proto: pb.ResetResponse) -> Opening:
+    """A reset's answer."""
+    return Opening(
+        history=chat_history_from_proto(proto.history),
+        info=dict(proto.info),
+        environment_version=proto.environment_version,
+        text=text_from_proto(proto.text) if proto.HasField("text") else None,
+        tokens=tokens_from_proto(proto.tokens) if proto.HasField("tokens") else None,
+    )
+
+
+def outcome_from_proto(proto: pb.StepResponse) -> Outcome:
+    """A step's answer."""
+    return Outcome(
+        history=chat_history_from_proto(proto.history),
+        rewards=tuple(reward_from_proto(r) for r in proto.rewards),
+        terminated=proto.terminated,
+        truncated=proto.truncated,
+        done_reason=DoneReason(proto.done_reason or DoneReason.NOT_DONE),
+        failures=tuple(failure_from_proto(f) for f in proto.failures),
+        num_tool_calls=proto.num_tool_calls,
+        replayed=proto.replayed,
+        info=dict(proto.info),
+        text=text_from_proto(proto.text) if proto.HasField("text") else None,
+        tokens=tokens_from_proto(proto.tokens) if proto.HasField("tokens") else None,
+    )
