@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from services.learning.loss_loading import load_loss
 from services.learning.models import load_policy
 from services.learning.optim import GuardedOptimizer, OptimizerSettings
-from services.learning.packing import TokenRow, pack_rows, pack_sequences
+from services.learning.packing import TokenRow, pack_rows, pack
 from services.learning.tiny import make_tiny_model
 from services.learning.training import update
 from services.rl.advantages import group_advantages
@@ -270,7 +270,7 @@ def advantaged(episodes: list[Episode], group_size: int) -> list[Sequence]:
 def packed(sequences: list[Sequence], max_tokens: int) -> list[PackedBatch]:
     """Packed rows of at most `max_tokens` tokens."""
     plan = plan_rows([len(s) for s in sequences], max_tokens=max_tokens)
-    return [pack_sequences([sequences[i] for i in row]) for row in plan.rows]
+    return [pack([sequences[i] for i in row]) for row in plan.rows]
 
 
 def reinforce(

@@ -58,6 +58,7 @@ class FakeLearner:
     """Weights are the number of train steps in them."""
 
     num_parameters = 1
+    needs_advantages = True
 
     def __init__(self) -> None:
         self.weights = 0

@@ -20,7 +20,7 @@ from dialoop.tokenizer import Tokenizer
 from services.learning.loss_loading import load_loss
 from services.learning.models import load_policy
 from services.learning.optim import GuardedOptimizer, OptimizerSettings
-from services.learning.packing import pack_sequences
+from services.learning.packing import pack
 from services.learning.tiny import make_tiny_model
 from services.learning.training import update
 
@@ -47,7 +47,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = make_tiny_model(Path(folder) / "model", seed=0)
         tokenizer, policy = Tokenizer.from_directory(directory), load_policy(directory)
-    row = pack_sequences([sampled(answer, tokenizer) for answer in ADVANTAGES])
+    row = pack([sampled(answer, tokenizer) for answer in ADVANTAGES])
     optimizer = GuardedOptimizer(policy.parameters(), OptimizerSettings(learning_rate=1e-3))
 
     before = [float(values.detach().sum()) for values in row.split(policy(row).logprobs)]

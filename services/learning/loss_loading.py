@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 class Preset:
     """A built-in loss as its paper sets it; every option can be set otherwise.
 
-    divide_by_std and leave_one_out are the advantages it is meant for, which the scorer computes.
+    divide_by_std and leave_one_out are the advantages it is meant for, which the scorer computes;
+    needs_advantages is false where tokens are trained whatever their advantage.
     """
 
     loss: Callable[..., losses.LossOutput]
@@ -39,6 +40,7 @@ class Preset:
     asks_for_proximal: bool = False
     divide_by_std: bool = True
     leave_one_out: bool = False
+    needs_advantages: bool = True
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
@@ -52,7 +54,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "reinforce_pp": Preset(loss=losses.grpo, whiten=True, divide_by_std=False),
         "dppo_mask": Preset(loss=losses.dppo_mask, divide_by_std=False),
         "decoupled_ppo": Preset(loss=losses.decoupled_ppo, asks_for_proximal=True),
-        "distill": Preset(loss=losses.distill),
+        "distill": Preset(loss=losses.distill, needs_advantages=False),
         "sft": Preset(loss=losses.sft),
         "minor_sft": Preset(loss=losses.minor_sft, aggregation="sequence"),
     }
@@ -74,6 +76,7 @@ def load_objective(
         aggregation=preset.aggregation,
         whiten=preset.whiten,
         asks_for_proximal=preset.asks_for_proximal,
+        needs_advantages=preset.needs_advantages,
     )
     given = {key: value for key, value in surroundings.items() if value is not None}
     return replace(objective, **given)

@@ -43,6 +43,7 @@ class Objective:
     correction: Correction | None = None
     whiten: bool = False
     asks_for_proximal: bool = False
+    needs_advantages: bool = True
 
     @property
     def needs_proximal(self) -> bool:

@@ -70,7 +70,7 @@ def with_advantages(
     Raises PreconditionFailed (GROUP_INCOMPLETE) when it does not hold `group_size` trajectories or
     one of them failed through no fault of the policy: a partial group has a wrong baseline.
     """
-    _require_complete(group, group_size)
+    require_complete(group, group_size)
     advantages = group_advantages([t.reward for t in group.trajectories], settings)
     scored = map(_with_advantage, group.trajectories, advantages.values)
     return replace(group, trajectories=tuple(scored))
@@ -102,7 +102,8 @@ def _require_rewards(rewards: Sequence[float]) -> None:
         )
 
 
-def _require_complete(group: Group, group_size: int | None) -> None:
+def require_complete(group: Group, group_size: int | None) -> None:
+    """PreconditionFailed (GROUP_INCOMPLETE) unless all are there and scorable."""
     failed = [t.trajectory_id for t in group.trajectories if not t.is_scorable]
     short = group_size is not None and group.num_trajectories != group_size
     if failed or short:

@@ -55,6 +55,8 @@ def make_desk(settings: ScorerSettings) -> Desk:
         reference=reference if settings.needs_reference else None,
         kl_penalty=penalty if settings.kl_coefficient else None,
         drop_uniform=settings.drop_uniform,
+        per_turn=settings.advantages_of == "turn",
+        top_k=settings.top_k,
     )
     return Desk(scoring, reference)
 

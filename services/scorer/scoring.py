@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 from dialoop.errors import InvalidInput, PreconditionFailed
 
 from services.rl.advantages import AdvantageSettings, with_advantages
+from services.rl.monte_carlo import with_turn_advantages
+from services.rl.selection import with_best_alone
 from services.scorer.rewards import GroupReward, KlPenalty, with_kl_penalty, with_reward
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ class Scoring:
     reference: Reference | None = None
     kl_penalty: KlPenalty | None = None
     drop_uniform: bool = False
+    per_turn: bool = False
+    top_k: int = 0
 
     def score(self, group: Group) -> Group:
         """The scored group. The same group gives the same scores: a redelivery changes nothing.
@@ -57,7 +61,7 @@ class Scoring:
             group = with_reference(group, self.reference)
         if self.kl_penalty is not None:
             group = with_kl_penalty(group, self.kl_penalty)
-        scored = with_advantages(group, self.advantages, group_size=group.task.num_trajectories)
+        scored = self._with_advantages(group)
         if self.drop_uniform and _is_uniform(group, self.advantages.eps):
             raise PreconditionFailed(
                 f"All rewards of {group.group_id} are the same.",
@@ -65,6 +69,12 @@ class Scoring:
                 remedy="Nothing is learned from it; set drop_uniform to false to keep it.",
             )
         return scored
+
+    def _with_advantages(self, group: Group) -> Group:
+        if self.top_k:
+            return with_best_alone(group, k=self.top_k)
+        compute = with_turn_advantages if self.per_turn else with_advantages
+        return compute(group, self.advantages, group_size=group.task.num_trajectories)
 
 
 def require_scorable(group: Group) -> None:

@@ -47,6 +47,10 @@ class ScorerSettings(ServerSettings):
     """Divide advantages by the standard deviation of the group's rewards."""
     leave_one_out: bool = False
     """Compare each trajectory with the mean of the others instead of the mean of all."""
+    advantages_of: Literal["trajectory", "turn"] = "trajectory"
+    """Advantages of whole trajectories, or of each turn among all turns of the group."""
+    top_k: int = Field(default=0, ge=0)
+    """Imitate at most this many trajectories of a group, those above its median; 0: all."""
     advantage_eps: float = Field(default=1e-6, gt=0)
     """Smallest divisor, and the spread of rewards up to which a group counts as uniform."""
     drop_uniform: bool = False

@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.rl.objective_settings import ObjectiveSettings
 
+_NEED_REFERENCE = ("distill", "minor_sft")
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(
@@ -101,8 +103,18 @@ class ScorerSection(_Section):
     """Divide advantages by the standard deviation of the group's rewards."""
     leave_one_out: bool = False
     """Compare each trajectory with the mean of the others instead of the mean of all."""
+    advantages_of: Literal["trajectory", "turn"] = "trajectory"
+    """Advantages of whole trajectories, or of each turn among all turns of the group."""
+    top_k: int = Field(default=0, ge=0)
+    """Imitate at most this many trajectories of a group, those above its median; 0: all."""
+    drop_uniform: bool = False
+    """Drop groups whose rewards are all the same before they are queued."""
+    reference_logprobs: bool = False
+    """Give every sampled token its log-prob under the reference: for KL terms and distillation."""
+    reference_model: str = ""
+    """Directory of the reference or teacher model; empty: the starting model."""
     kl_coefficient: float = Field(default=0.0, ge=0)
-    """Reward -coefficient * KL(policy, starting model) of each trajectory."""
+    """Reward -coefficient * KL(policy, reference model) of each trajectory."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """How KL is estimated from the sampled tokens."""
     rewards: tuple[dict[str, Any], ...] = ()
@@ -248,3 +260,18 @@ class JobConfig(_Section):
     evaluation: EvaluationSection = EvaluationSection()
     gates: GatesSection = GatesSection()
     ports: PortsSection = PortsSection()
+
+    @model_validator(mode="after")
+    def _require_reference_for_the_loss(self) -> JobConfig:
+        objective, loss = self.train.objective, self.train.loss
+        to_ref = objective.kl_coeff > 0 and objective.kl_to == "ref"
+        if (to_ref or loss in _NEED_REFERENCE) and not self.scorer.reference_logprobs:
+            raise ValueError(
+                f"loss {loss} with kl_coeff {objective.kl_coeff} needs log-probs of a reference "
+                "model: set reference_logprobs = true in [scorer]"
+            )
+        if self.scorer.top_k > self.collector.group_size:
+            raise ValueError(
+                f"top_k is {self.scorer.top_k}, above group_size {self.collector.group_size}"
+            )
+        return self

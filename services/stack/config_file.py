@@ -21,6 +21,7 @@ _PATHS = {
     "model": ("directory",),
     "environment": ("task_file", "heldout_file"),
     "warm_start": ("file",),
+    "scorer": ("reference_model",),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.stack.child import ServiceSpec
@@ -85,7 +86,12 @@ class Layout:
 
     def environment_of(self, service: str) -> dict[str, str]:
         """The variables of a service, without its port."""
-        values = {
+        values = self.values_of(service)
+        return {f"DIALOOP_{service.upper()}_{k.upper()}": _text(v) for k, v in values.items()}
+
+    def values_of(self, service: str) -> dict[str, object]:
+        """The settings of a service, without its port."""
+        return {
             "replay": self._replay,
             "environment": self._environment,
             "inference": self._inference,
@@ -93,7 +99,6 @@ class Layout:
             "scorer": self._scorer,
             "collector": self._collector,
         }[service]()
-        return {f"DIALOOP_{service.upper()}_{k.upper()}": _text(v) for k, v in values.items()}
 
     def _replay(self) -> dict[str, object]:
         address = {"redis_url": self.redis_url} if self.config.store == "redis" else {}
@@ -122,9 +127,13 @@ class Layout:
         return {
             "run": self.run_dir.run_id,
             "replay_address": self.address("replay"),
-            "model_dir": self.run_dir.model(self.config).resolve(),
+            "model_dir": Path(section.reference_model or self.run_dir.model(self.config)).resolve(),
             "divide_by_std": section.divide_by_std,
             "leave_one_out": section.leave_one_out,
+            "advantages_of": section.advantages_of,
+            "top_k": section.top_k,
+            "drop_uniform": section.drop_uniform,
+            "reference_logprobs": section.reference_logprobs,
             "kl_coefficient": section.kl_coefficient,
             "kl_estimator": section.kl_estimator,
             "rewards": list(section.rewards),

@@ -32,6 +32,7 @@ class Batch:
     train: tuple[GroupLease, ...]
     already_consumed: tuple[GroupLease, ...]
     dropped: dict[str, tuple[GroupLease, ...]]
+    needs_advantages: bool = True
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -46,7 +47,7 @@ class Batch:
             for prompt, group in enumerate(self.groups)
             for trajectory in group.trajectories
             for sequence in trajectory.sequences
-            if _has_signal(sequence)
+            if _has_signal(sequence, self.needs_advantages)
         )
 
     def staleness(self, current: PolicyVersion) -> Counter[int]:
@@ -75,17 +76,18 @@ def sort_batch(
     current: PolicyVersion,
     max_staleness: int,
     consumed_group_ids: Collection[str],
+    needs_advantages: bool = True,
 ) -> Batch:
     """Split leased groups into train, drop and already consumed.
 
-    Staleness was checked when the groups were leased; it is checked again here because a publish
-    may have come between.
+    A loss that needs no advantages trains groups of uniform reward too. Staleness was checked when
+    the groups were leased; it is checked again here because a publish may have come between.
     """
     train: list[GroupLease] = []
     consumed: list[GroupLease] = []
     dropped: dict[str, list[GroupLease]] = {}
     for lease in leases:
-        reason = _reason_to_drop(lease.group, current, max_staleness)
+        reason = _reason_to_drop(lease.group, current, max_staleness, needs_advantages)
         if lease.group.group_id in consumed_group_ids:
             consumed.append(lease)
         elif reason:
@@ -96,10 +98,13 @@ def sort_batch(
         train=tuple(train),
         already_consumed=tuple(consumed),
         dropped={reason: tuple(found) for reason, found in dropped.items()},
+        needs_advantages=needs_advantages,
     )
 
 
-def _reason_to_drop(group: Group, current: PolicyVersion, max_staleness: int) -> str:
+def _reason_to_drop(
+    group: Group, current: PolicyVersion, max_staleness: int, needs_advantages: bool
+) -> str:
     versions = group.policy_versions
     if any(version.lineage != current.lineage for version in versions):
         return "stale"
@@ -108,13 +113,14 @@ def _reason_to_drop(group: Group, current: PolicyVersion, max_staleness: int) ->
     if any(trajectory.sampling.truncates for trajectory in group.trajectories):
         return "truncated_sampling"
     sequences = (s for trajectory in group.trajectories for s in trajectory.sequences)
-    return "" if any(_has_signal(sequence) for sequence in sequences) else "uniform_reward"
+    has_signal = any(_has_signal(sequence, needs_advantages) for sequence in sequences)
+    return "" if has_signal else "uniform_reward"
 
 
-def _has_signal(sequence: Sequence) -> bool:
-    """Whether it has sampled tokens, and an advantage that is not 0."""
-    if not sequence.num_model_tokens:
-        return False
+def _has_signal(sequence: Sequence, needs_advantages: bool) -> bool:
+    """Whether it has sampled tokens and, where it is needed, an advantage that is not 0."""
+    if not sequence.num_model_tokens or not needs_advantages:
+        return bool(sequence.num_model_tokens)
     if len(sequence.token_advantages):
         return bool(sequence.token_advantages.any())
     return bool(sequence.advantage)

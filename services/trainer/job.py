@@ -236,6 +236,7 @@ class TrainingJob:
             current=version,
             max_staleness=self._settings.max_staleness,
             consumed_group_ids=set(self._progress.consumed_group_ids),
+            needs_advantages=self._learner.needs_advantages,
         )
         if batch.already_consumed:
             # Their gradient is in the weights, and only a checkpoint may let go of them.

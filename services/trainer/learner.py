@@ -95,6 +95,11 @@ class Learner:
         return sum(p.numel() for p in self._policy.parameters())
 
     @property
+    def needs_advantages(self) -> bool:
+        """Whether the loss learns nothing from a sequence without an advantage."""
+        return self._objective.needs_advantages
+
+    @property
     def vocab_size(self) -> int:
         """Rows of the output embedding."""
         return int(self._policy.causal_lm.get_output_embeddings().weight.shape[0])
