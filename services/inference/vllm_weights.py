@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.platforms import current_platform
 
@@ -56,7 +57,9 @@ def _tensors(path: str, *, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.inference_mode()
 def _reload_packed(model: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    packed = [module for module in model.modules() if hasattr(module, "cpu_linear")]
+    # A LoRA layer shows its base layer's attributes as its own.
+    layers = (m for m in model.modules() if not isinstance(m, BaseLayerWithLoRA))
+    packed = [module for module in layers if hasattr(module, "cpu_linear")]
     for module in packed:
         if module.weight.numel() == 0:
             _make_weight(module)
