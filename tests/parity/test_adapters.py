@@ -107,10 +107,13 @@ async def _no_chunks() -> AsyncIterator[bytes]:
 KINDS = [
     pytest.param(("transformers", True), id="transformers-tied"),
     pytest.param(("transformers", False), id="transformers-untied"),
-    pytest.param(
-        ("vllm", True),
-        id="vllm-tied",
-        marks=[pytest.mark.heavy(reason="starts vLLM"), pytest.mark.vllm],
+    *(
+        pytest.param(
+            ("vllm", tied),
+            id=f"vllm-{'tied' if tied else 'untied'}",
+            marks=[pytest.mark.heavy(reason="starts vLLM"), pytest.mark.vllm],
+        )
+        for tied in (True, False)
     ),
 ]
 
