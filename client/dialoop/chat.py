@@ -10,11 +10,19 @@ All values are immutable; a method returns a new object.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from dialoop.errors import InvalidHistory, PreconditionFailed
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from dialoop.template_options import TemplateOptions
+    from dialoop.template_registry import TemplateRegistry
+    from dialoop.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,29 +84,16 @@ class Message:
 
     @classmethod
     def from_chat(cls, chat: Mapping[str, Any]) -> Message:
-        """Make a message from a chat-API dict with `role` and `content`."""
-        content = chat.get("content")
-        if content is None:
-            content = ""
-        if not isinstance(content, str):
-            content = tuple(ContentPart(**part) for part in content)
-        return cls(role=str(chat.get("role", "")), content=content)
+        """Make a message from a chat-API dict; InvalidHistory names a wrong or missing field."""
+        from dialoop.chat_dicts import message_from_chat
+
+        return message_from_chat(chat)
 
     def to_chat(self) -> dict[str, Any]:
-        """The dict a chat template reads; tool calls and responses only when there are some."""
-        chat: dict[str, Any] = {"role": self.role, "content": self.text}
-        if self.tool_calls:
-            chat["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments_json},
-                }
-                for call in self.tool_calls
-            ]
-        if self.tool_responses:
-            chat["tool_responses"] = list(self.tool_responses)
-        return chat
+        """The chat-API dict that `from_chat` makes into this message again."""
+        from dialoop.chat_dicts import message_to_chat
+
+        return message_to_chat(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +102,77 @@ class History:
 
     messages: tuple[Message, ...] = ()
 
+    @overload
     @classmethod
-    def from_chats(cls, chats: Iterable[Mapping[str, Any]]) -> History:
-        """Make a history from chat-API dicts."""
-        return cls(tuple(Message.from_chat(chat) for chat in chats))
+    def from_chats(cls, chats: Iterable[Mapping[str, Any]] | Mapping[str, Any]) -> History: ...
+    @overload
+    @classmethod
+    def from_chats(cls, chats: Iterable[Iterable[Mapping[str, Any]]]) -> Histories: ...
+    @classmethod
+    def from_chats(cls, chats: Any) -> History | Histories:
+        """A history from chat-API dicts, or histories from lists of them (of any lengths).
+
+        A single dict is promoted to a history of one message, with a warning.
+        """
+        from dialoop.chat_dicts import messages_from_chats
+
+        chats = _promoted(chats)
+        listed = list(chats)
+        if listed and not isinstance(listed[0], (Mapping, Message)):
+            return Histories(
+                tuple(
+                    cls(messages_from_chats(_promoted(chat), f"chats[{i}]"))
+                    for i, chat in enumerate(listed)
+                )
+            )
+        return cls(messages_from_chats(listed))
+
+    @classmethod
+    def from_text(
+        cls,
+        text: str,
+        tokenizer: Tokenizer | None = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_name: str | None = None,
+        registry: TemplateRegistry | None = None,
+    ) -> History:
+        """Read a rendered conversation back through its template's parser.
+
+        Raises InvalidInput (NOT_PARSEABLE), PreconditionFailed (NO_PARSER).
+        """
+        from dialoop.template_options import chosen
+
+        template = chosen(tokenizer, chat_template, chat_template_name, registry)
+        return template.parse(text)
+
+    @classmethod
+    def from_tokens(
+        cls,
+        token_ids: Sequence[int],
+        tokenizer: Tokenizer,
+        *,
+        chat_template: str | None = None,
+        chat_template_name: str | None = None,
+        registry: TemplateRegistry | None = None,
+    ) -> History:
+        """Read token ids back; text that merely spells a special token opens and closes no turn."""
+        from dialoop.template_options import chosen
+
+        template = chosen(tokenizer, chat_template, chat_template_name, registry)
+        return template.parse_tokens(token_ids, tokenizer)
 
     def to_chats(self) -> list[dict[str, Any]]:
-        """The dicts a chat template reads."""
+        """The chat-API dicts of the messages."""
         return [message.to_chat() for message in self.messages]
+
+    def apply_chat_template(
+        self, tokenizer: Tokenizer | None = None, **options: Unpack[TemplateOptions]
+    ) -> Any:
+        """The conversation as text, token ids, or a dict with masks; see TemplateOptions."""
+        from dialoop.template_options import applied
+
+        return applied(self, tokenizer, options)
 
     def append(self, message: Message) -> History:
         """This history followed by one message."""
@@ -144,6 +202,61 @@ class History:
         return self.messages[index]
 
 
+@dataclass(frozen=True, slots=True)
+class Histories:
+    """Conversations of different lengths, side by side; each keeps its own length."""
+
+    histories: tuple[History, ...] = ()
+
+    @classmethod
+    def from_texts(
+        cls, texts: Iterable[str], tokenizer: Tokenizer | None = None, **selection: Any
+    ) -> Histories:
+        """Each text read back as `History.from_text` reads it."""
+        return cls(tuple(History.from_text(text, tokenizer, **selection) for text in texts))
+
+    def to_chats(self) -> list[list[dict[str, Any]]]:
+        """The chat-API dicts of each history."""
+        return [history.to_chats() for history in self.histories]
+
+    def append(self, messages: Sequence[Message]) -> Histories:
+        """Each history followed by its own message."""
+        return self.extend([(message,) for message in messages])
+
+    def extend(self, others: Histories | Sequence[Iterable[Message]]) -> Histories:
+        """Each history followed by its own messages."""
+        if len(others) != len(self):
+            raise InvalidHistory(
+                f"There are {len(self)} histories and {len(others)} to extend them.",
+                remedy="Give one for each, empty where nothing is added.",
+            )
+        pairs = zip(self.histories, others, strict=True)
+        return Histories(tuple(history.extend(messages) for history, messages in pairs))
+
+    def apply_chat_template(
+        self, tokenizer: Tokenizer | None = None, **options: Unpack[TemplateOptions]
+    ) -> Any:
+        """A list of what each history gives, or one dict of padded rows; see TemplateOptions."""
+        from dialoop.template_options import applied_to_all
+
+        return applied_to_all(self, tokenizer, options)
+
+    def __iter__(self) -> Iterator[History]:
+        return iter(self.histories)
+
+    def __len__(self) -> int:
+        return len(self.histories)
+
+    @overload
+    def __getitem__(self, index: int) -> History: ...
+    @overload
+    def __getitem__(self, index: slice) -> Histories: ...
+    def __getitem__(self, index: int | slice) -> History | Histories:
+        if isinstance(index, slice):
+            return Histories(self.histories[index])
+        return self.histories[index]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatHistory:
     """Prompt, response and full; where all three are set, full == prompt ++ response.
@@ -156,6 +269,9 @@ class ChatHistory:
     full: History | None = None
 
     def __post_init__(self) -> None:
+        for name in ("prompt", "response", "full"):
+            if isinstance(getattr(self, name), Message):
+                object.__setattr__(self, name, _promoted_message(getattr(self, name), name))
         if self.prompt is None or self.response is None or self.full is None:
             return
         if self.full.messages != self.prompt.messages + self.response.messages:
@@ -211,6 +327,25 @@ class ChatHistory:
                 remedy="Send the prompt unchanged, followed by the response.",
             )
         return ChatHistory(prompt=prompt).respond(*full[len(prompt) :])
+
+
+def _promoted(chats: Any) -> Any:
+    """A list where a single message was given for one."""
+    if not isinstance(chats, (Mapping, Message)):
+        return chats
+    warnings.warn(
+        "A single message stands where a list of messages is expected; it was made one.",
+        stacklevel=3,
+    )
+    return [chats]
+
+
+def _promoted_message(message: Message, where: str) -> History:
+    warnings.warn(
+        f"{where} is a single message where a history is expected; it was made one.",
+        stacklevel=4,
+    )
+    return History((message,))
 
 
 def as_history(messages: History | Sequence[Mapping[str, Any]] | str) -> History:

@@ -71,16 +71,40 @@ class Tokenizer:
         if generation_path.is_file():
             ends = json.loads(generation_path.read_text("utf-8")).get("eos_token_id")
             config["eos_token_ids"] = [ends] if isinstance(ends, int) else ends or []
+        config.setdefault("name_or_path", str(directory))
         text = path.read_text("utf-8")
         return cls(tokenizers.Tokenizer.from_str(text), tokenizers.Tokenizer.from_str(text), config)
+
+    @classmethod
+    def from_transformers(cls, tokenizer: Any) -> Tokenizer:
+        """The same tokenizer as a fast one of transformers, as it is now."""
+        import tokenizers
+
+        text = tokenizer.backend_tokenizer.to_str()
+        config = dict(tokenizer.special_tokens_map)
+        config["name_or_path"] = tokenizer.name_or_path
+        config["chat_template"] = tokenizer.chat_template
+        config["model_max_length"] = tokenizer.model_max_length
+        return cls(tokenizers.Tokenizer.from_str(text), tokenizers.Tokenizer.from_str(text), config)
+
+    @property
+    def name(self) -> str:
+        """The model's name or directory, which tells its family; empty when unknown."""
+        return str(self._config.get("name_or_path") or "")
+
+    @property
+    def model_max_length(self) -> int | None:
+        """The most tokens the tokenizer's config allows, where it says."""
+        length = self._config.get("model_max_length")
+        return int(length) if length is not None and length < 1 << 40 else None
 
     @property
     def chat_template(self) -> str | None:
         """The tokenizer's own chat template, when it has one."""
         template = self._config.get("chat_template")
         if isinstance(template, list):
-            template = {item["name"]: item["template"] for item in template}.get("default")
-        return template
+            template = {item["name"]: item["template"] for item in template}
+        return template.get("default") if isinstance(template, dict) else template
 
     def special_token(self, name: str) -> str | None:
         """The text of bos_token, eos_token, pad_token or unk_token."""
@@ -105,6 +129,13 @@ class Tokenizer:
         encoding = engine.encode(text, add_special_tokens=False)
         return Encoded(ids=tuple(encoding.ids), offsets=tuple(encoding.offsets))
 
+    def encodings(self, texts: Sequence[str], *, trusted: bool = True) -> list[tokenizers.Encoding]:
+        """What the tokenizers library finds in each text, for those who need no more of it."""
+        engine = self._trusting if trusted else self._literal
+        if len(texts) == 1:
+            return [engine.encode(texts[0], add_special_tokens=False)]
+        return engine.encode_batch(list(texts), add_special_tokens=False)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text with special tokens kept; invalid UTF-8 becomes replacement characters."""
         return self._trusting.decode(list(ids), skip_special_tokens=False)
@@ -117,6 +148,14 @@ class Tokenizer:
         if not told or told.endswith(_REPLACEMENT) or not whole.startswith(told):
             return self.decode([*ids, *more])
         return text + whole[len(told) :]
+
+    def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """What `ids` spell after the last tokens `before` them; some decoders look back."""
+        told = self.decode(before)
+        whole = self.decode([*before, *ids])
+        if not told or told.endswith(_REPLACEMENT) or not whole.startswith(told):
+            return self.decode(ids)
+        return whole[len(told) :]
 
     def single_token(self, text: str) -> int | None:
         """The id of `text` when it is one token that nothing can split, else None."""

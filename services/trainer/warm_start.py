@@ -79,7 +79,7 @@ def demonstrations_from_file(path: Path) -> Demonstrator:
 
 def _history(path: Path, number: int, line: str) -> History:
     try:
-        history = History.from_chats(json.loads(line)["messages"])
+        history: History = History.from_chats(json.loads(line)["messages"])
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidConfig(
             f"{path} line {number} is not a demonstration ({type(error).__name__}).",

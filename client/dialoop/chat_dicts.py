@@ -1,0 +1,257 @@
+"""Messages as the dicts of chat APIs and chat templates, and back without loss."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from dialoop.chat import ContentPart, Message, ToolCall, ToolDefinition
+from dialoop.errors import InvalidHistory, Unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+PLACEHOLDER_ROLE = "<none>"
+"""Role of the messages that pad rectangular batches elsewhere: the import drops them."""
+
+_TEXT_FIELDS = ("tool_call_id", "name")
+_KNOWN = frozenset(
+    {"role", "content", "is_complete", "tool_calls", "tool_responses", "reasoning"}
+    | {"reasoning_content", *_TEXT_FIELDS}
+)
+_PART_KINDS = {"text": str, "url": str, "mime_type": str, "name": str, "size": int}
+_PART_KINDS |= {"function_name": str, "function_arguments_json": str}
+
+
+def messages_from_chats(chats: Iterable[Any], where: str = "messages") -> tuple[Message, ...]:
+    """The messages of a list of dicts, without placeholders; errors name the index and field."""
+    found = (message_from_chat(chat, f"{where}[{i}]") for i, chat in enumerate(chats))
+    return tuple(message for message in found if message.role != PLACEHOLDER_ROLE)
+
+
+def message_from_chat(chat: Any, where: str = "message") -> Message:
+    """One message of a dict; a Message stays as it is."""
+    if isinstance(chat, Message):
+        return chat
+    _expect(chat, Mapping, where, "a message with role and content")
+    unknown = [key for key in chat if key not in _KNOWN and chat[key]]
+    if unknown:
+        raise InvalidHistory(
+            f"{where} has a field '{unknown[0]}' that a message does not have.",
+            reason="UNKNOWN_FIELD",
+            remedy=f"Leave it out, or use one of: {', '.join(sorted(_KNOWN))}.",
+        )
+    role = _expect(chat.get("role"), str, f"{where}.role", "a string")
+    is_complete = chat.get("is_complete")
+    reasoning = chat.get("reasoning_content") or chat.get("reasoning")
+    texts = {key: _text(chat.get(key), f"{where}.{key}") for key in _TEXT_FIELDS}
+    return Message(
+        role=role,
+        content=_content(chat.get("content"), f"{where}.content"),
+        is_complete=True
+        if is_complete is None
+        else _expect(is_complete, bool, f"{where}.is_complete", "true or false"),
+        tool_calls=tuple(
+            _tool_call(call, f"{where}.tool_calls[{i}]")
+            for i, call in enumerate(_items(chat.get("tool_calls"), f"{where}.tool_calls"))
+        ),
+        tool_responses=tuple(
+            _expect(text, str, f"{where}.tool_responses[{i}]", "a string")
+            for i, text in enumerate(_items(chat.get("tool_responses"), f"{where}.tool_responses"))
+        ),
+        reasoning=_text(reasoning, f"{where}.reasoning_content"),
+        **texts,
+    )
+
+
+def message_to_chat(message: Message) -> dict[str, Any]:
+    """The dict that `message_from_chat` makes into an equal message; what is empty is left out."""
+    content: Any = message.content
+    if not isinstance(content, str):
+        content = [_part_to_chat(part) for part in content]
+    chat: dict[str, Any] = {"role": message.role, "content": content}
+    if message.reasoning:
+        chat["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        chat["tool_calls"] = [_call_to_chat(c, c.arguments_json) for c in message.tool_calls]
+    if message.tool_responses:
+        chat["tool_responses"] = list(message.tool_responses)
+    if not message.is_complete:
+        chat["is_complete"] = False
+    return chat | {key: getattr(message, key) for key in _TEXT_FIELDS if getattr(message, key)}
+
+
+def chat_for_template(message: Message, *, as_parts: bool = False) -> dict[str, Any]:
+    """The dict a chat template reads: arguments are objects, contents text (or text parts)."""
+    content: Any = message.content
+    if not isinstance(content, str):
+        texts = [_text_of_part(part, message.role) for part in content]
+        content = [{"type": "text", "text": text} for text in texts] if as_parts else "".join(texts)
+    chat: dict[str, Any] = {"role": message.role, "content": content}
+    if message.reasoning:
+        chat["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        chat["tool_calls"] = [_call_to_chat(c, _arguments(c)) for c in message.tool_calls]
+    if message.tool_responses:
+        chat["tool_responses"] = list(message.tool_responses)
+    return chat | {key: getattr(message, key) for key in _TEXT_FIELDS if getattr(message, key)}
+
+
+def tool_for_template(tool: ToolDefinition | Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool as chat templates and chat APIs know it."""
+    if not isinstance(tool, ToolDefinition):
+        _expect(tool, Mapping, "tools", "a ToolDefinition or a dict")
+        return tool
+    try:
+        parameters = json.loads(tool.parameters_json)
+    except json.JSONDecodeError:
+        raise InvalidHistory(
+            f"The parameters of tool {tool.name} are not JSON.",
+            reason="TOOL_INVALID",
+            remedy="Give parameters_json as the text of a JSON schema.",
+        ) from None
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _expect(value: Any, kind: Any, where: str, expected: str) -> Any:
+    if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return value
+    found = "nothing" if value is None else f"{type(value).__name__} {value!r:.40}"
+    raise InvalidHistory(
+        f"{where}: expected {expected}, found {found}.",
+        reason="WRONG_TYPE" if value is not None else "FIELD_MISSING",
+        remedy=f"Give {expected}.",
+    )
+
+
+def _text(value: Any, where: str) -> str:
+    return "" if value is None else str(_expect(value, str, where, "a string"))
+
+
+def _items(value: Any, where: str) -> Sequence[Any]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        _expect(value, list, where, "a list")
+    found: Sequence[Any] = _expect(value, Sequence, where, "a list")
+    return found
+
+
+def _content(value: Any, where: str) -> str | tuple[ContentPart, ...]:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    _expect(value, Sequence, where, "a string or a list of parts")
+    return tuple(_part(part, f"{where}[{i}]") for i, part in enumerate(value))
+
+
+def _part(part: Any, where: str) -> ContentPart:
+    if isinstance(part, ContentPart):
+        return part
+    _expect(part, Mapping, where, "a content part with a type")
+    kind = _expect(part.get("type"), str, f"{where}.type", "a string")
+    if kind == "image_url":
+        return _image(_expect(part.get("image_url"), Mapping, f"{where}.image_url", "url"), where)
+    if kind == "input_audio":
+        audio = _expect(part.get("input_audio"), Mapping, f"{where}.input_audio", "data, format")
+        data = _bytes(audio.get("data"), f"{where}.input_audio.data")
+        form = _expect(audio.get("format"), str, f"{where}.input_audio.format", "a string")
+        return ContentPart(type="audio", data=data, mime_type=f"audio/{form}")
+    known = {field.name for field in fields(ContentPart)}
+    unknown = [key for key in part if key not in known]
+    if unknown:
+        raise InvalidHistory(
+            f"{where} of type {kind} has a field '{unknown[0]}' that a part does not have.",
+            reason="UNKNOWN_FIELD",
+            remedy=f"Use one of: {', '.join(sorted(known))}.",
+        )
+    given = {
+        key: _expect(part[key], expected, f"{where}.{key}", f"{expected.__name__}")
+        for key, expected in _PART_KINDS.items()
+        if part.get(key) is not None
+    }
+    if part.get("data") is not None:
+        given["data"] = _bytes(part["data"], f"{where}.data")
+    if kind == "text" and "text" not in given:
+        _expect(None, str, f"{where}.text", "a string")
+    return ContentPart(type=kind, **given)
+
+
+def _image(image: Mapping[str, Any], where: str) -> ContentPart:
+    if image.get("detail", "auto") != "auto":
+        raise InvalidHistory(
+            f"{where}.image_url.detail is {image['detail']!r:.40}.",
+            reason="UNKNOWN_FIELD",
+            remedy="Leave it out: the detail of an image is the model's processor's.",
+        )
+    url = _expect(image.get("url"), str, f"{where}.image_url.url", "a string")
+    return ContentPart(type="image", url=url)
+
+
+def _bytes(value: Any, where: str) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    try:
+        return base64.b64decode(_expect(value, str, where, "base64 text"), validate=True)
+    except binascii.Error:
+        raise InvalidHistory(
+            f"{where}: expected base64 text.", reason="WRONG_TYPE", remedy="Encode the bytes."
+        ) from None
+
+
+def _part_to_chat(part: ContentPart) -> dict[str, Any]:
+    given = {f.name: getattr(part, f.name) for f in fields(part)}
+    given = {key: value for key, value in given.items() if value is not None}
+    if part.type == "image" and given.keys() == {"type", "url"}:
+        return {"type": "image_url", "image_url": {"url": part.url}}
+    if part.data is None:
+        return given
+    given["data"] = base64.b64encode(part.data).decode()
+    kind, _, form = (part.mime_type or "").partition("/")
+    if part.type == kind == "audio" and given.keys() == {"type", "data", "mime_type"}:
+        return {"type": "input_audio", "input_audio": {"data": given["data"], "format": form}}
+    return given
+
+
+def _text_of_part(part: ContentPart, role: str) -> str:
+    if part.type == "text" and part.text is not None:
+        return part.text
+    raise Unsupported(
+        f"The {role} message has a part of type {part.type}.",
+        reason="PARTS_UNSUPPORTED",
+        remedy="Send text: this renderer has no multimodal processor.",
+    )
+
+
+def _tool_call(call: Any, where: str) -> ToolCall:
+    if isinstance(call, ToolCall):
+        return call
+    _expect(call, Mapping, where, "a tool call with a function")
+    function = call.get("function", call)
+    _expect(function, Mapping, f"{where}.function", "name and arguments")
+    name = _expect(function.get("name"), str, f"{where}.function.name", "a string")
+    arguments = function.get("arguments", "{}")
+    if not isinstance(arguments, str):
+        _expect(arguments, Mapping, f"{where}.function.arguments", "JSON text or a dict")
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(name=name, arguments_json=arguments, id=_text(call.get("id"), f"{where}.id"))
+
+
+def _call_to_chat(call: ToolCall, arguments: Any) -> dict[str, Any]:
+    found = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
+    return {"id": call.id, **found} if call.id else found
+
+
+def _arguments(call: ToolCall) -> Any:
+    """The object that the JSON text spells; a text that spells none stays as the model wrote it."""
+    try:
+        value = json.loads(call.arguments_json)
+    except json.JSONDecodeError:
+        return call.arguments_json
+    return value if isinstance(value, dict) else call.arguments_json

@@ -1,0 +1,335 @@
+"""A whole conversation as token ids and a mask of what the assistant wrote.
+
+    found = tokenised(template, tokenizer, history, add_generation_prompt=False)
+    found.token_ids[found.assistant_mask]      # the assistant's tokens and no others
+
+The mask comes from where the template writes the assistant's text: from its generation blocks, or,
+when it has none, from marks that stand for the contents in a second rendering. Text is never
+searched for a content. Special tokens that a message merely spells get no special ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dialoop.chat import History, Message
+from dialoop.errors import DialoopError, Unsupported
+from dialoop.parsing import absent_character, guarded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import tokenizers
+    from numpy.typing import NDArray
+
+    from dialoop.templates import ChatTemplate, Span
+    from dialoop.tokenizer import Tokenizer
+
+_MARK = ("\ufdd0", "\ufdd1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rendered:
+    """A conversation: text, int32 ids [L] and whether the assistant wrote each token, bool [L].
+
+    assistant_mask is None when it was not asked for. offsets: the half-open range of characters of
+    each token, int64 [L, 2]; only where it was asked for.
+    """
+
+    text: str
+    token_ids: NDArray[np.int32]
+    assistant_mask: NDArray[np.bool_] | None = None
+    offsets: NDArray[np.int64] | None = None
+
+
+def tokenised(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    history: History,
+    *,
+    with_mask: bool = True,
+    with_offsets: bool = False,
+    include_eos: bool = False,
+    **options: Any,
+) -> Rendered:
+    """The conversation rendered with `options` (those of ChatTemplate.render) and tokenised.
+
+    include_eos: the mask also covers the special token that ends each of the assistant's turns, as
+    a model that learns by imitation needs it. Raises Unsupported (MASK_UNAVAILABLE) when the
+    template does not show where the assistant's text stands.
+    """
+    (found,) = tokenised_all(
+        template,
+        tokenizer,
+        (history,),
+        with_mask=with_mask,
+        with_offsets=with_offsets,
+        include_eos=include_eos,
+        **options,
+    )
+    return found
+
+
+def tokenised_all(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    histories: Iterable[History],
+    *,
+    with_mask: bool = True,
+    with_offsets: bool = False,
+    include_eos: bool = False,
+    **options: Any,
+) -> tuple[Rendered, ...]:
+    """Each conversation as `tokenised` has it, tokenised side by side."""
+    histories = tuple(histories)
+    drawn = [_drawn(template, history, options, with_mask=with_mask) for history in histories]
+    codes = tokenizer.encodings([text for text, _ in drawn])
+    found: list[Rendered] = []
+    for history, (text, spans), code in zip(histories, drawn, codes, strict=True):
+        tokens = _Tokens.of(code)
+        if tokenizer.spells_special(_written(history)):
+            text, spans, tokens = _literal(template, tokenizer, history, options, with_mask)
+        mask = _mask(tokens, spans, tokenizer, include_eos=include_eos) if with_mask else None
+        found.append(
+            Rendered(
+                text=text,
+                token_ids=np.array(tokens.ids, dtype=np.int32),
+                assistant_mask=mask,
+                offsets=tokens.all_offsets() if with_offsets else None,
+            )
+        )
+    return tuple(found)
+
+
+def assistant_spans(
+    template: ChatTemplate, history: History, text: str, **options: Any
+) -> tuple[Span, ...]:
+    """Where a template without generation blocks writes what the assistant says."""
+    found: list[Span] = []
+    contents = content_spans(template, history, text, **options)
+    for index, message in enumerate(history):
+        if message.role != "assistant":
+            continue
+        if message.tool_calls or message.reasoning:
+            found.append(_turn_span(template, history, index, text, options))
+        elif contents is None:
+            raise _no_mask()
+        elif index in contents:
+            found.append(contents[index])
+    return tuple(found)
+
+
+def content_spans(
+    template: ChatTemplate, history: History, text: str, **options: Any
+) -> dict[int, Span] | None:
+    """Where the content of each message stands in the rendered text, by its index.
+
+    Contents that the template leaves out are left out here. None when it changes them otherwise
+    than by trimming.
+    """
+    marks = {i: f"{_MARK[0]}{i}{_MARK[1]}" for i, message in enumerate(history) if message.text}
+    marked_history = History(
+        tuple(
+            replace(message, content=marks[i]) if i in marks else message
+            for i, message in enumerate(history)
+        )
+    )
+    try:
+        marked = template.render(marked_history, **options)
+    except DialoopError:
+        return None
+    if any(marked.count(mark) > 1 for mark in marks.values()):
+        return None
+    shown = [i for i, mark in marks.items() if mark in marked]
+    glues: list[str] = []
+    for i in shown:
+        glue, found, marked = marked.partition(marks[i])
+        if not found:
+            return None  # contents stand in another order
+        glues.append(glue)
+    return _aligned(text, [*glues, marked], [history[i].text for i in shown], shown)
+
+
+def _aligned(
+    text: str, glues: list[str], contents: list[str], indices: list[int]
+) -> dict[int, Span] | None:
+    """The spans of the contents in glue, content, glue, ... or None when that is not the text."""
+    if not text.startswith(glues[0]):
+        return None
+    position = len(glues[0])
+    spans: dict[int, Span] = {}
+    for index, content, glue in zip(indices, contents, glues[1:], strict=True):
+        for shape in (content, content.strip(), content.lstrip(), content.rstrip()):
+            if text.startswith(shape + glue, position):
+                break
+        else:
+            return None
+        spans[index] = (position, position + len(shape))
+        position += len(shape) + len(glue)
+    return spans if position == len(text) else None
+
+
+def _turn_span(
+    template: ChatTemplate, history: History, index: int, text: str, options: dict[str, Any]
+) -> Span:
+    """What follows the opening of the assistant's turn; the mask leaves out what ends it."""
+    given = {k: v for k, v in options.items() if k not in _OPENING}
+    before = template.render(history[:index], add_generation_prompt=True, **given)
+    through = template.render(history[: index + 1], add_generation_prompt=False, **given)
+    if not (through.startswith(before) and text.startswith(through)):
+        raise _no_mask()
+    empty = template.render(
+        history[:index].append(Message(role="assistant")), add_generation_prompt=False, **given
+    )
+    closing = empty.removeprefix(before)
+    end = len(through) - (len(closing) if through.endswith(closing) else 0)
+    return len(before), end
+
+
+_OPENING = ("add_generation_prompt", "continue_final_message")
+
+
+def _drawn(
+    template: ChatTemplate, history: History, options: dict[str, Any], *, with_mask: bool
+) -> tuple[str, tuple[Span, ...]]:
+    if not with_mask:
+        return template.render(history, **options), ()
+    if template.has_generation_blocks:
+        return template.render_blocks(history, **options)
+    text = template.render(history, **options)
+    return text, assistant_spans(template, history, text, **options)
+
+
+def _written(history: History) -> str:
+    """All that messages say, in one text."""
+    texts: list[str] = []
+    for message in history:
+        texts += (message.role, message.text, message.reasoning, message.name)
+        texts += message.tool_responses
+        for call in message.tool_calls:
+            texts += (call.name, call.arguments_json)
+    return "\n".join(texts)
+
+
+def _literal(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    history: History,
+    options: dict[str, Any],
+    with_mask: bool,
+) -> tuple[str, tuple[Span, ...], _Tokens]:
+    """The text, spans and tokens of messages that spell special tokens."""
+    plain, _ = _drawn(template, history, options, with_mask=False)
+    guard = absent_character(plain + _written(history))
+    safe = History(tuple(_guarded_message(message, guard, tokenizer) for message in history))
+    text, spans = _drawn(template, safe, options, with_mask=with_mask)
+    if text.replace(guard, "") != plain:
+        raise Unsupported(
+            "A message spells a special token that the chat template reads for its meaning.",
+            reason="SPECIAL_TOKEN_SPELLED",
+            remedy="Leave it out of the text, or send token ids.",
+        )
+    ids: list[int] = []
+    offsets: list[Span] = []
+    position = 0
+    for start, end in (*tokenizer.special_spans(text), (len(text), len(text))):
+        for piece, trusted in ((text[position:start], False), (text[start:end], True)):
+            base = sum(len(p) for p in (text[:position].replace(guard, ""),))
+            if trusted:
+                base += len(text[position:start].replace(guard, ""))
+            code = tokenizer.encode(piece.replace(guard, ""), trusted=trusted)
+            ids += code.ids
+            offsets += [(base + first, base + last) for first, last in code.offsets]
+        position = end
+    moved = tuple(
+        (len(text[:start].replace(guard, "")), len(text[:end].replace(guard, "")))
+        for start, end in spans
+    )
+    return plain, moved, _Tokens(ids, offsets, None)
+
+
+def _guarded_message(message: Message, guard: str, tokenizer: Tokenizer) -> Message:
+    def safe(text: str) -> str:
+        return guarded(text, guard, tokenizer)
+
+    return replace(
+        message,
+        role=safe(message.role),
+        content=safe(message.text),
+        reasoning=safe(message.reasoning),
+        name=safe(message.name),
+        tool_responses=tuple(safe(text) for text in message.tool_responses),
+        tool_calls=tuple(
+            replace(call, name=safe(call.name), arguments_json=safe(call.arguments_json))
+            for call in message.tool_calls
+        ),
+    )
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """Ids, and where each stands: as a list, or as the tokenizers library can tell."""
+
+    ids: Sequence[int]
+    offsets: Sequence[Span]
+    code: tokenizers.Encoding | None
+
+    @classmethod
+    def of(cls, code: tokenizers.Encoding) -> _Tokens:
+        return cls(code.ids, (), code)
+
+    def span(self, index: int) -> Span:
+        if self.code is None:
+            return self.offsets[index]
+        start, end = self.code.token_to_chars(index) or (0, 0)
+        return int(start), int(end)
+
+    def at(self, character: int) -> int:
+        """The first token that spells the character or what follows it."""
+        if self.code is not None:
+            token = self.code.char_to_token(character)
+            if token is not None:
+                return int(token)
+            self.offsets, self.code = self.code.offsets, None
+        ends = (i for i, (_, end) in enumerate(self.offsets) if end > character)
+        return next(ends, len(self.ids))
+
+    def all_offsets(self) -> NDArray[np.int64]:
+        offsets = self.offsets if self.code is None else self.code.offsets
+        return np.array(offsets, dtype=np.int64).reshape(-1, 2)
+
+
+def _mask(
+    tokens: _Tokens, spans: Iterable[Span], tokenizer: Tokenizer, *, include_eos: bool
+) -> NDArray[np.bool_]:
+    """True on each token that spells a character of the spans, and on no special token after."""
+    size = len(tokens.ids)
+    mask = np.zeros(size, dtype=np.bool_)
+    for start, end in spans:
+        first = tokens.at(start)
+        last = first
+        if end > start:
+            last = tokens.at(end - 1) + 1
+            while last < size and tokens.span(last)[0] < end:  # the bytes of one character
+                last += 1
+        while last > first and _ends_turn(tokens.ids[last - 1], tokenizer):
+            last -= 1
+        if include_eos and last < size and _ends_turn(tokens.ids[last], tokenizer):
+            last += 1
+        mask[first:last] = True
+    return mask
+
+
+def _ends_turn(token_id: int, tokenizer: Tokenizer) -> bool:
+    return tokenizer.is_special(token_id) or token_id in tokenizer.end_of_turn_ids
+
+
+def _no_mask() -> Unsupported:
+    return Unsupported(
+        "The chat template does not show where the assistant's text stands.",
+        reason="MASK_UNAVAILABLE",
+        remedy="Give the template generation blocks, or train on sampled tokens.",
+    )
