@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidConfig
 from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_server
 
+from services.inference.adapter_files import AdapterLimits
 from services.inference.engine import engine_stopped
 from services.inference.rendering import Renderer
 from services.inference.replica import Replica
@@ -50,7 +51,12 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
         async def report(serving: bool) -> None:
             await server.set_serving(serving, _SERVICE)
 
-        replica = Replica(engine, weights_root=settings.weights_root, report=report)
+        replica = Replica(
+            engine,
+            weights_root=settings.weights_root,
+            report=report,
+            update_mode=UpdateMode[settings.update_mode.upper()],
+        )
         await replica.load_latest()
         _add_servicers(server, replica, renderer, settings)
         async with server:
@@ -96,10 +102,10 @@ async def _engine(settings: InferenceSettings) -> AsyncIterator[Engine]:
 
 
 async def _vllm(settings: InferenceSettings) -> Engine:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
+        from services.inference.vllm_environment import prepare
+
+        prepare()
         from services.inference.vllm_engine import VllmEngine
         from services.inference.vllm_options import VllmOptions
     except Exception as error:  # a torch of another build raises RuntimeError or OSError
@@ -117,6 +123,7 @@ async def _vllm(settings: InferenceSettings) -> Engine:
             dtype=settings.dtype,
             tensor_parallel_size=settings.tensor_parallel_size,
             seed=settings.seed,
+            adapters=_adapter_limits(settings),
         ),
     )
 
@@ -131,8 +138,14 @@ async def _transformers(settings: InferenceSettings) -> Engine:
         settings.model_dir,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
+        dtype=settings.dtype,
         seed=settings.seed,
+        adapters=_adapter_limits(settings),
     )
+
+
+def _adapter_limits(settings: InferenceSettings) -> AdapterLimits:
+    return AdapterLimits(max_adapters=settings.max_adapters, max_rank=settings.max_adapter_rank)
 
 
 if __name__ == "__main__":

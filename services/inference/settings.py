@@ -31,7 +31,9 @@ class InferenceSettings(ServerSettings):
     kv_cache_mib: int = Field(default=64, ge=1)
     """Memory of vLLM's keys and values."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """vLLM's number format; the transformers engine computes in float32."""
+    """Number format of the policy's weights and computation; log-probs are float32 always."""
+    update_mode: Literal["recompute", "keep_kv", "wait"] = "recompute"
+    """What a load does to answers under way, where the publish does not say."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices one vLLM replica spans."""
     torch_threads: int = Field(default=1, ge=1)

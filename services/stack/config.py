@@ -81,6 +81,8 @@ class InferenceSection(_Section):
     """Memory of vLLM's keys and values."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that one replica spans."""
+    update_mode: Literal["recompute", "keep_kv", "wait"] = "recompute"
+    """What a publish does to answers under way: compute their keys anew, keep them, or wait."""
 
 
 class CollectorSection(_Section):
@@ -146,9 +148,15 @@ class TrainSection(_Section):
     num_minibatches: int = Field(default=2, ge=1)
     """Optimiser updates of a train step."""
     learning_rate: float = Field(default=1e-4, gt=0)
-    """AdamW learning rate."""
+    """Peak learning rate."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """What takes the updates; muon for hidden matrices with adamw for the rest."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes down to a tenth over all updates, or not."""
+    num_warmup_updates: int = Field(default=0, ge=0)
+    """Updates that raise the learning rate from 0."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW weight decay."""
+    """Decoupled weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradient norm to clip at."""
     loss: str = "dppo_mask"

@@ -118,6 +118,7 @@ class Layout:
             "max_num_seqs": section.max_num_seqs,
             "kv_cache_mib": section.kv_cache_mib,
             "tensor_parallel_size": section.tensor_parallel_size,
+            "update_mode": section.update_mode,
             "max_new_tokens": self.config.collector.max_new_tokens,
             "dtype": self.config.dtype,
         }
@@ -197,6 +198,9 @@ class Layout:
             "groups_per_train_step": section.groups_per_train_step,
             "num_minibatches": section.num_minibatches,
             "learning_rate": section.learning_rate,
+            "optimizer": section.optimizer,
+            "schedule": section.schedule,
+            "num_warmup_updates": section.num_warmup_updates,
             "weight_decay": section.weight_decay,
             "max_grad_norm": section.max_grad_norm,
             "loss": section.loss,
@@ -209,6 +213,7 @@ class Layout:
             "torch_threads": section.num_threads,
             "dtype": self.config.dtype,
             "max_logprob_difference": self.config.gates.logprob_difference_at_most,
+            "update_mode": self.config.inference.update_mode,
         }
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from dialoop.clients.errors import is_worth_retrying
 from dialoop.clients.inference import WeightsManifest
+from dialoop.episode import UpdateMode
 from dialoop.errors import DialoopError, PreconditionFailed, Unavailable
 from dialoop.sequences import PolicyVersion
 
@@ -71,8 +72,8 @@ class Publisher:
     ) -> Published:
         """Make the learner's present weights the policy `version`, everywhere.
 
-        Waits until a first replica has it and has proved it; one that failed is reported and left
-        to reload the newest policy by itself.
+        Waits until a first replica has it and has proved it; one that failed, or that took longer
+        than `publish_deadline_s`, is reported and left to reload the newest policy by itself.
         """
         started = time.perf_counter()
         path = self._root / str(version) / "model.safetensors"
@@ -118,10 +119,11 @@ class Publisher:
         """How many replicas have it, and the largest difference of those that could be asked."""
         while True:
             loads = (self._load(replica, version, weights) for replica in self._replicas)
-            num_replicas = sum(await asyncio.gather(*loads))
-            difference = await self._probe(version) if num_replicas else None
+            has_it = await asyncio.gather(*loads)
+            loaded = [r for r, has in zip(self._replicas, has_it, strict=True) if has]
+            difference = await self._probe(version, loaded) if loaded else None
             if difference is not None:
-                return num_replicas, difference
+                return len(loaded), difference
             await asyncio.sleep(_RETRY_S)
 
     async def _load(
@@ -134,7 +136,9 @@ class Publisher:
                     path=str(weights.path.relative_to(self._root)),
                     sha256=weights.sha256,
                     num_bytes=weights.num_bytes,
-                )
+                    update_mode=UpdateMode[self._settings.update_mode.upper()],
+                ),
+                deadline_s=self._settings.publish_deadline_s,
             )
         except PreconditionFailed as error:
             # A replica that started a moment ago has it from latest.json.
@@ -154,16 +158,19 @@ class Publisher:
         except Unavailable:
             return False
 
-    async def _probe(self, version: PolicyVersion) -> float | None:
-        """Largest difference in log-prob between the learner and any replica, in nats.
+    async def _probe(
+        self, version: PolicyVersion, replicas: Sequence[InferenceClient]
+    ) -> float | None:
+        """Largest difference in log-prob between the learner and any of the replicas, in nats.
 
         None when no replica that has the version could be asked: nothing is proved then.
         """
         own = await asyncio.to_thread(self._learner.logprobs, self._probes)
         found: list[float] = []
-        for replica in self._replicas:
+        deadline_s = self._settings.publish_deadline_s
+        for replica in replicas:
             try:
-                theirs = await replica.logprobs(self._probes)
+                theirs = await replica.logprobs(self._probes, deadline_s=deadline_s)
             except DialoopError as error:
                 if not is_worth_retrying(error):
                     raise

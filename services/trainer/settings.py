@@ -35,6 +35,10 @@ class TrainerSettings(ServerSettings):
     """host:port of the environment service; asked for the tasks to evaluate on."""
     inference_addresses: list[str] = Field(default=["127.0.0.1:7002"], min_length=1)
     """host:port of every inference replica; each gets every publish."""
+    update_mode: Literal["recompute", "keep_kv", "wait"] = "recompute"
+    """What a publish does to answers under way; after keep_kv no version explains them exactly."""
+    publish_deadline_s: float = Field(default=120.0, gt=0)
+    """Seconds a replica has to load a policy, and to prove it; then the others go on without it."""
 
     environment: str = "arithmetic"
     """Name of the environment to evaluate on."""
@@ -66,10 +70,16 @@ class TrainerSettings(ServerSettings):
     """Groups leased for a train step."""
     num_minibatches: int = Field(default=2, ge=1)
     """Optimiser updates of a train step."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """What takes the updates of RL and warm start."""
     learning_rate: float = Field(default=1e-4, gt=0)
-    """AdamW learning rate of RL."""
+    """Peak learning rate of RL."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How it goes down to a tenth over all updates, or not."""
+    num_warmup_updates: int = Field(default=0, ge=0)
+    """Updates that raise the learning rate from 0."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW weight decay."""
+    """Decoupled weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradient norm to clip at."""
     loss: str = "dppo_mask"

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.replay import ReplayClient
+from dialoop.episode import UpdateMode
 from dialoop.errors import DeadlineExceeded, DialoopError, PreconditionFailed, Unavailable
 from dialoop.sequences import PolicyVersion
 
@@ -43,15 +44,21 @@ class FakeReplica:
         self._answers = list(answers)
         self._version: PolicyVersion | None = None
         self.on_load: Callable[[], None] = lambda: None
+        self.hangs = False
+        self.manifests: list[Any] = []
 
-    async def load_weights(self, manifest: Any) -> None:
+    async def load_weights(self, manifest: Any, *, deadline_s: float) -> None:
         self.on_load()
+        self.manifests.append(manifest)
+        if self.hangs:
+            await asyncio.sleep(deadline_s)
+            raise DeadlineExceeded("It hangs.")
         self._version = manifest.policy_version
 
     async def get_policy(self) -> Any:
         return SimpleNamespace(policy_version=self._version)
 
-    async def logprobs(self, rows: list[list[int]]) -> Any:
+    async def logprobs(self, rows: list[list[int]], *, deadline_s: float) -> Any:
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if isinstance(answer, DialoopError):
             raise answer
@@ -69,9 +76,9 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_RETRY_S", 0.0)
 
 
-def publisher(run_dir: Path, *replicas: FakeReplica, keep_policies: int = 0) -> Publisher:
+def publisher(run_dir: Path, *replicas: FakeReplica, **settings: Any) -> Publisher:
     return Publisher(
-        TrainerSettings(run_dir=run_dir, keep_policies=keep_policies),
+        TrainerSettings(run_dir=run_dir, **settings),
         cast("Learner", FakeLearner()),
         cast("tuple[InferenceClient, ...]", replicas),
         cast("ReplayClient", FakeReplay()),
@@ -121,3 +128,19 @@ async def test_only_the_newest_policies_are_kept_also_across_lineages(tmp_path: 
         await asyncio.sleep(0.02)  # file systems tell times apart no better than some ms
     kept = {path.name for path in (tmp_path / "policies").iterdir() if path.is_dir()}
     assert kept == {"main.1-2", "main.1-3"}
+
+
+async def test_a_replica_that_hangs_holds_a_publish_for_its_deadline_only(tmp_path: Path) -> None:
+    hung, well = FakeReplica(-7.0), FakeReplica(-1.0)
+    hung.hangs = True
+    publish = publisher(tmp_path, hung, well, publish_deadline_s=0.2).publish
+    async with asyncio.timeout(5):
+        published = await publish(version(1))
+    assert published.num_replicas == 1
+    assert published.max_logprob_difference == 0.0
+
+
+async def test_a_publish_says_what_becomes_of_answers_under_way(tmp_path: Path) -> None:
+    replica = FakeReplica(-1.0)
+    await publisher(tmp_path, replica, update_mode="wait").publish(version(1))
+    assert [manifest.update_mode for manifest in replica.manifests] == [UpdateMode.WAIT]
