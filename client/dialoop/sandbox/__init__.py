@@ -1,0 +1,21 @@
+"""Run code that nobody has read, and functions that may hang.
+
+done = await Sandbox().run("print(6 * 7)", timeout_s=5)
+"""
+
+from dialoop.sandbox.execution import Execution
+from dialoop.sandbox.isolation import Assessment, Isolation, Level, effective_isolation
+from dialoop.sandbox.limits import Limits
+from dialoop.sandbox.persistent import PersistentInterpreter
+from dialoop.sandbox.sandbox import Sandbox
+
+__all__ = [
+    "Assessment",
+    "Execution",
+    "Isolation",
+    "Level",
+    "Limits",
+    "PersistentInterpreter",
+    "Sandbox",
+    "effective_isolation",
+]

@@ -1,0 +1,1 @@
+"""What runs inside: stdlib only, started by path with `python -I -S`, nothing of Dialoop."""

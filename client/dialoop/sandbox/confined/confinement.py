@@ -1,0 +1,64 @@
+"""Everything a process gives up before it runs code that nobody has read."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+from typing import Any
+
+from .landlock import restrict
+from .libc import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, prctl, syscall
+from .seccomp import install
+from .syscall_numbers import this_machine
+
+_CAPABILITY_VERSION_3 = 0x20080522
+
+
+def confine(rules: dict[str, Any]) -> None:
+    """Limits, capabilities, Landlock, system calls: in this order, and for good.
+
+    `rules` is what `dialoop.sandbox.limits.rules_of` makes. OSError when a step is refused.
+    """
+    os.nice(10)  # the service answers first
+    with contextlib.suppress(OSError):  # no /proc inside bubblewrap
+        _be_the_first_to_go()
+    _limit(rules)
+    _drop_capabilities()
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    if rules["level"] == "landlock":
+        restrict(rules["readable"])
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    install(reads=rules["level"] != "rlimits", writes=rules["level"] == "bubblewrap")
+
+
+def _be_the_first_to_go() -> None:
+    """When the machine runs out of memory."""
+    fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+    os.write(fd, b"1000")
+    os.close(fd)
+
+
+def _limit(rules: dict[str, Any]) -> None:
+    limits = {
+        resource.RLIMIT_AS: rules["max_memory_bytes"],
+        resource.RLIMIT_CPU: rules["max_cpu_s"],
+        resource.RLIMIT_FSIZE: rules["max_file_bytes"],
+        resource.RLIMIT_NOFILE: rules["max_open_files"],
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_NPROC: 1,
+    }
+    for name, value in limits.items():
+        _, hard = resource.getrlimit(name)
+        lower = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(name, (lower, lower))
+
+
+def _drop_capabilities() -> None:
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    none = (ctypes.c_uint32 * 6)()
+    syscall(this_machine()[1]["capset"], ctypes.byref(header), ctypes.byref(none))

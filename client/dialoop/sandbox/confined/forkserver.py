@@ -1,0 +1,166 @@
+"""The fork server: a small process without secrets that starts, ends and reaps interpreters.
+
+It speaks with the service over one SOCK_SEQPACKET socket, one JSON object per packet:
+
+    {"spawn": 7, "rules": {...}, "program": null | [...]} with three descriptors: channel, out, err
+    {"kill": 7}
+    {"ended": 7, "status": 9}      from here, once the process is gone
+    {"error": "...", "id": 7}      from here, when it could not be started
+
+When the socket closes (the service is gone, however that came) all interpreters are killed.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from .interpreter import CHANNEL
+from .libc import PR_SET_PDEATHSIG, prctl
+from .work import work
+
+
+# Loaded once and shared; at level `rlimits` nothing else can be imported afterwards.
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_PRELOADED = _words(
+    """
+    abc array asyncio base64 bisect calendar cmath collections collections.abc contextlib copy
+    csv ctypes dataclasses datetime decimal difflib enum fractions functools gc graphlib
+    hashlib heapq html inspect io itertools json linecache locale math numbers operator pprint
+    queue random re secrets statistics string struct textwrap threading time timeit token
+    tokenize traceback types typing unicodedata unittest uuid warnings weakref zlib zoneinfo
+    """
+)
+_MAX_PACKET = 1 << 16
+
+
+class ForkServer:
+    """One process per id."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._ids: dict[int, int] = {}
+
+    def run(self) -> None:
+        """Work until the service closes its end."""
+        woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        watched = select.poll()
+        watched.register(self._control, select.POLLIN)
+        watched.register(woken, select.POLLIN)
+        while True:
+            ready = dict(watched.poll())
+            if woken in ready:
+                os.read(woken, 4096)
+                self._reap()
+            if self._control.fileno() in ready and not self._obey():
+                return
+
+    def kill_all(self) -> None:
+        """End every interpreter."""
+        for pid in self._ids:
+            _kill(pid)
+
+    def _obey(self) -> bool:
+        try:
+            packet, fds, _, _ = socket.recv_fds(self._control, _MAX_PACKET, 3)
+        except ConnectionError:
+            return False
+        if not packet:
+            return False
+        order = json.loads(packet)
+        if "kill" in order:
+            for pid in [pid for pid, known in self._ids.items() if known == order["kill"]]:
+                _kill(pid)
+            return True
+        self._spawn(order, fds)
+        for fd in fds:
+            os.close(fd)
+        return True
+
+    def _spawn(self, order: dict[str, Any], fds: list[int]) -> None:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._report({"error": str(error), "id": order["spawn"]})
+            return
+        if pid == 0:
+            _become(order, fds)
+        self._ids[pid] = order["spawn"]
+
+    def _reap(self) -> None:
+        while self._ids:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            self._report({"ended": self._ids.pop(pid), "status": status})
+
+    def _report(self, report: dict[str, Any]) -> None:
+        with suppress(OSError):  # the service is gone, which ends the loop by itself
+            self._control.send(json.dumps(report).encode())
+
+
+def _kill(pid: int) -> None:
+    # A child that has just been forked has no group of its own yet.
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _become(order: dict[str, Any], fds: list[int]) -> NoReturn:
+    """The child's whole life."""
+    status = 1
+    try:
+        server = os.getppid()
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _arrange(fds)
+        if os.getppid() == server:
+            if order["program"]:
+                os.execv(order["program"][0], order["program"])
+            work(order["rules"])
+            status = 0
+    except BaseException as error:
+        with suppress(OSError):
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(status)
+
+
+def _arrange(fds: list[int]) -> None:
+    """Input from nowhere, outputs and channel as 1, 2 and 3, and no other descriptor."""
+    channel, out, err = (os.dup(fd) for fd in fds)
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    # All copies are above 3: the control socket and the wakeup pipe were opened before.
+    for source, target in ((nowhere, 0), (out, 1), (err, 2), (channel, CHANNEL)):
+        os.dup2(source, target, inheritable=True)
+    os.closerange(CHANNEL + 1, 1 << 16)
+
+
+def main(control_fd: int) -> None:
+    """The fork server's whole life."""
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    server = ForkServer(socket.socket(fileno=control_fd))
+    try:
+        server.run()
+    finally:
+        server.kill_all()

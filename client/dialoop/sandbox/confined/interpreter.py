@@ -1,0 +1,96 @@
+"""The interpreter inside: reads code, runs it in one namespace, says whether it succeeded.
+
+A request is a nonce of 16 bytes and the code; the answer is the nonce and one byte. What the code
+prints goes to descriptors 1 and 2, which are files that the other side reads.
+"""
+
+from __future__ import annotations
+
+import io
+import linecache
+import os
+import sys
+import traceback
+from types import ModuleType
+from typing import Any
+
+from .frames import read_frame, write_frame
+
+CHANNEL = 3
+NONCE_BYTES = 16
+FAILED, SUCCEEDED, TRUNCATED = 0, 1, 2
+_NAME = "<code>"
+
+
+class _Capped(io.RawIOBase):
+    """A descriptor that swallows what exceeds its limit."""
+
+    def __init__(self, fd: int, limit: int) -> None:
+        self._fd, self._left = fd, limit
+        self.truncated = False
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def write(self, content: Any) -> int:
+        data = bytes(content)
+        if len(data) > self._left:
+            self.truncated = True
+        kept = data[: self._left]
+        self._left -= len(kept)
+        try:
+            while kept:
+                kept = kept[os.write(self._fd, kept) :]
+        except OSError:  # the code wrote to the descriptor itself, and it is full
+            self.truncated = True
+        return len(data)
+
+
+def serve(max_output_bytes: int) -> None:
+    """Answer requests until the channel closes."""
+    main = ModuleType("__main__")
+    sys.modules["__main__"] = main
+    write_frame(CHANNEL, bytes(NONCE_BYTES) + bytes([SUCCEEDED]))
+    while True:
+        request = read_frame(CHANNEL)
+        if request is None:
+            return
+        nonce, code = request[:NONCE_BYTES], request[NONCE_BYTES:].decode("utf-8", "replace")
+        status = _run(code, main.__dict__, max_output_bytes)
+        write_frame(CHANNEL, nonce + bytes([status]))
+
+
+def _run(code: str, namespace: dict[str, Any], limit: int) -> int:
+    raw = [_Capped(1, limit), _Capped(2, limit)]
+    out, err = (_text(stream) for stream in raw)
+    sys.stdout, sys.stderr = out, err
+    status = SUCCEEDED if _executed(code, namespace, err) else FAILED
+    for stream in (out, err):
+        if not stream.closed:
+            stream.flush()
+    return status | (TRUNCATED if any(stream.truncated for stream in raw) else 0)
+
+
+def _text(stream: _Capped) -> io.TextIOWrapper:
+    buffered = io.BufferedWriter(stream, 8192)
+    return io.TextIOWrapper(buffered, "utf-8", "backslashreplace", write_through=True)
+
+
+def _executed(code: str, namespace: dict[str, Any], err: io.TextIOWrapper) -> bool:
+    linecache.cache[_NAME] = (len(code), None, code.splitlines(keepends=True), _NAME)
+    try:
+        exec(compile(code, _NAME, "exec", dont_inherit=True), namespace)
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0) and not isinstance(leaving.code, int):
+            err.write(f"{leaving.code}\n")
+        return leaving.code in (None, 0)
+    except BaseException as error:  # KeyboardInterrupt too: it is the code's own doing
+        own = error.__traceback__.tb_next if error.__traceback__ else None
+        text = "".join(traceback.format_exception(type(error), error, own))
+        if not err.closed:
+            err.write(text)
+        return False
+    return True

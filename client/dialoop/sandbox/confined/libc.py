@@ -1,0 +1,28 @@
+"""The four system calls Python has no function for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+PR_SET_PDEATHSIG = 1
+PR_SET_SECCOMP = 22
+PR_SET_NO_NEW_PRIVS = 38
+
+
+def syscall(number: int, *arguments: object) -> int:
+    """The call's result; OSError when it is refused."""
+    result = int(_LIBC.syscall(ctypes.c_long(number), *arguments))
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+
+
+def prctl(option: int, argument: int, pointer: object = None) -> None:
+    """Set one property of this process; OSError when it is refused."""
+    more = ctypes.c_ulong(0) if pointer is None else pointer
+    zero = ctypes.c_ulong(0)
+    if _LIBC.prctl(ctypes.c_int(option), ctypes.c_ulong(argument), more, zero, zero) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

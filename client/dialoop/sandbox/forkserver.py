@@ -1,0 +1,154 @@
+"""The service's side of the fork server: start it, ask it for interpreters, have them killed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import socket
+import subprocess
+import weakref
+from contextlib import suppress
+from typing import Any
+
+from dialoop.errors import Unavailable
+from dialoop.sandbox.programs import forkserver_program
+
+_LOG = logging.getLogger(__name__)
+_MAX_PACKET = 1 << 16
+_STOP_S = 2.0
+
+
+class ForkServer:
+    """One process that forks interpreters; belongs to the event loop it was made on.
+
+    It dies, and all it started with it, when this object goes, or this process, however that comes.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        with theirs:
+            process = _start(theirs)
+        self._control = ours
+        self._ids = itertools.count(1)
+        self._ended: dict[int, asyncio.Future[int]] = {}
+        self._stop = weakref.finalize(self, _stop, self._loop, ours, process)
+        self._pid = process.pid
+        # Weakly: a reader that held this object would keep it, and the process, for ever.
+        self._loop.add_reader(ours, _read_weakly, weakref.ref(self))
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be asked for interpreters."""
+        return self._stop.alive and not self._loop.is_closed()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop it belongs to."""
+        return self._loop
+
+    async def spawn(
+        self, rules: dict[str, Any], program: list[str] | None, fds: tuple[int, int, int]
+    ) -> tuple[int, asyncio.Future[int]]:
+        """Start an interpreter on (channel, stdout, stderr): its id, and how it will have ended.
+
+        The future's value is that of waitpid, -1 when it is unknown. Unavailable (SANDBOX_FAILED)
+        when there is nobody to start it.
+        """
+        number, ended = next(self._ids), self._loop.create_future()
+        packet = json.dumps({"spawn": number, "rules": rules, "program": program}).encode()
+        self._ended[number] = ended
+        try:
+            await self._send(packet, list(fds))
+        except BaseException:
+            self._ended.pop(number, None)
+            raise
+        return number, ended
+
+    def kill(self, number: int) -> None:
+        """Kill it; to be called on any thread, at any time."""
+        with suppress(OSError):  # gone already, or the packet waits: the socket's end kills it too
+            self._control.send(json.dumps({"kill": number}).encode())
+
+    def close(self) -> None:
+        """End it and everything it started."""
+        self._stop()
+        for future in self._ended.values():
+            if not future.done() and not self._loop.is_closed():
+                future.set_result(-1)
+        self._ended.clear()
+
+    async def _send(self, packet: bytes, fds: list[int]) -> None:
+        while True:
+            try:
+                socket.send_fds(self._control, [packet], fds)
+                return
+            except BlockingIOError:
+                await asyncio.sleep(0.001)
+            except OSError as error:
+                self.close()
+                raise Unavailable(
+                    "The sandbox's fork server is gone.",
+                    reason="SANDBOX_FAILED",
+                    remedy="Try again: the next call starts another.",
+                ) from error
+
+    def read_reports(self) -> None:
+        """Take what the fork server reports; called when there is something."""
+        while True:
+            try:
+                packet = self._control.recv(_MAX_PACKET)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet = b""
+            if not packet:
+                _LOG.warning("the sandbox's fork server has ended")
+                self.close()
+                return
+            self._take(json.loads(packet))
+
+    def _take(self, report: dict[str, Any]) -> None:
+        if "error" in report:
+            _LOG.error("the sandbox's fork server cannot fork: %s", report["error"])
+        future = self._ended.pop(report.get("ended", report.get("id", 0)), None)
+        if future is not None and not future.done():
+            future.set_result(report.get("status", -1))
+
+
+def _start(theirs: socket.socket) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        forkserver_program(theirs.fileno()),
+        env={},
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        pass_fds=(theirs.fileno(),),
+        start_new_session=True,
+    )
+
+
+def _read_weakly(server: weakref.ref[ForkServer]) -> None:
+    alive = server()
+    if alive is not None:
+        alive.read_reports()
+
+
+def _stop(
+    loop: asyncio.AbstractEventLoop, control: socket.socket, process: subprocess.Popen[bytes]
+) -> None:
+    if not loop.is_closed():
+        loop.remove_reader(control)
+    control.close()
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,114 @@
+r"""A sandbox for code that a model wrote.
+
+sandbox = Sandbox()                                       # the best level that this machine has
+done = await sandbox.run("print(6 * 7)", timeout_s=5)     # a fresh interpreter for each call
+done.stdout                                               # "42\n"
+session = sandbox.interpreter()                           # one that remembers
+await session.run("x = 6", timeout_s=5)
+await session.run("print(x * 7)", timeout_s=5)
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from dialoop.errors import InvalidConfig
+from dialoop.sandbox.execution import Execution
+from dialoop.sandbox.isolation import AUTO, Isolation, Level, effective_isolation
+from dialoop.sandbox.limits import Limits
+from dialoop.sandbox.persistent import PersistentInterpreter, noted, require_positive
+from dialoop.sandbox.pool import Pool, PoolSize
+from dialoop.sandbox.programs import bubblewrap, bubblewrap_program, rules_of
+
+
+class Sandbox:
+    """Runs Python without network, environment, processes or files of the host.
+
+    One process and one thread per interpreter, killed on timeout and with this process. The level
+    is settled when the sandbox is made; see `isolation`. For the use of one event loop at a time.
+    """
+
+    def __init__(  # noqa: PLR0913 - the options are the interface
+        self,
+        *,
+        level: str = AUTO,
+        limits: Limits | None = None,
+        max_running: int = 32,
+        max_interpreters: int = 256,
+        num_spares: int = 2,
+        max_wait_s: float = 30.0,
+        packages: tuple[str, ...] = (),
+    ) -> None:
+        """Make one; Unavailable (SANDBOX_LEVEL_MISSING) when the level is not to be had.
+
+        `packages` are folders to import from besides the standard library (site-packages, say).
+        """
+        if max_running < 1 or max_interpreters < 1 or num_spares < 0 or max_wait_s <= 0:
+            raise InvalidConfig(
+                "A limit of the sandbox is not positive.",
+                remedy="Set max_running, max_interpreters and max_wait_s above 0.",
+            )
+        self._make(effective_isolation(level), limits or Limits(), packages)
+        self._size = PoolSize(
+            max_running=max_running,
+            max_interpreters=max_interpreters,
+            num_spares=num_spares,
+            max_wait_s=max_wait_s,
+        )
+
+    def _make(self, isolation: Isolation, limits: Limits, packages: tuple[str, ...]) -> None:
+        self._isolation, self._limits = isolation, limits
+        self._rules = rules_of(isolation.level, limits, packages)
+        self._program: list[str] | None = None
+        if isolation.level is Level.BUBBLEWRAP:
+            self._program = bubblewrap_program(bubblewrap() or "", limits, self._rules)
+        self._pool: Pool | None = None
+
+    @property
+    def isolation(self) -> Isolation:
+        """The level in effect and what it denies."""
+        return self._isolation
+
+    @property
+    def limits(self) -> Limits:
+        """What one interpreter may use."""
+        return self._limits
+
+    async def start(self) -> None:
+        """Start the fork server now, so that the first call need not."""
+        async with self._current().running():
+            await (await self._current().worker()).close()
+
+    async def run(self, code: str, *, timeout_s: float = 10.0) -> Execution:
+        """Run code in an interpreter of its own, which ends with it.
+
+        Time spent waiting for a turn does not count towards `timeout_s`. CapacityExhausted when
+        none comes; Unavailable (SANDBOX_FAILED) when no interpreter can be started.
+        """
+        require_positive(timeout_s)
+        pool = self._current()
+        async with pool.running():
+            worker = await pool.worker()
+            try:
+                execution = await worker.execute(code, timeout_s)
+            finally:
+                await worker.close()
+        return noted(execution, self._limits)
+
+    def interpreter(self) -> PersistentInterpreter:
+        """An interpreter that remembers; it starts with its first code and ends when dropped."""
+        return PersistentInterpreter(self._current, self._limits)
+
+    async def close(self) -> None:
+        """End every interpreter; the next call starts anew."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def _current(self) -> Pool:
+        pool, loop = self._pool, asyncio.get_running_loop()
+        if pool is None or pool.loop is not loop or not pool.is_alive:
+            if pool is not None:
+                pool.close()
+            pool = self._pool = Pool(self._rules, self._program, self._size)
+        return pool

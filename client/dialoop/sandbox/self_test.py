@@ -1,0 +1,151 @@
+"""The start-up self-test: code at a level really tries to break out, and the level must hold."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from dialoop.errors import DialoopError
+from dialoop.sandbox.isolation import Assessment, Level
+from dialoop.sandbox.limits import Limits
+from dialoop.sandbox.pool import Pool, PoolSize
+from dialoop.sandbox.programs import bubblewrap, bubblewrap_program, rules_of
+
+_TIMEOUT_S = 10.0
+# What the attempts below try, in the order in which the report names them.
+ATTEMPTS = (
+    "network",
+    "local sockets",
+    "processes",
+    "threads",
+    "programs",
+    "signals",
+    "environment",
+    "host files",
+    "writing outside",
+    "raising limits",
+)
+_SIZE = PoolSize(max_running=1, max_interpreters=1, num_spares=0, max_wait_s=_TIMEOUT_S)
+
+
+@functools.cache
+def assess(level: Level) -> Assessment:
+    """Whether this machine has the level; measured once per process, on a thread of its own."""
+    if not sys.platform.startswith("linux"):
+        return Assessment(level=level, missing="only Linux has it")
+    if level is Level.BUBBLEWRAP and bubblewrap() is None:
+        return Assessment(level=level, missing="there is no bwrap on PATH")
+    found: list[Assessment] = []
+    thread = threading.Thread(target=lambda: found.append(asyncio.run(_assess(level))))
+    thread.start()
+    thread.join()
+    return found[0] if found else Assessment(level=level, missing="the self-test failed")
+
+
+async def _assess(level: Level) -> Assessment:
+    folder = tempfile.mkdtemp(prefix="dialoop-self-test-")
+    try:
+        (Path(folder) / "secret").write_text("secret")
+        return await _attempt(level, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _attempt(level: Level, folder: str) -> Assessment:
+    rules = rules_of(level, Limits())
+    program = None
+    if level is Level.BUBBLEWRAP:
+        program = bubblewrap_program(bubblewrap() or "", Limits(), rules)
+    pool = Pool(rules, program, _SIZE)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        code = _CODE.format(
+            folder=folder,
+            port=listening.getsockname()[1],
+            parent=os.getpid(),
+            forkserver=pool.forkserver_pid,
+        )
+        try:
+            worker = await pool.worker()
+            execution = await worker.execute(code, _TIMEOUT_S)
+            await worker.close()
+        except DialoopError:
+            return Assessment(level=level, missing="an interpreter did not start, see the log")
+        finally:
+            pool.close()
+    return _judged(level, execution.succeeded, execution.stdout, folder)
+
+
+def _judged(level: Level, succeeded: bool, printed: str, folder: str) -> Assessment:
+    lines = printed.splitlines()
+    if not succeeded or not lines:
+        return Assessment(level=level, missing="code did not run to its end")
+    escaped = json.loads(lines[-1])
+    if len(list(Path(folder).iterdir())) > 1 and "writing outside" not in escaped:
+        escaped.append("writing outside")
+    if escaped:
+        return Assessment(level=level, missing=f"it does not deny {', '.join(escaped)}")
+    return Assessment(level=level, denies=ATTEMPTS)
+
+
+_CODE = """
+import ctypes, json, os, resource, socket, threading
+def network():
+    socket.create_connection(("127.0.0.1", {port}), 1)
+def local_sockets():
+    socket.socket(socket.AF_UNIX)
+def processes():
+    if os.fork() == 0:
+        os._exit(0)
+def threads():
+    threading.Thread(target=int).start()
+def programs():
+    os.execv("/bin/true", ["/bin/true"])
+def signals():
+    tried = []
+    for pid in ({parent}, {forkserver}, os.getppid()):
+        try:
+            os.kill(pid, 0)
+            tried.append(pid)
+        except OSError:
+            pass
+    if not tried:
+        raise OSError
+def environment():
+    if not set(os.environ) - {{"LC_CTYPE", "PWD"}}:
+        raise OSError
+def host_files():
+    for path in ("/etc/passwd", "{folder}/secret", "/proc/self/environ"):
+        try:
+            open(path).close()
+            return
+        except OSError:
+            pass
+    raise OSError
+def writing_outside():
+    for path in ("{folder}/written", "/dialoop-written", "/usr/lib/dialoop-written"):
+        try:
+            open(path, "w").close()
+            return
+        except OSError:
+            pass
+    raise OSError
+def raising_limits():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1 << 20, 1 << 20))
+escaped = []
+for attempt in (network, local_sockets, processes, threads, signals, environment, host_files,
+                writing_outside, raising_limits, programs):
+    try:
+        attempt()
+        escaped.append(attempt.__name__.replace("_", " "))
+    except (OSError, ValueError, RuntimeError):
+        pass
+print(json.dumps(escaped))
+"""

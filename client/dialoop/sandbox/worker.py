@@ -1,0 +1,210 @@
+"""One confined interpreter as the service sees it: a channel, two output files, a way to kill it.
+
+Outputs are memory files and not pipes: a flood costs the service nothing, since it reads at most
+the limit, once, and what was printed before a timeout can still be read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import secrets
+import signal
+import socket
+import struct
+import time
+import weakref
+from typing import Any
+
+from dialoop.errors import Unavailable
+from dialoop.sandbox.confined.interpreter import FAILED, NONCE_BYTES, SUCCEEDED, TRUNCATED
+from dialoop.sandbox.execution import Execution
+from dialoop.sandbox.forkserver import ForkServer
+
+_LOG = logging.getLogger(__name__)
+_LENGTH = struct.Struct("!I")
+_ANSWER_BYTES = _LENGTH.size + NONCE_BYTES + 1
+_READY_NONCE = bytes(NONCE_BYTES)
+_START_S = 20.0
+_END_S, _OWN_END_S = 5.0, 0.05
+_GONE = "The interpreter has closed its channel."
+_STATUSES = (FAILED, SUCCEEDED, FAILED | TRUNCATED, SUCCEEDED | TRUNCATED)
+
+
+class BrokenChannel(Exception):
+    """The interpreter is gone, or what it sent is no answer to what it was asked."""
+
+
+class Worker:
+    """An interpreter that is ready; one `execute` at a time. Make one with `start_worker`."""
+
+    def __init__(self, server: ForkServer, max_output_bytes: int) -> None:
+        self._server = server
+        self._max_output_bytes = max_output_bytes
+        self._channel, self._theirs = socket.socketpair()
+        self._channel.setblocking(False)
+        self._outputs = (_memory_file("stdout"), _memory_file("stderr"))
+        self._number = 0
+        self._ended: asyncio.Future[int] | None = None
+        self._release = weakref.finalize(self, _release, self._channel, self._outputs)
+
+    async def start(self, rules: dict[str, Any], program: list[str] | None) -> None:
+        """Start it and wait until it has given up everything and is ready."""
+        try:
+            with self._theirs:
+                fds = (self._theirs.fileno(), *self._outputs)
+                self._number, self._ended = await self._server.spawn(rules, program, fds)
+            # Not before it has a number: an object that never started has nothing to kill.
+            self._kill = weakref.finalize(self, self._server.kill, self._number)
+            async with asyncio.timeout(_START_S):
+                await self._answer(_READY_NONCE)
+        except (BrokenChannel, TimeoutError) as error:
+            why = self._read(1)[0].strip() or f"no answer in {_START_S:g} s"
+            await self.close()
+            _LOG.error("an interpreter of the sandbox did not start: %s", why)
+            raise Unavailable(
+                "An interpreter of the sandbox did not start; the log says why.",
+                reason="SANDBOX_FAILED",
+                remedy="Look at the service's log; free memory or processes, then try again.",
+            ) from error
+        except BaseException:
+            await self.close()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be given code."""
+        return self._release.alive and self._ended is not None and not self._ended.done()
+
+    async def execute(self, code: str, timeout_s: float) -> Execution:
+        """Run the code; where it broke something or was cut off, the interpreter is killed."""
+        started = time.perf_counter()
+        status, why, timed_out = FAILED, "", False
+        try:
+            async with asyncio.timeout(timeout_s):
+                status = await self._exchange(code)
+        except TimeoutError:
+            why, timed_out = f"Timed out after {timeout_s:g} s.", True
+        except BrokenChannel as error:
+            why = await self._how_it_ended(str(error))
+        except BaseException:  # cancelled: what it does now concerns nobody any more
+            await self.close()
+            raise
+        if why:
+            await self._end()
+        (out, out_is_cut), (err, err_is_cut) = self._read(0), self._read(1)
+        if why:
+            err = f"{err}\n{why}\n" if err and not err.endswith("\n") else f"{err}{why}\n"
+            await self.close()
+        return Execution(
+            stdout=out,
+            stderr=err,
+            succeeded=bool(status & SUCCEEDED) and not why,
+            duration_s=time.perf_counter() - started,
+            timed_out=timed_out,
+            truncated=bool(status & TRUNCATED) or out_is_cut or err_is_cut,
+            ended=bool(why),
+        )
+
+    async def close(self) -> None:
+        """Kill it, wait until it is gone, and free its files; may be called again."""
+        if self._release.alive:
+            try:
+                await self._end()
+            finally:
+                self._release()
+
+    async def _end(self) -> None:
+        if self._ended is None:
+            return
+        if not self._ended.done():
+            self._server.kill(self._number)
+            # Shielded, since it is the fork server's; bounded, since a process in the kernel's
+            # hands may take its time to go.
+            await asyncio.wait([self._ended], timeout=_END_S)
+        self._kill.detach()
+
+    async def _exchange(self, code: str) -> int:
+        """Send code, take the answer; BrokenChannel when that is no answer."""
+        loop = asyncio.get_running_loop()
+        if self._has_unasked_bytes():
+            raise BrokenChannel("The code sent what nobody had asked for.")
+        for fd in self._outputs:
+            os.ftruncate(fd, 0)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        content = nonce + code.encode("utf-8", "replace")
+        try:
+            await loop.sock_sendall(self._channel, _LENGTH.pack(len(content)) + content)
+        except OSError as error:
+            raise BrokenChannel(_GONE) from error
+        return await self._answer(nonce)
+
+    async def _answer(self, nonce: bytes) -> int:
+        loop = asyncio.get_running_loop()
+        answer = b""
+        while len(answer) < _ANSWER_BYTES:
+            try:
+                part = await loop.sock_recv(self._channel, _ANSWER_BYTES - len(answer))
+            except OSError as error:
+                raise BrokenChannel(_GONE) from error
+            if not part:
+                raise BrokenChannel(_GONE)
+            answer += part
+        head, status = answer[:-1], answer[-1]
+        if head != _LENGTH.pack(NONCE_BYTES + 1) + nonce or status not in _STATUSES:
+            raise BrokenChannel("The code answered in the interpreter's place.")
+        return status
+
+    def _has_unasked_bytes(self) -> bool:
+        try:
+            return bool(self._channel.recv(1))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise BrokenChannel(_GONE) from error
+
+    async def _how_it_ended(self, why: str) -> str:
+        """`why`, or the signal or status with which it went by itself."""
+        if self._ended is None:
+            return why
+        await asyncio.wait([self._ended], timeout=_OWN_END_S)
+        if not self._ended.done() or self._ended.result() < 0:
+            return why
+        code = os.waitstatus_to_exitcode(self._ended.result())
+        # bwrap reports the signal that ended its child as a shell does.
+        number = -code if code < 0 else code - 128 if code > 128 else 0
+        if number == 0:
+            return f"The interpreter exited with status {code}."
+        name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
+        limits = " (a limit on memory or processor time)" if number == signal.SIGKILL else ""
+        return f"The interpreter was killed by {name}{limits}."
+
+    def _read(self, index: int) -> tuple[str, bool]:
+        """What was printed, and whether some of it was cut off."""
+        fd, limit = self._outputs[index], self._max_output_bytes
+        text = os.pread(fd, limit, 0).decode("utf-8", "replace")
+        return text, os.fstat(fd).st_size > limit
+
+
+async def start_worker(
+    server: ForkServer, rules: dict[str, Any], program: list[str] | None
+) -> Worker:
+    """A new interpreter that is ready; Unavailable (SANDBOX_FAILED) when none can be started."""
+    worker = Worker(server, rules["max_output_bytes"])
+    await worker.start(rules, program)
+    return worker
+
+
+def _memory_file(name: str) -> int:
+    fd = os.memfd_create(name)
+    # Appending, so that emptying the file between two calls moves the writer back too.
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+    return fd
+
+
+def _release(channel: socket.socket, outputs: tuple[int, ...]) -> None:
+    channel.close()
+    for fd in outputs:
+        os.close(fd)
