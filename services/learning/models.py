@@ -58,6 +58,17 @@ class PolicyModel(nn.Module):
             chunk_rows=self.chunk_rows,
         )
 
+    def hidden_matrices(self) -> list[nn.Parameter]:
+        """The weights between embedding and head that are matrices: what Muon is made for."""
+        outer = {
+            id(module.weight)
+            for module in (
+                self.causal_lm.get_input_embeddings(),
+                self.causal_lm.get_output_embeddings(),
+            )
+        }
+        return [p for p in self.parameters() if p.ndim == 2 and id(p) not in outer]
+
     def save(self, directory: Path) -> None:
         """Write config.json and model.safetensors, as transformers and vLLM load them."""
         self.causal_lm.save_pretrained(directory)

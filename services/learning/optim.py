@@ -1,4 +1,4 @@
-"""AdamW with warm-up and decay, gradient clipping, and no step on numbers that are not finite."""
+"""AdamW or Muon with a schedule, gradient clipping, and no step on what is not finite."""
 
 from __future__ import annotations
 
@@ -7,22 +7,27 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from dialoop.errors import InvalidConfig
 from torch.nn.utils import clip_grad_norm_
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from torch import nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW and its schedule.
+    """The optimiser and its schedule.
 
-    Linear warm-up over `warmup_steps` to `learning_rate`, then (schedule "linear" or "cosine") down
-    to `final_share` of it at `total_steps`. Without total_steps the rate stays.
+    name: AdamW (arXiv 1711.05101), or Muon (Jordan et al., 2024) for the matrices between embedding
+    and head with AdamW for the rest. Muon's updates are scaled to AdamW's size (arXiv 2502.16982),
+    so both take one learning rate. Linear warm-up over `warmup_steps` to `learning_rate`, then
+    (schedule "linear" or "cosine") down to `final_share` of it at `total_steps`. Without
+    total_steps the rate stays.
     """
 
+    name: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -56,21 +61,22 @@ class StepReport:
 
 
 class GuardedOptimizer:
-    """AdamW that clips, follows the schedule, and refuses a step that is not finite.
+    """An optimiser that clips, follows the schedule, and refuses a step that is not finite.
 
-    num_steps counts applied updates (the schedule follows it), num_refused the others.
+    `matrices` are the parameters Muon takes where it is asked for. num_steps counts applied updates
+    (the schedule follows it), num_refused the others.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        settings: OptimizerSettings,
+        *,
+        matrices: Iterable[nn.Parameter] = (),
+    ) -> None:
         self.settings = settings
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            self.parameters,
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-        )
+        self._optimizers = list(_optimizers(self.parameters, list(matrices), settings))
         self.num_steps = 0
         self.num_refused = 0
 
@@ -83,26 +89,36 @@ class GuardedOptimizer:
         rate = self.settings.learning_rate_at(self.num_steps)
         applied = math.isfinite(grad_norm) and math.isfinite(loss)
         if applied:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
+            for optimizer in self._optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                optimizer.step()
             self.num_steps += 1
         else:
             self.num_refused += 1
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.parameters:
+            parameter.grad = None
         return StepReport(applied=applied, grad_norm=grad_norm, learning_rate=rate)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "num_steps": self.num_steps,
             "num_refused": self.num_refused,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Continue from a checkpoint; InvalidConfig when it is of another optimiser."""
+        states = state["optimizers"]
+        if len(states) != len(self._optimizers):
+            raise InvalidConfig(
+                f"The checkpoint is not of the optimiser {self.settings.name}.",
+                reason="OPTIMIZER_MISMATCH",
+                remedy="Resume with the optimiser the run was started with.",
+            )
+        for optimizer, saved in zip(self._optimizers, states, strict=True):
+            optimizer.load_state_dict(saved)
         self.num_steps = int(state["num_steps"])
         self.num_refused = int(state["num_refused"])
 
@@ -110,3 +126,25 @@ class GuardedOptimizer:
         norm: Any = clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
         # Under FSDP2 the norm is a DTensor that still has to be summed over the ranks.
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def _optimizers(
+    parameters: list[nn.Parameter], matrices: list[nn.Parameter], settings: OptimizerSettings
+) -> Iterator[torch.optim.Optimizer]:
+    chosen = {id(matrix) for matrix in matrices} if settings.name == "muon" else set()
+    rest = [p for p in parameters if id(p) not in chosen]
+    if rest:
+        yield torch.optim.AdamW(
+            rest,
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+    if chosen:
+        yield torch.optim.Muon(
+            [p for p in parameters if id(p) in chosen],
+            lr=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )

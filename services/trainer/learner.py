@@ -74,19 +74,16 @@ class Learner:
         self._warm_start_optimizer = GuardedOptimizer(
             parameters,
             OptimizerSettings(
+                name=settings.optimizer,
                 learning_rate=settings.warm_start_learning_rate,
                 max_grad_norm=settings.max_grad_norm,
                 warmup_steps=settings.warm_start_warmup_steps,
                 total_steps=max(1, settings.warm_start_steps),
             ),
+            matrices=self._policy.hidden_matrices(),
         )
         self._optimizer = GuardedOptimizer(
-            parameters,
-            OptimizerSettings(
-                learning_rate=settings.learning_rate,
-                weight_decay=settings.weight_decay,
-                max_grad_norm=settings.max_grad_norm,
-            ),
+            parameters, optimizer_of(settings), matrices=self._policy.hidden_matrices()
         )
 
     @property
@@ -250,4 +247,18 @@ def objective_of(settings: TrainerSettings) -> Objective:
         kl_to=asked.kl_to,
         entropy_coeff=asked.entropy_coeff,
         correction=correction,
+    )
+
+
+def optimizer_of(settings: TrainerSettings) -> OptimizerSettings:
+    """RL's optimiser and schedule, which counts the updates of all train steps."""
+    updates = settings.num_train_steps * settings.num_minibatches * settings.objective.num_epochs
+    return OptimizerSettings(
+        name=settings.optimizer,
+        learning_rate=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        warmup_steps=settings.num_warmup_updates,
+        total_steps=None if settings.schedule == "constant" else max(1, updates),
+        schedule="cosine" if settings.schedule == "cosine" else "linear",
     )

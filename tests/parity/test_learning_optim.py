@@ -3,6 +3,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from dialoop.errors import InvalidConfig
 from torch import nn
 
 from services.learning.optim import GuardedOptimizer, OptimizerSettings
@@ -74,3 +75,25 @@ def test_restored_optimizer_continues_exactly() -> None:
         owner.step(1.0)
     assert torch.equal(weight, copy)
     assert restored.num_steps == 2
+
+
+def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
+    matrix = nn.Parameter(torch.zeros(4, 4))
+    vector = nn.Parameter(torch.zeros(4))
+    settings = OptimizerSettings(name="muon", learning_rate=0.1, max_grad_norm=1e9)
+    optimizer = GuardedOptimizer([matrix, vector], settings, matrices=[matrix])
+    matrix.grad, vector.grad = torch.diag(torch.tensor([1.0, 2.0, 3.0, 4.0])), torch.ones(4)
+    optimizer.step(1.0)
+    # Newton-Schulz makes all singular values about 1: the update is near a multiple of -I, of the
+    # size 0.2 sqrt(max(4, 4)) times the rate that AdamW's updates have.
+    moved = -matrix.detach().diagonal() / (0.1 * 0.2 * math.sqrt(4))
+    assert bool(((moved > 0.6) & (moved < 1.3)).all())
+    assert vector.tolist() == pytest.approx([-0.1] * 4, abs=1e-5)
+
+
+def test_a_checkpoint_of_another_optimiser_is_refused() -> None:
+    matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    muon = GuardedOptimizer([matrix, vector], OptimizerSettings(name="muon"), matrices=[matrix])
+    with pytest.raises(InvalidConfig) as caught:
+        GuardedOptimizer([matrix, vector], OptimizerSettings()).load_state_dict(muon.state_dict())
+    assert caught.value.reason == "OPTIMIZER_MISMATCH"
