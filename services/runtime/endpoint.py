@@ -15,6 +15,7 @@ from services.runtime.answers import Answer, Format
 from services.runtime.bodies import CallerGone, read_body
 from services.runtime.errors import is_not_written, not_served, public_error
 from services.runtime.leaving import Caller, timeout_of
+from services.runtime.legacy import modern
 from services.runtime.problems import (
     FieldsRefused,
     UnsupportedMediaType,
@@ -127,6 +128,7 @@ class Endpoint:
                 remedy="Send application/json or application/x-protobuf.",
             )
         try:
+            body = modern(self._name, body)
             return decode(self._model.model_validate_json(body or b"{}"), self._kind)
         except ValidationError as error:
             raise fields_refused(error, where="body") from None

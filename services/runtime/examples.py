@@ -56,6 +56,17 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "EnvironmentService.BatchReset": {"items": [{"session_id": "s-1", **_RESET}]},
         "EnvironmentService.BatchStep": {"items": [{"session_id": "s-1", **_STEP}]},
+        "EnvironmentService.StepHistory": {
+            "environment": "arithmetic",
+            "task": {"split": "train", "task_key": "12+34"},
+            "history": {"prompt": _PROMPT, "response": {"messages": [_CALL]}},
+        },
+        "EnvironmentService.CreateGroup": {
+            "group_id": "g-1",
+            "environment": "arithmetic",
+            "num_sessions": 8,
+            "task": {"split": "train", "task_key": "12+34"},
+        },
         "EnvironmentService.Score": {"split": "train", "trajectory": _TRAJECTORY},
         "InferenceService.Generate": {
             "history": {"prompt": _PROMPT},
