@@ -254,10 +254,12 @@ def debug_table(
 def _flat(
     sequences: Sequence[TrajectoryData] | Sequence[RolloutOutput] | RolloutOutput,
 ) -> list[TrajectoryData]:
-    given = [sequences] if isinstance(sequences, RolloutOutput) else list(sequences)
     items: list[TrajectoryData] = []
-    for one in given:
-        items.extend(one.sequences() if isinstance(one, RolloutOutput) else [one])
+    for one in [sequences] if isinstance(sequences, RolloutOutput) else sequences:
+        if isinstance(one, RolloutOutput):
+            items.extend(one.sequences())
+        else:
+            items.append(one)
     if not items:
         raise InvalidInput(
             "There is no sequence to pack.", reason="EMPTY_BATCH", remedy="Give at least one."

@@ -19,7 +19,7 @@ import numpy as np
 from services.rl.advantages import AdvantageSettings, group_advantages, require_complete
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dialoop.sequences import Floats
     from dialoop.sequences import Sequence as TokenSequence
@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
 Aggregate = Literal["sum", "max", "mean"]
 
-_AGGREGATES = {"sum": sum, "max": max, "mean": statistics.fmean}
+_AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "sum": sum,
+    "max": max,
+    "mean": statistics.fmean,
+}
 
 
 def step_advantages(
