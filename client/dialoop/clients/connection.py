@@ -2,6 +2,12 @@
 
 async with Dialoop(environment="127.0.0.1:50051", inference="127.0.0.1:50052") as dialoop:
     trajectory = await dialoop.play(await dialoop.task("arithmetic", "35+40"))
+
+Without servers: an environment of this process and any policy; or, where dialoop-services is
+installed, every service in this process with `services.stack.in_process`.
+
+async with Dialoop(environment=arithmetic(), inference=ScriptedPolicy([...])) as dialoop: ...
+async with in_process() as dialoop: ...
 """
 
 from __future__ import annotations

@@ -1,0 +1,97 @@
+"""All services in one process: they play, score and train as those of processes do."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dialoop.clients.trainer import Phase
+from dialoop.environments import ArithmeticTasks, ExactResult, tool_environment
+from dialoop.errors import InvalidConfig, NotFound, PreconditionFailed
+from dialoop.trajectory import SamplingParams
+
+from services.stack.in_process import blocking_in_process, in_process
+
+TINY = {
+    "run": "tiny",
+    "inference": {"max_model_len": 128},
+    "collector": {"group_size": 2, "max_new_tokens": 8},
+    "warm_start": {"num_steps": 2, "batch_size": 4},
+    "train": {"num_steps": 1, "groups_per_train_step": 2, "pipeline_depth": 1},
+}
+
+
+def shout(text: str) -> str:
+    """Shouts."""
+    return text.upper()
+
+
+environment = tool_environment(
+    name="loud", tasks=ArithmeticTasks(), tools=[shout], rewards=[ExactResult()]
+)
+
+
+async def test_a_group_is_played_scored_and_weights_are_published() -> None:
+    async with in_process() as dialoop:
+        sampling = SamplingParams(max_new_tokens=4)
+        task = await dialoop.task("arithmetic", num_trajectories=2, sampling=sampling)
+        group = await dialoop.play_group(task)
+        assert [t.failures for t in group.trajectories] == [(), ()]
+        published = await dialoop.trainer.publish()
+        policy = await dialoop.inference.get_policy()
+        assert policy.policy_version == published.policy_version
+        scored = await dialoop.scorer.score(group)
+        assert scored.group_id == group.group_id
+        assert (await dialoop.replay.get_stats("mine")).store.startswith("memory")
+        with pytest.raises(NotFound) as caught:
+            await dialoop.task("nope")
+        assert caught.value.reason == "ENVIRONMENT_NOT_FOUND"
+
+
+async def test_training_runs_to_its_end_and_leaves_its_results(tmp_path: Path) -> None:
+    async with in_process(TINY, folder=tmp_path) as dialoop:
+        async with asyncio.timeout(90):
+            while (status := await dialoop.trainer.get_status()).phase is not Phase.DONE:
+                await asyncio.sleep(0.1)
+    assert status.num_train_steps == 1
+    assert (tmp_path / "tiny" / "trainer.json").is_file()
+    assert (tmp_path / "tiny" / "checkpoints" / "latest.json").is_file()
+
+
+def test_threads_without_an_event_loop_have_it_too() -> None:
+    section = {"use": f"{__name__}:environment", "name": "loud"}
+    with blocking_in_process({"environment": section}) as dialoop:
+        sampling = SamplingParams(max_new_tokens=4)
+        trajectory = dialoop.play(dialoop.task("loud", sampling=sampling))
+        assert trajectory.environment == "loud"
+        assert dialoop.trainer.get_status().num_parameters > 0
+    with pytest.raises(PreconditionFailed):
+        dialoop.trainer.get_status()
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"engine": "vllm"}, "engine"),
+        ({"store": "redis"}, "store"),
+        ({"trian": {}}, "trian"),
+        ({"model": {"directory": "/nowhere"}}, "no model directory"),
+    ],
+)
+async def test_a_config_that_cannot_be_is_refused(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidConfig, match=says):
+        await in_process(config).__aenter__()
+
+
+async def test_a_service_that_cannot_start_says_why(tmp_path: Path) -> None:
+    config = {"environment": {"use": "no.such.module:environment"}}
+    with pytest.raises(InvalidConfig, match=r"no\.such"):
+        await in_process(config, folder=tmp_path).__aenter__()
+
+
+async def test_what_the_caller_raises_comes_out_as_it_is() -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with in_process():
+            raise ZeroDivisionError
