@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from dialoop.chat import ChatHistory, History
+from dialoop.episode import UpdateMode
 from dialoop.errors import DialoopError
 from dialoop.sequences import ForkCause, Sequence
 from dialoop.trajectory import (
@@ -47,6 +48,7 @@ class _Tape:
     covered: int = 0
     environment_version: str = ""
     sample: Sample | None = None
+    update_modes: set[UpdateMode] = field(default_factory=set)
     outcome: Outcome | None = None
 
     @property
@@ -65,6 +67,13 @@ class _Tape:
             return self.outcome.done_reason
         return DoneReason.ERROR if self.is_lost else DoneReason.MAX_TURNS
 
+    @property
+    def labels(self) -> dict[str, str]:
+        """How loads treated its answers, where that was not by computing keys anew."""
+        modes = (UpdateMode.KEEP_KV, UpdateMode.WAIT)
+        found = next((mode for mode in modes if mode in self.update_modes), None)
+        return {"update_mode": found.name} if found else {}
+
     def opened(self, opening: Opening) -> None:
         """Keep what the environment begins with."""
         self.history = opening.history.require_prompt()
@@ -81,6 +90,7 @@ class _Tape:
         self.history = full
         self.covered = len(self.history)
         self.sample = sample
+        self.update_modes.add(sample.update_mode)
 
     def stepped(self, outcome: Outcome, step_s: float) -> None:
         """Keep what the environment answered."""
@@ -215,6 +225,7 @@ def _record(task: Task, tape: _Tape, *, group_id: str, sampling: SamplingParams)
         terminated=terminated,
         truncated=not terminated,  # by the environment, by max_turns or by a failure
         done_reason=tape.done_reason,
+        labels=tape.labels,
     )
 
 

@@ -79,9 +79,17 @@ def _figures(summary: Mapping[str, Any]) -> Table:
         "tokens/s": f"{summary['tokens_per_s_generated']:.0f} generated, "
         f"{summary['tokens_per_s_trained']:.0f} trained",
         "largest log-prob difference": f"{summary['max_logprob_difference']:.2g} after a publish, "
-        f"{summary['rescoring'].get('max_difference', float('nan')):.2g} re-scored",
+        f"{summary['rescoring'].get('max_difference', float('nan')):.2g} re-scored"
+        f"{_left_out(summary['rescoring'].get('num_inexact_trajectories', 0))}",
         "time": f"{summary['wall_s']:.0f} s, {summary['cpu_s']:.0f} CPU seconds",
     }
     for name, value in rows.items():
         table.add_row(Text(name, style="dim"), value)
     return table
+
+
+def _left_out(num_inexact: int) -> str:
+    """What re-scoring cannot speak of, if there is any."""
+    if not num_inexact:
+        return ""
+    return f" ({num_inexact} trajectories left out: keep_kv loads came while they were sampled)"

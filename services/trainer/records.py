@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
+from dialoop.episode import UpdateMode
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -111,6 +113,7 @@ def as_row(trajectory: Trajectory) -> dict[str, Any]:
         "done_reason": trajectory.done_reason.name,
         "num_tool_calls": trajectory.num_tool_calls,
         "temperature": trajectory.sampling.temperature,
+        "update_mode": trajectory.labels.get("update_mode", UpdateMode.RECOMPUTE.name),
         "messages": trajectory.history.to_chats(),
         "turns": [
             {

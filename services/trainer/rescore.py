@@ -1,7 +1,9 @@
 """Prove a run's log-probs: `python -m services.trainer.rescore RUN_DIR` prints one JSON line.
 
 Every stored token is scored again under the very policy version it was sampled with, by a full
-forward pass of the trainer's model, and compared with the log-prob the engine recorded.
+forward pass of the trainer's model, and compared with the log-prob the engine recorded. What was
+under way while weights were loaded with update mode keep_kv has no version that explains it: those
+trajectories are left out, and counted.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from dialoop.episode import UpdateMode
 from dialoop.errors import DataLost
 from numpy.typing import NDArray
 from safetensors.torch import load_file
@@ -35,23 +38,35 @@ class Sampled:
     logprobs: NDArray[np.float32]
 
 
-def sampled_by_version(
-    path: Path,
-) -> tuple[int, dict[tuple[str, float], list[Sampled]]]:
-    """Number of trajectories, and their sampled tokens by (version, temperature)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """The sampled tokens of a run, by (version, temperature)."""
+
+    num_trajectories: int
+    num_inexact_trajectories: int
+    sampled: dict[tuple[str, float], list[Sampled]]
+
+
+def sampled_by_version(path: Path) -> Stored:
+    """The sampled tokens of trajectories.jsonl that can be re-scored."""
     found: dict[tuple[str, float], list[Sampled]] = defaultdict(list)
-    num_trajectories = 0
+    num_trajectories = num_inexact = 0
     # By newlines alone: a policy samples every other line separator there is, too.
     with path.open(encoding="utf-8", newline="\n") as lines:
         for line in lines:
             row = json.loads(line)
+            if row.get("update_mode") == UpdateMode.KEEP_KV.name:
+                num_inexact += 1
+                continue
             num_trajectories += 1
             # A greedy sampler reports the log-probs of the untempered distribution.
             temperature = row["temperature"] or 1.0
             for sequence in row["sequences"]:
                 for version, sampled in _sampled(sequence):
                     found[version, temperature].append(sampled)
-    return num_trajectories, found
+    return Stored(
+        num_trajectories=num_trajectories, num_inexact_trajectories=num_inexact, sampled=found
+    )
 
 
 def _sampled(sequence: dict[str, Any]) -> Iterator[tuple[str, Sampled]]:
@@ -94,7 +109,8 @@ def _as_row(sampled: Sampled) -> TokenRow:
 
 def rescore(run_dir: Path, model_dir: Path) -> dict[str, float]:
     """Re-score all of `trajectories.jsonl`; DataLost when a version's weights are gone."""
-    num_trajectories, found = sampled_by_version(run_dir / "trajectories.jsonl")
+    stored = sampled_by_version(run_dir / "trajectories.jsonl")
+    found = stored.sampled
     policy = load_policy(model_dir)
     worst, num_tokens = 0.0, 0
     for (version, temperature), rows in sorted(found.items()):
@@ -110,7 +126,8 @@ def rescore(run_dir: Path, model_dir: Path) -> dict[str, float]:
         worst = max(worst, largest_difference(policy, rows, temperature))
         num_tokens += sum(len(sampled.positions) for sampled in rows)
     return {
-        "num_trajectories": num_trajectories,
+        "num_trajectories": stored.num_trajectories,
+        "num_inexact_trajectories": stored.num_inexact_trajectories,
         "num_tokens": num_tokens,
         "num_policy_versions": len({version for version, _ in found}),
         "max_difference": worst,

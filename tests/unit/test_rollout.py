@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from dialoop.chat import ChatHistory, History, Message, as_history
-from dialoop.episode import Opening, Outcome, Sample
+from dialoop.episode import Opening, Outcome, Sample, UpdateMode
 from dialoop.errors import InvalidHistory, NotFound, Unavailable
 from dialoop.rollout import play, play_group, seeded
 from dialoop.sequences import ForkCause, PolicyVersion, Source, sequence_of
@@ -28,8 +28,15 @@ BROKEN = Failure(owner=Owner.TOOL, reason="SANDBOX_DIED", message="")
 class Echo:
     """A policy of two tokens an answer; remembers what context it was sent."""
 
-    def __init__(self, *, fork_at: int = -1, stop_reason: StopReason = StopReason.STOP) -> None:
+    def __init__(
+        self,
+        *,
+        fork_at: int = -1,
+        stop_reason: StopReason = StopReason.STOP,
+        update_modes: tuple[UpdateMode, ...] = (UpdateMode.RECOMPUTE,) * 9,
+    ) -> None:
         self.fork_at = fork_at
+        self.update_modes = update_modes
         self.stop_reason = stop_reason
         self.contexts = []
         self.seeds = []
@@ -46,7 +53,14 @@ class Echo:
         if turn == self.fork_at:
             sequence = replace(sequence, fork_cause=ForkCause.TEMPLATE_REWRITES_PAST)
         answered = ChatHistory(prompt=history).respond(Message(role="assistant", content="hm"))
-        return (Sample(history=answered, sequence=sequence, stop_reason=self.stop_reason),)
+        return (
+            Sample(
+                history=answered,
+                sequence=sequence,
+                stop_reason=self.stop_reason,
+                update_mode=self.update_modes[turn],
+            ),
+        )
 
 
 class Script:
@@ -240,3 +254,17 @@ def test_full_that_is_not_prompt_and_response_is_refused():
     with pytest.raises(InvalidHistory) as caught:
         ChatHistory(prompt=prompt, response=response, full=prompt)
     assert caught.value.reason == "FULL_NOT_PROMPT_AND_RESPONSE"
+
+
+@pytest.mark.parametrize(
+    ("modes", "label"),
+    [
+        ((UpdateMode.RECOMPUTE, UpdateMode.RECOMPUTE), None),
+        ((UpdateMode.RECOMPUTE, UpdateMode.WAIT), "WAIT"),
+        ((UpdateMode.KEEP_KV, UpdateMode.WAIT), "KEEP_KV"),
+    ],
+)
+async def test_a_trajectory_says_how_loads_treated_its_answers(modes, label):
+    policy = Echo(update_modes=modes)
+    trajectory = await play(TASK, sessions=Script({}, DONE), policy=policy)
+    assert trajectory.labels.get("update_mode") == label

@@ -19,7 +19,7 @@ VERSION = PolicyVersion(lineage="main", number=3)
 SEPARATORS = "a\u2028b\x85c\x0bd"
 
 
-def trajectory(text: str) -> Trajectory:
+def trajectory(text: str, **labels: str) -> Trajectory:
     sampled = {"source": Source.MODEL, "policy_version": VERSION}
     row = sequence_of([([1, 2], {"source": Source.PROMPT}), ([3], sampled)], logprobs=[-0.5])
     return Trajectory(
@@ -33,12 +33,15 @@ def trajectory(text: str) -> Trajectory:
         turns=(),
         sequences=(row,),
         sampling=SamplingParams(),
+        labels=labels,
     )
 
 
-def write(run_dir: Path, text: str) -> None:
+def write(run_dir: Path, text: str, **labels: str) -> None:
     records = RunRecords(run_dir)
-    records.trajectories([trajectory(text)], outcome="trained", label="training", train_step=1)
+    records.trajectories(
+        [trajectory(text, **labels)], outcome="trained", label="training", train_step=1
+    )
     records.metric("train", train_step=1, policy_version=VERSION, reward=1.0)
     records.close()
 
@@ -62,11 +65,19 @@ def test_a_first_line_cut_short_leaves_an_empty_file(tmp_path: Path) -> None:
 
 def test_a_sampled_line_separator_does_not_end_a_row(tmp_path: Path) -> None:
     write(tmp_path, SEPARATORS)
-    num_trajectories, found = sampled_by_version(tmp_path / "trajectories.jsonl")
-    assert num_trajectories == 1
-    ((key, (sampled,)),) = found.items()
+    stored = sampled_by_version(tmp_path / "trajectories.jsonl")
+    assert stored.num_trajectories == 1
+    ((key, (sampled,)),) = stored.sampled.items()
     assert key == ("main-3", 1.0)
     assert np.array_equal(sampled.logprobs, np.array([-0.5], dtype=np.float32))
+
+
+def test_what_kept_its_keys_through_a_load_is_not_rescored_and_counted(tmp_path: Path) -> None:
+    for labels in ({}, {"update_mode": "KEEP_KV"}, {"update_mode": "WAIT"}):
+        write(tmp_path, "7", **labels)
+    stored = sampled_by_version(tmp_path / "trajectories.jsonl")
+    assert (stored.num_trajectories, stored.num_inexact_trajectories) == (2, 1)
+    assert len(stored.sampled["main-3", 1.0]) == 2
 
 
 def test_a_demonstration_may_hold_any_line_separator(tmp_path: Path) -> None:
