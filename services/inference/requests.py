@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidHistory, InvalidInput
 from dialoop.wire import (
@@ -14,6 +15,7 @@ from dialoop.wire import (
     tool_from_proto,
 )
 
+from services.inference.adapters import Probe
 from services.inference.publications import Manifest
 from services.inference.rendering import Ask
 
@@ -121,6 +123,16 @@ def manifest_of(request: pb.LoadWeightsRequest | None) -> Manifest:
         num_bytes=proto.num_bytes,
         path=proto.path,
         update_mode=mode,
+        adapter=proto.adapter,
+        adapter_config_json=proto.adapter_config_json,
+        probes=tuple(
+            Probe(
+                token_ids=tuple(probe.token_ids.values),
+                logprobs=np.array(probe.logprobs.values, dtype=np.float32),
+            )
+            for probe in proto.probes
+        ),
+        max_logprob_difference=proto.max_logprob_difference,
     )
 
 

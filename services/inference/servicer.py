@@ -28,6 +28,8 @@ from services.inference.answers import (
     update_mode_of,
     warnings_of,
 )
+from services.inference.recordings import RecordingBook, RecordingLimits
+from services.inference.recordings_rpcs import RecordingRpcs
 from services.inference.rendering import Ask
 from services.inference.requests import (
     ask_of,
@@ -51,12 +53,19 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class InferenceServicer(rpc.InferenceServiceServicer):
+class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
     """Samples, log-probs and weights of one replica."""
 
     def __init__(
-        self, replica: Replica, renderer: Renderer, *, num_parameters: int, max_new_tokens: int
+        self,
+        replica: Replica,
+        renderer: Renderer,
+        *,
+        num_parameters: int,
+        max_new_tokens: int,
+        book: RecordingBook | None = None,
     ) -> None:
+        super().__init__(book or RecordingBook(RecordingLimits()), renderer)
         self._replica = replica
         self._renderer = renderer
         self._num_parameters = num_parameters
@@ -82,7 +91,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
 
     async def LogProb(self, request: pb.LogProbRequest, context: Context) -> pb.LogProbResponse:
         rows, sequences = self._rows(request)
-        scored = await self._replica.logprobs(rows)
+        scored = await self._replica.logprobs(rows, adapter=request.adapter)
         return pb.LogProbResponse(
             logprobs=[scored_to_proto(one) for one in scored],
             policy_version=policy_version_to_proto(scored[0].policy_version),
@@ -155,6 +164,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             stop=self._renderer.stop_tokens(sampling.stop),
             num_samples=num_samples_of(request),
             on_tokens=None if pieces is None else pieces.put_nowait,
+            adapter=request.adapter,
         )
         return pb.GenerateResponse(
             samples=[sample_to_proto(self._renderer.sample(prompt, one)) for one in sampled],

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.channel import Rpc
@@ -13,22 +12,27 @@ from dialoop.clients.inference_messages import (
     samples_from_proto,
     token_ids_to_proto,
 )
+from dialoop.clients.weights import LoadedWeights as LoadedWeights
+from dialoop.clients.weights import Probe as Probe
+from dialoop.clients.weights import WeightsManifest as WeightsManifest
+from dialoop.clients.weights import weights_requests
+from dialoop.errors import InvalidInput
 from dialoop.v1 import chat_pb2
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.v1 import template_service_pb2 as template_pb
 from dialoop.wire import (
     history_to_proto,
     policy_version_from_proto,
-    policy_version_to_proto,
     sequence_from_proto,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping
+    from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
 
     from dialoop.chat import History, ToolDefinition
     from dialoop.clients.channel import Channel
-    from dialoop.episode import Sample, UpdateMode
+    from dialoop.clients.weights import TransferStep
+    from dialoop.episode import Sample
     from dialoop.sequences import Floats, PolicyVersion, Sequence
     from dialoop.trajectory import SamplingParams
 
@@ -71,30 +75,8 @@ class PolicyStatus:
     num_sampled_tokens: int
     num_requests_running: int
     num_parameters: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsManifest:
-    """What is published: version, sha256 (hex) and size of the safetensors bytes.
-
-    `path` names a file under the server's weights root; empty when chunks follow. `update_mode` is
-    what becomes of answers under way; None leaves it to the replica.
-    """
-
-    policy_version: PolicyVersion
-    sha256: str
-    num_bytes: int
-    path: str = ""
-    update_mode: UpdateMode | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedWeights:
-    """A load that succeeded, and how long generation stood still for it."""
-
-    policy_version: PolicyVersion
-    pause_s: float
-    load_s: float
+    adapters: dict[str, PolicyVersion] = field(default_factory=dict)
+    data_planes: tuple[str, ...] = ()
 
 
 def _rpc(name: str, request: type[Any], answer: type[Any], **options: Any) -> Rpc[Any, Any]:
@@ -109,6 +91,9 @@ GENERATE_STREAM = _rpc("GenerateStream", pb.GenerateStreamRequest, pb.GenerateSt
 LOG_PROB = _rpc("LogProb", pb.LogProbRequest, pb.LogProbResponse, is_retried=True, deadline_s=600.0)
 GET_POLICY = _rpc("GetPolicy", pb.GetPolicyRequest, pb.GetPolicyResponse, is_retried=True)
 LOAD_WEIGHTS = _rpc("LoadWeights", pb.LoadWeightsRequest, pb.LoadWeightsResponse, deadline_s=600.0)
+UNLOAD_ADAPTER = _rpc(
+    "UnloadAdapter", pb.UnloadAdapterRequest, pb.UnloadAdapterResponse, is_retried=True
+)
 PAUSE = _rpc("Pause", pb.PauseRequest, pb.PauseResponse, is_retried=True)
 RESUME = _rpc("Resume", pb.ResumeRequest, pb.ResumeResponse, is_retried=True)
 LIST_TEMPLATES: Rpc[Any, Any] = Rpc(
@@ -266,6 +251,11 @@ class InferenceClient:
             num_sampled_tokens=answer.num_sampled_tokens,
             num_requests_running=answer.num_requests_running,
             num_parameters=answer.num_parameters,
+            adapters={
+                adapter.name: policy_version_from_proto(adapter.policy_version)
+                for adapter in answer.adapters
+            },
+            data_planes=tuple(answer.data_planes),
         )
 
     async def load_weights(
@@ -276,13 +266,42 @@ class InferenceClient:
         deadline_s: float | None = None,
     ) -> LoadedWeights:
         """Load a published policy: from `manifest.path`, or from chunks when that is empty."""
-        requests = _weights_requests(manifest, chunks)
+        requests = weights_requests(manifest, chunks)
         answer = await self._channel.upload(LOAD_WEIGHTS, requests, deadline_s=deadline_s)
-        return LoadedWeights(
-            policy_version=policy_version_from_proto(answer.policy_version),
-            pause_s=answer.pause_s,
-            load_s=answer.load_s,
-        )
+        return _loaded(answer)
+
+    async def transfer_weights(
+        self,
+        manifest: WeightsManifest,
+        steps: AsyncIterable[TransferStep] | Iterable[TransferStep],
+        *,
+        deadline_s: float | None = None,
+    ) -> LoadedWeights:
+        """Load a policy over the manifest's data plane (nccl, ipc): `steps` are its control."""
+        requests = weights_requests(manifest, steps)
+        answer = await self._channel.upload(LOAD_WEIGHTS, requests, deadline_s=deadline_s)
+        return _loaded(answer)
+
+    async def load_adapter(
+        self,
+        manifest: WeightsManifest,
+        chunks: AsyncIterable[bytes] | Iterable[bytes] = (),
+        *,
+        deadline_s: float | None = None,
+    ) -> LoadedWeights:
+        """Load or swap the LoRA adapter that the manifest names; the policy is not touched."""
+        if not manifest.adapter:
+            raise InvalidInput(
+                "The manifest names no adapter.",
+                reason="INVALID_ADAPTER_NAME",
+                remedy="Set its adapter, or call load_weights.",
+            )
+        return await self.load_weights(manifest, chunks, deadline_s=deadline_s)
+
+    async def unload_adapter(self, name: str) -> bool:
+        """Forget an adapter; False when there was none."""
+        request = pb.UnloadAdapterRequest(adapter=name)
+        return bool((await self._channel.call(UNLOAD_ADAPTER, request)).unloaded)
 
     async def pause(self) -> None:
         """Stop sampling; requests in flight keep their place."""
@@ -309,27 +328,15 @@ class InferenceClient:
         return answer.text, sequence_from_proto(answer.sequence)
 
 
+def _loaded(answer: pb.LoadWeightsResponse) -> LoadedWeights:
+    return LoadedWeights(
+        policy_version=policy_version_from_proto(answer.policy_version),
+        pause_s=answer.pause_s,
+        load_s=answer.load_s,
+    )
+
+
 def _version_of(answer: pb.GetPolicyResponse | pb.GenerateStreamResponse) -> PolicyVersion | None:
     if not answer.HasField("policy_version"):
         return None
     return policy_version_from_proto(answer.policy_version)
-
-
-async def _weights_requests(
-    manifest: WeightsManifest, chunks: AsyncIterable[bytes] | Iterable[bytes]
-) -> AsyncIterator[pb.LoadWeightsRequest]:
-    yield pb.LoadWeightsRequest(
-        manifest=pb.WeightsManifest(
-            policy_version=policy_version_to_proto(manifest.policy_version),
-            sha256=manifest.sha256,
-            num_bytes=manifest.num_bytes,
-            path=manifest.path,
-            update_mode=int(manifest.update_mode or 0),  # type: ignore[arg-type]  # enums are ints
-        )
-    )
-    if isinstance(chunks, AsyncIterable):
-        async for chunk in chunks:
-            yield pb.LoadWeightsRequest(chunk=chunk)
-    else:
-        for chunk in chunks:
-            yield pb.LoadWeightsRequest(chunk=chunk)

@@ -11,14 +11,8 @@ if TYPE_CHECKING:
 
     from dialoop.chat import History, ToolDefinition
     from dialoop.clients.blocking.loop import BackgroundLoop
-    from dialoop.clients.inference import (
-        InferenceClient,
-        LoadedWeights,
-        PolicyLogProbs,
-        PolicyStatus,
-        SampleChunk,
-        WeightsManifest,
-    )
+    from dialoop.clients.inference import InferenceClient, PolicyLogProbs, PolicyStatus, SampleChunk
+    from dialoop.clients.weights import LoadedWeights, TransferStep, WeightsManifest
     from dialoop.episode import Sample
     from dialoop.sequences import Sequence
     from dialoop.trajectory import SamplingParams
@@ -144,6 +138,30 @@ class BlockingInferenceClient:
     ) -> LoadedWeights:
         """Load a published policy: from `manifest.path`, or from chunks when that is empty."""
         return self._loop.run(self._client.load_weights(manifest, chunks, deadline_s=deadline_s))
+
+    def transfer_weights(
+        self,
+        manifest: WeightsManifest,
+        steps: Iterable[TransferStep],
+        *,
+        deadline_s: float | None = None,
+    ) -> LoadedWeights:
+        """Load a policy over the manifest's data plane (nccl, ipc): `steps` are its control."""
+        return self._loop.run(self._client.transfer_weights(manifest, steps, deadline_s=deadline_s))
+
+    def load_adapter(
+        self,
+        manifest: WeightsManifest,
+        chunks: Iterable[bytes] = (),
+        *,
+        deadline_s: float | None = None,
+    ) -> LoadedWeights:
+        """Load or swap the LoRA adapter that the manifest names; the policy is not touched."""
+        return self._loop.run(self._client.load_adapter(manifest, chunks, deadline_s=deadline_s))
+
+    def unload_adapter(self, name: str) -> bool:
+        """Forget an adapter; False when there was none."""
+        return self._loop.run(self._client.unload_adapter(name))
 
     def pause(self) -> None:
         """Stop sampling; requests in flight keep their place."""

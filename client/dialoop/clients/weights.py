@@ -1,0 +1,123 @@
+"""What a publish says and sends: manifests, probes, chunks, and steps of vLLM's own transfer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from dialoop.v1 import chat_pb2
+from dialoop.v1 import inference_service_pb2 as pb
+from dialoop.wire import policy_version_to_proto
+
+if TYPE_CHECKING:
+    from dialoop.episode import UpdateMode
+    from dialoop.sequences import Floats, PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Token ids, and the log-probs float32 [L - 1] that a publisher has for them."""
+
+    token_ids: tuple[int, ...]
+    logprobs: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsManifest:
+    """What is published: version, sha256 (hex) and size of the safetensors bytes.
+
+    `path` names a file under the server's weights root; empty when chunks follow. `data_plane` is
+    empty for these two. `update_mode` is what becomes of answers under way; None leaves it to the
+    replica. `adapter` and what comes after it are of a LoRA adapter (its adapter_config.json as
+    text), which is checked with the probes before it is taken.
+    """
+
+    policy_version: PolicyVersion
+    sha256: str = ""
+    num_bytes: int = 0
+    path: str = ""
+    update_mode: UpdateMode | None = None
+    data_plane: str = ""
+    adapter: str = ""
+    adapter_config_json: str = ""
+    probes: tuple[Probe, ...] = ()
+    max_logprob_difference: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedWeights:
+    """A load that succeeded, and how long generation stood still for it."""
+
+    policy_version: PolicyVersion
+    pause_s: float
+    load_s: float
+
+
+class TransferPhase(IntEnum):
+    """A step of vLLM's own weight transfer: INIT once, the others at each publish."""
+
+    INIT = 1
+    START = 2
+    UPDATE = 3
+    FINISH = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferStep:
+    """What vLLM's trainer side says at a phase, as a JSON object."""
+
+    phase: TransferPhase
+    info_json: str = ""
+
+
+Content = bytes | TransferStep
+"""What follows a manifest."""
+
+Contents = AsyncIterable[bytes] | Iterable[bytes] | AsyncIterable[TransferStep]
+
+
+async def weights_requests(
+    manifest: WeightsManifest, contents: AsyncIterable[Content] | Iterable[Content]
+) -> AsyncIterator[pb.LoadWeightsRequest]:
+    """The stream of one LoadWeights."""
+    yield pb.LoadWeightsRequest(manifest=_manifest_to_proto(manifest))
+    if isinstance(contents, AsyncIterable):
+        async for content in contents:
+            yield _content_to_proto(content)
+    else:
+        for content in contents:
+            yield _content_to_proto(content)
+
+
+def _manifest_to_proto(manifest: WeightsManifest) -> pb.WeightsManifest:
+    return pb.WeightsManifest(
+        policy_version=policy_version_to_proto(manifest.policy_version),
+        sha256=manifest.sha256,
+        num_bytes=manifest.num_bytes,
+        path=manifest.path,
+        update_mode=int(manifest.update_mode or 0),  # type: ignore[arg-type]  # enums are ints
+        data_plane=manifest.data_plane,
+        adapter=manifest.adapter,
+        adapter_config_json=manifest.adapter_config_json,
+        probes=[_probe_to_proto(probe) for probe in manifest.probes],
+        max_logprob_difference=manifest.max_logprob_difference,
+    )
+
+
+def _probe_to_proto(probe: Probe) -> pb.Probe:
+    return pb.Probe(
+        token_ids=chat_pb2.TokenIds(values=probe.token_ids),
+        logprobs=chat_pb2.LogProbValues(values=probe.logprobs.tolist(), start=1),
+    )
+
+
+def _content_to_proto(content: Content) -> pb.LoadWeightsRequest:
+    if isinstance(content, TransferStep):
+        step = pb.TransferStep(
+            phase=int(content.phase),  # type: ignore[arg-type]  # enums are ints
+            info_json=content.info_json,
+        )
+        return pb.LoadWeightsRequest(transfer=step)
+    return pb.LoadWeightsRequest(chunk=content)
