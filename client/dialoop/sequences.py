@@ -206,13 +206,22 @@ class Sequence:
             ),
         )
 
-    def as_context(self) -> Sequence:
-        """The same tokens as context in a forked sequence: nothing here is trained again."""
+    def as_context(self, num_tokens: int | None = None) -> Sequence:
+        """The same (or the first) tokens as context in a fork: nothing here is trained again."""
+        end = len(self) if num_tokens is None else num_tokens
         segments = tuple(
-            replace(s, source=Source.PROMPT, policy_version=None) if s.source is Source.MODEL else s
+            replace(
+                s,
+                length=min(s.end, end) - s.start,
+                source=Source.TEMPLATE if s.source is Source.TEMPLATE else Source.PROMPT,
+                policy_version=None,
+            )
             for s in self.segments
+            if s.start < end
         )
-        return Sequence(token_ids=self.token_ids, segments=segments, fork_cause=self.fork_cause)
+        return Sequence(
+            token_ids=self.token_ids[:end], segments=segments, fork_cause=self.fork_cause
+        )
 
 
 def sequence_of(

@@ -6,24 +6,32 @@
     prompt = builder.prompt(longer, context=..., num_context_messages=2)   # only the tail
 
 Law: the next prompt's ids are the previous full ids followed by the ids of the added messages.
-Where the template will not have that, a new sequence starts and says why.
+Where the template will not have that, a new sequence starts and says why; it keeps the ids up to
+where the texts part, as context.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dialoop.chat import History, Message
-from dialoop.errors import InvalidInput, Unsupported
+from dialoop.continuation import Past, continuation
+from dialoop.errors import InvalidInput, InvalidSequence, Unsupported
+from dialoop.literals import contents_literal, defused, only_in_contents, spells_special
+from dialoop.pieces import after, closing, cut, uncut
 from dialoop.sequences import ForkCause, PolicyVersion, Sequence, Source, sequence_of
+from dialoop.spelling import SpelledTexts
+from dialoop.tokenized import tokens_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from collections.abc import Sequence as AnySequence
 
+    from dialoop.pieces import Piece, Render
     from dialoop.templates import ChatTemplate
-    from dialoop.tokenizer import Encoded, Tokenizer
+    from dialoop.tokenizer import Tokenizer
 
 DEMONSTRATION = PolicyVersion(lineage="demonstration", number=0)
 
@@ -33,13 +41,21 @@ class Prompt:
     """What to feed the engine, and what of it is new.
 
     sequence: all tokens (its ids are the engine's prompt). appended: the new ones, which continue
-    the given context when fork_cause is NONE, else the whole new sequence.
+    the given context when `fork_cause` is NONE, else the whole new sequence.
     """
 
     history: History
     sequence: Sequence
     appended: Sequence
     turn: int
+
+    @property
+    def fork_cause(self) -> ForkCause:
+        """Why the tokens do not continue those given; NONE where they do.
+
+        (`sequence.fork_cause` says why the sequence was started, at this turn or before.)
+        """
+        return self.appended.fork_cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +67,12 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """A stretch of rendered text and whose it is."""
+class _Rendered:
+    """A conversation as text, and how it came to be."""
 
+    history: History
     text: str
-    source: Source
-    message_index: int | None = None
+    render: Render
 
 
 class TokenBuilder:
@@ -65,6 +81,7 @@ class TokenBuilder:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.tokenizer = tokenizer
         self.template = template
+        self._spelled = SpelledTexts(tokenizer)
 
     def prompt(
         self,
@@ -73,14 +90,23 @@ class TokenBuilder:
         context: Sequence | None = None,
         num_context_messages: int = 0,
         turn: int = 0,
+        options: Mapping[str, Any] | None = None,
+        vouched: Iterable[int] = (),
     ) -> Prompt:
         """Tokens of `history` up to and with the opening of the assistant's turn.
 
         `context` holds the tokens of the first `num_context_messages` messages, of which the last
-        is the policy's own; only what follows is rendered and tokenised.
+        is the policy's own; only what follows is tokenised. The messages need not be the objects
+        that were given out: they must render to the text that the tokens spell.
+
+        options: the template's, `tools` among them. vouched: indices of messages that the caller
+        knows to be the sampled ones (by the id of a call it gave out, say), although JSON or spaces
+        in them may be spelled otherwise now: the sampled tokens stand for them.
         """
+        render: Render = partial(self.template.render, **(options or {}))
+        whole = _Rendered(history=history, text=render(history), render=render)
         if context is None:
-            opening = self._tokens(self._pieces(history, 0, "", Source.PROMPT), turn)
+            opening = self._tokens(self._pieces(whole, 0, "", whole.text, Source.PROMPT), turn)
             return Prompt(history=history, sequence=opening, appended=opening, turn=turn)
         if num_context_messages <= 0:
             raise InvalidInput(
@@ -88,15 +114,19 @@ class TokenBuilder:
                 reason="BAD_CONTEXT",
                 remedy="Say how many of the prompt's messages the context's tokens cover.",
             )
-        tail = self._tail(history, context, num_context_messages)
-        if isinstance(tail, ForkCause):
-            whole = self._tokens(self._pieces(history, 0, "", Source.PROMPT), turn)
-            whole = replace(whole, fork_cause=tail)
-            return Prompt(history=history, sequence=whole, appended=whole, turn=turn)
-        added = self._tokens(tail, turn)
-        return Prompt(
-            history=history, sequence=context.extended_by(added), appended=added, turn=turn
+        past = self._past(history, context, num_context_messages)
+        if past is None:
+            return self._forked(whole, context, ForkCause.HISTORY_REWRITTEN, turn)
+        follows = continuation(
+            past, whole.text, render, normal=self._normal, vouched=frozenset(vouched)
         )
+        if isinstance(follows, ForkCause):
+            return self._forked(whole, context, follows, turn)
+        pieces = self._pieces(whole, num_context_messages, past.ended, follows, None)
+        added = self._tokens(pieces, turn, follows=context)
+        sequence = context.extended_by(added)
+        self._spelled.grown(context.token_ids, sequence.token_ids)
+        return Prompt(history=history, sequence=sequence, appended=added, turn=turn)
 
     def answer(
         self,
@@ -107,32 +137,46 @@ class TokenBuilder:
         versions: Iterable[tuple[int, PolicyVersion]],
         is_complete: bool = True,
     ) -> Answer:
-        """The assistant's message and its tokens; `versions` are (length, version) runs."""
-        message = Message(
-            role="assistant", content=self._content(token_ids), is_complete=is_complete
-        )
+        """The assistant's message and its tokens; `versions` are (length, version) runs.
+
+        The content is the text of the sampled tokens, all of it; only a final end-of-turn token
+        is left out.
+        """
+        before = prompt.sequence.token_ids[-_LOOK_BACK:].tolist()
+        content, ended = self._content(before, token_ids)
         pieces: list[tuple[AnySequence[int], dict[str, Any]]] = []
-        position = 0
+        position, char_start = 0, 0
         for length, version in versions:
-            run = token_ids[position : position + length]
+            end = position + length
+            char_end = self._num_chars(before, token_ids[:end], content + ended, len(content))
             fields = {
                 "source": Source.MODEL,
                 "turn": prompt.turn,
                 "message_index": len(prompt.history),
-                "char_start": len(self.tokenizer.decode(token_ids[:position])),
-                "char_length": len(self.tokenizer.decode(run)),
+                "char_start": char_start,
+                "char_length": char_end - char_start,
                 "policy_version": version,
             }
-            pieces.append((run, fields))
-            position += length
+            pieces.append((token_ids[position:end], fields))
+            position, char_start = end, char_end
+        if position != len(token_ids):
+            raise InvalidSequence(
+                f"The versions are of {position} tokens and {len(token_ids)} were sampled.",
+                reason="RAGGED",
+                remedy="Give the version of every sampled token.",
+            )
         sampled = sequence_of(pieces, logprobs=logprobs)
-        return Answer(message=message, appended=prompt.appended.extended_by(sampled))
+        appended = prompt.appended.extended_by(sampled)
+        whole = prompt.sequence.extended_by(sampled)
+        self._spelled.grown(prompt.sequence.token_ids, whole.token_ids)
+        message = Message(role="assistant", content=content, is_complete=is_complete)
+        return Answer(message=message, appended=appended)
 
     def demonstration(self, history: History, *, stop: Iterable[str] = ()) -> Sequence:
         """A whole conversation as if its assistant messages had been sampled (no log-probs).
 
         A message that ends with one of `stop` ends there, as the sampler would end it; others end
-        with the end-of-turn token.
+        with the end-of-turn token that the template writes.
         """
         sequence: Sequence | None = None
         covered = 0
@@ -145,7 +189,7 @@ class TokenBuilder:
                 num_context_messages=covered,
                 turn=0 if sequence is None else sequence.segments[-1].turn + 1,
             )
-            if prompt.sequence.fork_cause is not ForkCause.NONE:
+            if prompt.fork_cause is not ForkCause.NONE:
                 raise Unsupported(
                     "The chat template renders earlier messages otherwise once later ones follow.",
                     reason="TEMPLATE_REWRITES_PAST",
@@ -153,7 +197,7 @@ class TokenBuilder:
                 )
             ids = self.tokenizer.encode(message.text).ids
             if not message.text.endswith(tuple(stop)):
-                ids += self.tokenizer.end_of_turn_ids[:1]
+                ids += self._ending(history[:index])
             appended = self.answer(prompt, ids, versions=[(len(ids), DEMONSTRATION)]).appended
             sequence = appended if sequence is None else sequence.extended_by(appended)
             covered = index + 1
@@ -163,126 +207,112 @@ class TokenBuilder:
             )
         return sequence
 
-    def _content(self, token_ids: AnySequence[int]) -> str:
-        """The text of sampled ids; only a final end-of-turn token is left out."""
+    def _ending(self, history: History) -> tuple[int, ...]:
+        """The end-of-turn token with which the template ends the answer to `history`."""
+        ends = self.tokenizer.end_of_turn_ids
+        if len(ends) > 1:
+            written = closing(history, self.template.render) or ""
+            ends = tuple(i for i in ends if written.startswith(self.tokenizer.decode([i]))) or ends
+        return ends[:1]
+
+    def _content(self, before: AnySequence[int], token_ids: AnySequence[int]) -> tuple[str, str]:
+        """The text of sampled ids, and of a final end-of-turn token."""
         ends = len(token_ids) > 0 and token_ids[-1] in self.tokenizer.end_of_turn_ids
-        return self.tokenizer.decode(token_ids[:-1] if ends else token_ids)
+        content = self.tokenizer.decode_after(before, token_ids[:-1] if ends else token_ids)
+        whole = self.tokenizer.decode_after(before, token_ids) if ends else content
+        return content, whole[len(content) :]
 
-    def _tail(
-        self, history: History, context: Sequence, covered: int
-    ) -> tuple[_Piece, ...] | ForkCause:
-        """What to append to the context, or why that is impossible."""
+    def _num_chars(
+        self, before: AnySequence[int], ids: AnySequence[int], text: str, most: int
+    ) -> int:
+        """How many characters of the content these first ids spell wholly."""
+        told = self.tokenizer.decode_after(before, ids)
+        pairs = enumerate(zip(told, text, strict=False))
+        shared = next((n for n, (one, other) in pairs if one != other), len(told))
+        return min(most, shared)
+
+    def _past(self, history: History, context: Sequence, covered: int) -> Past | None:
+        """What the context covers; None when that cannot be the first messages of `history`."""
+        contents: dict[int, str] = {}
+        ended = ""
+        for run in _sampled_runs(context):
+            before = context.token_ids[max(0, run[0] - _LOOK_BACK) : run[0]].tolist()
+            ids = context.token_ids[run[0] : run[1]].tolist()
+            contents[run[2]], ended = self._content(before, ids)
+            if run[2] >= len(history) or history[run[2]].role != "assistant":
+                return None
         last = context.segments[-1] if context.segments else None
-        if last is None or last.source is not Source.MODEL or covered > len(history):
-            return ForkCause.HISTORY_REWRITTEN
-        sampled = [
-            int(i)
-            for s in context.segments
-            if s.source is Source.MODEL and s.message_index == covered - 1
-            for i in context.token_ids[s.start : s.end]
-        ]
-        content = self._content(sampled)
-        if last.message_index != covered - 1 or history[covered - 1].text != content:
-            return ForkCause.HISTORY_REWRITTEN
-        before = self.template.render(history[: covered - 1])
-        if not self._spells(context.token_ids[: len(context) - len(sampled)].tolist(), before):
-            return ForkCause.HISTORY_REWRITTEN
-        through = self.template.render(history[:covered], add_generation_prompt=False)
-        if not through.startswith(before + content):
-            return ForkCause.TEMPLATE_REWRITES_PAST
-        closing = through[len(before) + len(content) :]
-        end_text = self.tokenizer.decode(sampled)[len(content) :]
-        if not closing.startswith(end_text):
-            return ForkCause.TEMPLATE_REWRITES_PAST
-        if not self.template.render(history).startswith(through):
-            return ForkCause.TEMPLATE_REWRITES_PAST
-        glue = _Piece(text=closing[len(end_text) :], source=Source.TEMPLATE)
-        return (glue, *self._pieces(history, covered, through, None))
+        if last is None or last.source is not Source.MODEL or last.message_index != covered - 1:
+            return None
+        return Past(
+            history=history,
+            num_messages=covered,
+            spelled=self._spelled.of(context.token_ids),
+            ended=ended,
+            contents=contents,
+        )
 
-    def _spells(self, token_ids: AnySequence[int], text: str) -> bool:
-        """Whether the ids spell the text, as far as this tokenizer can tell."""
-        if self.tokenizer.decode(token_ids) == text:
-            return True
-        # A tokenizer that loses text on the way there and back cannot tell.
-        return self.tokenizer.decode(self.tokenizer.encode(text, trusted=True).ids) != text
+    def _forked(self, whole: _Rendered, context: Sequence, cause: ForkCause, turn: int) -> Prompt:
+        """The whole conversation anew, with the context's tokens up to where the texts part."""
+        kept, num_chars = self._kept(whole, context, cause)
+        pieces = after(self._pieces(whole, 0, "", whole.text, Source.PROMPT), num_chars)
+        added = self._tokens(pieces, turn, follows=kept)
+        sequence = replace(kept.extended_by(added), fork_cause=cause)
+        return Prompt(history=whole.history, sequence=sequence, appended=sequence, turn=turn)
+
+    def _kept(self, whole: _Rendered, context: Sequence, cause: ForkCause) -> tuple[Sequence, int]:
+        """The tokens that still hold, to where sampling began or ended, and their text's length."""
+        text, num_chars, position, num_kept = "", 0, 0, 0
+        is_other = cause is ForkCause.HISTORY_REWRITTEN
+        if is_other and spells_special(whole.history, self.tokenizer):
+            return context.as_context(0), 0  # equal text need not be equal tokens
+        ids = context.token_ids.tolist()
+        for edge in (edge for run in _sampled_runs(context) for edge in run[:2]):
+            text = self.tokenizer.decode_more(text, ids[:position], ids[position:edge])
+            if not whole.text.startswith(text):
+                break
+            num_chars, num_kept, position = len(text), edge, edge
+        return context.as_context(num_kept), num_chars
+
+    def _normal(self, text: str) -> str:
+        """A text as this tokenizer gives it back."""
+        return self.tokenizer.decode(self.tokenizer.encode(text, trusted=True).ids)
 
     def _pieces(
-        self, history: History, start: int, prefix: str, source: Source | None
-    ) -> tuple[_Piece, ...]:
-        """The rendered text after `prefix`, cut at the contents of messages from `start` on.
+        self, whole: _Rendered, start: int, ended: str, text: str, source: Source | None
+    ) -> tuple[Piece, ...]:
+        """The text from message `start` on in pieces; `ended` stands before it (start > 0)."""
+        history, new = whole.history, whole.history[start:]
+        pieces = cut(ended + text, history, start, whole.render, source=source)
+        if spells_special(new, self.tokenizer):
+            if pieces is None or not only_in_contents(new, self.tokenizer):
+                owner = uncut(text, history, start, source=source)[0].source
+                pieces = defused(whole.text, history, whole.render, self.tokenizer, owner)
+                return tuple(after(pieces, len(whole.text) - len(text)))
+            pieces = contents_literal(pieces, self.tokenizer)
+        if pieces is None:
+            return uncut(text, history, start, source=source)
+        return tuple(after(pieces, len(ended)))
 
-        Contents are found by rendering with unique marks in their place, never by searching; a
-        template that changes contents on the way gives one uncut piece.
-        """
-        text = self.template.render(history)[len(prefix) :]
-        added = list(enumerate(history))[start:]
-        marks = {index: f"\ue000{index}\ue001" for index, message in added if message.text}
-        marked_history = History(
-            tuple(
-                replace(message, content=marks[index]) if index in marks else message
-                for index, message in enumerate(history)
-            )
-        )
-        pieces: list[_Piece] = []
-        rest = self.template.render(marked_history)[len(prefix) :]
-        for index, mark in marks.items():
-            if rest.count(mark) != 1:
-                return (_Piece(text=text, source=source or _source_of(history[start])),)
-            glue, rest = rest.split(mark)
-            pieces.append(_Piece(text=glue, source=Source.TEMPLATE))
-            message = history[index]
-            owner = source or _source_of(message)
-            pieces.append(_Piece(text=message.text, source=owner, message_index=index))
-        pieces.append(_Piece(text=rest, source=Source.TEMPLATE))
-        if "".join(piece.text for piece in pieces) != text:
-            return (_Piece(text=text, source=source or _source_of(history[start])),)
-        return tuple(pieces)
-
-    def _tokens(self, pieces: tuple[_Piece, ...], turn: int) -> Sequence:
-        """Tokenise pieces as one text, or one by one where a content spells a special token."""
-        pieces = tuple(piece for piece in pieces if piece.text)
-        contents = (p.text for p in pieces if p.message_index is not None)
-        if any(self.tokenizer.spells_special(content) for content in contents):
-            return sequence_of(
-                (
-                    self.tokenizer.encode(p.text, trusted=p.message_index is None).ids,
-                    _fields(p, turn, 0, len(p.text)),
-                )
-                for p in pieces
-            )
-        encoded = self.tokenizer.encode("".join(p.text for p in pieces), trusted=True)
-        return sequence_of(_cut(encoded, pieces, turn))
+    def _tokens(
+        self, pieces: Iterable[Piece], turn: int, *, follows: Sequence | None = None
+    ) -> Sequence:
+        before = None if follows is None or not len(follows) else int(follows.token_ids[-1])
+        return tokens_of(pieces, self.tokenizer, turn=turn, before=before)
 
 
-def _source_of(message: Message) -> Source:
-    return Source.TOOL if message.role == "tool" else Source.ENVIRONMENT
+_LOOK_BACK = 8
+"""Tokens before new ones that a decoder may look at."""
 
 
-def _fields(piece: _Piece, turn: int, char_start: int, char_length: int) -> dict[str, Any]:
-    owned = piece.message_index is not None
-    return {
-        "source": piece.source,
-        "turn": turn,
-        "message_index": piece.message_index,
-        "char_start": char_start if owned else 0,
-        "char_length": char_length if owned else 0,
-    }
-
-
-def _cut(
-    encoded: Encoded, pieces: tuple[_Piece, ...], turn: int
-) -> Iterable[tuple[list[int], dict[str, Any]]]:
-    """Give each token to the piece its first character lies in."""
-    position, index = 0, 0
-    for piece in pieces:
-        end = position + len(piece.text)
-        ids: list[int] = []
-        first = index
-        while index < len(encoded.ids) and encoded.offsets[index][0] < end:
-            ids.append(encoded.ids[index])
-            index += 1
-        if ids:
-            start = encoded.offsets[first][0] - position
-            length = encoded.offsets[index - 1][1] - position - start
-            yield ids, _fields(piece, turn, start, length)
-        position = end
+def _sampled_runs(sequence: Sequence) -> Iterable[tuple[int, int, int]]:
+    """(start, end, message index) of the tokens sampled for each message, in order."""
+    runs: list[tuple[int, int, int]] = []
+    for segment in sequence.segments:
+        if segment.source is not Source.MODEL or segment.message_index is None:
+            continue
+        if runs and runs[-1][1:] == (segment.start, segment.message_index):
+            runs[-1] = (runs[-1][0], segment.end, segment.message_index)
+        else:
+            runs.append((segment.start, segment.end, segment.message_index))
+    return runs

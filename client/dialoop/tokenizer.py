@@ -6,8 +6,11 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from dialoop.errors import InvalidConfig
 
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     import tokenizers
+    from numpy.typing import NDArray
 
 _REPLACEMENT = "\ufffd"
 _MAX_TOKENS_PER_CHARACTER = 4
@@ -129,12 +133,29 @@ class Tokenizer:
         encoding = engine.encode(text, add_special_tokens=False)
         return Encoded(ids=tuple(encoding.ids), offsets=tuple(encoding.offsets))
 
-    def encodings(self, texts: Sequence[str], *, trusted: bool = True) -> list[tokenizers.Encoding]:
-        """What the tokenizers library finds in each text, for those who need no more of it."""
-        engine = self._trusting if trusted else self._literal
-        if len(texts) == 1:
-            return [engine.encode(texts[0], add_special_tokens=False)]
-        return engine.encode_batch(list(texts), add_special_tokens=False)
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of trusted texts, without where they stand: the fastest there is."""
+        return [
+            code.ids
+            for code in self._trusting.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
+
+    @cached_property
+    def byte_lengths(self) -> NDArray[np.int64] | None:
+        """How many bytes of text each id spells, int64 [V]; None unless each id spells bytes.
+
+        Only where the tokenizer is byte-level and changes no text but to NFC.
+        """
+        described = json.loads(self._trusting.to_str())
+        normalizer = (described.get("normalizer") or {"type": "NFC"}).get("type")
+        if (described.get("decoder") or {}).get("type") != "ByteLevel" or normalizer != "NFC":
+            return None
+        added = self._trusting.get_added_tokens_decoder()
+        lengths = np.zeros(self.vocab_size, np.int64)
+        for text, number in self._trusting.get_vocab(with_added_tokens=True).items():
+            # Byte-level vocabularies spell each byte as one character.
+            lengths[number] = len(text.encode()) if number in added else len(text)
+        return lengths
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text with special tokens kept; invalid UTF-8 becomes replacement characters."""
