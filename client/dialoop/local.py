@@ -3,7 +3,8 @@
 environments = LocalEnvironmentClient(arithmetic())
 trajectory = await play(task, sessions=environments, policy=policy)
 
-The answers and the reasons of errors are those of the environment service. Sessions never expire.
+Answers and errors, their classes and reasons, are those of the environment service; what an
+environment itself raises is the cause of the InternalError. Sessions never expire.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from dialoop.chat import ChatHistory
 from dialoop.clients.environment import (
@@ -21,16 +23,17 @@ from dialoop.clients.environment import (
     SessionState,
     SplitInfo,
 )
+from dialoop.environments import refusals
 from dialoop.environments.choosing import TaskChoice, chosen_task, prompt_of, require_choice
 from dialoop.environments.environment import Given, Stateless
 from dialoop.environments.episode import Opening as EnvironmentOpening
 from dialoop.environments.spec import spec_of
 from dialoop.episode import Opening, Outcome
-from dialoop.errors import AlreadyExists, DialoopError, InvalidInput, NotFound, Unsupported
+from dialoop.errors import ERRORS_BY_STATUS, DialoopError, InternalError
 from dialoop.local_episodes import LocalSession, StepCall, public_opening, public_outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from dialoop.clients.environment import ResetItem, StepItem
     from dialoop.environments import Answered, Environment
@@ -39,10 +42,36 @@ if TYPE_CHECKING:
     from dialoop.trajectory import Trajectory
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _TTL_S = 900.0
 _MAX_TTL_S = 86_400.0
 _MAX_ID = 200
+
+
+def _as_served(
+    method: Callable[P, Coroutine[Any, Any, T]],
+) -> Callable[P, Coroutine[Any, Any, T]]:
+    """The method with the errors of one that was called on a server."""
+
+    @wraps(method)
+    async def called(*arguments: P.args, **given: P.kwargs) -> T:
+        try:
+            return await method(*arguments, **given)
+        except Exception as error:
+            raise _served(error) from error
+
+    return called
+
+
+def _served(error: Exception) -> DialoopError:
+    """What a client of a service would get: the class of its status, never one of our own."""
+    if not isinstance(error, DialoopError) or isinstance(error, InternalError):
+        return InternalError(
+            f"The environment raised {type(error).__name__}: {error}.", remedy="See the cause."
+        )
+    kind = ERRORS_BY_STATUS[error.status]
+    return kind(error.message, reason=error.reason, remedy=error.remedy)
 
 
 class LocalEnvironmentClient:
@@ -52,14 +81,17 @@ class LocalEnvironmentClient:
         self._environments = {environment.name: environment for environment in environments}
         self._sessions: dict[str, LocalSession] = {}
 
+    @_as_served
     async def list_environments(self) -> tuple[EnvironmentInfo, ...]:
         """All environments there are."""
         return tuple(_info(environment) for environment in self._environments.values())
 
+    @_as_served
     async def get_environment(self, environment: str) -> EnvironmentInfo:
         """One environment; NotFound (ENVIRONMENT_NOT_FOUND) when there is none of that name."""
         return _info(self._environment(environment))
 
+    @_as_served
     async def list_tasks(
         self,
         environment: str,
@@ -79,25 +111,23 @@ class LocalEnvironmentClient:
             shuffle_seed=shuffle_seed,
         )
 
+    @_as_served
     async def create_session(
         self, session_id: str, environment: str, *, ttl_s: float | None = None
     ) -> float:
         """Open a session under the caller's id; its time to live in seconds."""
         if not 0 < len(session_id) <= _MAX_ID:
-            raise _out_of_range("session_id", f"Choose 1 to {_MAX_ID} characters.")
+            raise refusals.bad_value("session_id", f"Choose 1 to {_MAX_ID} characters.")
         if ttl_s is not None and not 0 < ttl_s <= _MAX_TTL_S:
-            raise _out_of_range("ttl_s", f"Give seconds above 0, up to {_MAX_TTL_S:g}.")
+            raise refusals.bad_value("ttl_s", f"Give seconds above 0, up to {_MAX_TTL_S:g}.")
         found = self._environment(environment)
         made = LocalSession(session_id, found, ttl_s=_TTL_S if ttl_s is None else ttl_s)
         known = self._sessions.setdefault(session_id, made)
         if known.environment is not found:
-            raise AlreadyExists(
-                f"Session '{session_id}' is one of environment '{known.environment.name}'.",
-                reason="SESSION_CONFLICT",
-                remedy="Choose another session_id.",
-            )
+            raise refusals.session_conflict(session_id, known.environment.name)
         return known.ttl_s
 
+    @_as_served
     async def reset(
         self,
         session_id: str,
@@ -113,6 +143,7 @@ class LocalEnvironmentClient:
         choice = TaskChoice(split=split, task_key=task_key, seed=seed, given=given or Given())
         return public_opening(session.reset(episode, choice), session.environment)
 
+    @_as_served
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: Answered
     ) -> Outcome:
@@ -120,6 +151,7 @@ class LocalEnvironmentClient:
         call = StepCall(episode=episode, step_index=step_index, answered=history)
         return await self._session(session_id).step(call)
 
+    @_as_served
     async def step_and_reset(
         self, item: StepItem, *, next_split: str, next_task_key: str, next_seed: int = 0
     ) -> tuple[Outcome, Opening | None]:
@@ -139,14 +171,17 @@ class LocalEnvironmentClient:
         )
         return outcome, opening
 
+    @_as_served
     async def batch_reset(self, items: Iterable[ResetItem]) -> tuple[Opening | DialoopError, ...]:
         """Reset many sessions; an item that failed is its error, the others are unharmed."""
         return await _each(self._reset(item) for item in items)
 
+    @_as_served
     async def batch_step(self, items: Iterable[StepItem]) -> tuple[Outcome | DialoopError, ...]:
         """Step many sessions; an item that failed is its error, the others are unharmed."""
         return await _each(self._step(item) for item in items)
 
+    @_as_served
     async def step_history(
         self, environment: str, choice: TaskChoice, history: ChatHistory
     ) -> Outcome:
@@ -154,13 +189,12 @@ class LocalEnvironmentClient:
         served = self._environment(environment)
         prompt = prompt_of(history)
         if not isinstance(served, Stateless):
-            raise Unsupported(
-                f"Environment {environment} is played in sessions only.", reason="NEEDS_SESSION"
-            )
+            raise refusals.needs_session(environment)
         task, seed = chosen_task(served, choice)
         episode = served.resume(task, seed, prompt)
         return public_outcome(await served.step(episode, history))
 
+    @_as_served
     async def create_group(
         self,
         group_id: str,
@@ -172,7 +206,7 @@ class LocalEnvironmentClient:
     ) -> GroupOpening:
         """Open sessions at the start of one task; a retry finds the same ones."""
         if not group_id or num_sessions < 1:
-            raise _out_of_range("group_id or num_sessions", "Give a name, and at least 1.")
+            raise refusals.bad_value("group_id or num_sessions", "Give a name, and at least 1.")
         ids = tuple(f"{group_id}.{number}" for number in range(num_sessions))
         opened = []
         for session_id in ids:
@@ -182,6 +216,7 @@ class LocalEnvironmentClient:
         found = self._session(ids[0]).ttl_s
         return GroupOpening(session_ids=ids, openings=tuple(opened), ttl_s=found)
 
+    @_as_served
     async def get_session(self, session_id: str) -> SessionState:
         """Where the session stands; NotFound (SESSION_LOST) when it is gone."""
         session = self._session(session_id)
@@ -207,6 +242,7 @@ class LocalEnvironmentClient:
             tokens=shown.tokens,
         )
 
+    @_as_served
     async def close_session(self, session_id: str) -> bool:
         """Forget the session; whether there was one."""
         session = self._sessions.pop(session_id, None)
@@ -215,6 +251,7 @@ class LocalEnvironmentClient:
         session.close()
         return True
 
+    @_as_served
     async def score(self, trajectory: Trajectory, *, split: str) -> tuple[Score, ...]:
         """Recompute a finished trajectory's rewards: one score per turn, with what failed."""
         environment = self._environment(trajectory.environment)
@@ -241,20 +278,12 @@ class LocalEnvironmentClient:
 
     def _environment(self, name: str) -> Environment:
         if name not in self._environments:
-            raise NotFound(
-                f"There is no environment '{name[:80]}'.",
-                reason="ENVIRONMENT_NOT_FOUND",
-                remedy=f"Choose one of: {', '.join(self._environments)}.",
-            )
+            raise refusals.unknown_environment(name, self._environments)
         return self._environments[name]
 
     def _session(self, session_id: str) -> LocalSession:
         if session_id not in self._sessions:
-            raise NotFound(
-                f"There is no session '{session_id[:80]}': it was closed, or never created.",
-                reason="SESSION_LOST",
-                remedy="Create a session and play the task again from its start.",
-            )
+            raise refusals.session_lost(session_id)
         return self._sessions[session_id]
 
 
@@ -287,7 +316,3 @@ def _info(environment: Environment) -> EnvironmentInfo:
         reward_names=traits.reward_names,
         spec=spec_of(environment),
     )
-
-
-def _out_of_range(name: str, remedy: str) -> InvalidInput:
-    return InvalidInput(f"{name} is out of range.", reason="OUT_OF_RANGE", remedy=remedy)

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from dialoop.chat import ChatHistory, History
+from dialoop.environments import refusals
 from dialoop.environments.choosing import TaskChoice, chosen_task, settled
 from dialoop.environments.episode import Outcome as EnvironmentOutcome
 from dialoop.environments.failures import failure_of
 from dialoop.episode import Opening, Outcome
-from dialoop.errors import Busy, DialoopError, InvalidInput, NotFound, PreconditionFailed
+from dialoop.errors import DialoopError, NotFound
 from dialoop.trajectory import Owner
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class LocalSession:
         record = self._record_of(episode)
         if record is not None:
             if record.asked != asked:
-                raise _conflict(f"Episode {episode}")
+                raise refusals.step_conflict(f"Episode {episode}")
             return record.opening
         self._require_next(episode)
         task, seed = chosen_task(self.environment, asked)
@@ -126,42 +127,35 @@ class LocalSession:
     def _require_next(self, episode: int) -> None:
         following = self.episode_number + 1
         if episode < 1:
-            raise _out_of_range("episode", "Episodes start at 1.")
+            raise refusals.bad_value("episode", "Episodes start at 1.")
         if episode < following:
-            raise _conflict(f"Episode {episode}")
+            raise refusals.step_conflict(f"Episode {episode}")
         if episode > following:
-            raise _gap(f"Episode {episode}", following)
+            raise refusals.step_gap(f"Episode {episode}", following)
         if self.current is not None and self.current.is_busy:
-            raise self._busy()
+            raise refusals.session_busy(self.session_id)
 
     def _record_for(self, call: StepCall) -> EpisodeRecord:
         """The episode a step belongs to, once it is known that it may be taken or replayed."""
         if call.step_index < 0 or call.episode < 1:
-            raise _out_of_range("episode or step_index", "They start at 1 and at 0.")
+            raise refusals.bad_value("episode or step_index", "They start at 1 and at 0.")
         record = self._record_of(call.episode)
         if record is None and call.episode <= self.episode_number:
-            raise _done(call.episode)
+            raise refusals.episode_done(call.episode)
         if record is None:
-            raise _gap(f"Episode {call.episode}", self.episode_number + 1)
+            raise refusals.step_gap(f"Episode {call.episode}", self.episode_number + 1)
         stored = record.steps.get(call.step_index)
         if stored is not None and stored[0] == call.answered:
             return record
         if record.is_busy:
-            raise self._busy()
+            raise refusals.session_busy(self.session_id)
         if stored is not None:
-            raise _conflict(f"Step {call.step_index}")
+            raise refusals.step_conflict(f"Step {call.step_index}")
         if record.episode.done or record is not self.current:
-            raise _done(call.episode)
+            raise refusals.episode_done(call.episode)
         if call.step_index != len(record.steps):
-            raise _gap(f"Step {call.step_index}", len(record.steps))
+            raise refusals.step_gap(f"Step {call.step_index}", len(record.steps))
         return record
-
-    def _busy(self) -> Busy:
-        return Busy(
-            f"Session '{self.session_id[:80]}' is at work on a step.",
-            reason="SESSION_BUSY",
-            remedy="Wait for its answer, or play in another session.",
-        )
 
 
 def public_opening(opening: EnvironmentOpening, environment: Environment) -> Opening:
@@ -207,31 +201,3 @@ def _unanswered(episode: Episode, answered: Answered) -> EnvironmentOutcome:
     full = answered.full or episode.history.extend(response)
     after = replace(episode, history=full, step_index=episode.step_index + 1)
     return EnvironmentOutcome(episode=after, response=response)
-
-
-def _conflict(what: str) -> PreconditionFailed:
-    return PreconditionFailed(
-        f"{what} was asked for before, with other content.",
-        reason="STEP_CONFLICT",
-        remedy="Retry with the same content, or go on to the next one.",
-    )
-
-
-def _gap(what: str, expected: int) -> PreconditionFailed:
-    return PreconditionFailed(
-        f"{what} comes too early: the next one is {expected}.",
-        reason="STEP_GAP",
-        remedy="Take episodes and steps in order, starting with a reset.",
-    )
-
-
-def _done(episode: int) -> PreconditionFailed:
-    return PreconditionFailed(
-        f"Episode {episode} is over.",
-        reason="EPISODE_DONE",
-        remedy="Reset the session to start another.",
-    )
-
-
-def _out_of_range(name: str, remedy: str) -> InvalidInput:
-    return InvalidInput(f"{name} is out of range.", reason="OUT_OF_RANGE", remedy=remedy)

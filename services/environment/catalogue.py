@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from dialoop.environments import Environment, load_environment
-from dialoop.errors import InvalidConfig, NotFound
+from dialoop.environments import Environment, load_environment, refusals
+from dialoop.errors import InvalidConfig
 
 from services.environment.settings import EnvironmentEntry
 
@@ -31,11 +31,7 @@ class Catalogue:
     def get(self, name: str) -> Environment:
         """The environment of that name; NotFound (ENVIRONMENT_NOT_FOUND)."""
         if name not in self._by_name:
-            raise NotFound(
-                f"There is no environment '{name[:80]}'.",
-                reason="ENVIRONMENT_NOT_FOUND",
-                remedy=f"Choose one of: {', '.join(self._by_name)}.",
-            )
+            raise refusals.unknown_environment(name, self._by_name)
         return self._by_name[name]
 
     def __iter__(self) -> Iterator[Environment]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.environment import refusals
+from dialoop.environments import refusals
 
 if TYPE_CHECKING:
     from services.environment.records import EpisodeRecord, Session, StepCall

@@ -28,11 +28,11 @@ from dialoop.environments import (
     TaskChoice,
     TaskData,
     chosen_task,
+    refusals,
 )
 from dialoop.environments.choosing import prompt_of, require_choice, settled
-from dialoop.errors import DialoopError, Unsupported
+from dialoop.errors import DialoopError
 
-from services.environment import refusals
 from services.environment.order import record_for, require_next_episode
 from services.environment.records import (
     EpisodeRecord,
@@ -196,9 +196,7 @@ class Sessions:
         """A step without a session, from what the caller sent alone."""
         served = self._catalogue.get(environment)
         if not isinstance(served, Stateless):
-            raise Unsupported(
-                f"Environment {environment} is played in sessions only.", reason="NEEDS_SESSION"
-            )
+            raise refusals.needs_session(environment)
         prompt = prompt_of(answered)
         task, seed = chosen_task(served, choice)
         episode = served.resume(task, seed, prompt)

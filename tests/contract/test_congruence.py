@@ -335,7 +335,7 @@ async def played(client: Any) -> list[Any]:
         try:
             found.append(await call)
         except DialoopError as error:
-            found.append((error.status, error.reason))
+            found.append((type(error), error.reason))
 
     def answer(text: str) -> ChatHistory:
         return ChatHistory(response=History((Message(role="assistant", content=text),)))

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from dialoop import errors
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient, ResetItem, StepItem
@@ -29,11 +30,20 @@ def broken(query: str) -> str:
     raise RuntimeError("secret")
 
 
+class Unreadable(ArithmeticTasks):
+    """Tasks that are lost on the way."""
+
+    def get(self, split: str, key: str):
+        if key == "odd":
+            raise errors.InvalidHistory("The task is no history.", reason="BAD_TASK")
+        raise OSError("secret")
+
+
 def environments():
     failing = tool_environment(
         name="failing", tasks=ArithmeticTasks(), tools=[broken], rewards=[ExactResult()]
     )
-    return [arithmetic(), failing]
+    return [arithmetic(), failing, replace(arithmetic(), name="unreadable", tasks=Unreadable())]
 
 
 @asynccontextmanager
@@ -100,6 +110,12 @@ CASES = {
         take("<request><broken>1<call>"),
         GET,
     ],
+    "an environment that raises": [
+        create(environment="unreadable"),
+        reset(),
+        reset(key="odd"),
+        reset(),
+    ],
     "a rewritten history": [
         *OPENED,
         ("step", ("s",), {"episode": 1, "step_index": 0, "history": ChatHistory(full=REWRITTEN)}),
@@ -135,7 +151,7 @@ def comparable(answer: object) -> object:
     if isinstance(answer, tuple):
         return tuple(comparable(item) for item in answer)
     if isinstance(answer, DialoopError):
-        return answer.status, answer.reason
+        return type(answer), answer.reason
     if isinstance(answer, Outcome):  # the message of a failure holds a random error_id
         failures = tuple(replace(failure, message="") for failure in answer.failures)
         return replace(answer, failures=failures)
@@ -157,6 +173,14 @@ async def test_the_service_and_this_process_agree(calls):
         for name, arguments, given in calls:
             remote = await ask(service, name, arguments, given)
             assert await ask(local, name, arguments, given) == remote, (name, arguments, given)
+
+
+async def test_what_an_environment_raises_is_there_for_its_author():
+    local = LocalEnvironmentClient(*environments())
+    await local.create_session("s", "unreadable")
+    with pytest.raises(errors.InternalError, match="OSError: secret") as caught:
+        await local.reset("s", episode=1, split="train", task_key=KEY)
+    assert isinstance(caught.value.__cause__, OSError)
 
 
 async def test_a_finished_trajectory_gets_the_same_rewards(play_once):

@@ -1,6 +1,8 @@
-"""The errors of sessions, each with what to do about it."""
+"""The errors of sessions, each with what to do about it; the same on a server and without one."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from dialoop.errors import (
     AlreadyExists,
@@ -9,13 +11,14 @@ from dialoop.errors import (
     InvalidInput,
     NotFound,
     PreconditionFailed,
+    Unsupported,
 )
 
 
 def session_lost(session_id: str) -> NotFound:
     """Nobody here knows the session."""
     return NotFound(
-        f"There is no session '{session_id[:80]}': it was closed, or this service was restarted.",
+        f"There is no session '{session_id[:80]}': it was closed, or its service restarted.",
         reason="SESSION_LOST",
         remedy="Create a session and play the task again from its start.",
     )
@@ -63,6 +66,24 @@ def no_room(max_working: int) -> CapacityExhausted:
         f"{max_working} steps are under way already.",
         reason="CAPACITY",
         remedy="Try again in a moment, or raise max_working_steps.",
+    )
+
+
+def unknown_environment(name: str, known: Iterable[str]) -> NotFound:
+    """Nobody here has an environment of that name."""
+    return NotFound(
+        f"There is no environment '{name[:80]}'.",
+        reason="ENVIRONMENT_NOT_FOUND",
+        remedy=f"Choose one of: {', '.join(known)}.",
+    )
+
+
+def needs_session(environment: str) -> Unsupported:
+    """The environment keeps what its histories do not tell."""
+    return Unsupported(
+        f"Environment {environment} is played in sessions only.",
+        reason="NEEDS_SESSION",
+        remedy="Create a session and step in it.",
     )
 
 
