@@ -12,7 +12,8 @@ from dialoop.sequences import PolicyVersion
 from safetensors.torch import save_file
 
 from services.inference.publications import Manifest
-from tests.parity.test_engines import make_model
+from services.inference.weights import model_shapes
+from tests.engine_world import make_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,17 +34,39 @@ def config_json(**changes: Any) -> str:
 
 
 def adapter_tensors(*, seed: int, tied: bool, std: float = 0.1) -> dict[str, torch.Tensor]:
-    """Random A and B for each target; std 0 makes an adapter that adds nothing."""
+    """An adapter of the parity tests' model; std 0 makes one that adds nothing."""
+    model = make_model(seed=0, tied=tied)
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    return _random(shapes, seed=seed, std=std)
+
+
+def adapter_of(model_dir: Path, *, seed: int) -> dict[str, torch.Tensor]:
+    """An adapter of a model directory."""
+    return _random(model_shapes(model_dir), seed=seed, std=0.1)
+
+
+def _random(
+    shapes: dict[str, tuple[int, ...]], *, seed: int, std: float
+) -> dict[str, torch.Tensor]:
+    """Random A and B for each target module."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, weight in make_model(seed=0, tied=tied).named_parameters():
+    for name, shape in shapes.items():
         module = name.removesuffix(".weight")
         if module.endswith(TARGETS):
-            out_size, in_size = weight.shape
             key = f"base_model.model.{module}"
-            tensors[f"{key}.lora_A.weight"] = torch.randn(RANK, in_size, generator=generator) * 0.1
-            tensors[f"{key}.lora_B.weight"] = torch.randn(out_size, RANK, generator=generator) * std
+            down = torch.randn(RANK, shape[1], generator=generator) * 0.1
+            tensors[f"{key}.lora_A.weight"] = down
+            up = torch.randn(shape[0], RANK, generator=generator) * std
+            tensors[f"{key}.lora_B.weight"] = up
     return tensors
+
+
+def written(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[str, int]:
+    """The sha256 and size of the file they make."""
+    save_file(tensors, path)
+    data = path.read_bytes()
+    return hashlib.sha256(data).hexdigest(), len(data)
 
 
 def announced(
@@ -55,12 +78,11 @@ def announced(
     **manifest: Any,
 ) -> Manifest:
     """Write the tensors, and say so."""
-    save_file(tensors, path)
-    data = path.read_bytes()
+    sha256, num_bytes = written(path, tensors)
     return Manifest(
         policy_version=PolicyVersion(lineage=name, number=number),
-        sha256=hashlib.sha256(data).hexdigest(),
-        num_bytes=len(data),
+        sha256=sha256,
+        num_bytes=num_bytes,
         path=path.name,
         adapter=name,
         **{"adapter_config_json": config_json(), **manifest},

@@ -22,6 +22,7 @@ from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import load_file, save_file
 
+from services.inference.adapter_files import NO_ADAPTERS, AdapterLimits
 from services.inference.rendering import Renderer
 from services.inference.replica import Replica
 from services.inference.servicer import InferenceServicer, TemplateServicer
@@ -61,15 +62,24 @@ class World:
 
 
 @asynccontextmanager
-async def world(model_dir: Path, root: Path) -> AsyncIterator[World]:
+async def world(
+    model_dir: Path,
+    root: Path,
+    *,
+    adapters: AdapterLimits = NO_ADAPTERS,
+    reads_root: bool = True,
+) -> AsyncIterator[World]:
+    """A replica that may read `root`, or is on another host."""
     root.mkdir(exist_ok=True)
-    engine = await TransformersEngine.start(model_dir, max_model_len=MAX_MODEL_LEN, max_num_seqs=16)
+    engine = await TransformersEngine.start(
+        model_dir, max_model_len=MAX_MODEL_LEN, max_num_seqs=16, adapters=adapters
+    )
     server = GrpcServer(ServerSettings(port=0))
 
     async def report(serving: bool) -> None:
         await server.set_serving(serving, SERVICE)
 
-    replica = Replica(engine, weights_root=root, report=report)
+    replica = Replica(engine, weights_root=root if reads_root else None, report=report)
     await replica.load_latest()
     renderer = Renderer.of(model_dir)
     servicer = InferenceServicer(replica, renderer, num_parameters=7, max_new_tokens=20)
