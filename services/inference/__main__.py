@@ -13,6 +13,8 @@ from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_
 
 from services.inference.adapter_files import AdapterLimits
 from services.inference.engine import engine_stopped
+from services.inference.openai_routes import OpenAiService, openai_routes
+from services.inference.recordings import RecordingBook, RecordingLimits
 from services.inference.rendering import Renderer
 from services.inference.replica import Replica
 from services.inference.servicer import InferenceServicer, TemplateServicer
@@ -67,12 +69,29 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
 def _add_servicers(
     server: Server, replica: Replica, renderer: Renderer, settings: InferenceSettings
 ) -> None:
+    book = RecordingBook(
+        RecordingLimits(
+            max_recordings=settings.max_recordings,
+            max_calls=settings.max_recorded_calls,
+            time_to_live_s=settings.recording_ttl_s,
+        )
+    )
     servicer = InferenceServicer(
         replica,
         renderer,
         num_parameters=num_parameters(settings.model_dir),
         max_new_tokens=settings.max_new_tokens,
+        book=book,
     )
+    service = OpenAiService(
+        replica,
+        renderer,
+        book,
+        model_name=settings.model_name,
+        max_new_tokens=settings.max_new_tokens,
+    )
+    for route in openai_routes(service):
+        server.add_route(route)
     templates = TemplateServicer(renderer, settings.model_dir.name)
     server.add(add_InferenceServiceServicer_to_server, servicer, _SERVICE)
     server.add(add_TemplateServiceServicer_to_server, templates, "dialoop.v1.TemplateService")

@@ -44,3 +44,16 @@ class InferenceSettings(ServerSettings):
     """Largest rank of an adapter."""
     seed: int = 0
     """Seeds sampling of requests that carry no seed."""
+    served_model_name: str = ""
+    """The policy's name under /v1/models; empty: that of its directory."""
+    max_recordings: int = Field(default=1024, ge=1)
+    """Recordings kept at one time; closed ones give way to new ones."""
+    max_recorded_calls: int = Field(default=512, ge=1)
+    """Calls of one recording."""
+    recording_ttl_s: float = Field(default=3600.0, gt=0)
+    """Seconds without a call until a recording is dropped."""
+
+    @property
+    def model_name(self) -> str:
+        """The name that OpenAI's clients ask for."""
+        return self.served_model_name or self.model_dir.name

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from dialoop.clients.channel import RetryPolicy
 
+    from services.runtime.http_routes import HttpRoute
     from services.runtime.settings import ServerSettings
 
 
@@ -36,6 +37,9 @@ class Server(Protocol):
 
     def add(self, register: Callable[[Any, Any], None], servicer: Any, service: str) -> None:
         """Serve `servicer`, given its generated `add_..._to_server` and full service name."""
+
+    def add_route(self, route: HttpRoute) -> None:
+        """Serve one more route where there is a REST door."""
 
     def stop(self) -> None:
         """Tell the service to stop."""

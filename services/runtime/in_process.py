@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from dialoop.clients.channel import RetryPolicy
 
+    from services.runtime.http_routes import HttpRoute
+
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _DRAIN_S = 10.0
 
@@ -90,6 +92,9 @@ class InProcessServer:
         """Serve `servicer`, given its generated `add_..._to_server` and full service name."""
         register(servicer, self._handlers)
         self._services.append(service)
+
+    def add_route(self, route: HttpRoute) -> None:
+        """Nothing: there is no REST door in a process."""
 
     @property
     def serving(self) -> dict[str, bool]:

@@ -1,0 +1,218 @@
+"""What a client may ask of the OpenAI-compatible routes: every field, typed; no others.
+
+A field that is null counts as absent. Fields under "Taken and not used" change nothing here, and a
+client that sends them gets the answer it would get without them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+
+_TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
+
+
+class FunctionCall(_Body):
+    """The function a tool call names."""
+
+    name: str = Field(min_length=1)
+    arguments: str
+    """JSON text."""
+
+
+class ToolCallBody(_Body):
+    """A tool call of an assistant's message."""
+
+    id: str = Field(min_length=1)
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ContentPartBody(_Body):
+    """A part of a message; text is the only kind that is read here."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Body):
+    """One message of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    """`developer` is what `system` is."""
+    content: str | list[ContentPartBody] | None = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    """Taken and not used."""
+    annotations: list[Any] | None = None
+    """Taken and not used."""
+
+    @model_validator(mode="after")
+    def _require_what_the_role_needs(self) -> ChatMessage:
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("expected tool_call_id in a message of role tool, found none")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls belong to role assistant, found {self.role}")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("expected content, found none")
+        return self
+
+
+class FunctionBody(_Body):
+    """What the model may call."""
+
+    name: str = Field(min_length=1)
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    """JSON schema of the arguments."""
+    strict: bool = False
+    """Taken and not used: decoding is not constrained."""
+
+
+class ToolBody(_Body):
+    """A tool of type function."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class NamedFunction(_Body):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(_Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class StreamOptions(_Body):
+    """What a stream carries beside the answer."""
+
+    include_usage: bool = False
+    """A last event with the numbers of tokens."""
+    include_obfuscation: bool = False
+    """Taken and not used."""
+
+
+class ResponseFormat(_Body):
+    """Free text; other formats cannot be enforced here."""
+
+    type: Literal["text"]
+
+
+class SamplingBody(_Body):
+    """What the chat and the plain completion have in common."""
+
+    model: str
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0)
+    """0 is greedy."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    include_stop_str_in_output: bool = False
+    """Keep the stop string at the end of the text."""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    """Add prompt_token_ids, and token_ids to each choice."""
+    presence_penalty: float = Field(default=0, ge=0, le=0)
+    """Only 0: what is trained must be the distribution that was sampled."""
+    frequency_penalty: float = Field(default=0, ge=0, le=0)
+    """Only 0."""
+    user: str | None = None
+    """Taken and not used."""
+    metadata: dict[str, str] | None = None
+    """Taken and not used."""
+    store: bool | None = None
+    """Taken and not used."""
+    service_tier: str | None = None
+    """Taken and not used."""
+    safety_identifier: str | None = None
+    """Taken and not used."""
+    prompt_cache_key: str | None = None
+    """Taken and not used."""
+    prompt_cache_retention: str | None = None
+    """Taken and not used."""
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings; none when nothing is said."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatBody(SamplingBody):
+    """A chat completion."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """max_tokens wins where both are given, with a warning."""
+    tools: list[ToolBody] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
+    """auto, or none, which does not show the tools; a call cannot be forced."""
+    parallel_tool_calls: bool = True
+    """False ends the answer with its first call."""
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    """0; or 1 at temperature 0, where the sampled token is the likeliest."""
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the chat template."""
+
+
+class CompletionBody(SamplingBody):
+    """A plain completion: the prompt is continued as it stands."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[list[_TokenId], Field(min_length=1)]
+        | Annotated[
+            list[Annotated[list[_TokenId], Field(min_length=1)]],
+            Field(min_length=1, max_length=MAX_CHOICES),
+        ]
+    )
+    """Text, token ids, or a list of either; special tokens that a text spells count."""
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    """0; or 1 at temperature 0, where the sampled token is the likeliest."""
+    echo: Literal[False] = False
+    best_of: Literal[1] = 1

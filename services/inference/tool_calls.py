@@ -1,0 +1,140 @@
+r"""What a policy wrote, as a client reads it: reasoning, content and tool calls.
+
+    syntax = AnswerSyntax(reads_calls=True)
+    syntax.read('Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>')
+    # Reading(content="Let me see.", calls=(WrittenCall(name="f", arguments_json='{"a": 1}'),))
+
+The syntax is that of Hermes and Qwen. What does not parse as a call stays content, as it was
+written: nothing is mended.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+_THINK_START, _THINK_END = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenCall:
+    """A call as it was written; `arguments_json` is an object."""
+
+    name: str
+    arguments_json: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """An answer, or what of a running one will not change any more."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[WrittenCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerSyntax:
+    """What to look for: calls only where tools were offered, reasoning where the template has it.
+
+    starts_in_reasoning: the prompt has opened the reasoning already.
+    """
+
+    reads_calls: bool = False
+    reads_reasoning: bool = False
+    starts_in_reasoning: bool = False
+
+    def read(self, text: str, *, is_over: bool = True) -> Reading:
+        """The parts of the text; of a running one those that can be told already."""
+        reasoning, rest = self._parted(text, is_over=is_over)
+        if not self.reads_calls:
+            return Reading(reasoning=reasoning, content=rest)
+        content, calls = _without_calls(rest, is_over=is_over)
+        return Reading(reasoning=reasoning, content=content, calls=calls)
+
+    def _parted(self, text: str, *, is_over: bool) -> tuple[str, str]:
+        """Reasoning and the rest; the line ends around the marks belong to neither."""
+        if self.starts_in_reasoning:
+            thought = text
+        elif self.reads_reasoning and text.startswith(_THINK_START):
+            thought = text[len(_THINK_START) :]
+        elif self.reads_reasoning and not is_over and _THINK_START.startswith(text):
+            return "", ""
+        else:
+            return "", text
+        reasoning, end, rest = thought.partition(_THINK_END)
+        if not end and not is_over:
+            reasoning = reasoning[: len(reasoning) - held_back(reasoning, _THINK_END)]
+        return reasoning.strip("\n"), rest.lstrip("\n")
+
+
+def held_back(text: str, *marks: str) -> int:
+    """How many last characters may be the beginning of a mark."""
+    longest = 0
+    for mark in marks:
+        for length in range(min(len(text), len(mark) - 1), longest, -1):
+            if text.endswith(mark[:length]):
+                longest = length
+                break
+    return longest
+
+
+def _without_calls(text: str, *, is_over: bool) -> tuple[str, tuple[WrittenCall, ...]]:
+    """The text outside of calls, and the calls. One line end before a call is the syntax's own."""
+    content: list[str] = []
+    calls: list[WrittenCall] = []
+    while True:
+        before, start, after = text.partition(CALL_START)
+        body, end, rest = after.partition(CALL_END)
+        if not end:
+            break
+        call = _call(body)
+        if call is None:
+            content.append(before + start + body + end)
+        else:
+            content.append(before.removesuffix("\n"))
+            calls.append(call)
+        text = rest
+    if is_over:
+        return "".join((*content, text)), tuple(calls)
+    if start:
+        safe = before.removesuffix("\n")
+    else:
+        safe = text[: len(text) - held_back(text, "\n" + CALL_START, CALL_START)]
+    return "".join((*content, safe)), tuple(calls)
+
+
+def _call(body: str) -> WrittenCall | None:
+    """The call that a body spells; None when it is none."""
+    try:
+        found = json.loads(body, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or found.keys() != {"name", "arguments"}:
+        return None
+    name, arguments = found["name"], found["arguments"]
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    return WrittenCall(name=name, arguments_json=_as_written(body.strip(), name, arguments))
+
+
+def _as_written(body: str, name: str, arguments: dict[str, Any]) -> str:
+    """The arguments' own text where the call is spelled as templates spell it."""
+    start = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+    if body.startswith(start):
+        return body[len(start) : -1].rstrip()
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError("too large a number")
+    return value
