@@ -58,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     _add_show(commands)
     doctor = commands.add_parser("doctor", help="what this machine can run and what is missing")
     doctor.set_defaults(module="doctor", function="doctor")
+    _add_export(commands)
     _add_config(commands)
     return root
 
@@ -117,6 +118,22 @@ def _add_show(commands: Commands) -> None:
     which.add_argument("--worst", action="store_true", help="of those the one with least reward")
     show.add_argument("--tokens", action="store_true", help="add a line for each token")
     show.set_defaults(module="show", function="show")
+
+
+def _add_export(commands: Commands) -> None:
+    export = commands.add_parser(
+        "export", help="write a published policy as a Hugging Face model directory"
+    )
+    export.add_argument("run", help="name of the run, or its directory")
+    export.add_argument("version", help="as main-7, a number that one lineage has, or latest")
+    export.add_argument("directory", type=Path, help="what to make; it must not exist")
+    export.add_argument(
+        "--merged", action="store_true", help="add a LoRA adapter into the weights it is for"
+    )
+    export.add_argument(
+        "--base", default="", help="version whose weights the adapter is for (the run's own model)"
+    )
+    export.set_defaults(module="stack", function="export", root=ROOT)
 
 
 def _add_config(commands: Commands) -> None:

@@ -1,4 +1,4 @@
-"""`dialoop up`, `down`, `train` and `config print`: the embedded stack, in a process of its own."""
+"""`dialoop up`, `down`, `train`, `export`, `config print`: what runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -42,6 +42,16 @@ def train(given: argparse.Namespace) -> int:
 def print_config(given: argparse.Namespace) -> int:
     """Print the effective config."""
     return _become(["config", *([str(given.config)] if given.config else [])])
+
+
+def export(given: argparse.Namespace) -> int:
+    """Write a policy as a model directory."""
+    named = Path(given.run)
+    run_dir = named if (named / "run.json").is_file() else given.root / given.run
+    words = [str(run_dir), given.version, str(given.directory)]
+    words += ["--merged"] if given.merged else []
+    words += ["--base", given.base] if given.base else []
+    return _become(words, module="services.trainer.export")
 
 
 def down(given: argparse.Namespace) -> int:
@@ -89,7 +99,7 @@ def _job_words(given: argparse.Namespace) -> list[str]:
     return [*words, "--fresh"] if given.fresh else words
 
 
-def _command(words: list[str]) -> list[str]:
+def _command(words: list[str], module: str = "services.stack") -> list[str]:
     if importlib.util.find_spec("services") is None and not Path("services/stack").is_dir():
         raise InvalidConfig(
             "This needs the distribution dialoop-services, which is not installed.",
@@ -98,12 +108,12 @@ def _command(words: list[str]) -> list[str]:
             "'dialoop-services[replay,inference,scorer,trainer,stack]'`, or run `make setup` in "
             "the repository.",
         )
-    return [sys.executable, "-m", "services.stack", *words]
+    return [sys.executable, "-m", module, *words]
 
 
-def _become(words: list[str]) -> int:
-    """Turn into the stack: signals and the exit code are its own."""
-    command = _command(words)
+def _become(words: list[str], module: str = "services.stack") -> int:
+    """Turn into the stack, or another of its programs: signals and the exit code are its own."""
+    command = _command(words, module)
     sys.stdout.flush()
     os.execv(command[0], command)
 
