@@ -28,6 +28,7 @@ from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskD
 from dialoop.environments.jsonl_tasks import JsonlTasks
 from dialoop.environments.loading import load_environment
 from dialoop.environments.modes import Answered, InputMode, RewardShape, Text, Tokens
+from dialoop.environments.python_interpreter import PythonInterpreter
 from dialoop.environments.rewards import ExactResult, NamedReward, RewardFunction, Rewards
 from dialoop.environments.standard import arithmetic, jsonl, tool_environment, tool_transforms
 from dialoop.environments.tasks import NoTasks, TaskPage, TaskRef, TaskSource, task_not_found
@@ -62,6 +63,7 @@ __all__ = [
     "NoTasks",
     "Opening",
     "Outcome",
+    "PythonInterpreter",
     "RewardFunction",
     "RewardShape",
     "Rewards",

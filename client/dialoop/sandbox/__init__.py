@@ -1,10 +1,12 @@
 """Run code that nobody has read, and functions that may hang.
 
-done = await Sandbox().run("print(6 * 7)", timeout_s=5)
+done = await Sandbox().run("print(6 * 7)", timeout_s=5)               # killed and kept in
+same = await run_killable("grading:same", {"a": 1, "b": 2}, timeout_s=5)    # killed only
 """
 
 from dialoop.sandbox.execution import Execution
 from dialoop.sandbox.isolation import Assessment, Isolation, Level, effective_isolation
+from dialoop.sandbox.killable import KillableFunction, run_killable
 from dialoop.sandbox.limits import Limits
 from dialoop.sandbox.persistent import PersistentInterpreter
 from dialoop.sandbox.sandbox import Sandbox
@@ -13,9 +15,11 @@ __all__ = [
     "Assessment",
     "Execution",
     "Isolation",
+    "KillableFunction",
     "Level",
     "Limits",
     "PersistentInterpreter",
     "Sandbox",
     "effective_isolation",
+    "run_killable",
 ]

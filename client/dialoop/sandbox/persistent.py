@@ -45,13 +45,14 @@ class PersistentInterpreter:
         async with self._turn:
             pool = self._pool()
             async with pool.running():
+                lost = await self._drop_if_lost(pool)
                 worker = await self._worker(pool)
                 try:
                     execution = await worker.execute(code, timeout_s)
                 finally:
                     if not worker.is_alive:
                         await self._end()
-        return noted(execution, self._limits, persistent=True)
+        return noted(execution, self._limits, state_lost=lost or execution.ended)
 
     async def reset(self) -> None:
         """Forget everything: the next call starts a fresh process."""
@@ -62,10 +63,16 @@ class PersistentInterpreter:
         """End the process."""
         await self.reset()
 
+    async def _drop_if_lost(self, pool: Pool) -> bool:
+        """Whether there was a process that ended between two calls."""
+        held = self._held
+        if held.worker is None or (held.pool is pool and held.worker.is_alive):
+            return False
+        await self._end()
+        return True
+
     async def _worker(self, pool: Pool) -> Worker:
         held = self._held
-        if held.worker is not None and (held.pool is not pool or not held.worker.is_alive):
-            await self._end()
         if held.worker is None:
             await pool.take_place()
             try:
@@ -90,7 +97,7 @@ def require_positive(timeout_s: float) -> None:
         raise InvalidInput("timeout_s is not above 0.", remedy="Give the code some seconds.")
 
 
-def noted(execution: Execution, limits: Limits, *, persistent: bool = False) -> Execution:
+def noted(execution: Execution, limits: Limits, *, state_lost: bool = False) -> Execution:
     """The same with a note where output was cut, and where the state was lost."""
     out, err = execution.stdout, execution.stderr
     if execution.truncated:
@@ -99,7 +106,7 @@ def noted(execution: Execution, limits: Limits, *, persistent: bool = False) -> 
             out = f"{out}\n{note}"
         else:
             err = f"{err}\n{note}"
-    if execution.ended and persistent:
+    if state_lost:
         err += "The interpreter was restarted: everything defined before is lost.\n"
     return replace(execution, stdout=out, stderr=err)
 

@@ -1,0 +1,43 @@
+"""The other side of `killable`: a process that calls functions by name until it is killed."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import signal
+import sys
+import traceback
+from typing import Any
+
+from dialoop.sandbox.confined.frames import read_frame, write_frame
+
+
+def main() -> None:
+    """Answer requests on the descriptor of the first argument until it closes."""
+    channel = int(sys.argv[1])
+    sys.path[:] = json.loads(sys.argv[2])
+    if sys.platform.startswith("linux"):
+        from dialoop.sandbox.confined.libc import PR_SET_PDEATHSIG, prctl
+
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # even while a function never returns
+    while (request := read_frame(channel)) is not None:
+        write_frame(channel, json.dumps(_answer(json.loads(request))).encode())
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        result = _function(request["function"])(**request["arguments"])
+        json.dumps(result)  # a result that is no JSON is the function's failure
+    except BaseException:  # SystemExit too: it must not look like a crash of ours
+        return {"error": traceback.format_exc()}
+    return {"result": result}
+
+
+@functools.cache
+def _function(path: str) -> Any:
+    module, _, name = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
