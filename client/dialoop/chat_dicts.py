@@ -98,7 +98,11 @@ def chat_for_template(message: Message, *, as_parts: bool = False) -> dict[str, 
         chat["tool_calls"] = [_call_to_chat(c, _arguments(c)) for c in message.tool_calls]
     if message.tool_responses:
         chat["tool_responses"] = list(message.tool_responses)
-    return chat | {key: getattr(message, key) for key in _TEXT_FIELDS if getattr(message, key)}
+    if message.tool_call_id:
+        chat["tool_call_id"] = message.tool_call_id
+    if message.name:
+        chat["name"] = message.name
+    return chat
 
 
 def tool_for_template(tool: ToolDefinition | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ searched for a content. Special tokens that a message merely spells get no speci
 
 from __future__ import annotations
 
+import unicodedata
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,11 @@ import numpy as np
 from dialoop.chat import History, Message
 from dialoop.errors import DialoopError, Unsupported
 from dialoop.parsing import absent_character, guarded
+from dialoop.tokenizer import Encoded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
-    import tokenizers
     from numpy.typing import NDArray
 
     from dialoop.templates import ChatTemplate, Span
@@ -86,19 +87,23 @@ def tokenised_all(
     """Each conversation as `tokenised` has it, tokenised side by side."""
     histories = tuple(histories)
     drawn = [_drawn(template, history, options, with_mask=with_mask) for history in histories]
-    codes = tokenizer.encodings([text for text, _ in drawn])
+    codes = tokenizer.encode_all([text for text, _ in drawn])
     found: list[Rendered] = []
-    for history, (text, spans), code in zip(histories, drawn, codes, strict=True):
-        tokens = _Tokens.of(code)
+    for history, (text, spans), ids in zip(histories, drawn, codes, strict=True):
         if tokenizer.spells_special(_written(history)):
             text, spans, tokens = _literal(template, tokenizer, history, options, with_mask)
+        elif with_mask or with_offsets:
+            tokens = None if with_offsets else _in_bytes(text, ids, tokenizer)
+            tokens = tokens or _in_characters(tokenizer.encode(text, trusted=True))
+        else:
+            tokens = _Tokens(np.array(ids, np.int32), np.zeros((0, 2), np.int64))
         mask = _mask(tokens, spans, tokenizer, include_eos=include_eos) if with_mask else None
         found.append(
             Rendered(
                 text=text,
-                token_ids=np.array(tokens.ids, dtype=np.int32),
+                token_ids=tokens.ids,
                 assistant_mask=mask,
-                offsets=tokens.all_offsets() if with_offsets else None,
+                offsets=tokens.offsets if with_offsets else None,
             )
         )
     return tuple(found)
@@ -248,7 +253,7 @@ def _literal(
         (len(text[:start].replace(guard, "")), len(text[:end].replace(guard, "")))
         for start, end in spans
     )
-    return plain, moved, _Tokens(ids, offsets, None)
+    return plain, moved, _in_characters(Encoded(ids=tuple(ids), offsets=tuple(offsets)))
 
 
 def _guarded_message(message: Message, guard: str, tokenizer: Tokenizer) -> Message:
@@ -269,37 +274,46 @@ def _guarded_message(message: Message, guard: str, tokenizer: Tokenizer) -> Mess
     )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Tokens:
-    """Ids, and where each stands: as a list, or as the tokenizers library can tell."""
+    """Ids [L] and where each stands in the text, [L, 2]: in characters, or in UTF-8 bytes."""
 
-    ids: Sequence[int]
-    offsets: Sequence[Span]
-    code: tokenizers.Encoding | None
+    ids: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    text: str = ""
+    in_bytes: bool = False
 
-    @classmethod
-    def of(cls, code: tokenizers.Encoding) -> _Tokens:
-        return cls(code.ids, (), code)
+    def positions(self, spans: Iterable[Span]) -> Iterable[Span]:
+        """The spans of characters in the unit of the offsets."""
+        if not self.in_bytes or self.text.isascii():
+            return spans
+        moved: list[Span] = []
+        done = at = 0
+        for span in spans:
+            ends = []
+            for character in span:
+                at += len(self.text[done:character].encode())
+                done = character
+                ends.append(at)
+            moved.append((ends[0], ends[1]))
+        return moved
 
-    def span(self, index: int) -> Span:
-        if self.code is None:
-            return self.offsets[index]
-        start, end = self.code.token_to_chars(index) or (0, 0)
-        return int(start), int(end)
 
-    def at(self, character: int) -> int:
-        """The first token that spells the character or what follows it."""
-        if self.code is not None:
-            token = self.code.char_to_token(character)
-            if token is not None:
-                return int(token)
-            self.offsets, self.code = self.code.offsets, None
-        ends = (i for i, (_, end) in enumerate(self.offsets) if end > character)
-        return next(ends, len(self.ids))
+def _in_bytes(text: str, ids: list[int], tokenizer: Tokenizer) -> _Tokens | None:
+    """Where each token stands, from the bytes it spells; None where that is not the text."""
+    table = tokenizer.byte_lengths
+    if table is None or not unicodedata.is_normalized("NFC", text):
+        return None
+    numbers = np.array(ids, np.int32)
+    ends = np.cumsum(table[numbers])
+    if len(ids) and ends[-1] != (len(text) if text.isascii() else len(text.encode())):
+        return None
+    return _Tokens(numbers, np.stack((ends - table[numbers], ends), axis=1), text, True)
 
-    def all_offsets(self) -> NDArray[np.int64]:
-        offsets = self.offsets if self.code is None else self.code.offsets
-        return np.array(offsets, dtype=np.int64).reshape(-1, 2)
+
+def _in_characters(code: Encoded) -> _Tokens:
+    offsets = np.array(code.offsets, np.int64).reshape(-1, 2)
+    return _Tokens(np.array(code.ids, np.int32), offsets)
 
 
 def _mask(
@@ -308,16 +322,13 @@ def _mask(
     """True on each token that spells a character of the spans, and on no special token after."""
     size = len(tokens.ids)
     mask = np.zeros(size, dtype=np.bool_)
-    for start, end in spans:
-        first = tokens.at(start)
-        last = first
-        if end > start:
-            last = tokens.at(end - 1) + 1
-            while last < size and tokens.span(last)[0] < end:  # the bytes of one character
-                last += 1
-        while last > first and _ends_turn(tokens.ids[last - 1], tokenizer):
+    starts, ends = tokens.offsets[:, 0], tokens.offsets[:, 1]
+    for begin, end in tokens.positions(spans):
+        first = int(np.searchsorted(ends, begin, side="right"))
+        last = max(first, int(np.searchsorted(starts, end, side="left")))
+        while last > first and _ends_turn(int(tokens.ids[last - 1]), tokenizer):
             last -= 1
-        if include_eos and last < size and _ends_turn(tokens.ids[last], tokenizer):
+        if include_eos and last < size and _ends_turn(int(tokens.ids[last]), tokenizer):
             last += 1
         mask[first:last] = True
     return mask

@@ -148,7 +148,7 @@ def _applied(histories: tuple[History, ...], tokenizer: Any, options: TemplateOp
 
 def _columns(
     found: Sequence[Rendered], tokenizer: Tokenizer, options: TemplateOptions
-) -> dict[str, list[NDArray[np.int64]]]:
+) -> dict[str, list[NDArray[np.int32]]]:
     """Truncated and padded rows of ids, attention mask and assistant mask."""
     limit = options.get("max_length", tokenizer.model_max_length)
     cut = limit if options.get("truncation") else None
@@ -159,13 +159,11 @@ def _columns(
             reason="BAD_OPTIONS",
             remedy="Give max_length.",
         )
-    ids = [one.token_ids[:cut].astype(np.int64) for one in found]
-    columns = {"input_ids": ids, "attention_mask": [np.ones(len(row), np.int64) for row in ids]}
-    masks = [one.assistant_mask for one in found]
-    if all(mask is not None for mask in masks) and options.get("return_assistant_tokens_mask"):
-        columns["assistant_masks"] = [
-            mask[:cut].astype(np.int64) for mask in masks if mask is not None
-        ]
+    ids = [one.token_ids[:cut] for one in found]
+    columns = {"input_ids": ids, "attention_mask": [np.ones(len(row), np.int32) for row in ids]}
+    if options.get("return_assistant_tokens_mask"):
+        masks = [one.assistant_mask for one in found if one.assistant_mask is not None]
+        columns["assistant_masks"] = [mask[:cut].astype(np.int32) for mask in masks]
     if not padding:
         return columns
     width = max((len(row) for row in ids), default=0)
@@ -192,16 +190,16 @@ def _pad_id(tokenizer: Tokenizer) -> int:
     )
 
 
-def _padded(row: NDArray[np.int64], width: int, fill: int, side: str) -> NDArray[np.int64]:
+def _padded(row: NDArray[np.int32], width: int, fill: int, side: str) -> NDArray[np.int32]:
     lacking = width - len(row)
     return np.pad(row, (lacking, 0) if side == "left" else (0, lacking), constant_values=fill)
 
 
-def _stacked(rows: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+def _stacked(rows: list[NDArray[np.int32]]) -> NDArray[np.int32]:
     if len({len(row) for row in rows}) > 1:
         raise InvalidInput(
             "The conversations have different lengths, which one array cannot hold.",
             reason="BAD_OPTIONS",
             remedy="Ask with padding=True, or without return_tensors.",
         )
-    return np.stack(rows) if rows else np.zeros((0, 0), np.int64)
+    return np.stack(rows) if rows else np.zeros((0, 0), np.int32)

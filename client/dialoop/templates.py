@@ -239,30 +239,31 @@ class ChatTemplate:
         """The text, and the spans of the generation blocks that messages filled."""
         opens = _opens(add_generation_prompt, continue_final_message)
         variables = self._variables(history, tools, options)
-        mark = _absent_mark(variables)
-        blocks = _Blocks(mark)
-        variables["_generation_blocks"] = blocks
         if continue_final_message:
-            pieces = self._continued(variables).split(mark)
+            mark = _absent_mark(variables)
+            pieces = self._continued(variables | {"_generation_blocks": _Blocks(mark)}).split(mark)
         else:
-            pieces = self._filled(variables, opens).split(mark)
-        if len(pieces) > 2 * blocks.count + 1:
-            raise Unsupported(
-                "The chat template writes its generation blocks more than once.",
-                reason="MASK_UNAVAILABLE",
-                remedy="Ask without a mask, or mend the template.",
-            )
+            pieces = self._marked_pieces(variables, opens)
         spans = _spans(pieces)
         text = "".join(pieces)
         if opens and spans and not text[spans[-1][1] :].strip():
             # The last block may be the opening's: nobody has written it.
-            spans = spans[: self._num_blocks(variables, mark)]
+            spans = spans[: len(self._marked_pieces(variables, opens=False)) // 2]
         return text, spans
 
-    def _num_blocks(self, variables: dict[str, Any], mark: str) -> int:
-        blocks = _Blocks(mark)
-        self._filled(variables | {"_generation_blocks": blocks}, opens=False)
-        return blocks.count
+    def _marked_pieces(self, variables: dict[str, Any], opens: bool) -> list[str]:
+        """The text cut at the ends of its generation blocks, by a mark that is not in it."""
+        for mark in _MARKS:
+            blocks = _Blocks(mark)
+            variables["_generation_blocks"] = blocks
+            pieces = self._filled(variables, opens).split(mark)
+            if len(pieces) == 2 * blocks.count + 1:
+                return pieces
+        raise Unsupported(
+            "The chat template writes its generation blocks more or less than once.",
+            reason="MASK_UNAVAILABLE",
+            remedy="Ask without a mask, or mend the template.",
+        )
 
     def _variables(
         self, history: History, tools: Tools | None, options: Mapping[str, Any]
@@ -276,12 +277,14 @@ class ChatTemplate:
             )
         tool_dicts = [tool_for_template(tool) for tool in tools] if tools is not None else None
         self._require_tools_written(history, bool(tool_dicts))
-        messages = [self._chat(message) for message in history]
+        messages = [
+            chat_for_template(message) if isinstance(message.content, str) else self._parts(message)
+            for message in history.messages
+        ]
         return {"messages": messages, "tools": tool_dicts, **self._special_tokens, **options}
 
-    def _chat(self, message: Message) -> dict[str, Any]:
-        as_parts = not isinstance(message.content, str) and self._reads_parts()
-        return chat_for_template(message, as_parts=as_parts)
+    def _parts(self, message: Message) -> dict[str, Any]:
+        return chat_for_template(message, as_parts=self._reads_parts())
 
     def _require_tools_written(self, history: History, offers_tools: bool) -> None:
         calls = any(message.tool_calls for message in history)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _REPLACEMENT = "\ufffd"
 _MAX_TOKENS_PER_CHARACTER = 4
 _WINDOW = 8
+_PIECE = 4000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,11 +135,32 @@ class Tokenizer:
         return Encoded(ids=tuple(encoding.ids), offsets=tuple(encoding.offsets))
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of trusted texts, without where they stand: the fastest there is."""
-        return [
-            code.ids
-            for code in self._trusting.encode_batch_fast(list(texts), add_special_tokens=False)
-        ]
+        """Ids of trusted texts, without where they stand: the fastest there is.
+
+        Long texts are cut before special tokens, which nothing merges with, and shared by cores.
+        """
+        cut = [self._cut(text) for text in texts]
+        pieces = [piece for one in cut for piece in one]
+        codes = iter(self._trusting.encode_batch_fast(pieces, add_special_tokens=False))
+        return [[number for _ in one for number in next(codes).ids] for one in cut]
+
+    def _cut(self, text: str) -> list[str]:
+        """The text in pieces of some thousand characters."""
+        pieces: list[str] = []
+        position = 0
+        while self._has_plain_specials and len(text) - position > 2 * _PIECE:
+            found = self._special.search(text, position + _PIECE)
+            if found is None:
+                break
+            pieces.append(text[position : found.start()])
+            position = found.start()
+        return [*pieces, text[position:]]
+
+    @cached_property
+    def _has_plain_specials(self) -> bool:
+        """Whether special tokens stand alone, taking no blanks beside them."""
+        added = self._trusting.get_added_tokens_decoder().values()
+        return not any(t.lstrip or t.rstrip or t.single_word or t.normalized for t in added)
 
     @cached_property
     def byte_lengths(self) -> NDArray[np.int64] | None:
