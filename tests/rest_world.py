@@ -35,6 +35,7 @@ from grpc_status import rpc_status
 from services.environment.catalogue import Catalogue
 from services.environment.serving import serving_on
 from services.environment.settings import EnvironmentSettings
+from services.inference.adapter_files import AdapterLimits, AdapterSpace
 from services.inference.engine import LoadTimes, Piece, Sampled, Scored, VersionSpan, require_ids
 from services.inference.rendering import Renderer
 from services.inference.replica import Replica
@@ -69,9 +70,12 @@ class TwinEngine:
 
     name, version, max_model_len, vocab_size = "twin", "1", 200, 258
     policy_version = MAIN_3
-    is_alive = True
+    is_alive, num_running, transfer_backend = True, 0, ""
+    adapter_space = AdapterSpace(limits=AdapterLimits(max_adapters=1, max_rank=8), shapes={})
 
-    async def sample(self, prompt_ids, sampling, *, stop, num_samples=1, on_tokens=None):
+    async def sample(
+        self, prompt_ids, sampling, *, stop, num_samples=1, on_tokens=None, adapter=None
+    ):
         ids = (*byte_tokenizer().encode("7").ids, *byte_tokenizer().end_of_turn_ids[:1])
         spans = (VersionSpan(start=0, length=len(ids), policy_version=MAIN_3),)
         one = Sampled(
@@ -85,12 +89,18 @@ class TwinEngine:
                 on_tokens(Piece(token_ids=(token,), logprobs=(logprob,), policy_version=MAIN_3))
         return (one,) * min(num_samples, 4)
 
-    async def logprobs(self, token_ids):
+    async def logprobs(self, token_ids, *, adapter=None):
         require_ids(token_ids, vocab_size=self.vocab_size)
         values = np.full(max(len(token_ids) - 1, 0), -0.1, dtype=np.float32)
         return Scored(logprobs=values, policy_version=MAIN_3)
 
-    async def load_weights(self, path, version):
+    async def add_adapter(self, adapter):
+        """Taken."""
+
+    async def remove_adapter(self, adapter):
+        """Given up."""
+
+    async def load_weights(self, path, version, **mode):
         return LoadTimes(pause_s=0.0, load_s=0.0)
 
     async def pause(self):

@@ -75,6 +75,13 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "InferenceService.GenerateStream": {"request": {"history": {"prompt": _PROMPT}}},
         "InferenceService.LogProb": {"token_ids": [{"values": [12, 7, 9]}]},
         "TemplateService.Render": {"history": _PROMPT},
+        "InferenceService.CreateRecording": {"recording_id": "r-1", "task": _TASK},
+        "InferenceService.CloseRecording": {"labels": {"agent": "mine"}},
+        "TemplateService.RegisterTemplate": {
+            "name": "plain",
+            "source": "{% for message in messages %}{{ message.content }}{% endfor %}",
+        },
+        "TemplateService.Parse": {"text": "<|im_start|>user\n12+34<|im_end|>\n"},
         "ReplayService.OfferTasks": {"tasks": [_TASK]},
         "ReplayService.LeaseTasks": {"worker": "me", "max_tasks": 4, "wait_s": 1.0},
         "ReplayService.AppendGroups": {

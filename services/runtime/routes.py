@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
 _SESSION = "/v1/sessions/{session_id}"
+_RECORDING = "/v1/recordings/{recording_id}"
 _RUN = "/v1/runs/{run}"
 
 TABLE: Mapping[str, str] = MappingProxyType(
@@ -36,7 +37,14 @@ TABLE: Mapping[str, str] = MappingProxyType(
         "EnvironmentService.Score": "POST /v1/score",
         "InferenceService.LogProb": "POST /v1/logprob",
         "InferenceService.GetPolicy": "GET /v1/policy",
+        "InferenceService.UnloadAdapter": "DELETE /v1/adapters/{adapter}",
+        "InferenceService.CreateRecording": "POST /v1/recordings",
+        "InferenceService.GetRecording": f"GET {_RECORDING}",
+        "InferenceService.CloseRecording": f"POST {_RECORDING}/close",
         "TemplateService.ListTemplates": "GET /v1/templates",
+        "TemplateService.RegisterTemplate": "POST /v1/templates",
+        "TemplateService.Render": "POST /v1/templates/{template_name}/render",
+        "TemplateService.Parse": "POST /v1/templates/{template_name}/parse",
         "ReplayService.OfferTasks": f"POST {_RUN}/tasks",
         "ReplayService.LeaseTasks": f"POST {_RUN}/tasks/lease",
         "ReplayService.AppendGroups": f"POST {_RUN}/groups",
