@@ -143,6 +143,7 @@ async def _vllm(settings: InferenceSettings) -> Engine:
             tensor_parallel_size=settings.tensor_parallel_size,
             seed=settings.seed,
             adapters=_adapter_limits(settings),
+            weight_transfer=settings.weight_transfer,
         ),
     )
 

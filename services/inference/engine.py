@@ -10,7 +10,7 @@ full forward pass of exactly that version.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from services.inference.adapter_files import AdapterSpace
     from services.inference.adapters import Adapter
+    from services.inference.data_planes import Step
 
 BASE_VERSION = PolicyVersion(lineage="base", number=0)
 """The version of a model directory's own weights."""
@@ -103,6 +104,7 @@ class Engine(Protocol):
     max_model_len: int
     vocab_size: int
     adapter_space: AdapterSpace
+    transfer_backend: str
 
     @property
     def policy_version(self) -> PolicyVersion:
@@ -156,6 +158,16 @@ class Engine(Protocol):
         leaves them, WAIT lets them end first (never, while the engine is paused).
         Raises PreconditionFailed (UNKNOWN_PARAMETERS) before anything is touched.
         """
+        ...
+
+    async def transfer_weights(
+        self,
+        steps: AsyncIterator[Step],
+        version: PolicyVersion,
+        *,
+        mode: UpdateMode = UpdateMode.RECOMPUTE,
+    ) -> LoadTimes:
+        """As `load_weights`, device to device by `transfer_backend`; Unsupported without one."""
         ...
 
     async def pause(self) -> None:

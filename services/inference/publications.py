@@ -36,6 +36,7 @@ class Manifest:
     num_bytes: int
     path: str = ""
     update_mode: UpdateMode | None = None
+    data_plane: str = ""
     adapter: str = ""
     adapter_config_json: str = ""
     probes: tuple[Probe, ...] = ()
@@ -47,6 +48,11 @@ class Publications:
 
     def __init__(self, root: Path | None) -> None:
         self._root = None if root is None else root.resolve()
+
+    @property
+    def has_root(self) -> bool:
+        """Whether files can be read at all."""
+        return self._root is not None
 
     def latest(self) -> Manifest | None:
         """What latest.json names, if there is one."""

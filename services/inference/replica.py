@@ -11,7 +11,8 @@ from dialoop.episode import UpdateMode
 from dialoop.errors import DialoopError, InvalidConfig, PreconditionFailed, Unavailable
 
 from services.inference.adapters import Adapters
-from services.inference.publications import Publications, require_intact, spooled
+from services.inference.data_planes import Arrived, DataPlanes
+from services.inference.publications import Publications, require_intact
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from dialoop.sequences import PolicyVersion
     from dialoop.trajectory import SamplingParams
 
+    from services.inference.data_planes import Content
     from services.inference.engine import (
         Engine,
         LoadTimes,
@@ -62,6 +64,7 @@ class Replica:
         # What latest.json named when we last did as it says.
         self._followed: Manifest | None = None
         self._adapters = Adapters(engine)
+        self._data_planes = DataPlanes(self._publications, transfer_backend=engine.transfer_backend)
         self.num_sampled_tokens = 0
         self.num_requests_running = 0
 
@@ -125,12 +128,18 @@ class Replica:
             if len({one.policy_version for one in scored}) <= 1:
                 return tuple(scored)
 
-    async def load(self, manifest: Manifest, chunks: AsyncIterator[bytes]) -> LoadTimes:
-        """Make what was announced the policy, from the manifest's path or else the chunks."""
-        if manifest.path:
-            return await self._load(self._publications.file_of(manifest), manifest)
-        async with spooled(manifest, chunks) as path:
-            return await self._load(path, manifest)
+    async def load(self, manifest: Manifest, contents: AsyncIterator[Content]) -> LoadTimes:
+        """Make what was announced the policy (or an adapter), however its bytes come."""
+        async with self._data_planes.of(manifest).arriving(manifest, contents) as arrived:
+            return await self._load(arrived, manifest)
+
+    @property
+    def data_planes(self) -> tuple[str, ...]:
+        """The ways in which weights can come here."""
+        return self._data_planes.names
+
+    def _named_file(self, manifest: Manifest) -> Arrived:
+        return Arrived(path=self._publications.file_of(manifest))
 
     async def unload_adapter(self, name: str) -> bool:
         """Forget an adapter; samples under way with it end undisturbed. False: there was none."""
@@ -148,7 +157,7 @@ class Replica:
         if manifest is None:
             return
         try:
-            await self._load(self._publications.file_of(manifest), manifest)
+            await self._load(self._named_file(manifest), manifest)
         except DialoopError as error:
             log.warning("The latest policy does not load.", extra={"reason": error.reason})
             await self._leave_rotation("WEIGHTS_BAD")
@@ -183,7 +192,7 @@ class Replica:
         if manifest.policy_version == self._engine.policy_version and not self._fault:
             return True
         try:
-            await self._load(self._publications.file_of(manifest), manifest)
+            await self._load(self._named_file(manifest), manifest)
         except DialoopError as error:
             log.warning("The latest policy does not load.", extra={"reason": error.reason})
             return error.reason == "VERSION_NOT_NEWER" and not self._fault
@@ -208,37 +217,39 @@ class Replica:
             await asyncio.sleep(_HEARTBEAT_S)
         await self._leave_rotation("NOT_READY")
 
-    async def _load(self, path: Path, manifest: Manifest) -> LoadTimes:
+    async def _load(self, arrived: Arrived, manifest: Manifest) -> LoadTimes:
         alone = self._load_adapter_alone if manifest.adapter else self._load_alone
-        loading = asyncio.ensure_future(alone(path, manifest))
+        loading = asyncio.ensure_future(alone(arrived, manifest))
         try:
             return await asyncio.shield(loading)
         finally:
             # A caller who leaves must not leave half a policy behind: once begun, a load ends.
             await asyncio.wait([loading])
 
-    async def _load_adapter_alone(self, path: Path, manifest: Manifest) -> LoadTimes:
+    async def _load_adapter_alone(self, arrived: Arrived, manifest: Manifest) -> LoadTimes:
         """The policy is not touched, so a failure leaves the replica as it was."""
         async with self._loading:
             self._require_ready()
             self._adapters.require_room(manifest)
+            path = arrived.require_file()
             await asyncio.to_thread(require_intact, path, manifest)
             times = await self._adapters.load(path, manifest)
         version = f"{manifest.adapter} {manifest.policy_version}"
         log.info("Adapter loaded.", extra={"policy": version, "load_s": times.load_s})
         return times
 
-    async def _load_alone(self, path: Path, manifest: Manifest) -> LoadTimes:
+    async def _load_alone(self, arrived: Arrived, manifest: Manifest) -> LoadTimes:
         version, mode = manifest.policy_version, manifest.update_mode or self._default_mode
         async with self._loading:
             self._require_newer(version)
             self._require_drainable(mode)
             keeps_keys = mode is UpdateMode.KEEP_KV
             try:
-                await asyncio.to_thread(require_intact, path, manifest)
+                if arrived.path is not None:
+                    await asyncio.to_thread(require_intact, arrived.path, manifest)
                 self._num_begun += keeps_keys
                 await self._adapters.clear()
-                times = await self._engine.load_weights(path, version, mode=mode)
+                times = await self._engine_load(arrived, version, mode)
             except BaseException:
                 await self._leave_rotation("WEIGHTS_BAD")
                 raise
@@ -248,6 +259,13 @@ class Replica:
             await self._report(True)
         log.info("Policy loaded.", extra={"policy": str(version), "pause_s": times.pause_s})
         return times
+
+    async def _engine_load(
+        self, arrived: Arrived, version: PolicyVersion, mode: UpdateMode
+    ) -> LoadTimes:
+        if arrived.steps is not None:
+            return await self._engine.transfer_weights(arrived.steps, version, mode=mode)
+        return await self._engine.load_weights(arrived.require_file(), version, mode=mode)
 
     async def _leave_rotation(self, fault: str) -> None:
         self._fault = fault

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from dialoop.clients.weights import TransferPhase, TransferStep
 from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidHistory, InvalidInput
 from dialoop.wire import (
@@ -16,15 +17,19 @@ from dialoop.wire import (
 )
 
 from services.inference.adapters import Probe
+from services.inference.data_planes import Content, PlaneName
 from services.inference.publications import Manifest
 from services.inference.rendering import Ask
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from dialoop.chat import History
     from dialoop.v1 import chat_pb2
     from dialoop.v1 import inference_service_pb2 as pb
 
 _MAX_SAMPLES = 1024
+_TRANSFERS = (PlaneName.NCCL, PlaneName.IPC)
 _INPUTS = ("history", "text", "token_ids")
 _ROWS = ("token_ids", "histories", "texts")
 
@@ -111,7 +116,8 @@ def manifest_of(request: pb.LoadWeightsRequest | None) -> Manifest:
     if request is None or request.WhichOneof("content") != "manifest":
         raise manifest_mismatch("The stream does not begin with a manifest.")
     proto = request.manifest
-    if not proto.policy_version.lineage or proto.num_bytes <= 0:
+    is_file = proto.data_plane not in _TRANSFERS
+    if not proto.policy_version.lineage or (is_file and proto.num_bytes <= 0):
         raise manifest_mismatch("The manifest lacks a policy version or num_bytes.")
     try:
         mode = UpdateMode(proto.update_mode) if proto.update_mode else None
@@ -123,6 +129,7 @@ def manifest_of(request: pb.LoadWeightsRequest | None) -> Manifest:
         num_bytes=proto.num_bytes,
         path=proto.path,
         update_mode=mode,
+        data_plane=proto.data_plane,
         adapter=proto.adapter,
         adapter_config_json=proto.adapter_config_json,
         probes=tuple(
@@ -136,6 +143,18 @@ def manifest_of(request: pb.LoadWeightsRequest | None) -> Manifest:
     )
 
 
+async def contents_of(requests: AsyncIterator[pb.LoadWeightsRequest]) -> AsyncIterator[Content]:
+    """What follows the manifest."""
+    async for request in requests:
+        match request.WhichOneof("content"):
+            case "chunk":
+                yield request.chunk
+            case "transfer":
+                yield _step_of(request.transfer)
+            case _:
+                raise manifest_mismatch("Something that is no content followed the manifest.")
+
+
 def manifest_mismatch(message: str) -> InvalidInput:
     """What is wrong with a publish's stream."""
     return InvalidInput(
@@ -143,6 +162,13 @@ def manifest_mismatch(message: str) -> InvalidInput:
         reason="MANIFEST_MISMATCH",
         remedy="Send a manifest, then the chunks it describes, or none when it names a path.",
     )
+
+
+def _step_of(proto: pb.TransferStep) -> TransferStep:
+    try:
+        return TransferStep(phase=TransferPhase(proto.phase), info_json=proto.info_json)
+    except ValueError:
+        raise manifest_mismatch(f"Transfer phase {proto.phase} is unknown.") from None
 
 
 def _prompt_of(proto: chat_pb2.ChatHistory) -> History:

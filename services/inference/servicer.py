@@ -33,8 +33,8 @@ from services.inference.recordings_rpcs import RecordingRpcs
 from services.inference.rendering import Ask
 from services.inference.requests import (
     ask_of,
+    contents_of,
     full_of,
-    manifest_mismatch,
     manifest_of,
     num_samples_of,
     rows_given,
@@ -118,16 +118,14 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
                 pb.AdapterInfo(name=name, policy_version=policy_version_to_proto(version))
                 for name, version in sorted(replica.adapters.items())
             ],
+            data_planes=replica.data_planes,
         )
 
     async def LoadWeights(
         self, request_iterator: AsyncIterator[pb.LoadWeightsRequest], context: Context
     ) -> pb.LoadWeightsResponse:
         manifest = manifest_of(await anext(aiter(request_iterator), None))
-        chunks = _chunks(request_iterator)
-        if manifest.path and await anext(chunks, None) is not None:
-            raise manifest_mismatch("The manifest names a path and chunks came too.")
-        times = await self._replica.load(manifest, chunks)
+        times = await self._replica.load(manifest, contents_of(request_iterator))
         return pb.LoadWeightsResponse(
             policy_version=policy_version_to_proto(manifest.policy_version),
             pause_s=times.pause_s,
@@ -224,10 +222,3 @@ class TemplateServicer(template_service_pb2_grpc.TemplateServiceServicer):
         opens = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
         text, sequence = self._renderer.rendered(history, add_generation_prompt=opens)
         return template_service_pb2.RenderResponse(text=text, sequence=sequence_to_proto(sequence))
-
-
-async def _chunks(requests: AsyncIterator[pb.LoadWeightsRequest]) -> AsyncIterator[bytes]:
-    async for request in requests:
-        if request.WhichOneof("content") != "chunk":
-            raise manifest_mismatch("Something other than a chunk followed the manifest.")
-        yield request.chunk

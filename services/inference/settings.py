@@ -38,6 +38,8 @@ class InferenceSettings(ServerSettings):
     """Devices one vLLM replica spans."""
     torch_threads: int = Field(default=1, ge=1)
     """CPU threads of the transformers engine."""
+    weight_transfer: Literal["", "nccl", "ipc"] = ""
+    """vLLM's own weight transfer, on CUDA devices; empty: weights come as a file or in chunks."""
     max_adapters: int = Field(default=0, ge=0)
     """LoRA adapters held beside the policy; 0 for none, as vLLM is half as fast with them."""
     max_adapter_rank: int = Field(default=16, ge=1)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from dialoop.episode import UpdateMode
-from dialoop.errors import InternalError, InvalidConfig
+from dialoop.errors import InternalError, InvalidConfig, Unsupported
 from dialoop.tokenizer import Tokenizer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -46,12 +46,13 @@ from services.inference.transformers_rows import Row
 from services.inference.weights import HEAD, is_tied, model_shapes, require_same_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from dialoop.sequences import PolicyVersion
     from dialoop.trajectory import SamplingParams
 
     from services.inference.adapters import Adapter
+    from services.inference.data_planes import Step
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class TransformersEngine:
 
     name = "transformers"
     version = str(transformers.__version__)
+    transfer_backend = ""
 
     def __init__(
         self,
@@ -204,6 +206,20 @@ class TransformersEngine:
                 self._may_admit.set()
             ended = time.monotonic()
         return LoadTimes(pause_s=ended - paused, load_s=ended - begun)
+
+    async def transfer_weights(
+        self,
+        steps: AsyncIterator[Step],
+        version: PolicyVersion,
+        *,
+        mode: UpdateMode = UpdateMode.RECOMPUTE,
+    ) -> LoadTimes:
+        """Refuse: this engine has no devices to meet."""
+        raise Unsupported(
+            "The transformers engine takes weights from files only.",
+            reason="DATA_PLANE_UNAVAILABLE",
+            remedy="Publish over shared_memory or chunks.",
+        )
 
     async def _drain(self) -> None:
         """Admit nobody and return when all running rows have ended."""

@@ -12,7 +12,7 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from services.inference.adapter_files import AdapterSpace
 from services.inference.adapters import Adapter
+from services.inference.data_planes import Step
 from services.inference.engine import (
     BASE_VERSION,
     LoadTimes,
@@ -60,6 +61,7 @@ from services.inference.vllm_outputs import (
     stop_string_of,
     version_of,
 )
+from services.inference.vllm_transfer import TransferReceiver
 from services.inference.weights import is_tied, model_shapes, require_same_parameters
 
 _SHUTDOWN_S = 1.0
@@ -79,6 +81,7 @@ class VllmEngine:
         self._control = asyncio.Lock()
         self._is_held = False
         self.max_model_len = options.max_model_len
+        self.transfer_backend = options.weight_transfer
         self.vocab_size = int(llm.model_config.get_vocab_size())
         self.adapter_space = AdapterSpace(limits=options.adapters, shapes=self._shapes)
 
@@ -161,22 +164,46 @@ class VllmEngine:
         """Pause, replace all weights, commit `version`, go on as `mode` says."""
         begun = time.monotonic()
         await asyncio.to_thread(require_same_parameters, path, self._shapes, tied=self._tied)
+        return await self._exchange(lambda: self._copy(path), version, mode=mode, begun=begun)
+
+    async def transfer_weights(
+        self,
+        steps: AsyncIterator[Step],
+        version: PolicyVersion,
+        *,
+        mode: UpdateMode = UpdateMode.RECOMPUTE,
+    ) -> LoadTimes:
+        """As `load_weights`, by vLLM's own transfer from the trainer's device."""
+        begun, receiver = time.monotonic(), TransferReceiver(self._llm, steps)
+        await receiver.meet()
+        return await self._exchange(receiver.receive, version, mode=mode, begun=begun)
+
+    async def _exchange(
+        self,
+        replace: Callable[[], Awaitable[None]],
+        version: PolicyVersion,
+        *,
+        mode: UpdateMode,
+        begun: float,
+    ) -> LoadTimes:
         async with self._control:
             try:
                 if mode is UpdateMode.WAIT:
                     await self._pause("wait", clear_cache=True)
                 paused = time.monotonic()
                 await self._pause("keep", clear_cache=mode is not UpdateMode.KEEP_KV)
-                await self._replace_or_abort(path, version)
+                await self._replace_or_abort(replace, version)
             finally:
                 if not self._is_held:
                     await self._llm.resume_generation()
             ended = time.monotonic()
         return LoadTimes(pause_s=ended - paused, load_s=ended - begun)
 
-    async def _replace_or_abort(self, path: Path, version: PolicyVersion) -> None:
+    async def _replace_or_abort(
+        self, replace: Callable[[], Awaitable[None]], version: PolicyVersion
+    ) -> None:
         try:
-            await self._replace(path, version)
+            await self._replace(replace, version)
         except BaseException:
             # Half-replaced weights must not sample one more token.
             await self._pause("abort", clear_cache=True)
@@ -190,14 +217,19 @@ class VllmEngine:
         """
         await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
-    async def _replace(self, path: Path, version: PolicyVersion) -> None:
-        if not await self._llm.is_paused():
-            raise InternalError("vLLM does not pause.")
+    async def _copy(self, path: Path) -> None:
         errors = await self._llm.collective_rpc(
             "dialoop_load_weights", args=(str(path), self._tied)
         )
         if failed := [error for error in errors if error]:
             raise InternalError(f"vLLM could not take the weights: {failed[0]}")
+
+    async def _replace(
+        self, replace: Callable[[], Awaitable[None]], version: PolicyVersion
+    ) -> None:
+        if not await self._llm.is_paused():
+            raise InternalError("vLLM does not pause.")
+        await replace()
         await self._llm.update_weight_version(label_of(version))
         if await self._llm.get_weight_version() != label_of(version):
             raise InternalError("vLLM did not take the version.")

@@ -14,6 +14,7 @@ from vllm.sampling_params import RequestOutputKind
 from services.inference.adapter_files import NO_ADAPTERS, AdapterLimits
 from services.inference.engine import StopTokens
 from services.inference.vllm_adapters import lora_arguments
+from services.inference.vllm_transfer import transfer_arguments
 
 _EXTENSION = "services.inference.vllm_weights.WeightsExtension"
 
@@ -29,6 +30,7 @@ class VllmOptions:
     tensor_parallel_size: int = 1
     seed: int = 0
     adapters: AdapterLimits = NO_ADAPTERS
+    weight_transfer: str = ""
 
 
 def engine_args(model_dir: Path, options: VllmOptions) -> AsyncEngineArgs:
@@ -55,6 +57,7 @@ def engine_args(model_dir: Path, options: VllmOptions) -> AsyncEngineArgs:
         generation_config="vllm",
         worker_extension_cls=_EXTENSION,
         **lora_arguments(options.adapters),
+        **transfer_arguments(options.weight_transfer),
     )
 
 
