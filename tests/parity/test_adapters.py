@@ -24,7 +24,7 @@ from tests.adapter_samples import (
     merged_model,
     scores,
 )
-from tests.parity.test_engines import (
+from tests.engine_world import (
     MAX_MODEL_LEN,
     NO_STOP,
     make_model,
