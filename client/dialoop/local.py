@@ -208,13 +208,16 @@ class LocalEnvironmentClient:
         if not group_id or num_sessions < 1:
             raise refusals.bad_value("group_id or num_sessions", "Give a name, and at least 1.")
         ids = tuple(f"{group_id}.{number}" for number in range(num_sessions))
-        opened = []
+        opened: list[EnvironmentOpening] = []
         for session_id in ids:
             await self.create_session(session_id, environment, ttl_s=ttl_s)
             session = self._session(session_id)
-            opened.append(public_opening(session.reset(1, choice), session.environment))
-        found = self._session(ids[0]).ttl_s
-        return GroupOpening(session_ids=ids, openings=tuple(opened), ttl_s=found)
+            first = opened[0].episode if opened else None
+            chosen = None if first is None else (first.task, first.seed)
+            opened.append(session.reset(1, choice, chosen))
+        served = self._session(ids[0])
+        openings = tuple(public_opening(opening, served.environment) for opening in opened)
+        return GroupOpening(session_ids=ids, openings=openings, ttl_s=served.ttl_s)
 
     @_as_served
     async def get_session(self, session_id: str) -> SessionState:

@@ -16,7 +16,7 @@ from dialoop.errors import DialoopError, NotFound
 from dialoop.trajectory import Owner
 
 if TYPE_CHECKING:
-    from dialoop.environments import Answered, Environment, Episode
+    from dialoop.environments import Answered, Environment, Episode, TaskData
     from dialoop.environments import Opening as EnvironmentOpening
 
     Work = asyncio.Task[EnvironmentOutcome | DialoopError]
@@ -62,8 +62,10 @@ class LocalSession:
         """The running episode; 0 before the first reset."""
         return self.current.number if self.current else 0
 
-    def reset(self, episode: int, choice: TaskChoice) -> EnvironmentOpening:
-        """Start an episode; a retry gets the first opening."""
+    def reset(
+        self, episode: int, choice: TaskChoice, chosen: tuple[TaskData, int] | None = None
+    ) -> EnvironmentOpening:
+        """Start an episode, of the task in `chosen` if that is known; a retry finds it opened."""
         asked = settled(self.environment, choice)
         record = self._record_of(episode)
         if record is not None:
@@ -71,7 +73,7 @@ class LocalSession:
                 raise refusals.step_conflict(f"Episode {episode}")
             return record.opening
         self._require_next(episode)
-        task, seed = chosen_task(self.environment, asked)
+        task, seed = chosen or chosen_task(self.environment, asked)
         opening = self.environment.reset(task, seed)
         self._previous = self.current
         self.current = EpisodeRecord(
@@ -171,8 +173,7 @@ def public_opening(opening: EnvironmentOpening, environment: Environment) -> Ope
 
 def _shown(made: EnvironmentOpening | EnvironmentOutcome) -> ChatHistory:
     """Messages in history mode only: elsewhere the prompt is text or tokens."""
-    is_history = made.text is None and made.tokens is None
-    return made.history if is_history else ChatHistory()
+    return made.history if made.episode.view is None else ChatHistory()
 
 
 def public_outcome(outcome: EnvironmentOutcome) -> Outcome:

@@ -100,7 +100,7 @@ class _Shown:
 
     def __init__(self, shown: Opening | Outcome) -> None:
         text, tokens = shown.text, shown.tokens
-        is_history = text is None and tokens is None
+        is_history = shown.episode.view is None
         self.history: chat_pb2.ChatHistory | None = (
             chat_history_to_proto(shown.history) if is_history else None
         )

@@ -8,13 +8,21 @@ environment = tool_environment(
 )
 """
 
+from dialoop.environments.answer_tags import AnswerTagReward, tag_text
 from dialoop.environments.arithmetic_tasks import ArithmeticDemonstrations, ArithmeticTasks
 from dialoop.environments.calculator import Calculator
 from dialoop.environments.call_syntax import CallSyntax, parse_call
 from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.choosing import TaskChoice, chosen_task
 from dialoop.environments.data_loading import DataCursor, DataLoadingPrimer, DataSource, Loaded
-from dialoop.environments.endings import EndOnText, EndWhenIncomplete, EndWithoutCall, MaxTurns
+from dialoop.environments.endings import (
+    EndOnTag,
+    EndOnText,
+    EndWhenIncomplete,
+    EndWithoutCall,
+    MaxLength,
+    MaxTurns,
+)
 from dialoop.environments.environment import (
     Demonstrate,
     Demonstrations,
@@ -25,20 +33,47 @@ from dialoop.environments.environment import (
     TakesQuestions,
 )
 from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData
+from dialoop.environments.function_tools import ArgumentTool, FunctionTool
 from dialoop.environments.jsonl_tasks import JsonlTasks
+from dialoop.environments.kl_reward import KLReward
 from dialoop.environments.loading import load_environment
+from dialoop.environments.mcp_tools import McpServer, McpTools
 from dialoop.environments.modes import Answered, InputMode, RewardShape, Text, Tokens
 from dialoop.environments.python_interpreter import PythonInterpreter
 from dialoop.environments.rewards import ExactResult, NamedReward, RewardFunction, Rewards
+from dialoop.environments.row_tasks import RowTasks, dataset_chat_env
+from dialoop.environments.spec import EnvironmentSpec, FieldSpec, shaped, spec_of
+from dialoop.environments.stamps import (
+    PolicyVersions,
+    PolicyVersionStamp,
+    StepCounter,
+    TemplateTransform,
+    TokenizeTransform,
+)
 from dialoop.environments.standard import arithmetic, jsonl, tool_environment, tool_transforms
 from dialoop.environments.tasks import NoTasks, TaskPage, TaskRef, TaskSource, task_not_found
+from dialoop.environments.thinking import AddThinkingPrompt
+from dialoop.environments.tool_syntaxes import (
+    AskedCall,
+    BlockCalls,
+    JsonCalls,
+    NativeCalls,
+    ToolSyntax,
+    XmlCalls,
+)
+from dialoop.environments.tool_use import EndWithoutCalls, ToolUse
 from dialoop.environments.tools import Tool, ToolCalls, ToolInputError
 from dialoop.environments.transform import Traits, Transform
 
 __all__ = [
+    "AddThinkingPrompt",
+    "AnswerTagReward",
     "Answered",
+    "ArgumentTool",
     "ArithmeticDemonstrations",
     "ArithmeticTasks",
+    "AskedCall",
+    "BlockCalls",
     "Calculator",
     "CallSyntax",
     "ChatEnv",
@@ -47,46 +82,70 @@ __all__ = [
     "DataSource",
     "Demonstrate",
     "Demonstrations",
+    "EndOnTag",
     "EndOnText",
     "EndWhenIncomplete",
     "EndWithoutCall",
+    "EndWithoutCalls",
     "Environment",
+    "EnvironmentSpec",
     "Episode",
     "ExactResult",
+    "FieldSpec",
+    "FunctionTool",
     "Given",
     "InputMode",
+    "JsonCalls",
     "JsonlTasks",
+    "KLReward",
     "Loaded",
     "Managed",
+    "MaxLength",
     "MaxTurns",
+    "McpServer",
+    "McpTools",
     "NamedReward",
+    "NativeCalls",
     "NoTasks",
     "Opening",
     "Outcome",
+    "PolicyVersionStamp",
+    "PolicyVersions",
     "PythonInterpreter",
     "RewardFunction",
     "RewardShape",
     "Rewards",
+    "RowTasks",
     "Score",
     "Stateless",
+    "StepCounter",
     "TakesQuestions",
     "TaskChoice",
     "TaskData",
     "TaskPage",
     "TaskRef",
     "TaskSource",
+    "TemplateTransform",
     "Text",
+    "TokenizeTransform",
     "Tokens",
     "Tool",
     "ToolCalls",
     "ToolInputError",
+    "ToolSyntax",
+    "ToolUse",
     "Traits",
     "Transform",
+    "XmlCalls",
     "arithmetic",
     "chosen_task",
+    "dataset_chat_env",
     "jsonl",
     "load_environment",
     "parse_call",
+    "shaped",
+    "spec_of",
+    "tag_text",
     "task_not_found",
     "tool_environment",
     "tool_transforms",

@@ -84,6 +84,12 @@ class ChatEnv:
                 reason="HISTORY_MODE_ONLY",
                 remedy="Use input_mode 'history', or leave tools and rewriting out.",
             )
+        if traits.needs_tokens and mode is not InputMode.TOKENS:
+            raise InvalidConfig(
+                f"Environment {self.name} has transforms that read tokens, in {mode.name} mode.",
+                reason="TOKENS_MODE_ONLY",
+                remedy="Use input_mode 'tokens', or leave them out.",
+            )
         set_ = object.__setattr__
         set_(self, "input_mode", mode)
         set_(self, "_viewer", _viewer(self.name, mode, self.tokenizer, self.template_kwargs))
@@ -307,7 +313,8 @@ class ChatEnv:
             response = answered.response or answered.full[-1:]
             before = answered.full[: len(answered.full) - len(response)]
             return ChatHistory(prompt=before, response=response, full=answered.full)
-        if answered.full is None and answered.prompt not in (None, prompt):
+        only_response = answered.full is None and answered.response is not None
+        if only_response and answered.prompt not in (None, prompt):
             raise PreconditionFailed(
                 "prompt is not the one this episode stands at.",
                 reason="HISTORY_REWRITTEN",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from dialoop.environments.answer_tags import tag_text
 from dialoop.environments.call_syntax import CallSyntax
 from dialoop.environments.episode import Outcome
 from dialoop.environments.transform import Traits, Transform
@@ -51,6 +52,40 @@ class EndWithoutCall(Transform):
         """Look for a call."""
         called = self.syntax.spans(outcome.episode.answer_text)
         return outcome if called else outcome.terminate(DoneReason.NO_CALL)
+
+
+@dataclass(frozen=True, slots=True)
+class EndOnTag(Transform):
+    """A whole `<answer>...</answer>` in the policy's message terminates the episode: CONTENT."""
+
+    tag: str = "answer"
+
+    async def step(self, outcome: Outcome) -> Outcome:
+        """Look for the block; one that is not closed is none."""
+        found = tag_text(outcome.episode.answer_text, self.tag)
+        return outcome if found is None else outcome.terminate(DoneReason.CONTENT)
+
+
+@dataclass(frozen=True, slots=True)
+class MaxLength(Transform):
+    """A conversation of more than so many characters, or tokens in tokens mode: MAX_LENGTH."""
+
+    limit: int
+
+    def __post_init__(self) -> None:
+        if self.limit < 1:
+            raise InvalidConfig(f"max_length is {self.limit}.", remedy="Give at least 1.")
+
+    async def step(self, outcome: Outcome) -> Outcome:
+        """Measure what the next prompt would be."""
+        tokens, text = outcome.tokens, outcome.text
+        if tokens is not None and tokens.prompt is not None:
+            length = len(tokens.prompt)
+        elif text is not None and text.prompt is not None:
+            length = len(text.prompt)
+        else:
+            length = sum(len(message.text) for message in outcome.episode.history)
+        return outcome if length <= self.limit else outcome.truncate(DoneReason.MAX_LENGTH)
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,10 +197,14 @@ class Outcome:
 
 
 def _text_of(episode: Episode) -> Text | None:
-    view = episode.view
-    return None if view is None or not isinstance(view.prompt, Text) else view.prompt
+    if episode.view is not None:
+        return episode.view.prompt if isinstance(episode.view.prompt, Text) else None
+    shown = episode.state.get("shown_text")
+    return None if shown is None else Text(prompt=shown)
 
 
 def _tokens_of(episode: Episode) -> Tokens | None:
-    view = episode.view
-    return None if view is None or not isinstance(view.prompt, Tokens) else view.prompt
+    if episode.view is not None:
+        return episode.view.prompt if isinstance(episode.view.prompt, Tokens) else None
+    shown = episode.state.get("shown_tokens")
+    return None if shown is None else Tokens(prompt=shown)

@@ -33,6 +33,8 @@ class Traits:
     tool_definitions: tuple[ToolDefinition, ...] = ()
     # It reads or writes messages, which text and tokens mode do not send.
     needs_messages: bool = False
+    # It reads token ids, which tokens mode alone has.
+    needs_tokens: bool = False
     # It remembers more than the messages tell, so that a step needs its session.
     needs_session: bool = False
     # Further facts, as {"sandbox": "bubblewrap"}.
@@ -50,6 +52,7 @@ class Traits:
             reward_shape=max(self.reward_shape, other.reward_shape),
             tool_definitions=self.tool_definitions + other.tool_definitions,
             needs_messages=self.needs_messages or other.needs_messages,
+            needs_tokens=self.needs_tokens or other.needs_tokens,
             needs_session=self.needs_session or other.needs_session,
             facts={**self.facts, **other.facts},
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from dialoop.chat import ChatHistory, History
 from dialoop.environments.modes import Answered, InputMode, Text, Tokens
 from dialoop.errors import InvalidHistory, InvalidInput, PreconditionFailed
-from dialoop.sequences import ForkCause, PolicyVersion, Sequence, sequence_of
+from dialoop.sequences import ForkCause, PolicyVersion, Sequence, Source, sequence_of
 from dialoop.token_builder import Prompt, TokenBuilder
 
 if TYPE_CHECKING:
@@ -130,7 +130,13 @@ class TokensViewer:
         response = _response(now, answered.prompt, answered.response, answered.full)
         self._require_known(response)
         said = view.said + response
-        prompt = Prompt(history=history, sequence=view.sequence, appended=sequence_of(()), turn=0)
+        turns = [s.turn for s in view.sequence.segments if s.source is Source.MODEL]
+        prompt = Prompt(
+            history=history,
+            sequence=view.sequence,
+            appended=sequence_of(()),
+            turn=max(turns, default=-1) + 1,
+        )
         added = self._builder.answer(prompt, response, versions=[(len(response), _CALLER)])
         sequence = view.sequence.extended_by(added.appended)
         ends = bool(said) and said[-1] in self._tokenizer.end_of_turn_ids

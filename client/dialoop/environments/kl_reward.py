@@ -1,0 +1,80 @@
+"""A reward against drifting from the reference model: minus the log-prob difference per token.
+
+    scorer, inference = ScorerClient(...), InferenceClient(...)
+    KLReward(policy=inference.logprobs, reference=scorer.logprobs, coefficient=0.1)
+
+kl_t = log p_policy(t) - log p_reference(t); the reward of token t is -coefficient * kl_t.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dialoop.environments.episode import Episode, Score
+from dialoop.environments.modes import RewardShape
+from dialoop.environments.transform import Traits, Transform
+from dialoop.errors import InvalidConfig
+from dialoop.sequences import Source
+from dialoop.trajectory import Reward
+
+
+class LogProbs(Protocol):
+    """Log-probs in nats of rows of ids: L - 1 numbers per row, from its second token on.
+
+    `logprobs` of a ScorerClient is one.
+    """
+
+    async def __call__(self, rows: Iterable[Iterable[int]]) -> Sequence[Any]:
+        """One list of numbers per row."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KLReward(Transform):
+    """One number per token of each response; tokens mode only, where the ids are known."""
+
+    policy: LogProbs
+    reference: LogProbs
+    coefficient: float = 1.0
+    name: str = "kl"
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.coefficient) or self.timeout_s <= 0:
+            raise InvalidConfig(
+                "coefficient or timeout_s of KLReward is out of range.",
+                remedy="Give finite numbers, and a time above 0.",
+            )
+
+    @property
+    def traits(self) -> Traits:
+        """A dense reward that reads tokens."""
+        return Traits(reward_names=(self.name,), reward_shape=RewardShape.DENSE, needs_tokens=True)
+
+    async def score(self, episode: Episode) -> Score:
+        """Of the last response; a model that cannot be asked leaves the reward out and says so."""
+        from dialoop.environments.views import TokensView
+
+        if not isinstance(episode.view, TokensView):
+            raise ValueError("the episode has no tokens")
+        sequence = episode.view.sequence
+        segments = [s for s in sequence.segments if s.source is Source.MODEL]
+        last = [s for s in segments if s.turn == segments[-1].turn]
+        row = sequence.token_ids[: last[-1].end].tolist()
+        async with asyncio.timeout(self.timeout_s):
+            (policy,), (reference,) = await asyncio.gather(
+                self.policy([row]), self.reference([row])
+            )
+        if not len(policy) == len(reference) == len(row) - 1:
+            raise ValueError("a model gave another number of log-probs than there are tokens")
+        # The log-prob of the token at position p is number p - 1.
+        per_token = [
+            -self.coefficient * (float(policy[p - 1]) - float(reference[p - 1]))
+            for segment in last
+            for p in range(segment.start, segment.end)
+        ]
+        return Score(rewards=(Reward.dense(self.name, per_token),))

@@ -1,0 +1,125 @@
+"""Ask the policy to think again before it is done.
+
+AddThinkingPrompt(lambda episode: not is_right(episode))          # edits the policy's last message
+AddThinkingPrompt(unsure, role="user", edit_last_turn=False)      # a message of the user
+
+Goes after the transforms that end the episode and before the rewards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from dialoop.chat import History, Message
+from dialoop.environments.episode import Episode, Outcome
+from dialoop.environments.transform import Traits, Transform
+from dialoop.errors import InvalidConfig
+
+_ANSWER = re.compile(r"<answer>(?:(?!<answer>).)*?</answer>", re.DOTALL)
+_PROMPTS = {
+    "assistant": (
+        "But wait, let me think about this more carefully before I answer.",
+        "Let me check this answer once more, step by step.",
+        "Hold on. I should look for a mistake in what I did so far.",
+    ),
+    "user": (
+        "Think about it more carefully before you answer.",
+        "Check your answer once more, step by step.",
+        "Look for a mistake in what you did so far.",
+    ),
+}
+
+
+class AddThinkingPrompt(Transform):
+    """Where `condition` holds, ask for more thought and let the episode go on.
+
+    `edit_last_turn` (the policy's role only) puts the prompt in place of the last answer block of
+    its message, or behind the message when there is none. The edited message is not what the policy
+    sampled: its tokens fork into a new sequence, in which nothing of it is trained. With
+    `zero_reward` (default: when editing) this step is not rewarded; `undo_done` reopens the
+    episode. At most `max_times` per episode.
+    """
+
+    def __init__(  # noqa: PLR0913 - the options are the interface
+        self,
+        condition: Callable[[Episode], bool],
+        *,
+        prompt: str | Sequence[str] = "",
+        role: str = "assistant",
+        edit_last_turn: bool | None = None,
+        random_prompt: bool = False,
+        zero_reward: bool | None = None,
+        undo_done: bool = True,
+        max_times: int = 1,
+    ) -> None:
+        if role not in _PROMPTS:
+            raise InvalidConfig(f"role is '{role}'.", remedy="Choose 'assistant' or 'user'.")
+        edits = role == "assistant" if edit_last_turn is None else edit_last_turn
+        if edits and role != "assistant":
+            raise InvalidConfig(
+                "edit_last_turn writes into the policy's message, as no user does.",
+                remedy='Use role="assistant", or edit_last_turn=False.',
+            )
+        if not edits and role == "assistant":
+            raise InvalidConfig(
+                "A message of the policy's role that the policy did not write.",
+                remedy='Use role="user", or edit_last_turn=True.',
+            )
+        self._condition = condition
+        given = (prompt,) if isinstance(prompt, str) else tuple(prompt)
+        self._prompts = tuple(filter(None, given)) or _PROMPTS[role]
+        self._role = role
+        self._edits = edits
+        self._random = random_prompt
+        self._zero_reward = edits if zero_reward is None else zero_reward
+        self._undo_done = undo_done
+        self._max_times = max_times
+
+    @property
+    def traits(self) -> Traits:
+        """It writes messages; the count of its prompts is not among them."""
+        roles = () if self._edits else (self._role,)
+        return Traits(needs_messages=True, needs_session=True, roles=roles)
+
+    async def step(self, outcome: Outcome) -> Outcome:
+        """Look at the episode as the transforms before left it."""
+        episode = outcome.episode
+        asked = episode.state.get("num_thinking_prompts", 0)
+        if not outcome.is_scorable or asked >= self._max_times or episode.answer is None:
+            return outcome
+        if not self._condition(episode):
+            return outcome
+        outcome = self._written(outcome, self._prompt(episode))
+        outcome = outcome.remember(num_thinking_prompts=asked + 1)
+        if self._undo_done:
+            outcome = outcome.reopen()
+        return replace(outcome, is_rewarded=outcome.is_rewarded and not self._zero_reward)
+
+    def _prompt(self, episode: Episode) -> str:
+        if not self._random:
+            return self._prompts[0]
+        return episode.rng("thinking").choice(self._prompts)
+
+    def _written(self, outcome: Outcome, prompt: str) -> Outcome:
+        if not self._edits:
+            return outcome.append(Message(role=self._role, content=prompt))
+        episode = outcome.episode
+        answer = episode.answer
+        assert answer is not None
+        place = next(
+            i for i in range(len(episode.history) - 1, -1, -1) if episode.history[i] is answer
+        )
+        edited = replace(answer, content=_edited(answer.text, prompt), is_complete=True)
+        messages = list(episode.history)
+        messages[place] = edited
+        after = replace(episode, history=History(tuple(messages)), answer=edited)
+        return replace(outcome, episode=after)
+
+
+def _edited(text: str, prompt: str) -> str:
+    """The text with the prompt in place of its last answer block and all that follows it."""
+    found = list(_ANSWER.finditer(text))
+    before = text[: found[-1].start()] if found else text
+    return before.rstrip() + ("\n" if before.strip() else "") + prompt
