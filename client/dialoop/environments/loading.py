@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dialoop.environments.environment import Environment
+from dialoop.environments.games import twenty_questions
 from dialoop.environments.standard import arithmetic, jsonl
 from dialoop.errors import DialoopError, InvalidConfig
 
@@ -18,7 +19,11 @@ def load_environment(use: str, options: Mapping[str, Any] | None = None) -> Envi
 
     The attribute is an environment, or a function or class that makes one from the options.
     """
-    built_in: dict[str, Callable[..., Environment]] = {"arithmetic": arithmetic, "jsonl": jsonl}
+    built_in: dict[str, Callable[..., Environment]] = {
+        "arithmetic": arithmetic,
+        "jsonl": jsonl,
+        "twenty_questions": twenty_questions,
+    }
     found = built_in.get(use) or _imported(use, tuple(built_in))
     made = _made(found, dict(options or {}), use)
     missing = [name for name in _REQUIRED if not hasattr(made, name)]
