@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.chat import ChatHistory
 from dialoop.episode import ContinuedText, Sample
-from dialoop.errors import InvalidInput, NotFound, Unsupported
+from dialoop.errors import InvalidInput, Unsupported
 from dialoop.sequences import Segment, Sequence, Source, sequence_of
-from dialoop.templates import ChatTemplate
+from dialoop.template_registry import TemplateRegistry
 from dialoop.token_builder import TokenBuilder
 from dialoop.tokenizer import Tokenizer
 from dialoop.trajectory import StopReason
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dialoop.chat import History, ToolDefinition
+    from dialoop.templates import ChatTemplate
     from dialoop.token_builder import Prompt
 
     from services.inference.engine import Sampled
@@ -57,17 +58,24 @@ class RawPrompt:
 class Renderer:
     """The one place where this service turns messages into tokens and tokens into messages."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        registry: TemplateRegistry | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self._builder = TokenBuilder(tokenizer, template)
+        self.registry = registry or TemplateRegistry()
+        self._builder = TokenBuilder(tokenizer, self.template)
         self._is_part_of_another = lru_cache(maxsize=256)(self._search_vocabulary)
 
     @classmethod
     def of(cls, model_dir: Path) -> Renderer:
         """The renderer of a model directory; InvalidConfig when its tokenizer is missing."""
         tokenizer = Tokenizer.from_directory(model_dir)
-        return cls(tokenizer, ChatTemplate.of(tokenizer))
+        registry = TemplateRegistry()
+        return cls(tokenizer, registry.choose(tokenizer), registry)
 
     def prompt(self, ask: Ask, *, room: int = 0, max_model_len: int = 0) -> Prompt | RawPrompt:
         """The tokens to continue.
@@ -76,11 +84,13 @@ class Renderer:
         tokens, so that `room` new ones fit, but never more than half of the context.
         """
         if ask.history is not None:
-            return self._builder_of(ask).prompt(
+            tools = {"tools": ask.tools} if ask.tools else {}
+            return self.builder(ask.template_name).prompt(
                 ask.history,
                 context=ask.context,
                 num_context_messages=ask.num_context_messages,
                 turn=ask.turn,
+                options=_without_tools(ask.template_options) | tools,
             )
         ids = list(ask.token_ids or ())
         if ask.text is not None:
@@ -97,22 +107,17 @@ class Renderer:
             num_truncated_tokens=num_cut,
         )
 
-    def _builder_of(self, ask: Ask) -> TokenBuilder:
-        if not (ask.template_name or ask.tools or ask.template_options):
-            return self._builder
-        template = self.template_named(ask.template_name)
-        bound = _BoundTemplate(template, tools=ask.tools, options=ask.template_options)
-        return TokenBuilder(self.tokenizer, bound)
-
     def template_named(self, name: str) -> ChatTemplate:
         """A template by name, the default one by none; NotFound (TEMPLATE_NOT_FOUND)."""
         if not name:
             return self.template
-        raise NotFound(
-            f"There is no template '{name[:60]}'.",
-            reason="TEMPLATE_NOT_FOUND",
-            remedy="Register it first, or leave template_name out.",
-        )
+        return self.templates.choose(self.tokenizer, chat_template_name=name)
+
+    def builder(self, template_name: str = "") -> TokenBuilder:
+        """What makes tokens with a template, the default one by none."""
+        if not template_name:
+            return self._builder
+        return TokenBuilder(self.tokenizer, self.template_named(template_name))
 
     def rendered(self, history: History, *, add_generation_prompt: bool) -> tuple[str, Sequence]:
         """The conversation as text and as tokens."""
@@ -192,23 +197,14 @@ class Renderer:
         )
 
 
-class _BoundTemplate(ChatTemplate):
-    """A template with the tools and options of one request, whatever renders with it."""
-
-    def __init__(
-        self,
-        template: ChatTemplate,
-        *,
-        tools: tuple[ToolDefinition, ...],
-        options: Mapping[str, Any],
-    ) -> None:
-        vars(self).update(vars(template))
-        self._tools = tools or None
-        self._options = dict(options)
-
-    def render(self, history: History, **arguments: Any) -> str:
-        """As the template renders, with the request's tools and options."""
-        return super().render(history, tools=self._tools, **self._options, **arguments)
+def _without_tools(options: Mapping[str, Any]) -> dict[str, Any]:
+    if "tools" in options:
+        raise InvalidInput(
+            "tools is no template option.",
+            reason="OPTION_RESERVED",
+            remedy="Give the request's own tools.",
+        )
+    return dict(options)
 
 
 def _prompt_row(token_ids: AnySequence[int], turn: int) -> Sequence:
