@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
+from dialoop.agents import AgentHost
 from dialoop.clients.channel import Channel, RetryPolicy
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
+from dialoop.clients.recordings import RecordingClient
 from dialoop.clients.replay import ReplayClient
 
+from services.collector.agents import Agents, RecordingReplicas, loaded_agents
 from services.collector.collector import Collector
 from services.collector.counters import Counters, keep_written, write_counters
 from services.collector.offers import Offers
@@ -49,13 +52,29 @@ async def make_collector(
     # One attempt: the next replica is a better second try than the same one.
     once = RetryPolicy(max_attempts=1)
     replicas = [InferenceClient(await channel(a, once)) for a in settings.inference_addresses]
+    sessions = PatientSessions(environment, patience)
+    agents = loaded_agents(settings)
+    recordings = [
+        RecordingClient(await channel(address, once), rest_url=f"http://{rest_address}")
+        for address, rest_address in zip(
+            settings.inference_addresses, settings.inference_rest_addresses, strict=bool(agents)
+        )
+    ]
+    host = AgentHost(
+        recordings=RecordingReplicas(recordings, patience),
+        api_key=settings.token.get_secret_value() or "none",
+        sessions=sessions,
+        scores=environment,
+        time_limit_s=settings.agent_time_limit_s,
+    )
     player = Player(
-        PatientSessions(environment, patience),
+        sessions,
         Replicas(replicas, patience),
         counters,
         member_retries=settings.member_retries,
         max_turns=settings.max_turns,
         patience=patience,
+        agents=Agents(agents, host),
     )
     return Collector(
         settings,

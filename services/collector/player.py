@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dialoop.clients.replay import TaskLease
     from dialoop.episode import Policy, Sessions
 
+    from services.collector.agents import Agents
     from services.collector.counters import Counters
 
 
@@ -61,7 +62,7 @@ class Round:
 class Player:
     """Plays rounds on an environment and a policy."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it plays with
         self,
         sessions: Sessions,
         policy: Policy,
@@ -70,7 +71,9 @@ class Player:
         member_retries: int,
         max_turns: int,
         patience: Patience,
+        agents: Agents | None = None,
     ) -> None:
+        self._agents = agents
         self._sessions = sessions
         self._policy = policy
         self._counters = counters
@@ -93,14 +96,7 @@ class Player:
 
     async def _play_member(self, round_: Round, sampling: SamplingParams) -> Trajectory:
         for attempt in range(1, self._member_retries + 2):
-            trajectory = await play(
-                round_.task,
-                sessions=self._sessions,
-                policy=self._policy,
-                group_id=round_.group_id,
-                sampling=sampling,
-                max_turns=self._max_turns,
-            )
+            trajectory = await self._played(round_, sampling)
             round_.finished.append(trajectory)
             self._counters.played(trajectory, round_.task.purpose)
             failure = _blameless_failure(trajectory)
@@ -111,6 +107,20 @@ class Player:
                 raise failed
             await asyncio.sleep(self._patience.pause_s(attempt))
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _played(self, round_: Round, sampling: SamplingParams) -> Trajectory:
+        """One episode, by the environment's agent or else by the policy itself."""
+        task, group_id = round_.task, round_.group_id
+        if self._agents is not None and task.environment in self._agents:
+            return await self._agents.play(task, group_id=group_id, sampling=sampling)
+        return await play(
+            task,
+            sessions=self._sessions,
+            policy=self._policy,
+            group_id=group_id,
+            sampling=sampling,
+            max_turns=self._max_turns,
+        )
 
 
 def _blameless_failure(trajectory: Trajectory) -> Failure | None:

@@ -37,6 +37,13 @@ class CollectorSettings(ServerSettings):
     inference_addresses: list[str] = Field(default=["127.0.0.1:7002"], min_length=1)
     """host:port of every inference replica; asked in turn."""
 
+    inference_rest_addresses: list[str] = Field(default_factory=list)
+    """host:port of every replica's REST door, in the same order; agents call there."""
+    agents: dict[str, str] = Field(default_factory=dict)
+    """Environment to module:function, the agent that plays its tasks instead of the policy."""
+    agent_time_limit_s: float = Field(default=600.0, gt=0)
+    """Longest run of an agent."""
+
     environment: str = "arithmetic"
     """Environment whose tasks are offered for training."""
     train_split: str = "train"

@@ -175,13 +175,13 @@ class Answering:
                     self._renderer.sample(ask.prompt.prompt, one),
                     sampling=ask.call.sampling,
                     generate_s=generate_s,
+                    update_mode=one.update_mode,
                 ),
                 given=message_of(
                     ask.reader.syntax.read(ask.reader.text_of(one)),
                     call_ids,
                     is_complete=is_complete(one),
                 ),
-                update_mode=one.update_mode,
             )
             for one, call_ids in zip(sampled, ids, strict=True)
         )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dialoop.chat import History, Message
-    from dialoop.episode import Sample, UpdateMode
+    from dialoop.episode import Sample
     from dialoop.sequences import Sequence
     from dialoop.token_builder import Prompt
     from dialoop.trajectory import Failure, Task, Trajectory
@@ -98,7 +98,6 @@ class Choice:
 
     sample: Sample
     given: Message
-    update_mode: UpdateMode
 
 
 class CallState(Enum):

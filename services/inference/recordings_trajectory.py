@@ -290,6 +290,9 @@ def _done_reason(failures: tuple[Failure, ...], *, is_full: bool) -> DoneReason:
 
 def _labels(recording: Recording, closing: Closing) -> dict[str, str]:
     choices = (choice for call in recording.calls for choice in call.choices)
-    keeps = any(choice.update_mode is UpdateMode.KEEP_KV for choice in choices)
-    own = {"recording_id": recording.spec.recording_id}
-    return own | ({"update_mode": UpdateMode.KEEP_KV.name} if keeps else {}) | dict(closing.labels)
+    found = {choice.sample.update_mode for choice in choices}
+    labels = {"recording_id": recording.spec.recording_id}
+    for mode in (UpdateMode.WAIT, UpdateMode.KEEP_KV):  # the latter is not exact, and wins
+        if mode in found:
+            labels["update_mode"] = mode.name
+    return labels | dict(closing.labels)

@@ -48,6 +48,8 @@ class EnvironmentSection(_Section):
     """Split that is evaluated on."""
     options: dict[str, Any] = {}
     """Arguments of the function that makes the environment."""
+    agent: str = ""
+    """`module:function` of an agent that plays the tasks; empty: the policy plays them itself."""
 
     @property
     def kind(self) -> str:
@@ -83,6 +85,12 @@ class InferenceSection(_Section):
     """Devices that one replica spans."""
     update_mode: Literal["recompute", "keep_kv", "wait"] = "recompute"
     """What a publish does to answers under way: compute their keys anew, keep them, or wait."""
+    data_plane: Literal["shared_memory", "chunks", "nccl", "ipc"] = "shared_memory"
+    """How a publish gets here: a file in memory, bytes over gRPC, or vLLM's own transfer (CUDA)."""
+    max_adapters: int = Field(default=0, ge=0)
+    """LoRA adapters held beside the policy; 0 for none, as vLLM is half as fast with them."""
+    max_adapter_rank: int = Field(default=16, ge=1)
+    """Largest rank of an adapter."""
 
 
 class CollectorSection(_Section):

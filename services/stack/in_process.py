@@ -185,6 +185,11 @@ def _job(given: Mapping[str, Any]) -> JobConfig:
                 f'{key} is "{given[key]}", which is not for one process.',
                 remedy=f'Leave it out, or run `dialoop up` with {key} = "{given[key]}".',
             )
+    if dict(given.get("environment", {})).get("agent"):
+        raise InvalidConfig(
+            "An agent calls the inference service over HTTP, which one process does not have.",
+            remedy="Leave environment.agent out, or run `dialoop up`.",
+        )
     defaults = {"run": "in-process", "train": {"num_steps": 0}, "evaluation": {"num_tasks": 0}}
     job = parse_config({**defaults, **needed, **given}, source="the config")
     preflight.check(job)

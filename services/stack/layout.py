@@ -42,6 +42,7 @@ class Layout:
     ports: Mapping[str, int]
     redis_url: str = ""
     token: str = ""
+    memory: Path | None = None
 
     @property
     def replicas(self) -> tuple[str, ...]:
@@ -113,7 +114,9 @@ class Layout:
         return {
             "engine": self.config.engine,
             "model_dir": self.run_dir.model(self.config).resolve(),
-            "weights_root": self.run_dir.policies.resolve(),
+            **self._weights(),
+            "max_adapters": section.max_adapters,
+            "max_adapter_rank": section.max_adapter_rank,
             "max_model_len": section.max_model_len,
             "max_num_seqs": section.max_num_seqs,
             "kv_cache_mib": section.kv_cache_mib,
@@ -122,6 +125,12 @@ class Layout:
             "max_new_tokens": self.config.collector.max_new_tokens,
             "dtype": self.config.dtype,
         }
+
+    def _weights(self) -> dict[str, object]:
+        plane = self.config.inference.data_plane
+        if plane == "shared_memory":
+            return {"weights_root": self.memory or self.run_dir.policies.resolve()}
+        return {"weight_transfer": plane} if plane in ("nccl", "ipc") else {}
 
     def _scorer(self) -> dict[str, object]:
         section = self.config.scorer
@@ -148,6 +157,7 @@ class Layout:
             "replay_address": self.address("replay"),
             "environment_address": self.address("environment"),
             "inference_addresses": [self.address(name) for name in self.replicas],
+            **self._agents(),
             "environment": environment.served_name,
             "train_split": environment.train_split,
             "group_size": section.group_size,
@@ -156,6 +166,15 @@ class Layout:
             "max_groups_in_flight": section.max_groups_in_flight,
             # 0 would keep the tasks in the source's order.
             "shuffle_seed": self.config.seed + 1,
+        }
+
+    def _agents(self) -> dict[str, object]:
+        environment = self.config.environment
+        if not environment.agent:
+            return {}
+        return {
+            "agents": {environment.served_name: environment.agent},
+            "inference_rest_addresses": [self.rest_address(name) for name in self.replicas],
         }
 
     def _trainer(self) -> dict[str, object]:
@@ -214,6 +233,9 @@ class Layout:
             "dtype": self.config.dtype,
             "max_logprob_difference": self.config.gates.logprob_difference_at_most,
             "update_mode": self.config.inference.update_mode,
+            "data_plane": self.config.inference.data_plane,
+            "inference_world_size": self.config.inference.tensor_parallel_size,
+            **({"shared_memory_dir": self.memory} if self.memory else {}),
         }
 
 

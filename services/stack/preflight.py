@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dialoop.agents import load_agent
 from dialoop.environments import load_environment
 from dialoop.errors import InvalidConfig
 from dialoop.tokenizer import Tokenizer
@@ -26,6 +27,8 @@ def check(config: JobConfig) -> None:
     if config.model.directory:
         check_model(Path(config.model.directory))
     _check_tasks(config)
+    if config.environment.agent:
+        load_agent(config.environment.agent)
     # Both are asked for again when the stack starts; by then an old run may have been replaced.
     found = find_redis(os.environ) if config.store == "redis" else FoundRedis()
     ports_of(config, with_redis=bool(found.program))

@@ -1,0 +1,296 @@
+"""Agents: programs that call an OpenAI-compatible model, played into training data.
+
+    async def run(task: AgentTask, connection: AgentConnection) -> float:
+        client = openai.AsyncOpenAI(base_url=connection.base_url, api_key=connection.api_key)
+        ...                                            # any number of calls, tools, sub-agents
+        return 1.0 if solved else 0.0
+
+    trajectory = await play_agent(task, agent=run, host=AgentHost(recordings=recordings))
+
+The agent does not know that it is recorded. What goes wrong is a failure with its owner on the
+trajectory and never reward 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dialoop.chat import History
+from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.trajectory import DoneReason, Failure, Owner, Reward, SamplingParams, Task, Trajectory
+
+if TYPE_CHECKING:
+    from dialoop.environments.episode import Score
+    from dialoop.episode import Sessions
+
+_CLOSE_S = 2.0
+_MAX_CAUSES = 16
+_CONTEXT_FULL = "context_length_exceeded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConnection:
+    """What the agent's OpenAI client is given; `model` is the policy whatever its name."""
+
+    base_url: str
+    api_key: str = "none"
+    model: str = "policy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentTask:
+    """What the agent is to do: the task, and the messages its environment opens with, if any."""
+
+    task: Task
+    prompt: History = field(default_factory=History)
+
+    @property
+    def key(self) -> str:
+        """Names the task within its environment and split."""
+        return self.task.key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentOutcome:
+    """What an agent says of its run; `failures` of its tools or of others, with their owners."""
+
+    rewards: tuple[Reward, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+Agent = Callable[[AgentTask, AgentConnection], Awaitable[AgentOutcome | float | None]]
+"""An agent: its reward, more than that, or None where somebody else gives the reward."""
+
+
+class Recordings(Protocol):
+    """Where calls are recorded: a RecordingClient."""
+
+    async def create(
+        self,
+        recording_id: str,
+        *,
+        group_id: str = "",
+        task: Task | None = None,
+        sampling: SamplingParams | None = None,
+        time_to_live_s: float = 0.0,
+    ) -> str:
+        """Begin a recording; the base URL for OpenAI's clients."""
+        ...
+
+    async def close(
+        self,
+        recording_id: str,
+        *,
+        rewards: Iterable[Reward] = (),
+        failures: Iterable[Failure] = (),
+        labels: Mapping[str, str] | None = None,
+    ) -> Trajectory:
+        """End it and take its trajectory."""
+        ...
+
+
+class Scores(Protocol):
+    """Who rewards trajectories: an EnvironmentClient, with its environment's reward functions."""
+
+    async def score(self, trajectory: Trajectory, *, split: str) -> tuple[Score, ...]:
+        """One score per turn."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentHost:
+    """Where agents are played.
+
+    api_key: the services' token, if they have one. sessions: who opens the task, if the agent wants
+    its messages. scores: who gives the rewards that the agent does not.
+    """
+
+    recordings: Recordings
+    api_key: str = "none"
+    sessions: Sessions | None = None
+    scores: Scores | None = None
+    time_limit_s: float = 600.0
+
+
+async def play_agent(
+    task: Task,
+    *,
+    agent: Agent,
+    host: AgentHost,
+    group_id: str = "",
+    sampling: SamplingParams | None = None,
+) -> Trajectory:
+    """Run the agent once under a recording and return the trajectory, whatever happens.
+
+    Only cancellation escapes. `sampling` holds for calls that say nothing of it themselves.
+    """
+    recording_id = uuid.uuid4().hex
+    run = _Run(task=task, group_id=group_id, sampling=sampling or task.sampling)
+    try:
+        base_url = await host.recordings.create(
+            recording_id,
+            group_id=group_id,
+            task=task,
+            sampling=run.sampling,
+            time_to_live_s=2 * host.time_limit_s,
+        )
+    except Exception as error:
+        return run.without_recording(_failed(Owner.INFERENCE, error))
+    connection = AgentConnection(base_url=base_url, api_key=host.api_key)
+    try:
+        outcome = await _outcome(task, agent, host, connection)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(_CLOSE_S):
+                await host.recordings.close(recording_id)
+        raise
+    try:
+        trajectory = await host.recordings.close(
+            recording_id,
+            rewards=outcome.rewards,
+            failures=outcome.failures,
+            labels=outcome.labels,
+        )
+    except Exception as error:
+        return run.without_recording(*outcome.failures, _failed(Owner.INFERENCE, error))
+    return await _scored(trajectory, task, host, outcome)
+
+
+def load_agent(use: str) -> Agent:
+    """The async function `module:function`; InvalidConfig when it is none."""
+    module, _, name = use.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidConfig(
+            f"The agent '{use}' cannot be imported: {error}.",
+            reason="AGENT_NOT_FOUND",
+            remedy="Name it module:function; its folder must be the current one or on PYTHONPATH.",
+        ) from error
+    call = found if inspect.isroutine(found) else getattr(found, "__call__", None)  # noqa: B004
+    if not inspect.iscoroutinefunction(call):
+        raise InvalidConfig(
+            f"The agent '{use}' is no async function.",
+            reason="NOT_AN_AGENT",
+            remedy="Write `async def run(task, connection)`.",
+        )
+    agent: Agent = found
+    return agent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What is known before anything was recorded."""
+
+    task: Task
+    group_id: str
+    sampling: SamplingParams
+
+    def without_recording(self, *failures: Failure) -> Trajectory:
+        """The record of a run of which nothing was recorded."""
+        return Trajectory(
+            trajectory_id=uuid.uuid4().hex,
+            group_id=self.group_id,
+            task_key=self.task.key,
+            seed=self.task.seed,
+            environment=self.task.environment,
+            environment_version="",
+            history=History(),
+            turns=(),
+            sequences=(),
+            failures=failures,
+            sampling=self.sampling,
+            truncated=True,
+            done_reason=DoneReason.ERROR,
+        )
+
+
+async def _outcome(
+    task: Task, agent: Agent, host: AgentHost, connection: AgentConnection
+) -> AgentOutcome:
+    """What the agent says, or the failure it ended with."""
+    try:
+        opened = AgentTask(task=task, prompt=await _opening(task, host))
+    except Exception as error:
+        return AgentOutcome(failures=(_failed(Owner.ENVIRONMENT, error),))
+    try:
+        async with asyncio.timeout(host.time_limit_s) as limit:
+            said = await agent(opened, connection)
+    except Exception as error:
+        if isinstance(error, TimeoutError) and limit.expired():
+            text = f"The agent took longer than {host.time_limit_s:g} s."
+            return AgentOutcome(
+                failures=(Failure(owner=Owner.ENVIRONMENT, reason="AGENT_TIMED_OUT", message=text),)
+            )
+        if _is_context_full(error):  # the recording says so: the episode was cut, nobody failed
+            return AgentOutcome()
+        return AgentOutcome(failures=(_failed(Owner.ENVIRONMENT, error),))
+    if said is None or isinstance(said, AgentOutcome):
+        return said or AgentOutcome()
+    try:
+        return AgentOutcome(rewards=(Reward(name="agent", value=float(said)),))
+    except (TypeError, ValueError) as error:
+        return AgentOutcome(failures=(_failed(Owner.REWARD, error),))
+
+
+async def _opening(task: Task, host: AgentHost) -> History:
+    """The messages that the environment opens the task with."""
+    if host.sessions is None:
+        return History()
+    session_id = uuid.uuid4().hex
+    await host.sessions.create_session(session_id, task.environment)
+    try:
+        opening = await host.sessions.reset(
+            session_id, episode=1, split=task.split, task_key=task.key, seed=task.seed
+        )
+        return opening.history.require_prompt()
+    finally:
+        with contextlib.suppress(Exception):
+            await host.sessions.close_session(session_id)
+
+
+async def _scored(
+    trajectory: Trajectory, task: Task, host: AgentHost, outcome: AgentOutcome
+) -> Trajectory:
+    """The trajectory with the rewards of its environment, where the agent gave none."""
+    if host.scores is None or outcome.rewards or trajectory.failures:
+        return trajectory
+    try:
+        scores = await host.scores.score(trajectory, split=task.split)
+    except Exception as error:
+        return replace(trajectory, failures=(_failed(Owner.REWARD, error),))
+    turns = tuple(
+        replace(turn, rewards=turn.rewards + score.rewards)
+        for turn, score in zip(trajectory.turns, scores, strict=True)
+    )
+    failures = tuple(failure for score in scores for failure in score.failures)
+    return replace(trajectory, turns=turns, failures=failures)
+
+
+def _failed(owner: Owner, error: Exception) -> Failure:
+    """A failure with its owner; an unforeseen error gives its type only."""
+    if isinstance(error, DialoopError):
+        return Failure(owner=owner, reason=error.reason, message=str(error))
+    return Failure(owner=owner, reason=type(error).__name__, message="unexpected error")
+
+
+def _is_context_full(error: BaseException) -> bool:
+    """Whether the model's context was full, however the agent's library wraps that."""
+    current: BaseException | None = error
+    for _ in range(_MAX_CAUSES):
+        if current is None:
+            return False
+        if getattr(current, "code", None) == _CONTEXT_FULL:
+            return True
+        current = current.__cause__ or current.__context__
+    return False

@@ -1,0 +1,156 @@
+"""RecordingClient: recordings of OpenAI-compatible calls, in domain types.
+
+recordings = RecordingClient(channel, rest_url="http://127.0.0.1:8002")
+base_url = await recordings.create("r-1", task=task)   # http://127.0.0.1:8002/recordings/r-1/v1
+...                                                    # any OpenAI client, at that URL
+trajectory = await recordings.close("r-1", rewards=(Reward(name="solved", value=1.0),))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dialoop.clients.channel import Rpc
+from dialoop.episode import Sample
+from dialoop.trajectory import StopReason
+from dialoop.v1 import inference_service_pb2 as pb
+from dialoop.wire import (
+    chat_history_from_proto,
+    failure_from_proto,
+    failure_to_proto,
+    history_from_proto,
+    reward_to_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+    sequence_from_proto,
+    task_to_proto,
+    trajectory_from_proto,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from dialoop.chat import History
+    from dialoop.clients.channel import Channel
+    from dialoop.trajectory import Failure, Reward, SamplingParams, Task, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedCall:
+    """One call of an agent.
+
+    samples: one for each choice; their sequences hold the tokens after those that the call
+    continues. sequence_indices: where the choices stand in the trajectory, once there is one.
+    failure: why the call was cut short, if it was; its tokens are in no sequence.
+    """
+
+    call_id: str
+    prompt: History
+    samples: tuple[Sample, ...]
+    sampling: SamplingParams
+    sequence_indices: tuple[int, ...] = ()
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingState:
+    """The calls of a recording in the order in which they came."""
+
+    recording_id: str
+    calls: tuple[RecordedCall, ...]
+    is_closed: bool
+
+
+def _rpc(name: str, request: type[Any], answer: type[Any]) -> Rpc[Any, Any]:
+    # All are safe to repeat: a recording has the caller's id, and closing again changes nothing.
+    return Rpc(f"/dialoop.v1.InferenceService/{name}", request, answer, is_retried=True)
+
+
+CREATE = _rpc("CreateRecording", pb.CreateRecordingRequest, pb.CreateRecordingResponse)
+GET = _rpc("GetRecording", pb.GetRecordingRequest, pb.GetRecordingResponse)
+CLOSE = _rpc("CloseRecording", pb.CloseRecordingRequest, pb.CloseRecordingResponse)
+
+
+class RecordingClient:
+    """Recordings of one inference replica; satisfies `dialoop.agents.Recordings`.
+
+    rest_url: of the replica's REST door, where the calls go.
+    """
+
+    def __init__(self, channel: Channel, *, rest_url: str) -> None:
+        self._channel = channel
+        self._rest_url = rest_url.rstrip("/")
+
+    async def create(
+        self,
+        recording_id: str,
+        *,
+        group_id: str = "",
+        task: Task | None = None,
+        sampling: SamplingParams | None = None,
+        time_to_live_s: float = 0.0,
+    ) -> str:
+        """Begin a recording; the base URL for OpenAI's clients.
+
+        `sampling` holds where a call says nothing. Raises InvalidInput (BAD_RECORDING_ID),
+        AlreadyExists (RECORDING_EXISTS), CapacityExhausted (TOO_MANY_RECORDINGS).
+        """
+        request = pb.CreateRecordingRequest(
+            recording_id=recording_id,
+            group_id=group_id,
+            task=None if task is None else task_to_proto(task),
+            sampling=None if sampling is None else sampling_to_proto(sampling),
+            time_to_live_s=time_to_live_s,
+        )
+        answer = await self._channel.call(CREATE, request)
+        return f"{self._rest_url}{answer.base_path}"
+
+    async def get(self, recording_id: str) -> RecordingState:
+        """The calls so far; NotFound (RECORDING_NOT_FOUND)."""
+        answer = await self._channel.call(GET, pb.GetRecordingRequest(recording_id=recording_id))
+        return RecordingState(
+            recording_id=answer.recording_id,
+            calls=tuple(_call(call) for call in answer.calls),
+            is_closed=answer.closed,
+        )
+
+    async def close(
+        self,
+        recording_id: str,
+        *,
+        rewards: Iterable[Reward] = (),
+        failures: Iterable[Failure] = (),
+        labels: Mapping[str, str] | None = None,
+    ) -> Trajectory:
+        """End the recording and take its trajectory; a second close gives the same one.
+
+        Raises NotFound (RECORDING_NOT_FOUND) and PreconditionFailed (RECORDING_EMPTY).
+        """
+        request = pb.CloseRecordingRequest(
+            recording_id=recording_id,
+            rewards=[reward_to_proto(reward) for reward in rewards],
+            failures=[failure_to_proto(failure) for failure in failures],
+            labels=dict(labels or {}),
+        )
+        return trajectory_from_proto((await self._channel.call(CLOSE, request)).trajectory)
+
+
+def _call(proto: pb.RecordedCall) -> RecordedCall:
+    return RecordedCall(
+        call_id=proto.call_id,
+        prompt=history_from_proto(proto.prompt),
+        samples=tuple(
+            Sample(
+                history=chat_history_from_proto(sample.history),
+                sequence=sequence_from_proto(sample.sequence),
+                stop_reason=StopReason(sample.stop_reason),
+                stop_string=sample.stop_string,
+                sampling=sampling_from_proto(proto.sampling),
+            )
+            for sample in proto.samples
+        ),
+        sampling=sampling_from_proto(proto.sampling),
+        sequence_indices=tuple(proto.sequence_indices),
+        failure=failure_from_proto(proto.failure) if proto.HasField("failure") else None,
+    )
