@@ -21,6 +21,7 @@ from dialoop.running import STACK_FILE
 from services.stack.layout import STOP_ORDER, Layout, ports_of
 from services.stack.ports import HOST
 from services.stack.redis_server import FoundRedis, find_redis, redis_service, version_of
+from services.stack.shared_memory import filled, memory_for
 from services.stack.supervisor import Supervisor, supervised
 
 if TYPE_CHECKING:
@@ -61,17 +62,25 @@ def planned(config: JobConfig, run_dir: RunDir) -> Plan:
     ports = ports_of(config, with_redis=bool(found.program))
     url = f"redis://{HOST}:{ports['redis']}/0" if found.program else found.url
     token = os.environ.get("DIALOOP_TOKEN", "")
-    layout = Layout(config=config, run_dir=run_dir, ports=ports, redis_url=url, token=token)
+    layout = Layout(
+        config=config,
+        run_dir=run_dir,
+        ports=ports,
+        redis_url=url,
+        token=token,
+        memory=memory_for(config, run_dir),
+    )
     return Plan(layout=layout, redis_program=found.program)
 
 
 @asynccontextmanager
 async def running_stack(plan: Plan, log: LogStream) -> AsyncIterator[RunningStack]:
     """Start everything the plan names; all of it has ended when the context is left."""
-    async with supervised(log) as supervisor:
-        await _start_all(plan, supervisor, log)
-        with _announced(plan.layout):
-            yield RunningStack(plan=plan, supervisor=supervisor)
+    with filled(plan.layout.memory, plan.layout.run_dir.policies):
+        async with supervised(log) as supervisor:
+            await _start_all(plan, supervisor, log)
+            with _announced(plan.layout):
+                yield RunningStack(plan=plan, supervisor=supervisor)
 
 
 @contextmanager

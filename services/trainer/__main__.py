@@ -68,11 +68,12 @@ async def serve_in(host: Host, settings: TrainerSettings) -> None:
         replay = ReplayClient(await open_channel(settings.replay_address, _PATIENT))
         environment = EnvironmentClient(await open_channel(settings.environment_address))
         replicas = [InferenceClient(await open_channel(a)) for a in settings.inference_addresses]
+        publisher = Publisher(settings, learner, replicas, replay)
         parts = JobParts(
             learner=learner,
             demonstrations=demonstrations,
             replay=replay,
-            publisher=Publisher(settings, learner, replicas, replay),
+            publisher=publisher,
             evaluator=Evaluator(settings.run, environment, replay, records),
             checkpoints=Checkpoints(settings.run_dir),
             records=records,
@@ -82,6 +83,8 @@ async def serve_in(host: Host, settings: TrainerSettings) -> None:
         servicer = TrainerServicer(settings, job, board, records, learner.num_parameters)
         server = host.server
         server.add(add_TrainerServiceServicer_to_server, servicer, "dialoop.v1.TrainerService")
+        keeping_up = asyncio.create_task(publisher.keep_up())
+        exits.callback(keeping_up.cancel)
         async with server:
             await _run_until_stopped(server, job, board)
 

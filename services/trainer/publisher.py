@@ -17,6 +17,7 @@ from dialoop.episode import UpdateMode
 from dialoop.errors import DialoopError, PreconditionFailed, Unavailable
 from dialoop.sequences import PolicyVersion
 
+from services.trainer.data_planes import data_plane_of
 from services.trainer.records import write_json
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
+_LOOK_EVERY_S = 2.0
 _NUM_PROBES, _PROBE_TOKENS = 4, 48
 
 
@@ -62,6 +64,9 @@ class Publisher:
         self._replicas = tuple(replicas)
         self._replay = replay
         self._root = settings.run_dir / "policies"
+        self._plane = data_plane_of(settings)
+        self._publishing = asyncio.Lock()
+        self._newest: tuple[WeightsManifest, ExportedWeights] | None = None
         # Random ids visit the whole vocabulary, so no part of the weights goes unnoticed.
         generator = np.random.default_rng(0)
         shape = (_NUM_PROBES, _PROBE_TOKENS)
@@ -80,8 +85,12 @@ class Publisher:
         weights = await asyncio.to_thread(self._learner.export, path)
         # Announced first: its tokens may reach the queue before the last replica has loaded it.
         await self.announce(version)
-        self._point_to(version, weights)
-        num_replicas, difference = await self._load_and_prove(version, weights)
+        async with self._publishing:
+            manifest = self._manifest(version, weights)
+            await self._plane.offer(manifest, weights)
+            self._point_to(version, weights)
+            num_replicas, difference = await self._load_and_prove(manifest, weights)
+            self._newest = manifest, weights
         # And now that it is live, what it was trained on gives its credits back.
         await self.announce(version, trained_lease_ids)
         self._forget_old()
@@ -114,11 +123,12 @@ class Publisher:
         write_json(self._root / "latest.json", pointer)
 
     async def _load_and_prove(
-        self, version: PolicyVersion, weights: ExportedWeights
+        self, manifest: WeightsManifest, weights: ExportedWeights
     ) -> tuple[int, float]:
         """How many replicas have it, and the largest difference of those that could be asked."""
+        version = manifest.policy_version
         while True:
-            loads = (self._load(replica, version, weights) for replica in self._replicas)
+            loads = (self._load(replica, manifest, weights) for replica in self._replicas)
             has_it = await asyncio.gather(*loads)
             loaded = [r for r, has in zip(self._replicas, has_it, strict=True) if has]
             difference = await self._probe(version, loaded) if loaded else None
@@ -127,19 +137,11 @@ class Publisher:
             await asyncio.sleep(_RETRY_S)
 
     async def _load(
-        self, replica: InferenceClient, version: PolicyVersion, weights: ExportedWeights
+        self, replica: InferenceClient, manifest: WeightsManifest, weights: ExportedWeights
     ) -> bool:
+        version, deadline_s = manifest.policy_version, self._settings.publish_deadline_s
         try:
-            await replica.load_weights(
-                WeightsManifest(
-                    policy_version=version,
-                    path=str(weights.path.relative_to(self._root)),
-                    sha256=weights.sha256,
-                    num_bytes=weights.num_bytes,
-                    update_mode=UpdateMode[self._settings.update_mode.upper()],
-                ),
-                deadline_s=self._settings.publish_deadline_s,
-            )
+            await self._plane.send(replica, manifest, weights, deadline_s=deadline_s)
         except PreconditionFailed as error:
             # A replica that started a moment ago has it from latest.json.
             if error.reason == "VERSION_NOT_NEWER":
@@ -151,6 +153,33 @@ class Publisher:
             log.warning("A replica did not load the policy.", extra={"reason": error.reason})
             return False
         return True
+
+    def _manifest(self, version: PolicyVersion, weights: ExportedWeights) -> WeightsManifest:
+        return WeightsManifest(
+            policy_version=version,
+            sha256=weights.sha256,
+            num_bytes=weights.num_bytes,
+            update_mode=UpdateMode[self._settings.update_mode.upper()],
+        )
+
+    async def keep_up(self) -> None:
+        """Until cancelled, send the newest policy to replicas that lack it and cannot fetch it."""
+        while not self._plane.is_fetched:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            async with self._publishing:
+                if self._newest is not None:
+                    sends = (self._send_if_missing(replica) for replica in self._replicas)
+                    await asyncio.gather(*sends)
+
+    async def _send_if_missing(self, replica: InferenceClient) -> None:
+        assert self._newest is not None
+        manifest, weights = self._newest
+        try:
+            status = await replica.get_policy()
+            if status.policy_version != manifest.policy_version or not status.ready:
+                await self._load(replica, manifest, weights)
+        except DialoopError as error:
+            log.warning("A replica stays behind.", extra={"reason": error.reason})
 
     async def _serves(self, replica: InferenceClient, version: PolicyVersion) -> bool:
         try:

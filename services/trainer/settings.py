@@ -37,6 +37,12 @@ class TrainerSettings(ServerSettings):
     """host:port of every inference replica; each gets every publish."""
     update_mode: Literal["recompute", "keep_kv", "wait"] = "recompute"
     """What a publish does to answers under way; after keep_kv no version explains them exactly."""
+    data_plane: Literal["shared_memory", "chunks", "nccl", "ipc"] = "shared_memory"
+    """How weights get to replicas: a file they open, bytes over gRPC, or vLLM's own transfer."""
+    shared_memory_dir: Path | None = None
+    """Folder in memory that the file is copied to, the replicas' weights root; absent: policies."""
+    inference_world_size: int = Field(default=1, ge=1)
+    """Devices of one replica, which nccl has to know."""
     publish_deadline_s: float = Field(default=120.0, gt=0)
     """Seconds a replica has to load a policy, and to prove it; then the others go on without it."""
 

@@ -1,0 +1,147 @@
+"""How a policy's bytes get to a replica: one interface, four ways.
+
+| name | way | where |
+|---|---|---|
+| shared_memory | a safetensors file that the replica opens | one host, or a shared volume |
+| chunks | the file's bytes over gRPC | any two hosts |
+| nccl, ipc | vLLM's own weight transfer, between GPUs | CUDA, see `vllm_transfer` |
+
+Whatever the way, the file under `policies/` is written first: it is what is exported, re-scored and
+proved against.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from services.trainer.records import write_json
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from dialoop.clients.inference import InferenceClient, WeightsManifest
+
+    from services.trainer.learner import ExportedWeights
+    from services.trainer.settings import TrainerSettings
+
+_CHUNK_BYTES = 1 << 20
+_FILE = "model.safetensors"
+# The newest, and the one before it, which a replica may be reading.
+_KEPT_IN_MEMORY = 2
+
+
+class DataPlane(Protocol):
+    """A way for weights to get to replicas."""
+
+    name: str
+    is_fetched: bool
+    """Whether a replica that missed a publish can get it by itself."""
+
+    async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
+        """What is to be done once, before replicas are asked to load."""
+        ...
+
+    async def send(
+        self,
+        replica: InferenceClient,
+        manifest: WeightsManifest,
+        weights: ExportedWeights,
+        *,
+        deadline_s: float,
+    ) -> None:
+        """Make the replica load; the errors are those of LoadWeights."""
+        ...
+
+
+class SharedMemory:
+    """A file that the replica opens: under `policies/`, or a copy of it in memory."""
+
+    name = "shared_memory"
+    is_fetched = True
+
+    def __init__(self, policies: Path, memory: Path | None) -> None:
+        self._root = memory or policies
+        self._is_copied = memory is not None
+
+    async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
+        """Copy the file, and name it in latest.json for replicas that start now."""
+        if self._is_copied:
+            await asyncio.to_thread(self._copy, manifest, weights)
+
+    async def send(
+        self,
+        replica: InferenceClient,
+        manifest: WeightsManifest,
+        weights: ExportedWeights,
+        *,
+        deadline_s: float,
+    ) -> None:
+        """Name the file."""
+        named = replace(manifest, path=self._path(manifest))
+        await replica.load_weights(named, deadline_s=deadline_s)
+
+    def _path(self, manifest: WeightsManifest) -> str:
+        return f"{manifest.policy_version}/{_FILE}"
+
+    def _copy(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
+        target = self._root / self._path(manifest)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_suffix(".tmp")
+        shutil.copyfile(weights.path, temporary)
+        temporary.replace(target)
+        version = manifest.policy_version
+        pointer = {
+            "lineage": version.lineage,
+            "number": version.number,
+            "path": self._path(manifest),
+            "sha256": weights.sha256,
+            "num_bytes": weights.num_bytes,
+        }
+        write_json(self._root / "latest.json", pointer)
+        policies = [path for path in self._root.iterdir() if path.is_dir()]
+        policies.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        for old in policies[_KEPT_IN_MEMORY:]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+class Chunks:
+    """The file's bytes over gRPC."""
+
+    name = "chunks"
+    is_fetched = False
+
+    async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
+        """Nothing: every replica gets bytes of its own."""
+
+    async def send(
+        self,
+        replica: InferenceClient,
+        manifest: WeightsManifest,
+        weights: ExportedWeights,
+        *,
+        deadline_s: float,
+    ) -> None:
+        """Send the file in pieces of 1 MiB; the replica checks their sum."""
+        await replica.load_weights(manifest, _chunks(weights.path), deadline_s=deadline_s)
+
+
+def data_plane_of(settings: TrainerSettings) -> DataPlane:
+    """The configured way; InvalidConfig (NEEDS_CUDA) when this machine has no device for it."""
+    if settings.data_plane == "chunks":
+        return Chunks()
+    if settings.data_plane == "shared_memory":
+        return SharedMemory(settings.run_dir / "policies", settings.shared_memory_dir)
+    # vLLM is imported only where it is used.
+    from services.trainer.vllm_transfer import VllmTransfer
+
+    return VllmTransfer(settings.data_plane, num_workers=settings.inference_world_size)
+
+
+async def _chunks(path: Path) -> AsyncIterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES):
+            yield chunk
