@@ -47,10 +47,13 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawPrompt:
-    """Text or token ids to continue as they stand: one PROMPT segment, and it as text."""
+    """Text or token ids to continue as they stand: one PROMPT segment.
+
+    `text` is what was given; None where only ids were, which an engine has yet to find valid.
+    """
 
     sequence: Sequence
-    text: str
+    text: str | None
     turn: int
     num_truncated_tokens: int = 0
 
@@ -62,20 +65,20 @@ class Renderer:
         self,
         tokenizer: Tokenizer,
         template: ChatTemplate,
-        registry: TemplateRegistry | None = None,
+        templates: TemplateRegistry | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self.registry = registry or TemplateRegistry()
-        self._builder = TokenBuilder(tokenizer, self.template)
+        self.templates = templates or TemplateRegistry()
+        self._builder = TokenBuilder(tokenizer, template)
         self._is_part_of_another = lru_cache(maxsize=256)(self._search_vocabulary)
 
     @classmethod
     def of(cls, model_dir: Path) -> Renderer:
         """The renderer of a model directory; InvalidConfig when its tokenizer is missing."""
         tokenizer = Tokenizer.from_directory(model_dir)
-        registry = TemplateRegistry()
-        return cls(tokenizer, registry.choose(tokenizer), registry)
+        templates = TemplateRegistry()
+        return cls(tokenizer, templates.choose(tokenizer), templates)
 
     def prompt(self, ask: Ask, *, room: int = 0, max_model_len: int = 0) -> Prompt | RawPrompt:
         """The tokens to continue.
@@ -99,10 +102,9 @@ class Renderer:
         if ask.truncate_prompt and len(ids) >= max_model_len:
             num_cut = len(ids) - max(max_model_len - room, (max_model_len + 1) // 2)
             ids = ids[num_cut:]
-        as_given = ask.text is not None and not num_cut
         return RawPrompt(
             sequence=_prompt_row(ids, ask.turn),
-            text=ask.text if as_given and ask.text is not None else self.tokenizer.decode(ids),
+            text=None if num_cut else ask.text,
             turn=ask.turn,
             num_truncated_tokens=num_cut,
         )
@@ -188,9 +190,12 @@ class Renderer:
             runs.append((ids, fields | {"policy_version": span.policy_version}))
             start += span.length
         response = self.tokenizer.decode(sampled.token_ids)
+        text = prompt.text
+        if text is None:
+            text = self.tokenizer.decode(prompt.sequence.token_ids.tolist())
         return Sample(
             history=ChatHistory(),
-            text=ContinuedText(prompt=prompt.text, response=response),
+            text=ContinuedText(prompt=text, response=response),
             sequence=prompt.sequence.extended_by(sequence_of(runs, logprobs=sampled.logprobs)),
             stop_reason=sampled.stop_reason,
             stop_string=sampled.stop_string,
