@@ -38,8 +38,8 @@ def memory_for(config: JobConfig, run_dir: RunDir, *, memory: Path = MEMORY) -> 
 def filled(folder: Path | None, policies: Path) -> Iterator[None]:
     """The folder holds the newest of `policies` alone, and is gone afterwards.
 
-    What a killed stack left in it goes first. A replica that starts before the trainer has published
-    anything loads the newest policy, as it would from `policies` itself.
+    What a killed stack left in it goes first. A replica that starts before the trainer has
+    published anything loads the newest policy, as it would from `policies` itself.
     """
     if folder is None:
         yield
