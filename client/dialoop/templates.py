@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dialoop.chat_dicts import chat_for_template, tool_for_template
 from dialoop.errors import (
@@ -31,6 +30,7 @@ from dialoop.errors import (
     PreconditionFailed,
     Unsupported,
 )
+from dialoop.template_sandbox import TemplateSandbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -111,7 +111,7 @@ def _to_json(
 @lru_cache(maxsize=256)
 def _compiled(source: str) -> jinja2.Template:
     """The template with the settings and functions that transformers gives to it."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = TemplateSandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
