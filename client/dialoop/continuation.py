@@ -26,25 +26,22 @@ _MARK = "\ufdd4vouched {}\ufdd5"
 class Past:
     """What is said to be covered by tokens already.
 
-    spelled: what the tokens spell; it ends with `sampled`, the last message as it was sampled,
-    which is its content and what it `ended` with. contents: all sampled contents by message.
+    spelled: what the tokens spell. It ends with the message `last` as it was sampled, which is its
+    content and what it `ended` with. vouched: the contents as sampled of those messages that the
+    caller knows to be the sampled ones, however they are spelled now.
     """
 
     history: History
-    num_messages: int
     spelled: str
+    last: int
+    content: str
     ended: str
-    contents: Mapping[int, str]
-
-    @property
-    def last(self) -> int:
-        """Index of the message that was sampled last."""
-        return self.num_messages - 1
+    vouched: Mapping[int, str]
 
     @property
     def sampled(self) -> str:
         """The last message as it was sampled."""
-        return self.contents[self.last] + self.ended
+        return self.content + self.ended
 
     @property
     def before(self) -> str:
@@ -64,24 +61,18 @@ class Past:
 
 
 def continuation(
-    past: Past,
-    whole: str,
-    render: Render,
-    *,
-    normal: Callable[[str], str],
-    vouched: frozenset[int] = frozenset(),
+    past: Past, whole: str, render: Render, *, normal: Callable[[str], str]
 ) -> str | ForkCause:
     """What follows the past in `whole`, the rendered conversation, or why nothing can.
 
-    normal: a text as the tokenizer gives it back. vouched: messages that the caller knows to be
-    the sampled ones, however they are spelled now.
+    normal: a text as the tokenizer gives it back.
     """
     past, is_same_before = _as_rendered(past, whole, render, normal)
     is_same = is_same_before and _is_what_was_sampled(past, render)
     if is_same and whole.startswith(past.spelled):
         return whole[len(past.spelled) :]
-    if vouched & past.contents.keys():
-        follows = _vouched_continuation(past, whole, render, vouched)
+    if past.vouched:
+        follows = _vouched_continuation(past, whole, render)
         if follows is not None:
             return follows
     return ForkCause.TEMPLATE_REWRITES_PAST if is_same else ForkCause.HISTORY_REWRITTEN
@@ -110,37 +101,34 @@ def _is_what_was_sampled(past: Past, render: Render) -> bool:
     """Whether the last message says what was sampled, as it stands or as the template writes it."""
     message = past.history[past.last]
     is_bare = not message.tool_calls and not message.reasoning
-    if is_bare and message.text == past.contents[past.last]:
+    if is_bare and message.text == past.content:
         return True
     ending = closing(past.history[: past.last], render)
     if ending is None or not ending.startswith(past.ended):
         return False
     try:
-        through = render(past.history[: past.num_messages], add_generation_prompt=False)
+        through = render(past.history[: past.last + 1], add_generation_prompt=False)
     except DialoopError:
         return False
     return through == past.spelled + ending[len(past.ended) :]
 
 
-def _vouched_continuation(
-    past: Past, whole: str, render: Render, vouched: frozenset[int]
-) -> str | ForkCause | None:
+def _vouched_continuation(past: Past, whole: str, render: Render) -> str | ForkCause | None:
     """As if the vouched messages held exactly what was sampled.
 
     The template may space that otherwise; if it leaves out some of it, as it does with thinking,
     then it rewrites the past.
     """
-    contents = {index: text for index, text in past.contents.items() if index in vouched}
-    marks = {index: _MARK.format(index) for index in contents}
+    marks = {index: _MARK.format(index) for index in past.vouched}
     try:
         expected = render(past.with_contents(marks))
-        raw = render(past.with_contents(contents))
+        raw = render(past.with_contents(past.vouched))
     except DialoopError:
         return None
     for index, mark in marks.items():
         if expected.count(mark) != 1:
             return None
-        expected = expected.replace(mark, contents[index])
+        expected = expected.replace(mark, past.vouched[index])
     if not expected.startswith(past.spelled):
         return None
     if "".join(raw.split()) != "".join(expected.split()):

@@ -6,6 +6,8 @@ import hashlib
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from dialoop.sequences import Ids
     from dialoop.tokenizer import Tokenizer
@@ -35,12 +37,12 @@ class SpelledTexts:
             self._texts.move_to_end(key)
         return text
 
-    def grown(self, ids: Ids, whole: Ids) -> None:
-        """Remember the text of `whole`, which begins with `ids`, where that of `ids` is known."""
+    def grown(self, ids: Ids, more: Ids) -> None:
+        """Remember the text of `ids` followed by `more`, where that of `ids` is known."""
         text = self._texts.get(_digest(ids))
         if text is not None:
-            more = whole[len(ids) :].tolist()
-            self._keep(_digest(whole), self._tokenizer.decode_more(text, ids.tolist(), more))
+            text = self._tokenizer.decode_more(text, ids, more.tolist())
+            self._keep(_digest(np.concatenate([ids, more])), text)
 
     def _keep(self, key: bytes, text: str) -> None:
         if key in self._texts:

@@ -114,18 +114,16 @@ class TokenBuilder:
                 reason="BAD_CONTEXT",
                 remedy="Say how many of the prompt's messages the context's tokens cover.",
             )
-        past = self._past(history, context, num_context_messages)
+        past = self._past(history, context, num_context_messages, frozenset(vouched))
         if past is None:
             return self._forked(whole, context, ForkCause.HISTORY_REWRITTEN, turn)
-        follows = continuation(
-            past, whole.text, render, normal=self._normal, vouched=frozenset(vouched)
-        )
+        follows = continuation(past, whole.text, render, normal=self._normal)
         if isinstance(follows, ForkCause):
             return self._forked(whole, context, follows, turn)
         pieces = self._pieces(whole, num_context_messages, past.ended, follows, None)
         added = self._tokens(pieces, turn, follows=context)
         sequence = context.extended_by(added)
-        self._spelled.grown(context.token_ids, sequence.token_ids)
+        self._spelled.grown(context.token_ids, added.token_ids)
         return Prompt(history=history, sequence=sequence, appended=added, turn=turn)
 
     def answer(
@@ -166,11 +164,9 @@ class TokenBuilder:
                 remedy="Give the version of every sampled token.",
             )
         sampled = sequence_of(pieces, logprobs=logprobs)
-        appended = prompt.appended.extended_by(sampled)
-        whole = prompt.sequence.extended_by(sampled)
-        self._spelled.grown(prompt.sequence.token_ids, whole.token_ids)
+        self._spelled.grown(prompt.sequence.token_ids, sampled.token_ids)
         message = Message(role="assistant", content=content, is_complete=is_complete)
-        return Answer(message=message, appended=appended)
+        return Answer(message=message, appended=prompt.appended.extended_by(sampled))
 
     def demonstration(self, history: History, *, stop: Iterable[str] = ()) -> Sequence:
         """A whole conversation as if its assistant messages had been sampled (no log-probs).
@@ -207,6 +203,10 @@ class TokenBuilder:
             )
         return sequence
 
+    def forget(self) -> None:
+        """Drop what was remembered to save time; nothing else changes."""
+        self._spelled = SpelledTexts(self.tokenizer)
+
     def _ending(self, history: History) -> tuple[int, ...]:
         """The end-of-turn token with which the template ends the answer to `history`."""
         ends = self.tokenizer.end_of_turn_ids
@@ -231,25 +231,30 @@ class TokenBuilder:
         shared = next((n for n, (one, other) in pairs if one != other), len(told))
         return min(most, shared)
 
-    def _past(self, history: History, context: Sequence, covered: int) -> Past | None:
+    def _past(
+        self, history: History, context: Sequence, covered: int, vouched: frozenset[int]
+    ) -> Past | None:
         """What the context covers; None when that cannot be the first messages of `history`."""
+        runs = _sampled_runs(context)
+        ends = context.segments[-1].end if runs else 0
+        if not runs or runs[-1][1:] != (ends, covered - 1):
+            return None
+        if any(i >= len(history) or history[i].role != "assistant" for _, _, i in runs):
+            return None
         contents: dict[int, str] = {}
         ended = ""
-        for run in _sampled_runs(context):
-            before = context.token_ids[max(0, run[0] - _LOOK_BACK) : run[0]].tolist()
-            ids = context.token_ids[run[0] : run[1]].tolist()
-            contents[run[2]], ended = self._content(before, ids)
-            if run[2] >= len(history) or history[run[2]].role != "assistant":
-                return None
-        last = context.segments[-1] if context.segments else None
-        if last is None or last.source is not Source.MODEL or last.message_index != covered - 1:
-            return None
+        for start, end, index in runs:
+            if index == covered - 1 or index in vouched:
+                before = context.token_ids[max(0, start - _LOOK_BACK) : start].tolist()
+                sampled = context.token_ids[start:end].tolist()
+                contents[index], ended = self._content(before, sampled)
         return Past(
             history=history,
-            num_messages=covered,
             spelled=self._spelled.of(context.token_ids),
+            last=covered - 1,
+            content=contents[covered - 1],
             ended=ended,
-            contents=contents,
+            vouched={index: text for index, text in contents.items() if index in vouched},
         )
 
     def _forked(self, whole: _Rendered, context: Sequence, cause: ForkCause, turn: int) -> Prompt:
@@ -305,7 +310,7 @@ _LOOK_BACK = 8
 """Tokens before new ones that a decoder may look at."""
 
 
-def _sampled_runs(sequence: Sequence) -> Iterable[tuple[int, int, int]]:
+def _sampled_runs(sequence: Sequence) -> list[tuple[int, int, int]]:
     """(start, end, message index) of the tokens sampled for each message, in order."""
     runs: list[tuple[int, int, int]] = []
     for segment in sequence.segments:

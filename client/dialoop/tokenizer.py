@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import tokenizers
     from numpy.typing import NDArray
 
+    from dialoop.sequences import Ids
+
 _REPLACEMENT = "\ufffd"
 _MAX_TOKENS_PER_CHARACTER = 4
 _WINDOW = 8
@@ -76,7 +78,7 @@ class Tokenizer:
         if generation_path.is_file():
             ends = json.loads(generation_path.read_text("utf-8")).get("eos_token_id")
             config["eos_token_ids"] = [ends] if isinstance(ends, int) else ends or []
-        config.setdefault("name_or_path", str(directory))
+        config.setdefault("name_or_path", directory.resolve().name)
         text = path.read_text("utf-8")
         return cls(tokenizers.Tokenizer.from_str(text), tokenizers.Tokenizer.from_str(text), config)
 
@@ -183,13 +185,13 @@ class Tokenizer:
         """Text with special tokens kept; invalid UTF-8 becomes replacement characters."""
         return self._trusting.decode(list(ids), skip_special_tokens=False)
 
-    def decode_more(self, text: str, ids: Sequence[int], more: Sequence[int]) -> str:
+    def decode_more(self, text: str, ids: Sequence[int] | Ids, more: Sequence[int]) -> str:
         """The text of `ids` and `more`, given the text of `ids`; costs as much as `more`."""
-        window = list(ids[-_WINDOW:])
+        window = [int(i) for i in ids[-_WINDOW:]]
         told = self.decode(window)
         whole = self.decode([*window, *more])
         if not told or told.endswith(_REPLACEMENT) or not whole.startswith(told):
-            return self.decode([*ids, *more])
+            return self.decode([*(int(i) for i in ids), *more])
         return text + whole[len(told) :]
 
     def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
