@@ -10,6 +10,7 @@ Servers run with the rights of the service: name only ones that you trust, at fi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ from dialoop.environments.tools import ToolInputError
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
 from dialoop.trajectory import Owner
+
+# JSON-RPC's code, in the SDK's use, for a connection that has ended.
+_CONNECTION_CLOSED = -32000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,36 +140,38 @@ class _McpTool:
 
 
 class _Connection:
-    """One server; a task of its own holds the connection, since the SDK's scopes must nest."""
+    """One server; a task of its own holds the connection, since the SDK's scopes must nest.
+
+    A connection that breaks is made again, after a wait that grows; until then calls fail.
+    """
 
     def __init__(self, name: str, server: McpServer, start_timeout_s: float) -> None:
         self._name = name
         self._server = server
         self._start_timeout_s = start_timeout_s
         self._holder: asyncio.Task[None] | None = None
-        self._ready: asyncio.Future[Any] | None = None
         self._leave = asyncio.Event()
+        self._broken = asyncio.Event()
         self._client: Any = None
         self.tools: list[_McpTool] = []
 
     @property
     def problem(self) -> str:
         """Why no call can be made."""
-        if self._holder is None:
-            return f"The MCP server {self._name} was never connected."
-        return f"The MCP server {self._name} is gone." if self._holder.done() else ""
+        return "" if self._client is not None else f"The MCP server {self._name} is not connected."
 
     async def open(self) -> None:
         """Connect and list the tools; InvalidConfig (MCP_UNREACHABLE, MCP_MISSING)."""
         self._leave = asyncio.Event()
-        self._ready = asyncio.get_running_loop().create_future()
-        self._holder = asyncio.create_task(self._hold(self._ready))
+        ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._holder = asyncio.create_task(self._hold(ready))
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                listed = await asyncio.shield(self._ready)
+                listed = await asyncio.shield(ready)
         except InvalidConfig:
             raise
         except Exception as error:
+            self._holder.cancel()
             raise self._unreachable(error) from error
         self.tools = [self._tool(t) for t in listed if self._is_allowed(t.name)]
         missing = set(self._server.allowed) - {tool.name for tool in self.tools}
@@ -178,9 +184,16 @@ class _Connection:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The text of a tool's result; ToolInputError when the server calls it an error."""
-        if self.problem:
+        client = self._client
+        if client is None:
             raise ConnectionError(self.problem)
-        result = await self._client.call_tool(name, dict(arguments))
+        try:
+            result = await client.call_tool(name, dict(arguments))
+        except Exception as error:
+            if getattr(error, "code", None) == _CONNECTION_CLOSED:
+                self._client = None
+                self._broken.set()
+            raise
         text = "\n".join(_content(part) for part in result.content)
         if result.is_error:
             raise ToolInputError(text or "the tool reported an error.")
@@ -189,22 +202,39 @@ class _Connection:
     async def close(self) -> None:
         """End the connection."""
         self._leave.set()
+        self._broken.set()
         if self._holder is not None:
             await asyncio.wait([self._holder], timeout=10)
             self._holder.cancel()
 
     async def _hold(self, ready: asyncio.Future[Any]) -> None:
-        try:
-            async with _client(self._server) as client:
-                self._client = client
-                ready.set_result((await client.list_tools()).tools)
-                await self._leave.wait()
-        except Exception as error:
-            if not ready.done():
-                ready.set_exception(error)
-            else:
+        """Connect, until told to leave; the first time an error is the caller's."""
+        wait_s = 0.5
+        while not self._leave.is_set():
+            self._broken.clear()
+            try:
+                async with _client(self._server) as client:
+                    listed = (await client.list_tools()).tools
+                    self._client = client
+                    wait_s = 0.5
+                    if not ready.done():
+                        ready.set_result(listed)
+                    await self._broken.wait()
+            except Exception as error:
+                if not ready.done():
+                    ready.set_exception(error)
+                    return
                 what = f"MCP server {self._name}"
                 failure_of(error, owner=Owner.TOOL, reason="MCP_GONE", what=what)
+            finally:
+                self._client = None
+            await self._paused(wait_s)
+            wait_s = min(wait_s * 2, 30.0)
+
+    async def _paused(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._leave.wait()
 
     def _tool(self, listed: Any) -> _McpTool:
         definition = ToolDefinition(
