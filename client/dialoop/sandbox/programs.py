@@ -60,10 +60,11 @@ def bubblewrap_program(bwrap: str, limits: Limits, rules: dict[str, Any]) -> lis
     return [
         *(bwrap, "--unshare-all", "--die-with-parent", "--clearenv", "--cap-drop", "ALL"),
         *("--uid", "65534", "--gid", "65534", "--hostname", "sandbox"),
+        # Before the binds: a folder below /tmp may be among them.
+        *("--size", str(limits.max_disk_bytes), "--tmpfs", "/tmp"),
         *(part for path in _outermost(binds) for part in ("--ro-bind", path, path)),
         *("--ro-bind", str(_FOLDER / "confined"), f"{_INSIDE}/confined"),
         *(part for path in _DEVICES for part in ("--dev-bind", path, path)),
-        *("--size", str(limits.max_disk_bytes), "--tmpfs", "/tmp"),
         *("--remount-ro", "/", "--chdir", "/tmp", "--"),
         *_boot(_INSIDE, work),
         own,

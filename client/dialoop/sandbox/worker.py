@@ -19,7 +19,7 @@ import weakref
 from typing import Any
 
 from dialoop.errors import Unavailable
-from dialoop.sandbox.confined.interpreter import FAILED, NONCE_BYTES, SUCCEEDED, TRUNCATED
+from dialoop.sandbox.confined.interpreter import FAILED, NONCE_BYTES, SUCCEEDED
 from dialoop.sandbox.execution import Execution
 from dialoop.sandbox.forkserver import ForkServer
 
@@ -30,7 +30,6 @@ _READY_NONCE = bytes(NONCE_BYTES)
 _START_S = 20.0
 _END_S, _OWN_END_S = 5.0, 0.05
 _GONE = "The interpreter has closed its channel."
-_STATUSES = (FAILED, SUCCEEDED, FAILED | TRUNCATED, SUCCEEDED | TRUNCATED)
 
 
 class BrokenChannel(Exception):
@@ -101,10 +100,10 @@ class Worker:
         return Execution(
             stdout=out,
             stderr=err,
-            succeeded=bool(status & SUCCEEDED) and not why,
+            succeeded=status == SUCCEEDED and not why,
             duration_s=time.perf_counter() - started,
             timed_out=timed_out,
-            truncated=bool(status & TRUNCATED) or out_is_cut or err_is_cut,
+            truncated=out_is_cut or err_is_cut,
             ended=bool(why),
         )
 
@@ -129,10 +128,10 @@ class Worker:
     async def _exchange(self, code: str) -> int:
         """Send code, take the answer; BrokenChannel when that is no answer."""
         loop = asyncio.get_running_loop()
-        if self._has_unasked_bytes():
-            raise BrokenChannel("The code sent what nobody had asked for.")
         for fd in self._outputs:
             os.ftruncate(fd, 0)
+        if self._has_unasked_bytes():
+            raise BrokenChannel("The code before sent what nobody had asked for.")
         nonce = secrets.token_bytes(NONCE_BYTES)
         content = nonce + code.encode("utf-8", "replace")
         try:
@@ -153,7 +152,7 @@ class Worker:
                 raise BrokenChannel(_GONE)
             answer += part
         head, status = answer[:-1], answer[-1]
-        if head != _LENGTH.pack(NONCE_BYTES + 1) + nonce or status not in _STATUSES:
+        if head != _LENGTH.pack(NONCE_BYTES + 1) + nonce or status not in (FAILED, SUCCEEDED):
             raise BrokenChannel("The code answered in the interpreter's place.")
         return status
 
@@ -166,12 +165,22 @@ class Worker:
             raise BrokenChannel(_GONE) from error
 
     async def _how_it_ended(self, why: str) -> str:
-        """`why`, or the signal or status with which it went by itself."""
+        """`why`, or the signal or status with which it went by itself.
+
+        Unavailable (SANDBOX_FAILED) when it was not the code's doing.
+        """
         if self._ended is None:
             return why
         await asyncio.wait([self._ended], timeout=_OWN_END_S)
-        if not self._ended.done() or self._ended.result() < 0:
+        if not self._ended.done():
             return why
+        if self._ended.result() < 0:
+            await self.close()
+            raise Unavailable(
+                "The sandbox's fork server ended while code was running.",
+                reason="SANDBOX_FAILED",
+                remedy="Try again: the next call starts another.",
+            )
         code = os.waitstatus_to_exitcode(self._ended.result())
         # bwrap reports the signal that ended its child as a shell does.
         number = -code if code < 0 else code - 128 if code > 128 else 0

@@ -34,11 +34,15 @@ def _words(text: str) -> tuple[str, ...]:
 
 _PRELOADED = _words(
     """
-    abc array asyncio base64 bisect calendar cmath collections collections.abc contextlib copy
-    csv ctypes dataclasses datetime decimal difflib enum fractions functools gc graphlib
-    hashlib heapq html inspect io itertools json linecache locale math numbers operator pprint
-    queue random re secrets statistics string struct textwrap threading time timeit token
-    tokenize traceback types typing unicodedata unittest uuid warnings weakref zlib zoneinfo
+    abc argparse array ast asyncio base64 binascii bisect bz2 cProfile calendar cmath codecs
+    collections collections.abc concurrent.futures contextlib contextvars copy copyreg csv
+    ctypes dataclasses datetime decimal difflib dis doctest enum errno fnmatch fractions
+    functools gc getopt glob graphlib hashlib heapq hmac html importlib.machinery inspect io
+    itertools json keyword linecache locale math mmap numbers opcode operator os.path pathlib
+    pickle platform posixpath pprint pstats queue random re reprlib resource sched secrets
+    select selectors shlex shutil signal socket stat statistics string struct sys tempfile
+    textwrap threading time timeit token tokenize traceback types typing unicodedata unittest
+    urllib.parse uuid warnings weakref zlib zoneinfo
     """
 )
 _MAX_PACKET = 1 << 16

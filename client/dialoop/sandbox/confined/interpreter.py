@@ -6,11 +6,13 @@ prints goes to descriptors 1 and 2, which are files that the other side reads.
 
 from __future__ import annotations
 
+import builtins
 import io
 import linecache
 import os
 import sys
 import traceback
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +20,7 @@ from .frames import read_frame, write_frame
 
 CHANNEL = 3
 NONCE_BYTES = 16
-FAILED, SUCCEEDED, TRUNCATED = 0, 1, 2
+FAILED, SUCCEEDED = 0, 1
 _NAME = "<code>"
 
 
@@ -27,7 +29,6 @@ class _Capped(io.RawIOBase):
 
     def __init__(self, fd: int, limit: int) -> None:
         self._fd, self._left = fd, limit
-        self.truncated = False
 
     def writable(self) -> bool:
         return True
@@ -37,21 +38,19 @@ class _Capped(io.RawIOBase):
 
     def write(self, content: Any) -> int:
         data = bytes(content)
-        if len(data) > self._left:
-            self.truncated = True
         kept = data[: self._left]
         self._left -= len(kept)
-        try:
+        with suppress(OSError):  # the code wrote to the descriptor itself, and it is full
             while kept:
                 kept = kept[os.write(self._fd, kept) :]
-        except OSError:  # the code wrote to the descriptor itself, and it is full
-            self.truncated = True
         return len(data)
 
 
 def serve(max_output_bytes: int) -> None:
     """Answer requests until the channel closes."""
     main = ModuleType("__main__")
+    # `site` would add them, and with it folders to import from.
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
     sys.modules["__main__"] = main
     write_frame(CHANNEL, bytes(NONCE_BYTES) + bytes([SUCCEEDED]))
     while True:
@@ -64,19 +63,20 @@ def serve(max_output_bytes: int) -> None:
 
 
 def _run(code: str, namespace: dict[str, Any], limit: int) -> int:
-    raw = [_Capped(1, limit), _Capped(2, limit)]
-    out, err = (_text(stream) for stream in raw)
+    # One byte more than will be read tells the reader that there was more, even of code that
+    # never comes back.
+    out, err = (_text(_Capped(fd, limit + 1)) for fd in (1, 2))
     sys.stdout, sys.stderr = out, err
     status = SUCCEEDED if _executed(code, namespace, err) else FAILED
     for stream in (out, err):
         if not stream.closed:
             stream.flush()
-    return status | (TRUNCATED if any(stream.truncated for stream in raw) else 0)
+    return status
 
 
 def _text(stream: _Capped) -> io.TextIOWrapper:
     buffered = io.BufferedWriter(stream, 8192)
-    return io.TextIOWrapper(buffered, "utf-8", "backslashreplace", write_through=True)
+    return io.TextIOWrapper(buffered, "utf-8", "backslashreplace", line_buffering=True)
 
 
 def _executed(code: str, namespace: dict[str, Any], err: io.TextIOWrapper) -> bool:
