@@ -75,8 +75,9 @@ class _Rows:
     def __init__(self) -> None:
         self.rows: list[_Row] = []
         self.where: dict[Origin, int] = {}
-        # All tokens up to an answer, with the turns of the trajectory.
+        # All tokens up to an answer, with the turns of the trajectory; all messages, as given out.
         self._full: dict[Origin, Sequence] = {}
+        self._histories: dict[Origin, History] = {}
 
     def add(self, call: RecordedCall, index: int, turn: int, *, is_asked_again: bool) -> None:
         """Place the tokens of one answered call."""
@@ -108,7 +109,9 @@ class _Rows:
         """At the end of `row` if nothing else stands there yet, else in a new one."""
         base = call.prompt.origin
         self._full[tip] = sequence
-        history = call.prompt.asked.append(choice.given)
+        past = History() if call.prompt.past is None else self._histories[call.prompt.past]
+        asked = past.extend(call.prompt.asked[len(past) :])
+        self._histories[tip] = history = asked.append(choice.given)
         if base is not None and row is not None and self.rows[row].tip == base:
             grown = self.rows[row].sequence.extended_by(own)
             self.rows[row] = _Row(sequence=grown, tip=tip, history=history)
