@@ -1,0 +1,114 @@
+r"""GSM8K: word problems with one numeric answer, thought in <think> and given in <answer>.
+
+Rows are {"question": "...", "answer": "... #### 72"}; one turn; 1.0 for the right answer, 0.1 for a
+wrong one, 0.0 for none.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dialoop.environments.answer_tags import tag_text
+from dialoop.environments.chat_env import ChatEnv
+from dialoop.environments.endings import EndOnTag, EndWhenIncomplete
+from dialoop.environments.episode import Episode, Score
+from dialoop.environments.rewards import normalised
+from dialoop.environments.stamps import StepCounter
+from dialoop.environments.transform import Traits, Transform
+from dialoop.errors import InvalidInput
+from dialoop.tasks.files import file_tasks
+from dialoop.trajectory import Reward
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SYSTEM_PROMPT = (
+    "Solve the problem. Think between <think> and </think>, then give the number alone between "
+    "<answer> and </answer>."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gsm8kReward(Transform):
+    """The components of GSM8K's reward; their weights add them up to 1.0, 0.1 or 0.0.
+
+    reward_answer: an answer block. reward_think: a think block (weight 0: told, not counted).
+    reward_right: the answer equals the truth. reward_contained: the truth stands in the answer
+    (weight 0 by default).
+    """
+
+    answer: float = 0.1
+    right: float = 0.9
+    think: float = 0.0
+    contained: float = 0.0
+
+    @property
+    def traits(self) -> Traits:
+        """The components."""
+        names = ("reward_answer", "reward_think", "reward_right", "reward_contained")
+        return Traits(reward_names=names)
+
+    async def score(self, episode: Episode) -> Score:
+        """Asked when the episode is over."""
+        if not episode.done:
+            return Score()
+        truth = gsm8k_truth(episode.task.answer)
+        given = tag_text(episode.answer_text, "answer")
+        right = given is not None and normalised(given) == truth
+        contained = given is not None and truth in re.findall(r"-?[\d.]+", normalised(given))
+        thought = tag_text(episode.answer_text, "think") is not None
+
+        def component(name: str, holds: bool, weight: float) -> Reward:
+            return Reward(name=name, value=float(holds), weight=weight, success=right)
+
+        return Score(
+            rewards=(
+                component("reward_answer", given is not None, self.answer),
+                component("reward_think", thought, self.think),
+                component("reward_right", right, self.right),
+                component("reward_contained", contained, self.contained),
+            )
+        )
+
+
+def gsm8k_truth(answer: str) -> str:
+    """What follows the one `#### `; InvalidInput (BAD_ANSWER) where there is not exactly one."""
+    _, *after = answer.split("#### ")
+    if len(after) != 1:
+        raise InvalidInput(
+            f"The answer has {len(after)} '#### ', not one.",
+            reason="BAD_ANSWER",
+            remedy="Give answers in GSM8K's form: the reasoning, then '#### 72'.",
+        )
+    return normalised(after[0])
+
+
+def gsm8k(  # noqa: PLR0913 - the options are the interface
+    *,
+    path: str | Path,
+    heldout_path: str | Path | None = None,
+    heldout_fraction: float = 0.0,
+    system_prompt: str = SYSTEM_PROMPT,
+    max_steps: int = 1,
+    think: float = 0.0,
+    contained: float = 0.0,
+) -> ChatEnv:
+    """The environment over GSM8K's rows from a JSONL or Parquet file, or a saved data set."""
+    tasks = file_tasks(path, heldout_path=heldout_path, heldout_fraction=heldout_fraction)
+    for split in tasks.splits:
+        for key in tasks.keys(split):
+            gsm8k_truth(tasks.get(split, key).answer)
+    return ChatEnv(
+        name="gsm8k",
+        description="Grade-school word problems with one numeric answer.",
+        tasks=tasks,
+        transforms=(
+            EndOnTag(),
+            EndWhenIncomplete(),
+            StepCounter(max_steps),
+            Gsm8kReward(think=think, contained=contained),
+        ),
+        system_prompt=system_prompt,
+    )

@@ -1,0 +1,121 @@
+"""Any task of the reasoning-gym package as an environment: extra `dialoop[reasoning-gym]`.
+
+use = "dialoop.tasks.reasoning_gym:reasoning_gym"
+options = { task = "leg_counting", num_tasks = 1000 }
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dialoop.environments.answer_tags import tag_text
+from dialoop.environments.chat_env import ChatEnv
+from dialoop.environments.endings import EndOnTag, EndWhenIncomplete
+from dialoop.environments.episode import Episode, Score, TaskData
+from dialoop.environments.stamps import StepCounter
+from dialoop.environments.tasks import TaskSource, task_not_found
+from dialoop.environments.transform import Traits, Transform
+from dialoop.errors import InvalidConfig
+from dialoop.trajectory import Reward
+
+SYSTEM_PROMPT = "Solve the task. Give the answer alone between <answer> and </answer>."
+
+
+class GymTasks(TaskSource):
+    """A procedural data set: "train" by one seed, "heldout" by the next."""
+
+    def __init__(
+        self, task: str, *, num_tasks: int, num_heldout: int, seed: int, options: Mapping[str, Any]
+    ) -> None:
+        package = _package()
+        made = {}
+        for offset, (split, size) in enumerate((("train", num_tasks), ("heldout", num_heldout))):
+            try:
+                made[split] = package.create_dataset(
+                    task, size=size, seed=seed + offset, **dict(options)
+                )
+            except (ValueError, TypeError, AssertionError, KeyError) as error:
+                raise InvalidConfig(
+                    f"reasoning-gym makes no task {task!r} of these options "
+                    f"({type(error).__name__}).",
+                    reason="TASK_NOT_FOUND",
+                    remedy="See reasoning_gym.factory.DATASETS for names and their options.",
+                ) from error
+        self.datasets = made
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Train and heldout."""
+        return tuple(self.datasets)
+
+    def keys(self, split: str) -> Sequence[str]:
+        """Numbers."""
+        return [str(index) for index in range(len(self.datasets[self.require_split(split)]))]
+
+    def get(self, split: str, key: str) -> TaskData:
+        """The item; what its scorer needs comes along as metadata."""
+        split = self.require_split(split)
+        if not key.isdecimal() or int(key) >= len(self.datasets[split]):
+            raise task_not_found(split, key)
+        item = self.datasets[split][int(key)]
+        metadata = {"split": split, "item": json.dumps(item.get("metadata", {}), default=str)}
+        answer = "" if item["answer"] is None else str(item["answer"])
+        return TaskData(key=key, question=item["question"], answer=answer, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class GymReward(Transform):
+    """The package's own score of the answer block, between 0 and 1."""
+
+    tasks: GymTasks
+
+    @property
+    def traits(self) -> Traits:
+        """The component."""
+        return Traits(reward_names=("reasoning_gym",))
+
+    async def score(self, episode: Episode) -> Score:
+        """Asked when the episode is over."""
+        if not episode.done:
+            return Score()
+        task = episode.task
+        dataset = self.tasks.datasets[task.metadata["split"]]
+        given = tag_text(episode.answer_text, "answer")
+        value = float(dataset.score_answer(answer=given, entry=dataset[int(task.key)]))
+        reward = Reward(name="reasoning_gym", value=value, success=value >= 1.0)
+        return Score(rewards=(reward,))
+
+
+def reasoning_gym(
+    *,
+    task: str,
+    num_tasks: int = 1000,
+    num_heldout: int = 100,
+    seed: int = 0,
+    system_prompt: str = SYSTEM_PROMPT,
+    **options: Any,
+) -> ChatEnv:
+    """The environment of one reasoning-gym task; `options` are the task's own."""
+    tasks = GymTasks(task, num_tasks=num_tasks, num_heldout=num_heldout, seed=seed, options=options)
+    return ChatEnv(
+        name=f"reasoning_gym_{task}",
+        description=f"reasoning-gym's {task}.",
+        tasks=tasks,
+        transforms=(EndOnTag(), EndWhenIncomplete(), StepCounter(1), GymReward(tasks)),
+        system_prompt=system_prompt,
+    )
+
+
+def _package() -> Any:
+    try:
+        import reasoning_gym as package
+    except ImportError as error:
+        raise InvalidConfig(
+            "The reasoning-gym package is not installed.",
+            reason="PACKAGE_MISSING",
+            remedy='Run: pip install "dialoop[reasoning-gym]"',
+        ) from error
+    return package
