@@ -6,6 +6,7 @@ Token and validation are on. Each way has its server in a process of its own and
 one; `server_cpu_ms` is the CPU time of the server for one step, which is what a free core could do.
 An episode is eight steps; resets are made and not counted, though their time is. openenv-core's
 HTTP keeps no session between steps, its WebSocket does. Without --openenv-python it is left out.
+--before names a checkout of an earlier commit, whose service is measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import grpc
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceStub
 
+ROOT = Path(__file__).parents[1]
 TOKEN = "benchmark"
 STEPS_PER_EPISODE = 8
 MESSAGE = {"role": "assistant", "content": "hello"}
@@ -38,16 +40,17 @@ Player = Callable[[int, list[float]], Awaitable[None]]
 
 
 @contextmanager
-def environment_service() -> Iterator[tuple[int, str, str]]:
-    """The service: pid, gRPC address, REST address."""
+def environment_service(root: Path) -> Iterator[tuple[int, str, str]]:
+    """The service of a checkout: pid, gRPC address, REST address."""
     variables = {
+        "PYTHONPATH": f"{root}:{root / 'client'}",
         "DIALOOP_TOKEN": TOKEN,
         "DIALOOP_ENVIRONMENT_REST_PORT": "0",
         "DIALOOP_ENVIRONMENT_ENVIRONMENTS": "benchmarks.servers.minimal_environment:environment",
     }
     command = [sys.executable, "-m", "services.environment"]
     process = subprocess.Popen(
-        command, env=os.environ | variables, stderr=subprocess.PIPE, text=True
+        command, env=os.environ | variables, cwd=root, stderr=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
     try:
@@ -238,12 +241,15 @@ async def compared(given: argparse.Namespace) -> dict[str, Any]:
         figures = await measured(player, pid, given.sessions, given.seconds)
         rounds.setdefault(name, []).append(figures)
 
+    checkouts = {"": ROOT} | ({"before_": given.before.resolve()} if given.before else {})
     for _ in range(given.rounds):
-        with environment_service() as (pid, address, rest_address):
-            await take("rest_json", rest_player(rest_address, binary=False), pid)
-            await take("rest_protobuf", rest_player(rest_address, binary=True), pid)
-            async with grpc.aio.insecure_channel(address) as channel:
-                await take("grpc_unary", grpc_player(EnvironmentServiceStub(channel)), pid)
+        for prefix, root in checkouts.items():
+            with environment_service(root) as (pid, address, rest_address):
+                await take(f"{prefix}rest_json", rest_player(rest_address, binary=False), pid)
+                await take(f"{prefix}rest_protobuf", rest_player(rest_address, binary=True), pid)
+                async with grpc.aio.insecure_channel(address) as channel:
+                    player = grpc_player(EnvironmentServiceStub(channel))
+                    await take(f"{prefix}grpc_unary", player, pid)
         if given.openenv_python:
             with openenv_service(given.openenv_python) as (pid, address):
                 await take("openenv_http", openenv_http_player(address), pid)
@@ -259,6 +265,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--openenv-python", default="", help="a python that has openenv-core")
+    parser.add_argument("--before", type=Path, help="a checkout to compare with")
     given = parser.parse_args()
     load_before = os.getloadavg()[0]
     figures = asyncio.run(compared(given))
