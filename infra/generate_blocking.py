@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CLIENTS = ROOT / "client" / "dialoop" / "clients"
-MODULES = ("environment", "inference", "replay", "scorer", "trainer")
+MODULES = ("environment", "inference", "replay", "scorer", "template", "trainer")
 # What a twin wraps, where that is more than the client itself.
 WRAPPED = {"environment": ("dialoop.local", "Environments")}
 MAX_ARGUMENTS = 6

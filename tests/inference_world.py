@@ -25,7 +25,8 @@ from safetensors.torch import load_file, save_file
 from services.inference.adapter_files import NO_ADAPTERS, AdapterLimits
 from services.inference.rendering import Renderer
 from services.inference.replica import Replica
-from services.inference.servicer import InferenceServicer, TemplateServicer
+from services.inference.servicer import InferenceServicer
+from services.inference.template_servicer import TemplateServicer
 from services.inference.transformers_engine import TransformersEngine
 from services.learning.tiny import make_tiny_model
 from services.runtime.server import GrpcServer
@@ -52,6 +53,7 @@ class World:
         self, replica: Replica, renderer: Renderer, server: GrpcServer, channel: Channel, root: Path
     ) -> None:
         self.replica, self.renderer, self.server, self.root = replica, renderer, server, root
+        self.channel = channel
         self.client = InferenceClient(channel)
 
     async def health(self) -> str:

@@ -39,7 +39,8 @@ from services.inference.adapter_files import AdapterLimits, AdapterSpace
 from services.inference.engine import LoadTimes, Piece, Sampled, Scored, VersionSpan, require_ids
 from services.inference.rendering import Renderer
 from services.inference.replica import Replica
-from services.inference.servicer import InferenceServicer, TemplateServicer
+from services.inference.servicer import InferenceServicer
+from services.inference.template_servicer import TemplateServicer
 from services.replay.memory_store import MemoryStore
 from services.replay.queue import ReplayQueue
 from services.replay.servicer import ReplayServicer

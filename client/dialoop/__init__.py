@@ -7,7 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dialoop.chat import ChatHistory, ContentPart, History, Message, ToolCall
+    from dialoop.chat import (
+        ChatHistory,
+        ContentPart,
+        Histories,
+        History,
+        Message,
+        ToolCall,
+        ToolDefinition,
+    )
     from dialoop.clients.blocking.connection import BlockingDialoop
     from dialoop.clients.channel import Channel, RetryPolicy
     from dialoop.clients.connection import Dialoop
@@ -16,12 +24,17 @@ if TYPE_CHECKING:
     from dialoop.clients.interact import InteractiveSessions
     from dialoop.clients.replay import ReplayClient
     from dialoop.clients.scorer import ScorerClient
+    from dialoop.clients.template import TemplateClient
     from dialoop.clients.trainer import TrainerClient
+    from dialoop.declared_parser import TemplateParser
     from dialoop.environments import ChatEnv, arithmetic, load_environment, tool_environment
     from dialoop.errors import DialoopError
     from dialoop.local import LocalEnvironmentClient
     from dialoop.rollout import play, play_group
     from dialoop.sequences import PolicyVersion, Segment, Sequence, Source
+    from dialoop.template_registry import TemplateRegistry
+    from dialoop.templates import ChatTemplate
+    from dialoop.tokenizer import Tokenizer
     from dialoop.trajectory import Group, Reward, SamplingParams, Task, Trajectory, Turn
 
 __version__ = "0.1.0"
@@ -31,11 +44,13 @@ _HOMES = {
     "Channel": "clients.channel",
     "ChatEnv": "environments",
     "ChatHistory": "chat",
+    "ChatTemplate": "templates",
     "ContentPart": "chat",
     "Dialoop": "clients.connection",
     "DialoopError": "errors",
     "EnvironmentClient": "clients.environment",
     "Group": "trajectory",
+    "Histories": "chat",
     "History": "chat",
     "InferenceClient": "clients.inference",
     "InteractiveSessions": "clients.interact",
@@ -51,7 +66,12 @@ _HOMES = {
     "Sequence": "sequences",
     "Source": "sequences",
     "Task": "trajectory",
+    "TemplateClient": "clients.template",
+    "TemplateParser": "declared_parser",
+    "TemplateRegistry": "template_registry",
+    "Tokenizer": "tokenizer",
     "ToolCall": "chat",
+    "ToolDefinition": "chat",
     "TrainerClient": "clients.trainer",
     "Trajectory": "trajectory",
     "Turn": "trajectory",
@@ -67,11 +87,13 @@ __all__ = [
     "Channel",
     "ChatEnv",
     "ChatHistory",
+    "ChatTemplate",
     "ContentPart",
     "Dialoop",
     "DialoopError",
     "EnvironmentClient",
     "Group",
+    "Histories",
     "History",
     "InferenceClient",
     "InteractiveSessions",
@@ -87,7 +109,12 @@ __all__ = [
     "Sequence",
     "Source",
     "Task",
+    "TemplateClient",
+    "TemplateParser",
+    "TemplateRegistry",
+    "Tokenizer",
     "ToolCall",
+    "ToolDefinition",
     "TrainerClient",
     "Trajectory",
     "Turn",

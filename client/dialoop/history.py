@@ -1,5 +1,23 @@
 """The same names as `dialoop.chat`."""
 
-from dialoop.chat import ChatHistory, ContentPart, History, Message, ToolCall, as_history
+from dialoop.chat import (
+    ChatHistory,
+    ContentPart,
+    Histories,
+    History,
+    Message,
+    ToolCall,
+    ToolDefinition,
+    as_history,
+)
 
-__all__ = ["ChatHistory", "ContentPart", "History", "Message", "ToolCall", "as_history"]
+__all__ = [
+    "ChatHistory",
+    "ContentPart",
+    "Histories",
+    "History",
+    "Message",
+    "ToolCall",
+    "ToolDefinition",
+    "as_history",
+]

@@ -93,8 +93,8 @@ def tokenised_all(
         if tokenizer.spells_special(_written(history)):
             text, spans, tokens = _literal(template, tokenizer, history, options, with_mask)
         elif with_mask or with_offsets:
-            tokens = None if with_offsets else _in_bytes(text, ids, tokenizer)
-            tokens = tokens or _in_characters(tokenizer.encode(text, trusted=True))
+            fast = None if with_offsets else _in_bytes(text, ids, tokenizer)
+            tokens = fast or _in_characters(tokenizer.encode(text, trusted=True))
         else:
             tokens = _Tokens(np.array(ids, np.int32), np.zeros((0, 2), np.int64))
         mask = _mask(tokens, spans, tokenizer, include_eos=include_eos) if with_mask else None

@@ -17,8 +17,9 @@ from services.inference.openai_routes import OpenAiService, openai_routes
 from services.inference.recordings import RecordingBook, RecordingLimits
 from services.inference.rendering import Renderer
 from services.inference.replica import Replica
-from services.inference.servicer import InferenceServicer, TemplateServicer
+from services.inference.servicer import InferenceServicer
 from services.inference.settings import InferenceSettings
+from services.inference.template_servicer import TemplateServicer
 from services.inference.weights import num_parameters
 from services.runtime.hosting import OwnProcess
 from services.runtime.process import run

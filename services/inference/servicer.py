@@ -11,9 +11,7 @@ from dialoop.tokenizer import RunningText
 from dialoop.trajectory import SamplingParams
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.v1 import inference_service_pb2_grpc as rpc
-from dialoop.v1 import template_service_pb2, template_service_pb2_grpc
 from dialoop.wire import (
-    history_from_proto,
     policy_version_to_proto,
     sampling_from_proto,
     sampling_to_proto,
@@ -198,27 +196,3 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
             temperature=1.0 if asked.temperature is None else asked.temperature,
             max_new_tokens=asked.max_new_tokens or self._max_new_tokens,
         )
-
-
-class TemplateServicer(template_service_pb2_grpc.TemplateServiceServicer):
-    """The replica's chat template."""
-
-    def __init__(self, renderer: Renderer, name: str) -> None:
-        self._renderer = renderer
-        self._name = name
-
-    async def ListTemplates(
-        self, request: template_service_pb2.ListTemplatesRequest, context: Context
-    ) -> template_service_pb2.ListTemplatesResponse:
-        info = template_service_pb2.TemplateInfo(
-            name=self._name, digest=self._renderer.template.digest
-        )
-        return template_service_pb2.ListTemplatesResponse(templates=[info])
-
-    async def Render(
-        self, request: template_service_pb2.RenderRequest, context: Context
-    ) -> template_service_pb2.RenderResponse:
-        history = history_from_proto(request.history)
-        opens = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
-        text, sequence = self._renderer.rendered(history, add_generation_prompt=opens)
-        return template_service_pb2.RenderResponse(text=text, sequence=sequence_to_proto(sequence))

@@ -79,7 +79,10 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "InferenceService.CloseRecording": {"labels": {"agent": "mine"}},
         "TemplateService.RegisterTemplate": {
             "name": "plain",
-            "source": "{% for message in messages %}{{ message.content }}{% endfor %}",
+            "source": (
+                "{% for message in messages %}{% generation %}{{ message.content }}"
+                "{% endgeneration %}{% endfor %}"
+            ),
         },
         "TemplateService.Parse": {"text": "<|im_start|>user\n12+34<|im_end|>\n"},
         "ReplayService.OfferTasks": {"tasks": [_TASK]},

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from dialoop import errors
-from dialoop.clients import environment, inference, interact, replay, scorer, trainer
+from dialoop.clients import environment, inference, interact, replay, scorer, template, trainer
 from dialoop.clients.channel import Channel, RetryPolicy, Rpc
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient, WeightsManifest
@@ -273,7 +273,7 @@ def test_waits_grow_up_to_a_limit():
 def test_every_rpc_has_its_client_and_its_messages():
     known = {
         rpc.path: rpc
-        for module in (environment, inference, interact, replay, scorer, trainer)
+        for module in (environment, inference, interact, replay, scorer, template, trainer)
         for rpc in vars(module).values()
         if isinstance(rpc, Rpc)
     }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from dialoop.chat import History, Message
+from dialoop.clients.template import TemplateClient
 from dialoop.errors import (
     InvalidInput,
     Unavailable,
@@ -199,15 +200,18 @@ async def test_a_dead_engine_is_not_ready_and_ends_the_service(model_dir, tmp_pa
         await refused(w.client.generate(QUESTION), Unavailable, "NOT_READY")
 
 
-async def test_the_template_is_told_and_renders(model_dir, tmp_path):
+async def test_the_model_s_own_template_is_the_default_and_renders(model_dir, tmp_path):
     async with world(model_dir, tmp_path / "w") as w:
-        assert await w.client.list_templates() == {"tiny": w.renderer.template.digest}
-        text, sequence = await w.client.render(QUESTION)
-        assert text.endswith("<|im_start|>assistant\n")
-        assert w.renderer.tokenizer.decode(sequence.token_ids.tolist()) == text
-        shorter, closed = await w.client.render(QUESTION, add_generation_prompt=False)
-        assert text == shorter + "<|im_start|>assistant\n"
-        assert w.renderer.tokenizer.decode(closed.token_ids.tolist()) == shorter
+        templates = TemplateClient(w.channel)
+        own = (await templates.list_templates())[0]
+        assert (own.name, own.digest) == ("tiny", w.renderer.template.digest)
+        assert own.is_default
+        opened = await templates.render(QUESTION)
+        assert opened.text.endswith("<|im_start|>assistant\n")
+        assert w.renderer.tokenizer.decode(opened.sequence.token_ids.tolist()) == opened.text
+        closed = await templates.render(QUESTION, add_generation_prompt=False)
+        assert opened.text == closed.text + "<|im_start|>assistant\n"
+        assert w.renderer.tokenizer.decode(closed.sequence.token_ids.tolist()) == closed.text
 
 
 def serve(**settings: str) -> subprocess.CompletedProcess[str]:

@@ -21,6 +21,7 @@ from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.scorer import ScorerClient
+from dialoop.clients.template import TemplateClient
 from dialoop.clients.trainer import TrainerClient
 from dialoop.errors import InvalidConfig, NotFound
 from dialoop.local import LocalEnvironmentClient
@@ -38,7 +39,15 @@ if TYPE_CHECKING:
     from dialoop.local import Environments
     from dialoop.trajectory import Group, Trajectory
 
-C = TypeVar("C", EnvironmentClient, InferenceClient, ReplayClient, ScorerClient, TrainerClient)
+C = TypeVar(
+    "C",
+    EnvironmentClient,
+    InferenceClient,
+    ReplayClient,
+    ScorerClient,
+    TemplateClient,
+    TrainerClient,
+)
 
 
 class Dialoop:
@@ -109,6 +118,11 @@ class Dialoop:
     def inference(self) -> InferenceClient:
         """The inference service; InvalidConfig where the policy is in this process."""
         return self._client("inference", InferenceClient)
+
+    @property
+    def templates(self) -> TemplateClient:
+        """The chat templates of the inference service."""
+        return self._client("inference", TemplateClient)
 
     @property
     def policy(self) -> Policy:

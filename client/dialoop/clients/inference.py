@@ -19,7 +19,6 @@ from dialoop.clients.weights import weights_requests
 from dialoop.errors import InvalidInput
 from dialoop.v1 import chat_pb2
 from dialoop.v1 import inference_service_pb2 as pb
-from dialoop.v1 import template_service_pb2 as template_pb
 from dialoop.wire import (
     history_to_proto,
     policy_version_from_proto,
@@ -96,18 +95,6 @@ UNLOAD_ADAPTER = _rpc(
 )
 PAUSE = _rpc("Pause", pb.PauseRequest, pb.PauseResponse, is_retried=True)
 RESUME = _rpc("Resume", pb.ResumeRequest, pb.ResumeResponse, is_retried=True)
-LIST_TEMPLATES: Rpc[Any, Any] = Rpc(
-    "/dialoop.v1.TemplateService/ListTemplates",
-    template_pb.ListTemplatesRequest,
-    template_pb.ListTemplatesResponse,
-    is_retried=True,
-)
-RENDER: Rpc[Any, Any] = Rpc(
-    "/dialoop.v1.TemplateService/Render",
-    template_pb.RenderRequest,
-    template_pb.RenderResponse,
-    is_retried=True,
-)
 
 
 class InferenceClient:
@@ -310,22 +297,6 @@ class InferenceClient:
     async def resume(self) -> None:
         """Go on sampling."""
         await self._channel.call(RESUME, pb.ResumeRequest())
-
-    async def list_templates(self) -> dict[str, str]:
-        """The chat templates by name, with their digests."""
-        request = template_pb.ListTemplatesRequest()
-        answer = await self._channel.call(LIST_TEMPLATES, request)
-        return {template.name: template.digest for template in answer.templates}
-
-    async def render(
-        self, history: History, *, add_generation_prompt: bool = True
-    ) -> tuple[str, Sequence]:
-        """The conversation as the policy sees it: text and tokens."""
-        request = template_pb.RenderRequest(
-            history=history_to_proto(history), add_generation_prompt=add_generation_prompt
-        )
-        answer = await self._channel.call(RENDER, request)
-        return answer.text, sequence_from_proto(answer.sequence)
 
 
 def _loaded(answer: pb.LoadWeightsResponse) -> LoadedWeights:

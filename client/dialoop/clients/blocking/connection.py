@@ -15,6 +15,7 @@ from dialoop.clients.blocking.inference import BlockingInferenceClient
 from dialoop.clients.blocking.loop import BackgroundLoop
 from dialoop.clients.blocking.replay import BlockingReplayClient
 from dialoop.clients.blocking.scorer import BlockingScorerClient
+from dialoop.clients.blocking.template import BlockingTemplateClient
 from dialoop.clients.blocking.trainer import BlockingTrainerClient
 from dialoop.clients.connection import Dialoop
 from dialoop.running import require_addresses
@@ -96,6 +97,11 @@ class BlockingDialoop:
     def inference(self) -> BlockingInferenceClient:
         """The inference service; InvalidConfig where the policy is in this process."""
         return BlockingInferenceClient(self._get(lambda d: d.inference), self._loop)
+
+    @property
+    def templates(self) -> BlockingTemplateClient:
+        """The chat templates of the inference service."""
+        return BlockingTemplateClient(self._get(lambda d: d.templates), self._loop)
 
     @property
     def replay(self) -> BlockingReplayClient:

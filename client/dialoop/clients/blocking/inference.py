@@ -170,15 +170,3 @@ class BlockingInferenceClient:
     def resume(self) -> None:
         """Go on sampling."""
         return self._loop.run(self._client.resume())
-
-    def list_templates(self) -> dict[str, str]:
-        """The chat templates by name, with their digests."""
-        return self._loop.run(self._client.list_templates())
-
-    def render(
-        self, history: History, *, add_generation_prompt: bool = True
-    ) -> tuple[str, Sequence]:
-        """The conversation as the policy sees it: text and tokens."""
-        return self._loop.run(
-            self._client.render(history, add_generation_prompt=add_generation_prompt)
-        )

@@ -1,0 +1,131 @@
+"""TemplateClient: chat templates of an inference replica, what they render and what they read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dialoop.clients.channel import Rpc
+from dialoop.errors import InvalidInput
+from dialoop.v1 import chat_pb2
+from dialoop.v1 import template_service_pb2 as pb
+from dialoop.wire import history_from_proto, history_to_proto, sequence_from_proto, tool_to_proto
+from dialoop.wire.templates import template_info_from_proto, template_parser_to_proto
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from numpy.typing import NDArray
+
+    from dialoop.chat import History, ToolDefinition
+    from dialoop.clients.channel import Channel
+    from dialoop.declared_parser import TemplateParser
+    from dialoop.sequences import Sequence
+    from dialoop.template_registry import TemplateInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RenderedConversation:
+    """A conversation as text and tokens, and whether the assistant wrote each token, bool [L].
+
+    assistant_mask is None where the template does not show it.
+    """
+
+    text: str
+    sequence: Sequence
+    assistant_mask: NDArray[np.bool_] | None
+
+
+def _rpc(name: str, **options: Any) -> Rpc[Any, Any]:
+    request, answer = getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
+    return Rpc(f"/dialoop.v1.TemplateService/{name}", request, answer, is_retried=True, **options)
+
+
+REGISTER_TEMPLATE = _rpc("RegisterTemplate")
+LIST_TEMPLATES = _rpc("ListTemplates")
+RENDER = _rpc("Render")
+PARSE = _rpc("Parse")
+
+
+class TemplateClient:
+    """Registers, lists and uses the chat templates of one inference replica."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    async def register(
+        self,
+        name: str,
+        source: str,
+        *,
+        parser: TemplateParser | None = None,
+        model_family_keywords: Iterable[str] = (),
+        replace: bool = False,
+    ) -> TemplateInfo:
+        """Add a template under a name; AlreadyExists (TEMPLATE_CONFLICT) unless `replace`."""
+        request = pb.RegisterTemplateRequest(
+            name=name,
+            source=source,
+            parser=None if parser is None else template_parser_to_proto(parser),
+            model_family_keywords=model_family_keywords,
+            replace=replace,
+        )
+        answer = await self._channel.call(REGISTER_TEMPLATE, request)
+        return template_info_from_proto(answer.template)
+
+    async def list_templates(self) -> tuple[TemplateInfo, ...]:
+        """All templates, the default one first."""
+        answer = await self._channel.call(LIST_TEMPLATES, pb.ListTemplatesRequest())
+        return tuple(template_info_from_proto(info) for info in answer.templates)
+
+    async def render(
+        self,
+        history: History,
+        *,
+        template_name: str = "",
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Iterable[ToolDefinition] = (),
+        template_options: Mapping[str, Any] | None = None,
+    ) -> RenderedConversation:
+        """The conversation with the named template, by default the one Generate renders with."""
+        request = pb.RenderRequest(
+            history=history_to_proto(history),
+            template_name=template_name,
+            continue_final_message=continue_final_message,
+            tools=[tool_to_proto(tool) for tool in tools],
+            template_options_json=json.dumps(dict(template_options)) if template_options else "",
+        )
+        if add_generation_prompt is not None:
+            request.add_generation_prompt = add_generation_prompt
+        answer = await self._channel.call(RENDER, request)
+        has_mask = len(answer.assistant_mask) == len(answer.sequence.token_ids)
+        return RenderedConversation(
+            text=answer.text,
+            sequence=sequence_from_proto(answer.sequence),
+            assistant_mask=np.array(answer.assistant_mask, np.bool_) if has_mask else None,
+        )
+
+    async def parse(
+        self,
+        *,
+        text: str | None = None,
+        token_ids: Iterable[int] | None = None,
+        template_name: str = "",
+    ) -> History:
+        """What was rendered, read back; PreconditionFailed (NO_PARSER) where nothing can."""
+        if (text is None) == (token_ids is None):
+            raise InvalidInput(
+                "Either text or token_ids is to be parsed.",
+                reason="NOT_PARSEABLE",
+                remedy="Give one of them.",
+            )
+        request = pb.ParseRequest(
+            template_name=template_name,
+            text=text,
+            token_ids=None if token_ids is None else chat_pb2.TokenIds(values=token_ids),
+        )
+        return history_from_proto((await self._channel.call(PARSE, request)).history)
