@@ -51,6 +51,9 @@ async def serving_on(
             catalogue, sessions, max_concurrent_items=settings.max_concurrent_items
         )
         server.add(add_EnvironmentServiceServicer_to_server, servicer, SERVICE)
+        for environment in catalogue:
+            if facts := environment.traits.facts:
+                server.describe(f"environments/{environment.name}", facts)
         async with server, asyncio.TaskGroup() as beside:
             report, interval_s = server.set_serving, settings.health_interval_s
             watching = beside.create_task(watched(catalogue, report, interval_s=interval_s))

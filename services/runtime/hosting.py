@@ -14,7 +14,7 @@ from services.runtime.server import GrpcServer
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from types import TracebackType
     from typing import Self
 
@@ -40,6 +40,9 @@ class Server(Protocol):
 
     def add_route(self, route: HttpRoute) -> None:
         """Serve one more route where there is a REST door."""
+
+    def describe(self, name: str, facts: Mapping[str, str]) -> None:
+        """Show facts of a part of the service in /readyz, where there is a REST door."""
 
     def stop(self) -> None:
         """Tell the service to stop."""

@@ -26,7 +26,7 @@ from services.runtime.handlers import Handlers
 from services.runtime.in_process_call import Asked, InProcessCall, Wire, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from types import TracebackType
     from typing import Self
 
@@ -95,6 +95,9 @@ class InProcessServer:
 
     def add_route(self, route: HttpRoute) -> None:
         """Nothing: there is no REST door in a process."""
+
+    def describe(self, name: str, facts: Mapping[str, str]) -> None:
+        """Nothing: /readyz is at the REST door."""
 
     @property
     def serving(self) -> dict[str, bool]:

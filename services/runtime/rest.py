@@ -49,6 +49,8 @@ class RestOptions:
     metrics: prometheus.Metrics
     # Service name -> whether it serves; asked on every /readyz.
     serving: Callable[[], Mapping[str, bool]]
+    # Part of the service -> facts about it, shown by /readyz.
+    details: Callable[[], Mapping[str, Mapping[str, str]]] = dict
     # Routes beside those of the rpcs.
     further: Sequence[HttpRoute] = ()
 
@@ -115,6 +117,8 @@ def _add_pages(app: FastAPI, document: dict[str, Any], options: RestOptions) -> 
         is_ready = all(services.values())
         states = {name: "SERVING" if up else "NOT_SERVING" for name, up in services.items() if name}
         body = {"status": "SERVING" if is_ready else "NOT_SERVING", "services": states}
+        if details := options.details():
+            body["details"] = {name: dict(facts) for name, facts in details.items()}
         return JSONResponse(body, status_code=200 if is_ready else 503)
 
     async def measured(_: Request) -> Response:

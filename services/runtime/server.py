@@ -26,7 +26,7 @@ from services.runtime.listening import address_of, bound_socket, require_safe_ad
 from services.runtime.shutdown import StopSignal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from types import TracebackType
     from typing import Self
 
@@ -49,6 +49,7 @@ class GrpcServer:
         self._routes: list[HttpRoute] = []
         self._health = health.aio.HealthServicer()
         self._serving: dict[str, bool] = {}
+        self._details: dict[str, dict[str, str]] = {}
         self._stop = StopSignal()
         self._port = 0
         self._rest_port: int | None = None
@@ -62,6 +63,10 @@ class GrpcServer:
     def add_route(self, route: HttpRoute) -> None:
         """Serve one more route at the REST door."""
         self._routes.append(route)
+
+    def describe(self, name: str, facts: Mapping[str, str]) -> None:
+        """Show facts of a part of the service in /readyz, as of `environments/python`."""
+        self._details[name] = dict(facts)
 
     @property
     def port(self) -> int:
@@ -156,6 +161,7 @@ class GrpcServer:
             calls=calls,
             metrics=metrics,
             serving=lambda: dict(self._serving),
+            details=lambda: dict(self._details),
             further=tuple(self._routes),
         )
         return RestDoor(rest_app(servicers, options), drain_s=self._settings.drain_s)

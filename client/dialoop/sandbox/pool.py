@@ -92,7 +92,7 @@ class Pool:
         while len(self._spares) < self._size.num_spares:
             try:
                 worker = await start_worker(self._server, self._rules, self._program)
-            except DialoopError:  # logged; the next caller finds out for itself
+            except DialoopError:  # the next caller finds out for itself
                 return
             self._spares.append(worker)
 

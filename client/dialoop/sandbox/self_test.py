@@ -76,8 +76,9 @@ async def _attempt(level: Level, folder: str) -> Assessment:
             worker = await pool.worker()
             execution = await worker.execute(code, _TIMEOUT_S)
             await worker.close()
-        except DialoopError:
-            return Assessment(level=level, missing="an interpreter did not start, see the log")
+        except DialoopError as error:
+            why = "; ".join(getattr(error, "__notes__", [])) or error.message
+            return Assessment(level=level, missing=why)
         finally:
             pool.close()
     return _judged(level, execution.succeeded, execution.stdout, folder)

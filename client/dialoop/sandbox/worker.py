@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import logging
 import os
 import secrets
 import signal
@@ -23,7 +22,6 @@ from dialoop.sandbox.confined.interpreter import FAILED, NONCE_BYTES, SUCCEEDED
 from dialoop.sandbox.execution import Execution
 from dialoop.sandbox.forkserver import ForkServer
 
-_LOG = logging.getLogger(__name__)
 _LENGTH = struct.Struct("!I")
 _ANSWER_BYTES = _LENGTH.size + NONCE_BYTES + 1
 _READY_NONCE = bytes(NONCE_BYTES)
@@ -62,12 +60,13 @@ class Worker:
         except (BrokenChannel, TimeoutError) as error:
             why = self._read(1)[0].strip() or f"no answer in {_START_S:g} s"
             await self.close()
-            _LOG.error("an interpreter of the sandbox did not start: %s", why)
-            raise Unavailable(
+            failure = Unavailable(
                 "An interpreter of the sandbox did not start; the log says why.",
                 reason="SANDBOX_FAILED",
                 remedy="Look at the service's log; free memory or processes, then try again.",
-            ) from error
+            )
+            failure.add_note(why)  # for the log; a client gets the message alone
+            raise failure from error
         except BaseException:
             await self.close()
             raise
