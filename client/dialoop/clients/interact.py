@@ -20,6 +20,7 @@ from dialoop.clients.environment import (
     step_to_proto,
 )
 from dialoop.clients.errors import error_of_item
+from dialoop.environments.environment import Given
 from dialoop.errors import DeadlineExceeded, DialoopError, Unavailable
 from dialoop.v1 import environment_service_pb2 as pb
 
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from dialoop.chat import ChatHistory
     from dialoop.clients.channel import Channel
+    from dialoop.environments.modes import Answered
     from dialoop.episode import Opening, Outcome
 
 INTERACT: Rpc[Any, Any] = Rpc(
@@ -78,16 +79,28 @@ class InteractiveSessions:
         return (await self._ask(create_session=request)).create_session.ttl_s
 
     async def reset(
-        self, session_id: str, *, episode: int, split: str, task_key: str, seed: int = 0
+        self,
+        session_id: str,
+        *,
+        episode: int,
+        split: str = "",
+        task_key: str = "",
+        seed: int = 0,
+        given: Given | None = None,
     ) -> Opening:
-        """Start an episode of the session."""
+        """Start an episode of the session: with a task, or with the question in `given`."""
         item = ResetItem(
-            session_id=session_id, episode=episode, split=split, task_key=task_key, seed=seed
+            session_id=session_id,
+            episode=episode,
+            split=split,
+            task_key=task_key,
+            seed=seed,
+            given=given or Given(),
         )
         return opening_from_proto((await self._ask(reset=reset_to_proto(item))).reset)
 
     async def step(
-        self, session_id: str, *, episode: int, step_index: int, history: ChatHistory
+        self, session_id: str, *, episode: int, step_index: int, history: Answered
     ) -> Outcome:
         """Take the policy's answer; a retry gets the first answer."""
         item = StepItem(
