@@ -300,13 +300,13 @@ class ChatTemplate:
     def _reads_parts(self) -> bool:
         """Whether the template writes the text of content parts, rather than a list of them."""
         if self._understands_parts is None:
-            parts = [{"type": "text", "text": "part"}]
+            parts = [{"type": "text", "text": "90817263"}]
             variables = {"messages": [{"role": "user", "content": parts}], **self._special_tokens}
             try:
                 text = self._filled(variables, opens=False)
             except DialoopError:
                 text = ""
-            self._understands_parts = "part" in text and "'text'" not in text
+            self._understands_parts = "90817263" in text and "'text'" not in text
         return self._understands_parts
 
     def _filled(self, variables: Mapping[str, Any], opens: bool) -> str:
