@@ -10,6 +10,7 @@ import numpy as np
 from dialoop.errors import InvalidInput
 from dialoop.rendered import tokenised_all
 from dialoop.template_registry import TemplateRegistry
+from dialoop.templates import require_variables
 from dialoop.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def _applied(histories: tuple[History, ...], tokenizer: Any, options: TemplateOp
         options.get("chat_template_name"),
         options.get("registry"),
     )
+    require_variables(options.get("template_kwargs", {}))
     drawing = {
         "add_generation_prompt": options.get("add_generation_prompt"),
         "continue_final_message": options.get("continue_final_message", False),

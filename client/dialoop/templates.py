@@ -49,7 +49,10 @@ Span = tuple[int, int]
 SPECIAL_NAMES = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
-_RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
+_RESERVED = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message"}
+    | {"with_mask", "with_offsets", "include_eos"}
+)
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Noncharacters: no text that is meant for interchange holds them, and no tokenizer's vocabulary.
 _MARKS = ("\ufdd0", "\ufdd1", "\ufdd2")
@@ -268,13 +271,7 @@ class ChatTemplate:
     def _variables(
         self, history: History, tools: Tools | None, options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        reserved = sorted(_RESERVED & options.keys())
-        if reserved:
-            raise InvalidInput(
-                f"{reserved[0]} is no template option.",
-                reason="OPTION_RESERVED",
-                remedy="Give it as the argument of this name.",
-            )
+        require_variables(options)
         tool_dicts = [tool_for_template(tool) for tool in tools] if tools is not None else None
         self._require_tools_written(history, bool(tool_dicts))
         messages = [
@@ -341,6 +338,17 @@ class ChatTemplate:
         if text.startswith(_UNFINISHED, position):
             return text[:position]
         return text[:position].rstrip()  # the template trims contents
+
+
+def require_variables(options: Mapping[str, Any]) -> None:
+    """Raise InvalidInput (OPTION_RESERVED) where one is an argument of rendering itself."""
+    reserved = sorted(_RESERVED & options.keys())
+    if reserved:
+        raise InvalidInput(
+            f"{reserved[0]} is no template option.",
+            reason="OPTION_RESERVED",
+            remedy="Give it as the argument of this name.",
+        )
 
 
 def _opens(add_generation_prompt: bool | None, continue_final_message: bool) -> bool:

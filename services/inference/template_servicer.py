@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.errors import AlreadyExists, InvalidInput, Unsupported
 from dialoop.rendered import Rendered, content_spans, tokenised
 from dialoop.template_registry import TemplateInfo
+from dialoop.templates import require_variables
 from dialoop.v1 import template_service_pb2 as pb
 from dialoop.v1 import template_service_pb2_grpc as rpc
 from dialoop.wire import history_from_proto, history_to_proto, sequence_to_proto, tool_from_proto
@@ -69,6 +70,8 @@ class TemplateServicer(rpc.TemplateServiceServicer):
         return pb.ListTemplatesResponse(templates=found)
 
     async def Render(self, request: pb.RenderRequest, context: Context) -> pb.RenderResponse:
+        variables = template_options_of(request.template_options_json)
+        require_variables(variables)
         opens = request.add_generation_prompt if request.HasField("add_generation_prompt") else None
         rendered, sequence = self._rendered(
             self._template(request.template_name),
@@ -77,7 +80,7 @@ class TemplateServicer(rpc.TemplateServiceServicer):
                 "add_generation_prompt": opens,
                 "continue_final_message": request.continue_final_message,
                 "tools": [tool_from_proto(tool) for tool in request.tools] or None,
-                **template_options_of(request.template_options_json),
+                **variables,
             },
         )
         mask = rendered.assistant_mask

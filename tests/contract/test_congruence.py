@@ -200,9 +200,38 @@ async def inference_script(call: Call) -> None:
     await of("GetPolicy", inf.GetPolicyRequest())
     await of("Pause", inf.PauseRequest())
     await of("Resume", inf.ResumeRequest())
-    await call("TemplateService.ListTemplates", tem.ListTemplatesRequest())
-    for fields in ({"history": prompt["prompt"], "add_generation_prompt": False}, {}):
-        await call("TemplateService.Render", tem.RenderRequest(template_name="bytes", **fields))
+    await template_script(call, prompt["prompt"])
+
+
+async def template_script(call: Call, history: dict[str, Any]) -> None:
+    async def of(name: str, request: Proto) -> Any:
+        return await call(f"TemplateService.{name}", request)
+
+    source = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}|{% endfor %}"
+    )
+    for fields in (
+        {"source": source},
+        {"source": source},
+        {"source": f"{source}!"},
+        {"source": ""},
+    ):
+        await of("RegisterTemplate", tem.RegisterTemplateRequest(name="plain", **fields))
+    parser = tem.TemplateParser(message_pattern="(")
+    await of(
+        "RegisterTemplate", tem.RegisterTemplateRequest(name="p", source=source, parser=parser)
+    )
+    await of("ListTemplates", tem.ListTemplatesRequest())
+    for name in ("bytes", "plain", "qwen", "nope"):
+        for fields in ({"history": history, "add_generation_prompt": False}, {}):
+            await of("Render", tem.RenderRequest(template_name=name, **fields))
+    options = tem.RenderRequest(
+        template_name="bytes", history=history, template_options_json="[]", tools=[{"name": "f"}]
+    )
+    await of("Render", options)
+    for fields in ({"text": "<|im_start|>user\nhi"}, {"token_ids": {"values": [1, 2]}}, {}):
+        for name in ("bytes", "plain"):
+            await of("Parse", tem.ParseRequest(template_name=name, **fields))
 
 
 async def scorer_script(call: Call) -> None:
@@ -251,7 +280,17 @@ REACHED = {
         "OUT_OF_RANGE",
     },
     "replay": {"BAD_RUN", "CURSOR_MOVED", "INVALID_INPUT", "CONFIRM_RUN", "GROUP_NOT_FOUND"},
-    "inference": {"NO_TOKENS", "TOKEN_OUT_OF_RANGE", "INVALID_SAMPLING", "PROMPT_MISSING"},
+    "inference": {
+        "NO_TOKENS",
+        "TOKEN_OUT_OF_RANGE",
+        "INVALID_SAMPLING",
+        "PROMPT_MISSING",
+        "TEMPLATE_CONFLICT",
+        "TEMPLATE_INVALID",
+        "TEMPLATE_NOT_FOUND",
+        "NOT_PARSEABLE",
+        "NO_PARSER",
+    },
     "scorer": {"GROUP_TOO_SMALL", "GROUP_INCOMPLETE", "UNSCORABLE_TRAJECTORY"},
     "trainer": set(),
 }

@@ -212,6 +212,7 @@ def test_the_document_s_masking_test_holds():
     [
         ({"add_generation_prompt": True, "continue_final_message": True}, "BAD_OPTIONS"),
         ({"template_kwargs": {"messages": []}}, "OPTION_RESERVED"),
+        ({"template_kwargs": {"include_eos": True}, "tokenize": True}, "OPTION_RESERVED"),
         ({"temperature": 1}, "BAD_OPTIONS"),
         ({"padding": "max_length", "tokenize": True}, "BAD_OPTIONS"),
         ({"chat_template_name": "nope"}, "TEMPLATE_NOT_FOUND"),
