@@ -22,7 +22,6 @@ from dialoop.v1 import environment_service_pb2 as env
 from dialoop.v1 import inference_service_pb2 as inf
 from dialoop.v1 import replay_service_pb2 as rep
 from dialoop.v1 import scorer_service_pb2 as sco
-from dialoop.v1 import template_service_pb2 as tem
 from dialoop.v1 import trainer_service_pb2 as tra
 from dialoop.v1 import trajectory_pb2
 from dialoop.wire import group_to_proto
@@ -201,37 +200,6 @@ async def inference_script(call: Call) -> None:
     await of("Pause", inf.PauseRequest())
     await of("Resume", inf.ResumeRequest())
     await template_script(call, prompt["prompt"])
-
-
-async def template_script(call: Call, history: dict[str, Any]) -> None:
-    async def of(name: str, request: Proto) -> Any:
-        return await call(f"TemplateService.{name}", request)
-
-    source = (
-        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}|{% endfor %}"
-    )
-    for fields in (
-        {"source": source},
-        {"source": source},
-        {"source": f"{source}!"},
-        {"source": ""},
-    ):
-        await of("RegisterTemplate", tem.RegisterTemplateRequest(name="plain", **fields))
-    parser = tem.TemplateParser(message_pattern="(")
-    await of(
-        "RegisterTemplate", tem.RegisterTemplateRequest(name="p", source=source, parser=parser)
-    )
-    await of("ListTemplates", tem.ListTemplatesRequest())
-    for name in ("bytes", "plain", "qwen", "nope"):
-        for fields in ({"history": history, "add_generation_prompt": False}, {}):
-            await of("Render", tem.RenderRequest(template_name=name, **fields))
-    options = tem.RenderRequest(
-        template_name="bytes", history=history, template_options_json="[]", tools=[{"name": "f"}]
-    )
-    await of("Render", options)
-    for fields in ({"text": "<|im_start|>user\nhi"}, {"token_ids": {"values": [1, 2]}}, {}):
-        for name in ("bytes", "plain"):
-            await of("Parse", tem.ParseRequest(template_name=name, **fields))
 
 
 async def scorer_script(call: Call) -> None:
