@@ -28,6 +28,7 @@ from dialoop.wire import group_to_proto
 from google.protobuf.message import Message as Proto
 
 from tests import scorer_samples
+from tests.congruence_templates import template_script
 from tests.replay_samples import make_group, make_task, scored
 from tests.rest_world import (
     GrpcDoor,
