@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -10,8 +11,24 @@ from pathlib import Path
 import torch
 
 _LEVEL = "WARNING"
-# It warns at every start, in three processes, of what is always so on a CPU.
-_TALKATIVE = "vllm.triton_utils.importing"
+# What vLLM warns of at every start and end on a CPU, where it is always so, and known.
+_KNOWN = (
+    "Triton",
+    "Enforce eager set",
+    "Inductor compilation was disabled",
+    "SSM cache type",
+    "not found in LD_PRELOAD",
+    "force killing",
+)
+
+
+class Unknown(logging.Filter):
+    """Lets pass what somebody may have to act on."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record says something that is not known already."""
+        text = record.getMessage()
+        return record.levelno > logging.WARNING or not any(known in text for known in _KNOWN)
 
 
 def prepare() -> None:
@@ -27,7 +44,7 @@ def prepare() -> None:
 
 
 def _logging_file() -> Path:
-    """The logging that vLLM would set up itself, but for one logger; its processes read it too."""
+    """The logging that vLLM would set up itself, with our filter; its processes read it too."""
     path = Path(tempfile.mkdtemp(prefix="dialoop-vllm-")) / "logging.json"
     form = "(%(processName)s pid=%(process)d) %(levelname)s %(asctime)s [%(name)s] %(message)s"
     config = {
@@ -40,12 +57,11 @@ def _logging_file() -> Path:
                 "formatter": "vllm",
                 "level": _LEVEL,
                 "stream": "ext://sys.stdout",
+                "filters": ["unknown"],
             }
         },
-        "loggers": {
-            "vllm": {"handlers": ["vllm"], "level": _LEVEL, "propagate": False},
-            _TALKATIVE: {"level": "ERROR"},
-        },
+        "filters": {"unknown": {"()": f"{__name__}.{Unknown.__name__}"}},
+        "loggers": {"vllm": {"handlers": ["vllm"], "level": _LEVEL, "propagate": False}},
     }
     path.write_text(json.dumps(config), encoding="utf-8")
     return path

@@ -1,0 +1,147 @@
+"""Milliseconds that generation stands still for a publish, beside a plain copy of the same bytes.
+
+Sixteen answers run while new weights are loaded. `pause_ms` is what the engine says, from pausing
+to going on; `longest_gap_ms` is what a stream sees between two of its tokens when a load falls
+there, against `step_ms`, its usual gap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from dialoop.episode import UpdateMode
+from dialoop.sequences import PolicyVersion
+from dialoop.trajectory import SamplingParams
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from benchmarks.servers.models import SIZES, make_model
+from services.inference.engine import Engine, Piece, StopTokens
+from services.inference.vllm_environment import prepare
+
+IN_FLIGHT, MAX_MODEL_LEN = 16, 448
+
+
+def _plain_copy_ms(path: Path, times: int) -> list[float]:
+    """Reading the file into tensors that exist already."""
+    targets = load_file(path)
+    found = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        with safe_open(path, framework="pt") as file:
+            for name, target in targets.items():
+                target.copy_(file.get_tensor(name))
+        found.append((time.perf_counter() - begun) * 1e3)
+    return found
+
+
+async def _engine(kind: str, model_dir: Path) -> Engine:
+    if kind == "vllm":
+        from services.inference.vllm_engine import VllmEngine
+        from services.inference.vllm_options import VllmOptions
+
+        return await VllmEngine.start(
+            model_dir, VllmOptions(max_model_len=MAX_MODEL_LEN, kv_cache_bytes=512 << 20)
+        )
+    from services.inference.transformers_engine import TransformersEngine
+
+    return await TransformersEngine.start(
+        model_dir, max_model_len=MAX_MODEL_LEN, max_num_seqs=IN_FLIGHT
+    )
+
+
+async def _publish_under_load(
+    engine: Engine, path: Path, mode: UpdateMode, numbers: range
+) -> dict[str, Any]:
+    at: list[float] = []
+
+    def told(_: Piece) -> None:
+        at.append(time.perf_counter())
+
+    pauses, loads, gaps, steps = [], [], [], []
+    for number in numbers:
+        at.clear()
+        sampling = SamplingParams(max_new_tokens=120)
+        running = [
+            asyncio.create_task(
+                engine.sample(
+                    [5, 6, 7, n], sampling, stop=StopTokens(), on_tokens=told if n == 0 else None
+                )
+            )
+            for n in range(IN_FLIGHT)
+        ]
+        while len(at) < 30:  # noqa: ASYNC110 - a look each millisecond is what is measured with
+            await asyncio.sleep(0.001)
+        begun = time.perf_counter()
+        version = PolicyVersion(lineage="bench", number=number)
+        times = await engine.load_weights(path, version, mode=mode)
+        ended = time.perf_counter()
+        await asyncio.gather(*running)
+        between = np.diff(at) * 1e3
+        near = [gap for gap, t in zip(between, at[1:], strict=True) if begun <= t <= ended + 0.5]
+        pauses.append(times.pause_s * 1e3)
+        loads.append(times.load_s * 1e3)
+        gaps.append(max(near, default=0.0))
+        steps.append(float(np.median(between)))
+    return {
+        "pause_ms": round(float(np.median(pauses)), 1),
+        "load_ms": round(float(np.median(loads)), 1),
+        "longest_gap_ms": round(float(np.median(gaps)), 1),
+        "step_ms": round(float(np.median(steps)), 1),
+    }
+
+
+async def _measure(kind: str, size: str, times: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = make_model(Path(folder) / "model", size)
+        path = Path(folder) / "next.safetensors"
+        state = load_file(model_dir / "model.safetensors")
+        save_file({name: tensor + 0.001 for name, tensor in state.items()}, path)
+        engine = await _engine(kind, model_dir)
+        try:
+            found = {}
+            for index, mode in enumerate((UpdateMode.RECOMPUTE, UpdateMode.KEEP_KV)):
+                numbers = range(1 + index * times, 1 + (index + 1) * times)
+                under_load = await _publish_under_load(engine, path, mode, numbers)
+                found[mode.name.lower()] = under_load
+            copies = _plain_copy_ms(path, times)
+        finally:
+            await engine.close()
+    return {
+        "megabytes": round(sum(t.numel() * t.element_size() for t in state.values()) / 1e6, 1),
+        "parameters": sum(t.numel() for t in state.values()),
+        "plain_copy_ms": round(float(np.median(copies)), 1),
+        **found,
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engines", nargs="+", default=["vllm", "transformers"])
+    parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=sorted(SIZES))
+    parser.add_argument("--times", type=int, default=8)
+    options = parser.parse_args()
+    prepare()
+    torch.set_num_threads(1)
+    load = os.getloadavg()[0]
+    found = {
+        f"{kind}_{size}": asyncio.run(_measure(kind, size, options.times))
+        for kind in options.engines
+        for size in options.sizes
+    }
+    head = {"benchmark": "publish_pause", "cores": os.cpu_count(), "load_before": round(load, 2)}
+    print(json.dumps({**head, "in_flight": IN_FLIGHT, **found}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
