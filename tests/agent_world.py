@@ -239,7 +239,7 @@ async def agent_world(
 ) -> AsyncIterator[AgentWorld]:
     """Serve an engine at both doors."""
     token = settings.get("token", "")
-    server = GrpcServer(ServerSettings(port=0, rest_port=0, **{"drain_s": 0} | settings))
+    server = GrpcServer(ServerSettings(port=0, rest_port=0, **{"drain_s": 1} | settings))
 
     async def report(serving: bool) -> None:
         await server.set_serving(serving, SERVICE)
