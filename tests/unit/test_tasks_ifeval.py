@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 from dialoop.chat import Message
 from dialoop.errors import InvalidConfig, InvalidInput
-from dialoop.tasks.ifeval import Followed, additive_v1, ifeval, tiered_v2, weighted_v3
+from dialoop.tasks.ifeval import (
+    Followed,
+    IfEvalReward,
+    additive_v1,
+    ifeval,
+    tiered_v2,
+    weighted_v3,
+)
 from dialoop.tasks.ifeval_checks import CHECKS, check_all, follows, num_sentences
 
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
@@ -194,6 +201,6 @@ def test_a_row_that_cannot_be_checked_is_refused(tmp_path: Path, fields: dict[st
     assert caught.value.reason == "BAD_ROW"
 
 
-def test_an_unknown_aggregator_is_named(tmp_path: Path) -> None:
+def test_an_unknown_aggregator_is_named() -> None:
     with pytest.raises(InvalidConfig, match="weighted_v3"):
-        ifeval(path=tmp_path, aggregator="best")
+        IfEvalReward(aggregator="best")
