@@ -99,8 +99,10 @@ class InferenceServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """OK, INVALID_ARGUMENT (bad history, sampling or context), NOT_FOUND (ADAPTER_NOT_FOUND),
-        UNAVAILABLE (NOT_READY, WEIGHTS_BAD, ADAPTER_LOST), UNIMPLEMENTED (PARTS_UNSUPPORTED).
+        """A prompt that fills the context is answered with an empty sample and CONTEXT_FULL. A caller who
+        leaves, or whose deadline passes, frees its place. OK, INVALID_ARGUMENT (bad history, sampling or
+        context), NOT_FOUND (TEMPLATE_NOT_FOUND, ADAPTER_NOT_FOUND), UNAVAILABLE (NOT_READY, WEIGHTS_BAD,
+        ADAPTER_LOST), UNIMPLEMENTED (PARTS_UNSUPPORTED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,7 +116,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LogProb(self, request, context):
-        """Log-probs of given token ids under the loaded policy. OK, INVALID_ARGUMENT,
+        """Log-probs of given token ids, histories or texts under the loaded policy. OK, INVALID_ARGUMENT,
         NOT_FOUND (ADAPTER_NOT_FOUND), UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -130,11 +132,11 @@ class InferenceServiceServicer(object):
 
     def LoadWeights(self, request_iterator, context):
         """One manifest, then chunks unless the manifest names a path, then the stream ends. Generation
-        pauses in keep mode, recomputes its keys and goes on under the new version. A failed load leaves
+        pauses, and what is under way goes on as the manifest's update mode says. A failed load leaves
         the replica out of rotation until a later load succeeds; one of an adapter changes nothing.
         Weights of the whole model end all adapters. OK, INVALID_ARGUMENT (MANIFEST_MISMATCH,
         INVALID_ADAPTER_NAME, INVALID_ADAPTER_CONFIG, ADAPTER_NOT_FINITE), FAILED_PRECONDITION
-        (VERSION_NOT_NEWER, UNKNOWN_PARAMETERS, NO_WEIGHTS_ROOT, DATA_PLANE_UNAVAILABLE,
+        (VERSION_NOT_NEWER, UNKNOWN_PARAMETERS, PAUSED, NO_WEIGHTS_ROOT, DATA_PLANE_UNAVAILABLE,
         ADAPTERS_DISABLED, ADAPTER_MISMATCH, ADAPTER_REFUSED, ADAPTER_NOT_IN_USE, PROBE_MISMATCH),
         RESOURCE_EXHAUSTED (TOO_MANY_ADAPTERS), UNIMPLEMENTED (ADAPTER_UNSUPPORTED),
         DATA_LOSS (CHECKSUM_MISMATCH).
