@@ -37,6 +37,8 @@ from services.environment.serving import serving_on
 from services.environment.settings import EnvironmentSettings
 from services.inference.adapter_files import AdapterLimits, AdapterSpace
 from services.inference.engine import LoadTimes, Piece, Sampled, Scored, VersionSpan, require_ids
+from services.inference.openai_routes import OpenAiService, openai_routes
+from services.inference.recordings import RecordingBook, RecordingLimits
 from services.inference.rendering import Renderer
 from services.inference.replica import Replica
 from services.inference.servicer import InferenceServicer
@@ -210,7 +212,11 @@ def _inference(server: Server, exits: AsyncExitStack) -> None:
     tokenizer = byte_tokenizer()
     renderer = Renderer(tokenizer, ChatTemplate.of(tokenizer))
     replica = Replica(TwinEngine(), weights_root=None, report=report)
-    servicer = InferenceServicer(replica, renderer, num_parameters=7, max_new_tokens=20)
+    book = RecordingBook(RecordingLimits())
+    servicer = InferenceServicer(replica, renderer, num_parameters=7, max_new_tokens=20, book=book)
+    openai = OpenAiService(replica, renderer, book, model_name="bytes", max_new_tokens=20)
+    for route in openai_routes(openai):
+        server.add_route(route)
     register = inference_service_pb2_grpc.add_InferenceServiceServicer_to_server
     server.add(register, servicer, "dialoop.v1.InferenceService")
     register = template_service_pb2_grpc.add_TemplateServiceServicer_to_server

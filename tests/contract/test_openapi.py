@@ -70,7 +70,13 @@ def test_documents_are_valid_and_name_every_route(url: str) -> None:
         assert path in page
     for path in document["paths"].values():
         for operation in path.values():
-            if "requestBody" in operation:
+            if operation.get("tags") == ["OpenAI"]:
+                assert set(
+                    operation["requestBody"]["content"]
+                    if "requestBody" in operation
+                    else {"application/json"}
+                ) == {"application/json"}
+            elif "requestBody" in operation:
                 content = operation["requestBody"]["content"]
                 assert set(content) == {"application/json", "application/x-protobuf"}
 
