@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dialoop.errors import InvalidInput
+from dialoop.views import Masks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -44,3 +49,27 @@ def add_chat_template(
         model_family_keywords or (),
         replace=True,
     )
+
+
+MASK_ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "attention_mask_all": "all_attention_mask",
+        "assistant_mask_all": "all_assistant_mask",
+    }
+)
+"""Other names of the masks."""
+
+
+def masks_of(given: Mapping[str, Any]) -> Masks:
+    """Masks under their names or the older ones; InvalidInput for others, or for both at once."""
+    found: dict[str, Any] = {}
+    for name, values in given.items():
+        known = MASK_ALIASES.get(name, name)
+        if known not in MASK_ALIASES.values() or known in found:
+            raise InvalidInput(
+                f"There is no mask '{name[:40]}', or it is given twice.",
+                reason="UNKNOWN_FIELD",
+                remedy=f"Give each of {', '.join(MASK_ALIASES.values())} once.",
+            )
+        found[known] = np.array(values, dtype=np.bool_)
+    return Masks(**found)

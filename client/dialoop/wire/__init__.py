@@ -36,6 +36,12 @@ from dialoop.wire.records import (
     turn_from_proto,
     turn_to_proto,
 )
+from dialoop.wire.views import (
+    log_probs_from_proto,
+    log_probs_to_proto,
+    masks_from_proto,
+    masks_to_proto,
+)
 
 __all__ = [
     "chat_history_from_proto",
@@ -46,6 +52,10 @@ __all__ = [
     "group_to_proto",
     "history_from_proto",
     "history_to_proto",
+    "log_probs_from_proto",
+    "log_probs_to_proto",
+    "masks_from_proto",
+    "masks_to_proto",
     "message_from_proto",
     "message_to_proto",
     "policy_version_from_proto",
