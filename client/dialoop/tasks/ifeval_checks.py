@@ -142,7 +142,7 @@ def _nth_first_word(text: str, given: Arguments) -> bool:
     if number != int(given["num_paragraphs"]) or index >= len(parts) or not parts[index]:
         return False
     first = re.split(r"[.,?!'\"]", parts[index].split()[0].lstrip("'\""))[0]
-    return str(first).lower() == given["first_word"].lower()
+    return bool(first.lower() == given["first_word"].lower())
 
 
 def _placeholders(text: str, given: Arguments) -> bool:
