@@ -41,13 +41,20 @@ class Setup:
         return f"{self.kind}-{'tied' if self.tied else 'untied'}-{self.dtype}"
 
 
+_EVERY_RUN = (
+    ("transformers", True, "float32"),
+    ("transformers", False, "bfloat16"),
+    ("vllm", True, "float32"),
+)
+
+
 def _param(kind: str, *, tied: bool, dtype: str) -> Any:
     setup = Setup(kind=kind, tied=tied, dtype=dtype)
     marks = []
     if kind == "vllm":
         marks.append(pytest.mark.vllm)
-        if not (tied and dtype == "float32"):  # one engine start is enough for every run
-            marks.append(pytest.mark.heavy(reason="each start of vLLM takes 13 s"))
+    if (kind, tied, dtype) not in _EVERY_RUN:
+        marks.append(pytest.mark.heavy(reason="all eight take three minutes"))
     return pytest.param(setup, id=str(setup), marks=marks)
 
 

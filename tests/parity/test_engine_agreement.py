@@ -102,6 +102,7 @@ async def test_every_token_rescores_under_its_version_after_publishes_on_the_way
     seen = {span.policy_version for sampled in answers for span in sampled.versions}
     assert len(seen) >= 2
     assert first in seen
+    assert max(sampled.queue_s for sampled in answers) > 0.1  # those for whom there was no place
     mixed = sum(len(sampled.versions) > 1 for sampled in answers)
     assert mixed == 0 if mode is UpdateMode.WAIT else mixed >= 10
     for version in seen:
