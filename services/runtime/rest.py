@@ -116,7 +116,8 @@ def _add_pages(app: FastAPI, document: dict[str, Any], options: RestOptions) -> 
         services = options.serving()
         is_ready = all(services.values())
         states = {name: "SERVING" if up else "NOT_SERVING" for name, up in services.items() if name}
-        body = {"status": "SERVING" if is_ready else "NOT_SERVING", "services": states}
+        status = "SERVING" if is_ready else "NOT_SERVING"
+        body: dict[str, Any] = {"status": status, "services": states}
         if details := options.details():
             body["details"] = {name: dict(facts) for name, facts in details.items()}
         return JSONResponse(body, status_code=200 if is_ready else 503)
