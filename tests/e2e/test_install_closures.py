@@ -138,7 +138,7 @@ class Containers:
     def __init__(self, registry: Registry, place: Path) -> None:
         self._registry = registry
         self._place = place
-        given = {"DIALOOP_TOKEN": "of-the-test", "WARM_START_STEPS": "60", "TRAIN_STEPS": "2"}
+        given = {"DIALOOP_TOKEN": "of-the-test", "WARM_START_STEPS": "150", "TRAIN_STEPS": "2"}
         self._services: dict[str, Any] = compose_file(**given)["services"]
         names = ("environment", "inference", "replay", "scorer", "trainer", "collector")
         numbers = {str(port): 0 for n in names for port in self._listens(n)}
