@@ -96,14 +96,15 @@ def tokenised_all(
             fast = None if with_offsets else _in_bytes(text, ids, tokenizer)
             tokens = fast or _in_characters(tokenizer.encode(text, trusted=True))
         else:
-            tokens = _Tokens(np.array(ids, np.int32), np.zeros((0, 2), np.int64))
+            nowhere = np.zeros(0, np.int64)
+            tokens = _Tokens(np.array(ids, np.int32), nowhere, nowhere)
         mask = _mask(tokens, spans, tokenizer, include_eos=include_eos) if with_mask else None
         found.append(
             Rendered(
                 text=text,
                 token_ids=tokens.ids,
                 assistant_mask=mask,
-                offsets=tokens.offsets if with_offsets else None,
+                offsets=np.stack((tokens.starts, tokens.ends), axis=1) if with_offsets else None,
             )
         )
     return tuple(found)
@@ -276,10 +277,11 @@ def _guarded_message(message: Message, guard: str, tokenizer: Tokenizer) -> Mess
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tokens:
-    """Ids [L] and where each stands in the text, [L, 2]: in characters, or in UTF-8 bytes."""
+    """Ids [L] and where each starts and ends in the text, [L]: in characters or UTF-8 bytes."""
 
     ids: NDArray[np.int32]
-    offsets: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
     text: str = ""
     in_bytes: bool = False
 
@@ -302,18 +304,20 @@ class _Tokens:
 def _in_bytes(text: str, ids: list[int], tokenizer: Tokenizer) -> _Tokens | None:
     """Where each token stands, from the bytes it spells; None where that is not the text."""
     table = tokenizer.byte_lengths
-    if table is None or not unicodedata.is_normalized("NFC", text):
+    is_plain = text.isascii()
+    if table is None or not (is_plain or unicodedata.is_normalized("NFC", text)):
         return None
     numbers = np.array(ids, np.int32)
-    ends = np.cumsum(table[numbers])
-    if len(ids) and ends[-1] != (len(text) if text.isascii() else len(text.encode())):
+    lengths = table[numbers]
+    ends = lengths.cumsum()
+    if len(ids) and ends[-1] != (len(text) if is_plain else len(text.encode())):
         return None
-    return _Tokens(numbers, np.stack((ends - table[numbers], ends), axis=1), text, True)
+    return _Tokens(numbers, ends - lengths, ends, text, True)
 
 
 def _in_characters(code: Encoded) -> _Tokens:
     offsets = np.array(code.offsets, np.int64).reshape(-1, 2)
-    return _Tokens(np.array(code.ids, np.int32), offsets)
+    return _Tokens(np.array(code.ids, np.int32), offsets[:, 0], offsets[:, 1])
 
 
 def _mask(
@@ -322,7 +326,7 @@ def _mask(
     """True on each token that spells a character of the spans, and on no special token after."""
     size = len(tokens.ids)
     mask = np.zeros(size, dtype=np.bool_)
-    starts, ends = tokens.offsets[:, 0], tokens.offsets[:, 1]
+    starts, ends = tokens.starts, tokens.ends
     for begin, end in tokens.positions(spans):
         first = int(np.searchsorted(ends, begin, side="right"))
         last = max(first, int(np.searchsorted(starts, end, side="left")))

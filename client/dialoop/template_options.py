@@ -144,8 +144,9 @@ def _applied(histories: tuple[History, ...], tokenizer: Any, options: TemplateOp
     if arrays:
         stacked = {name: _stacked(rows) for name, rows in columns.items()}
         return stacked if as_dict else stacked["input_ids"]
-    lists = {name: [row.tolist() for row in rows] for name, rows in columns.items()}
-    return lists if as_dict else lists["input_ids"]
+    if not as_dict:
+        return [row.tolist() for row in columns["input_ids"]]
+    return {name: [row.tolist() for row in rows] for name, rows in columns.items()}
 
 
 def _columns(

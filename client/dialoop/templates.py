@@ -146,6 +146,7 @@ class ChatTemplate:
         self._template = _compiled(source)
         self._special_tokens = dict(special_tokens or {})
         self._parser = parser
+        self._is_parser_known = parser is not None
         self._understands_parts: bool | None = None
         self.source = source
         self.name = name
@@ -185,10 +186,10 @@ class ChatTemplate:
 
         None when neither is there. Proven means: it read back what this template rendered.
         """
-        if self._parser is None:
+        if not self._is_parser_known:
             from dialoop.parsing import parser_for
 
-            self._parser = parser_for(self)
+            self._parser, self._is_parser_known = parser_for(self), True
         return self._parser
 
     def parse(self, text: str) -> History:
