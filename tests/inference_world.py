@@ -70,13 +70,14 @@ async def world(
     *,
     adapters: AdapterLimits = NO_ADAPTERS,
     reads_root: bool = True,
+    has_rest: bool = False,
 ) -> AsyncIterator[World]:
-    """A replica that may read `root`, or is on another host."""
+    """A replica that may read `root`, or is on another host; with a REST door if asked."""
     root.mkdir(exist_ok=True)
     engine = await TransformersEngine.start(
         model_dir, max_model_len=MAX_MODEL_LEN, max_num_seqs=16, adapters=adapters
     )
-    server = GrpcServer(ServerSettings(port=0))
+    server = GrpcServer(ServerSettings(port=0, rest_port=0 if has_rest else None))
 
     async def report(serving: bool) -> None:
         await server.set_serving(serving, SERVICE)

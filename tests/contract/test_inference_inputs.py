@@ -22,6 +22,7 @@ from tests.inference_world import (  # noqa: F401
     refused,
     world,
 )
+from tests.rest_world import http_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -241,4 +242,30 @@ async def test_a_caller_who_leaves_frees_the_place(model_dir, tmp_path):
         async for _ in stream:
             break
         await stream.aclose()
+        await until_free(w)
+
+
+async def test_over_rest_too_time_and_patience_end(model_dir, tmp_path):
+    body = {"text": OPENED, "sampling": {"max_new_tokens": 9, "temperature": 0.0}}
+    async with world(model_dir, tmp_path / "w", has_rest=True) as w, http_of(w.server) as http:
+        told = (await http.post("/v1/generate", json=body)).json()
+        (sample,) = told["samples"]
+        assert sample["text"]["full"] == OPENED + sample["text"]["response"]
+        assert told["update_mode"] == "UPDATE_MODE_RECOMPUTE"
+        wrong = await http.post("/v1/generate", json={"text": "a", "token_ids": {"values": [1]}})
+        assert wrong.status_code == 400
+        assert wrong.json()["reason"] == "PROMPT_AMBIGUOUS"
+        full = {"token_ids": {"values": [7] * 999}}
+        assert (await http.post("/v1/generate", json=full)).status_code == 200
+        await w.client.pause()
+        late = await http.post("/v1/generate", json=body, headers={"x-request-timeout-s": "0.3"})
+        assert late.status_code == 504
+        await until_free(w)
+        asked = asyncio.create_task(http.post("/v1/generate", json=body))
+        async with asyncio.timeout(5):
+            while not w.replica.engine.num_running:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        asked.cancel()
+        await asyncio.wait([asked])
         await until_free(w)
