@@ -168,8 +168,8 @@ class World:
                 await asyncio.sleep(0.02)
 
     @asynccontextmanager
-    async def collecting(self, policy, **given) -> AsyncIterator[Counters]:
-        """A collector at work until leaving."""
+    async def collecting(self, policy, *, agents=None, **given) -> AsyncIterator[Counters]:
+        """A collector at work until leaving; `agents` play where they are named."""
         settings = CollectorSettings(
             **{"run": RUN, "worker": "w", "group_size": 2, "page_size": 4, "wait_s": 0.2} | given
         )
@@ -182,6 +182,7 @@ class World:
             member_retries=settings.member_retries,
             max_turns=settings.max_turns,
             patience=patience,
+            agents=agents,
         )
         collector = Collector(
             settings,

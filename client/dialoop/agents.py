@@ -160,6 +160,9 @@ async def play_agent(
             labels=outcome.labels,
         )
     except Exception as error:
+        if isinstance(error, DialoopError) and error.reason == "RECORDING_EMPTY":
+            never_asked = _failed(Owner.ENVIRONMENT, error)
+            return run.without_recording(*(outcome.failures or (never_asked,)))
         return run.without_recording(*outcome.failures, _failed(Owner.INFERENCE, error))
     return await _scored(trajectory, task, host, outcome)
 
