@@ -5,7 +5,7 @@ The kernel's tables: arch/x86/entry/syscalls/syscall_64.tbl and asm-generic/unis
 
 from __future__ import annotations
 
-import platform
+import os
 
 X86_64 = {
     "access": 21,
@@ -275,7 +275,7 @@ MACHINES = {"x86_64": (0xC000003E, X86_64), "aarch64": (0xC00000B7, AARCH64)}
 
 def this_machine() -> tuple[int, dict[str, int]]:
     """AUDIT_ARCH and the table of this machine; OSError where there is none."""
-    machine = platform.machine()
+    machine = os.uname().machine
     if machine not in MACHINES:
         raise OSError(f"there is no system call table for {machine}")
     return MACHINES[machine]
