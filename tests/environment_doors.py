@@ -46,7 +46,8 @@ class RawChannel:
 async def at(door: str, *environments: Environment, **settings: Any) -> AsyncIterator[Any]:
     """A client of the environments through one door; all have EnvironmentClient's methods."""
     if door == "in_process":
-        yield LocalEnvironmentClient(*environments)
+        async with LocalEnvironmentClient(*environments) as client:
+            yield client
         return
     given = EnvironmentSettings(rest_port=0, drain_s=1, **settings)
     async with serving(given, Catalogue(environments)) as server:

@@ -25,7 +25,7 @@ from dialoop.clients.environment import (
 )
 from dialoop.environments import refusals
 from dialoop.environments.choosing import TaskChoice, chosen_task, prompt_of, require_choice
-from dialoop.environments.environment import Given, Stateless
+from dialoop.environments.environment import Given, Managed, Stateless
 from dialoop.environments.episode import Opening as EnvironmentOpening
 from dialoop.environments.spec import spec_of
 from dialoop.episode import Opening, Outcome
@@ -34,6 +34,8 @@ from dialoop.local_episodes import LocalSession, StepCall, public_opening, publi
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from types import TracebackType
+    from typing import Self
 
     from dialoop.clients.environment import ResetItem, StepItem
     from dialoop.environments import Answered, Environment
@@ -75,11 +77,32 @@ def _served(error: Exception) -> DialoopError:
 
 
 class LocalEnvironmentClient:
-    """Plays environments in this process; use one from one event loop."""
+    """Plays environments in this process; use one from one event loop.
+
+    What an environment has to take before it can play (a connection, a pool) it takes with its
+    first session; leaving the client as a context gives that back.
+    """
 
     def __init__(self, *environments: Environment) -> None:
         self._environments = {environment.name: environment for environment in environments}
         self._sessions: dict[str, LocalSession] = {}
+        self._acquired: dict[str, Managed] = {}
+        self._acquiring = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for session_id in tuple(self._sessions):
+            await self.close_session(session_id)
+        for environment in self._acquired.values():
+            await environment.release()
+        self._acquired.clear()
 
     @_as_served
     async def list_environments(self) -> tuple[EnvironmentInfo, ...]:
@@ -121,6 +144,7 @@ class LocalEnvironmentClient:
         if ttl_s is not None and not 0 < ttl_s <= _MAX_TTL_S:
             raise refusals.bad_value("ttl_s", f"Give seconds above 0, up to {_MAX_TTL_S:g}.")
         found = self._environment(environment)
+        await self._acquire(found)
         made = LocalSession(session_id, found, ttl_s=_TTL_S if ttl_s is None else ttl_s)
         known = self._sessions.setdefault(session_id, made)
         if known.environment is not found:
@@ -141,7 +165,9 @@ class LocalEnvironmentClient:
         """Start an episode of the session; a retry gets the first opening."""
         session = self._session(session_id)
         choice = TaskChoice(split=split, task_key=task_key, seed=seed, given=given or Given())
-        return public_opening(session.reset(episode, choice), session.environment)
+        opening = session.reset(episode, choice)
+        await session.let_go(but_the_running=True)
+        return public_opening(opening, session.environment)
 
     @_as_served
     async def step(
@@ -251,7 +277,7 @@ class LocalEnvironmentClient:
         session = self._sessions.pop(session_id, None)
         if session is None:
             return False
-        session.close()
+        await session.close()
         return True
 
     @_as_served
@@ -260,6 +286,12 @@ class LocalEnvironmentClient:
         environment = self._environment(trajectory.environment)
         task = environment.tasks.get(split, trajectory.task_key)
         return await environment.score(task, trajectory)
+
+    async def _acquire(self, environment: Environment) -> None:
+        async with self._acquiring:
+            if isinstance(environment, Managed) and environment.name not in self._acquired:
+                await environment.acquire()
+                self._acquired[environment.name] = environment
 
     async def _reset(self, item: ResetItem) -> Opening:
         return await self.reset(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dialoop.chat import ChatHistory, History
 from dialoop.environments import refusals
 from dialoop.environments.choosing import TaskChoice, chosen_task, settled
+from dialoop.environments.environment import Managed
 from dialoop.environments.episode import Outcome as EnvironmentOutcome
 from dialoop.environments.failures import failure_of
 from dialoop.episode import Opening, Outcome
@@ -40,6 +41,8 @@ class EpisodeRecord:
     opening: EnvironmentOpening
     episode: Episode
     steps: dict[int, tuple[Answered, Work]] = field(default_factory=dict)
+    # Whether the environment was told that it takes no more steps.
+    is_closed: bool = False
 
     @property
     def is_busy(self) -> bool:
@@ -101,10 +104,23 @@ class LocalSession:
             raise outcome
         return replace(public_outcome(outcome), replayed=replayed)
 
-    def close(self) -> None:
-        """Cancel the step under way."""
-        for _, work in self.current.steps.values() if self.current else ():
+    async def close(self) -> None:
+        """Cancel the step under way, and let the episode go."""
+        works = [work for _, work in self.current.steps.values()] if self.current else []
+        for work in works:
             work.cancel()
+        if works:
+            await asyncio.wait(works)
+        await self.let_go()
+
+    async def let_go(self, *, but_the_running: bool = False) -> None:
+        """Tell the environment, once, of each episode that takes no more steps."""
+        records = (self._previous,) if but_the_running else (self._previous, self.current)
+        for record in records:
+            if record is not None and not record.is_closed:
+                record.is_closed = True
+                if isinstance(self.environment, Managed):
+                    await self.environment.close(record.episode)
 
     async def _work(
         self, record: EpisodeRecord, call: StepCall
@@ -120,6 +136,8 @@ class LocalSession:
             failure = failure_of(error, owner=Owner.ENVIRONMENT, reason="STEP_FAILED", what=what)
             outcome = _unanswered(record.episode, call.answered).fail(failure)
         record.episode = outcome.episode
+        if outcome.episode.done:
+            await self.let_go()
         return outcome
 
     def _record_of(self, episode: int) -> EpisodeRecord | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from dialoop.clients.connection import Dialoop
 from dialoop.environments import ArithmeticTasks, ChatEnv, McpServer, McpTools, NativeCalls
 from dialoop.errors import InvalidConfig
 from dialoop.trajectory import Owner
@@ -95,6 +96,13 @@ async def test_a_tool_that_never_answers_is_cut_off_and_the_next_call_works():
         assert outcome.truncated
         (other,) = await play(client, call("lab.add", '{"left": 1, "right": 2}'), session="b")
         assert texts(other)[-1].endswith("\n3")
+
+
+async def test_59_mcp_tools_without_a_server():
+    async with Dialoop(environment=environment()) as dialoop:
+        await opened(dialoop.environment, "lab", **TASK)
+        (outcome,) = await play(dialoop.environment, call("add", '{"left": 3, "right": 4}'))
+        assert texts(outcome)[-1].endswith("\n7")
 
 
 async def test_only_allowed_tools_are_offered():

@@ -85,6 +85,8 @@ class Dialoop:
         self._token = token
         self._channels: dict[str, Channel] = {}
         self._exits = AsyncExitStack()
+        if self._local is not None:
+            self._exits.push_async_exit(self._local)
 
     @classmethod
     def of_run(cls, run_dir: str | Path, *, token: str = "") -> Self:
