@@ -77,6 +77,12 @@ def _add_servicers(
             time_to_live_s=settings.recording_ttl_s,
         )
     )
+    server.show(
+        "dialoop_forks",
+        "Prompts that could not continue the tokens given with them.",
+        "cause",
+        lambda: renderer.num_forks,
+    )
     servicer = InferenceServicer(
         replica,
         renderer,

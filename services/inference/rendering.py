@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.chat import ChatHistory
 from dialoop.episode import ContinuedText, Sample
 from dialoop.errors import InvalidInput, Unsupported
-from dialoop.sequences import Segment, Sequence, Source, sequence_of
+from dialoop.sequences import ForkCause, Segment, Sequence, Source, sequence_of
 from dialoop.template_registry import TemplateRegistry
 from dialoop.token_builder import TokenBuilder
 from dialoop.tokenizer import Tokenizer
@@ -70,6 +71,8 @@ class Renderer:
         self.tokenizer = tokenizer
         self.template = template
         self.templates = templates or TemplateRegistry()
+        self.num_forks: Counter[str] = Counter()
+        """Prompts that could not continue the tokens given with them, by cause."""
         self._builder = TokenBuilder(tokenizer, template)
         self._is_part_of_another = lru_cache(maxsize=256)(self._search_vocabulary)
 
@@ -88,13 +91,16 @@ class Renderer:
         """
         if ask.history is not None:
             tools = {"tools": ask.tools} if ask.tools else {}
-            return self.builder(ask.template_name).prompt(
+            prompt = self.builder(ask.template_name).prompt(
                 ask.history,
                 context=ask.context,
                 num_context_messages=ask.num_context_messages,
                 turn=ask.turn,
                 options=_without_tools(ask.template_options) | tools,
             )
+            if prompt.fork_cause is not ForkCause.NONE:
+                self.num_forks[prompt.fork_cause.name.lower()] += 1
+            return prompt
         ids = list(ask.token_ids or ())
         if ask.text is not None:
             ids = list(self.tokenizer.encode(ask.text, trusted=True).ids)
@@ -111,7 +117,7 @@ class Renderer:
 
     def template_named(self, name: str) -> ChatTemplate:
         """A template by name, the default one by none; NotFound (TEMPLATE_NOT_FOUND)."""
-        if not name:
+        if name in ("", self.template.name):
             return self.template
         return self.templates.choose(self.tokenizer, chat_template_name=name)
 

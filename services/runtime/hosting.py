@@ -41,6 +41,9 @@ class Server(Protocol):
     def add_route(self, route: HttpRoute) -> None:
         """Serve one more route where there is a REST door."""
 
+    def show(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, int]]) -> None:
+        """Show counts by the value of a label among the service's metrics, where it has some."""
+
     def describe(self, name: str, facts: Mapping[str, str]) -> None:
         """Show facts of a part of the service in /readyz, where there is a REST door."""
 

@@ -96,6 +96,9 @@ class InProcessServer:
     def add_route(self, route: HttpRoute) -> None:
         """Nothing: there is no REST door in a process."""
 
+    def show(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, int]]) -> None:
+        """Nothing: metrics are at the REST door."""
+
     def describe(self, name: str, facts: Mapping[str, str]) -> None:
         """Nothing: /readyz is at the REST door."""
 

@@ -2,11 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 60)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Growing counts by the value of one label: `dialoop_forks_total{cause="..."}`."""
+
+    name: str
+    text: str
+    label: str
+    read: Callable[[], Mapping[str, int]]
+
+
+class _Shown(Collector):
+    """Counts that are read when Prometheus asks."""
+
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        counts = self._counts
+        family = CounterMetricFamily(counts.name, counts.text, labels=[counts.label])
+        for value, count in counts.read().items():
+            family.add_metric([value], count)
+        yield family
 
 
 class Metrics:
@@ -48,6 +80,10 @@ class Metrics:
         calls, times = self._ended[key]
         calls.inc()
         times.observe(seconds)
+
+    def show(self, counts: Counts) -> None:
+        """Show counts that somebody else keeps, as they are when they are asked for."""
+        self._registry.register(_Shown(counts))
 
     def exposition(self) -> bytes:
         """All of it, in Prometheus' text format."""

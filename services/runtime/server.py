@@ -47,6 +47,7 @@ class GrpcServer:
         self._registrations: list[tuple[Callable[[Any, Any], None], Any]] = []
         self._services: list[str] = []
         self._routes: list[HttpRoute] = []
+        self._shown: list[tuple[str, str, str, Callable[[], Mapping[str, int]]]] = []
         self._health = health.aio.HealthServicer()
         self._serving: dict[str, bool] = {}
         self._details: dict[str, dict[str, str]] = {}
@@ -63,6 +64,10 @@ class GrpcServer:
     def add_route(self, route: HttpRoute) -> None:
         """Serve one more route at the REST door."""
         self._routes.append(route)
+
+    def show(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, int]]) -> None:
+        """Show counts by the value of a label among the service's metrics."""
+        self._shown.append((name, text, label, read))
 
     def describe(self, name: str, facts: Mapping[str, str]) -> None:
         """Show facts of a part of the service in /readyz, as of `environments/python`."""
@@ -142,9 +147,12 @@ class GrpcServer:
         """What the REST door shows; without the door none of it is imported or counted."""
         if self._settings.rest_port is None:
             return None
-        from services.runtime.metrics import Metrics
+        from services.runtime.metrics import Counts, Metrics
 
-        return Metrics()
+        metrics = Metrics()
+        for name, text, label, read in self._shown:
+            metrics.show(Counts(name=name, text=text, label=label, read=read))
+        return metrics
 
     def _rest_door(self, calls: Calls, metrics: Metrics) -> RestDoor:
         from services.runtime.rest import RestOptions, rest_app
