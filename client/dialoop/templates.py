@@ -163,7 +163,7 @@ class ChatTemplate:
                 reason="TEMPLATE_MISSING",
                 remedy="Add chat_template to tokenizer_config.json, or chat_template.jinja.",
             )
-        return cls(source).with_special_tokens_of(tokenizer)
+        return cls(source, name=tokenizer.name).with_special_tokens_of(tokenizer)
 
     def with_special_tokens_of(self, tokenizer: Tokenizer) -> ChatTemplate:
         """This template, which writes the tokenizer's bos_token and so on."""

@@ -206,6 +206,9 @@ async def test_the_model_s_own_template_is_the_default_and_renders(model_dir, tm
         own = (await templates.list_templates())[0]
         assert (own.name, own.digest) == ("tiny", w.renderer.template.digest)
         assert own.is_default
+        name = w.renderer.template.name  # the model directory's
+        (named,) = await w.client.generate(QUESTION, template_name=name)
+        assert named.template_digest == own.digest
         opened = await templates.render(QUESTION)
         assert opened.text.endswith("<|im_start|>assistant\n")
         assert w.renderer.tokenizer.decode(opened.sequence.token_ids.tolist()) == opened.text
