@@ -223,3 +223,20 @@ async def test_a_step_in_two_views_is_refused(views):
         step = {"episode": 1, "step_index": 0, **{view: body[view] for view in views}}
         answer = await http.post("/v1/sessions/s/step", json=step)
         assert refusal(answer) == (400, "WRONG_MODE")
+
+
+async def test_a_blank_environment_is_served_by_config_alone():
+    options = {"system_prompt": "Be brief.", "end_on_tag": "answer", "max_steps": 3}
+    entries = [{"use": "chat", "options": options}]
+    given = EnvironmentSettings(rest_port=0, drain_s=1, environments=entries)
+    async with serving(given) as server, http_of(server) as http:
+        await http.post("/v1/sessions", json={"session_id": "s", "environment": "chat"})
+        asked = {"episode": 1, "query": "What is 3+4?", "data": {"answer": "7"}}
+        opening = (await http.post("/v1/sessions/s/reset", json=asked)).json()
+        spoken = [m["content"] for m in opening["history"]["prompt"]["messages"]]
+        assert spoken == ["Be brief.", "What is 3+4?"]
+        step = {"episode": 1, "step_index": 0, "text_response": "<answer>7</answer>"}
+        outcome = (await http.post("/v1/sessions/s/step", json=step)).json()
+        assert outcome["terminated"]
+        assert outcome["done_reason"] == "DONE_REASON_CONTENT"
+        assert outcome["rewards"][0]["value"] == 1.0

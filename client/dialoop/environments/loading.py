@@ -8,19 +8,20 @@ from typing import Any
 
 from dialoop.environments.environment import Environment
 from dialoop.environments.games import twenty_questions
-from dialoop.environments.standard import arithmetic, jsonl
+from dialoop.environments.standard import arithmetic, chat, jsonl
 from dialoop.errors import DialoopError, InvalidConfig
 
 _REQUIRED = ("name", "version", "description", "tasks", "traits", "reset", "step", "score")
 
 
 def load_environment(use: str, options: Mapping[str, Any] | None = None) -> Environment:
-    """The environment `arithmetic`, `jsonl` or `module:attribute`; InvalidConfig when it is none.
+    """A built-in environment by its name, or `module:attribute`; InvalidConfig when it is none.
 
     The attribute is an environment, or a function or class that makes one from the options.
     """
     built_in: dict[str, Callable[..., Environment]] = {
         "arithmetic": arithmetic,
+        "chat": chat,
         "jsonl": jsonl,
         "twenty_questions": twenty_questions,
     }

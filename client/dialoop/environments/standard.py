@@ -1,17 +1,27 @@
-"""The usual environment in one call, and the two that are built in: arithmetic and jsonl."""
+"""The usual environment in one call, and those that are built in: arithmetic, jsonl and chat."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from dialoop.environments.answer_tags import AnswerTagReward
 from dialoop.environments.arithmetic_tasks import ArithmeticDemonstrations, ArithmeticTasks
 from dialoop.environments.calculator import Calculator
 from dialoop.environments.call_syntax import CallSyntax
 from dialoop.environments.chat_env import ChatEnv
-from dialoop.environments.endings import EndOnText, EndWhenIncomplete, EndWithoutCall, MaxTurns
+from dialoop.environments.endings import (
+    EndOnTag,
+    EndOnText,
+    EndWhenIncomplete,
+    EndWithoutCall,
+    MaxTurns,
+)
 from dialoop.environments.environment import Demonstrate
 from dialoop.environments.jsonl_tasks import JsonlTasks
+from dialoop.environments.mcp_tools import McpTools
 from dialoop.environments.rewards import ExactResult, RewardCallable, Rewards
+from dialoop.environments.stamps import StepCounter
 from dialoop.environments.tasks import TaskSource
 from dialoop.environments.tools import ToolCalls, ToolFunction
 from dialoop.environments.transform import Transform
@@ -102,6 +112,41 @@ def arithmetic(
         rewards=[ExactResult()],
         max_turns=max_turns,
         demonstrate=ArithmeticDemonstrations(direct=direct),
+    )
+
+
+def chat(  # noqa: PLR0913 - the options are the interface
+    *,
+    name: str = "chat",
+    system_prompt: str = "",
+    input_mode: str = "history",
+    tokenizer: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    max_steps: int | None = None,
+    end_on_tag: str = "",
+    mcp_servers: Mapping[str, Mapping[str, Any]] | None = None,
+) -> ChatEnv:
+    """The built-in `chat` environment: the caller's own questions, and perhaps MCP tools.
+
+    `end_on_tag="answer"` rewards an answer block that equals the `answer` of the reset's data.
+    """
+    transforms: list[Transform] = []
+    if end_on_tag:
+        transforms.append(EndOnTag(end_on_tag))
+    if mcp_servers:
+        transforms.append(McpTools(mcp_servers))
+    if max_steps is not None:
+        transforms.append(StepCounter(max_steps))
+    if end_on_tag:
+        transforms.append(AnswerTagReward(tag=end_on_tag))
+    return ChatEnv(
+        name=name,
+        description="The caller's own questions.",
+        transforms=tuple(transforms),
+        system_prompt=system_prompt,
+        input_mode=input_mode,
+        tokenizer=tokenizer,
+        template_kwargs=template_kwargs or {},
     )
 
 
