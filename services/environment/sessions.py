@@ -144,11 +144,12 @@ class Sessions:
         served = self._catalogue.get(environment)
         choice = settled(served, choice)
         calls = [ResetCall(session_id=one, episode=1, choice=choice) for one in ids]
-        first = None if ids[0] in fresh else self._sessions[ids[0]].record_of(1)
-        if first is None or first.asked != calls[0]:
+        known = [self._opening_of_member(call) for call in calls if call.session_id not in fresh]
+        playing = next((opening.episode for opening in known if opening), None)
+        if playing is None:
             task, seed = chosen_task(served, choice)
-        else:
-            task, seed = first.opening.episode.task, first.opening.episode.seed
+        else:  # a retry: whoever is missing joins the others' task
+            task, seed = playing.task, playing.seed
         found = []
         for call in calls:
             session = self.create(call.session_id, environment, ttl_s)
@@ -277,6 +278,14 @@ class Sessions:
     def _require_room(self) -> None:
         if self._num_working >= self._limits.max_working:
             raise refusals.no_room(self._limits.max_working)
+
+    def _opening_of_member(self, call: ResetCall) -> Opening | None:
+        """The opening of a session that was there before, or the right to open one in it."""
+        session = self._sessions[call.session_id]
+        opening = self._opening(session, call)
+        if opening is None:
+            require_next_episode(session, call.episode)
+        return opening
 
     def _opening(self, session: Session, call: ResetCall) -> Opening | None:
         """The opening that the same reset got before."""

@@ -16,6 +16,7 @@ from dialoop.environments import (
     TaskChoice,
     Transform,
     arithmetic,
+    dataset_chat_env,
     tool_environment,
 )
 from dialoop.trajectory import DoneReason, Owner
@@ -183,6 +184,21 @@ async def test_a_group_is_all_or_none():
             "h", "arithmetic", num_sessions=2, choice=TaskChoice(**TASK, seed=9)
         )
         assert await reason_of(other) == "STEP_CONFLICT"
+
+
+async def test_a_retried_group_joins_its_task_and_disturbs_no_session_that_went_on():
+    environment = dataset_chat_env([{"query": f"q{n}"} for n in range(9)], shuffle=False)
+    async with served(environment) as (client, _):
+        ask = {"num_sessions": 2, "choice": TaskChoice()}
+        first = await client.create_group("g", "dataset", **ask)
+        await client.close_session("g.0")
+        again = await client.create_group("g", "dataset", **ask)
+        assert again.openings[0].history == first.openings[1].history
+        for episode in (2, 3, 4):
+            await client.reset("g.1", episode=episode)
+        refused = client.create_group("g", "dataset", **ask)
+        assert await reason_of(refused) == "STEP_CONFLICT"
+        assert (await client.get_session("g.1")).episode == 4
 
 
 async def test_the_documents_old_names_are_read_over_rest():

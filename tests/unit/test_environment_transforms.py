@@ -373,3 +373,11 @@ async def test_what_transforms_hold_is_released_in_reverse_and_after_a_failed_st
         await broken.acquire()
     assert log == ["+a", "+b", "-a"]
     assert broken.problem() == "b is ill."
+
+
+async def test_more_transforms_follow_those_an_environment_has():
+    base = dataset_chat_env(ROWS, shuffle=False, input_mode="text", tokenizer=BYTES)
+    longer = base.with_transforms(StepCounter(1))
+    assert longer.primer is base.primer
+    (outcome,) = await stepped(longer, Text(response="a"))
+    assert outcome.episode.done
