@@ -70,6 +70,7 @@ class Job:
     sampling: SamplingParams
     num_choices: int
     told: Told
+    adapter: str = ""
     with_prompt_ids: bool = False
     with_usage: bool = False
 
@@ -115,7 +116,10 @@ class Answering:
             for ask in job.asks:
                 self.require_room(ask)
             answers = await _all(
-                [self.sample(ask, job.sampling, num=job.num_choices) for ask in job.asks]
+                [
+                    self.sample(ask, job.sampling, adapter=job.adapter, num=job.num_choices)
+                    for ask in job.asks
+                ]
             )
             for ask, sampled in zip(job.asks, answers, strict=True):
                 ids = [CallIds() for _ in sampled]
@@ -148,6 +152,7 @@ class Answering:
         ask: Ask,
         sampling: SamplingParams,
         *,
+        adapter: str,
         num: int = 1,
         on_tokens: OnTokens | None = None,
     ) -> list[Sampled]:
@@ -158,6 +163,7 @@ class Answering:
             stop=self._renderer.stop_tokens(sampling.stop),
             num_samples=num,
             on_tokens=on_tokens,
+            adapter=adapter,
         )
         if any(one.stop_reason is StopReason.CANCELLED for one in sampled):
             raise Unavailable("The engine gave the sample up.", reason="CANCELLED")
@@ -241,7 +247,9 @@ class _Running:
         def on_tokens(piece: Piece) -> None:
             self._events.put_nowait((index, piece))
 
-        task = asyncio.ensure_future(self._answering.sample(ask, sampling, on_tokens=on_tokens))
+        task = asyncio.ensure_future(
+            self._answering.sample(ask, sampling, adapter=self._job.adapter, on_tokens=on_tokens)
+        )
         task.add_done_callback(lambda _: self._events.put_nowait((index, None)))
         return task
 

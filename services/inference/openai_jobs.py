@@ -122,6 +122,7 @@ class Jobs:
             asks=tuple(asks),
             sampling=sampling,
             num_choices=body.n,
+            adapter=self._adapter(body),
             told=Told(
                 tokenizer=self.renderer.tokenizer,
                 is_chat=head.is_chat,
@@ -134,12 +135,17 @@ class Jobs:
         )
 
     def _head(self, body: SamplingBody, call_id: str, *, is_chat: bool) -> Head:
-        fingerprint = str(self.replica.engine.policy_version)
+        adapter = self._adapter(body)
+        policy = self.replica.adapters[adapter] if adapter else self.replica.engine.policy_version
+        fingerprint = str(policy)
         return Head(call_id=call_id, model=body.model, fingerprint=fingerprint, is_chat=is_chat)
+
+    def _adapter(self, body: SamplingBody) -> str:
+        return body.model if body.model in self.replica.adapters else ""
 
     def _require_model(self, body: SamplingBody, recording: Recording | None) -> None:
         # An agent that is recorded keeps the name of the model it was written for.
-        if recording is None and body.model != self.model_name:
+        if recording is None and body.model not in {self.model_name, *self.replica.adapters}:
             raise UnknownModel(
                 "The model of that name is not served here.",
                 remedy=f"Ask for '{self.model_name}'; /v1/models lists what there is.",

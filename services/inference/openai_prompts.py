@@ -111,7 +111,7 @@ class Prompts:
 
     @property
     def _source(self) -> str:
-        return self._renderer.tokenizer.chat_template or ""
+        return self._renderer.template.source
 
     def _require_tools_known(self) -> None:
         if "tools" not in self._source or CALL_START not in self._source:

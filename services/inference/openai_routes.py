@@ -67,27 +67,33 @@ class OpenAiService:
     async def models(self, request: HttpRequest, answer: HttpAnswer) -> None:
         """GET models."""
         self._recording(request)
-        await answer.json({"object": "list", "data": [self._model()]})
+        await answer.json({"object": "list", "data": list(self._models().values())})
 
     async def model(self, request: HttpRequest, answer: HttpAnswer) -> None:
         """GET models/{model}."""
         self._recording(request)
-        if request.parameters["model"] != self._model_name:
+        model = self._models().get(request.parameters["model"])
+        if model is None:
             raise UnknownModel(
                 "The model of that name is not served here.",
                 remedy=f"Ask for '{self._model_name}'.",
             )
-        await answer.json(self._model())
+        await answer.json(model)
 
-    def _model(self) -> dict[str, Any]:
+    def _models(self) -> dict[str, dict[str, Any]]:
+        """The policy, and each adapter on it, by name."""
         engine = self._replica.engine
+        versions = {self._model_name: engine.policy_version, **self._replica.adapters}
         return {
-            "id": self._model_name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "dialoop",
-            "max_model_len": engine.max_model_len,
-            "policy_version": str(engine.policy_version),
+            name: {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "dialoop",
+                "max_model_len": engine.max_model_len,
+                "policy_version": str(version),
+            }
+            for name, version in versions.items()
         }
 
     def _recording(self, request: HttpRequest) -> Recording | None:
