@@ -63,15 +63,6 @@ async def scene(request) -> AsyncIterator[Scene]:
     assert sorted(times)[len(times) // 2] < USUAL_S
 
 
-def num_processes() -> int:
-    return sum(path.name.isdigit() for path in Path("/proc").iterdir())
-
-
-def available_memory() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if "MemAvailable" in line) * 1024
-
-
 def descendants(pid: int) -> list[int]:
     found = []
     for path in Path("/proc").iterdir():
