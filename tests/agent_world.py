@@ -13,7 +13,7 @@ import httpx
 import openai
 from dialoop.clients.channel import Channel, RetryPolicy
 from dialoop.clients.recordings import RecordingClient
-from dialoop.sequences import PolicyVersion
+from dialoop.sequences import PolicyVersion, Source
 from dialoop.tokenizer import Tokenizer
 from dialoop.trajectory import StopReason
 from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
@@ -272,3 +272,37 @@ async def agent_world(
             exits=exits,
             token=token,
         )
+
+
+USER = {"role": "user", "content": "What is 3+4?"}
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+
+
+def sampled_ids(trajectory) -> list[tuple[int, ...]]:
+    """The runs of sampled tokens of all sequences."""
+    return [
+        tuple(sequence.token_ids[segment.start : segment.end].tolist())
+        for sequence in trajectory.sequences
+        for segment in sequence.segments
+        if segment.source is Source.MODEL
+    ]
+
+
+def require_owned_once(trajectory, engine) -> None:
+    """What the engine sampled stands in the trajectory, all of it once."""
+    assert sorted(sampled_ids(trajectory)) == sorted(s.token_ids for s in engine.log)
+
+
+async def ask(client, messages, **given):
+    values = {"model": "any", "messages": messages} | given
+    return await client.chat.completions.create(**values)
+
+
+async def answer_to(client, messages, **given):
+    return (await ask(client, messages, **given)).choices[0].message
