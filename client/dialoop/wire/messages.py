@@ -17,22 +17,24 @@ _PART_FIELDS = (
     "function_arguments_json",
 )
 
+_OPTIONAL = ("reasoning", "tool_call_id", "name")
 _VIEWS = ("prompt", "response", "full")
 
 
 def message_to_proto(message: Message) -> chat_pb2.Message:
     """One message."""
-    proto = chat_pb2.Message(
-        role=message.role,
-        tool_calls=[
+    # Most messages are a role and a text: a field that is not there costs nothing.
+    proto = chat_pb2.Message(role=message.role)
+    if message.tool_calls:
+        proto.tool_calls.extend(
             chat_pb2.ToolCall(id=c.id, name=c.name, arguments_json=c.arguments_json)
             for c in message.tool_calls
-        ],
-        tool_responses=message.tool_responses,
-        reasoning=message.reasoning,
-        tool_call_id=message.tool_call_id,
-        name=message.name,
-    )
+        )
+    if message.tool_responses:
+        proto.tool_responses.extend(message.tool_responses)
+    for name in _OPTIONAL:
+        if value := getattr(message, name):
+            setattr(proto, name, value)
     if not message.is_complete:
         proto.is_complete = False
     if isinstance(message.content, str):
