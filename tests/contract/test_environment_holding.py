@@ -13,6 +13,7 @@ from dialoop.environments import (
     ChatEnv,
     Given,
     MaxTurns,
+    PythonInterpreter,
     TaskChoice,
     Transform,
     arithmetic,
@@ -215,6 +216,21 @@ async def test_the_documents_old_names_are_read_over_rest():
         for wrong in ({"episode": 2, "text": 3}, {"episode": 2, "text": "a", "query": "b"}):
             refused = await http.post("/v1/sessions/s/reset", json=wrong)
             assert refusal(refused)[0] == 400
+
+
+async def test_the_documents_example_of_a_python_interpreter_works_with_its_own_names():
+    environment = ChatEnv(
+        name="python", system_prompt="Decorate your code.", transforms=(PythonInterpreter(),)
+    )
+    code = "Here:\n```python\ndef square(x):\n    return x * x\nprint('square:', square(2))\n```\n"
+    async with served(environment) as (_, server), http_of(server) as http:
+        await http.post("/v1/sessions", json={"session_id": "s", "environment": "python"})
+        await http.post("/v1/sessions/s/reset", json={"episode": 1, "text": "Square a number."})
+        step = {"episode": 1, "text_response": [code]}
+        outcome = (await http.post("/v1/sessions/s/step", json=step)).json()
+        last = outcome["history"]["prompt"]["messages"][-1]
+        assert last["role"] == "tool"
+        assert last["content"] == "Code block 1 executed successfully:\nsquare: 4\n"
 
 
 async def test_unknown_environments_and_questions_for_closed_ones_are_refused():
