@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from services.inference.rendering import Renderer
 
 _COMPLETION = "completion"
-_THINK = "<think>"
+_THINK, _THINK_END = "<think>", "</think>"
 _NUM_LOOKED_AT = 8
 
 
@@ -105,7 +105,7 @@ class Prompts:
         opening = self._renderer.tokenizer.decode(last).rstrip("\n")
         return AnswerSyntax(
             reads_calls=reads_calls,
-            reads_reasoning=_THINK in self._source,
+            reads_reasoning=any(mark in self._source for mark in (_THINK, _THINK_END)),
             starts_in_reasoning=opening.endswith(_THINK),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
@@ -243,3 +244,31 @@ async def test_log_probs_and_versions_are_those_of_the_engine(directory):
     told = [token.logprob for token in answer.choices[0].logprobs.content]
     assert np.allclose(sequence.inference_logprobs, told)
     assert sequence.policy_versions == (engine.policy_version,)
+
+
+async def test_a_template_that_drops_past_reasoning_forks_and_owns_once(tmp_path):
+    directory = make_tool_model(tmp_path / "model")
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text("utf-8"))
+    said = "'<|im_start|>assistant\\n' + message.content }}"
+    kept = "'<|im_start|>assistant\\n' + message.content.split('</think>')[-1].lstrip('\\n') }}"
+    assert said in config["chat_template"]
+    config["chat_template"] = config["chat_template"].replace(said, kept)
+    path.write_text(json.dumps(config), encoding="utf-8")
+    engine = ScriptedEngine(directory, ["<think>\nhm\n</think>\n\nSeven.", "Fourteen."])
+    async with agent_world(directory, engine) as world:
+        client = await world.recorded()
+        first = await answer_to(client, [USER])
+        assert (first.content, first.reasoning_content) == ("Seven.", "hm")
+        plain = {"role": "assistant", "content": "Seven."}
+        await answer_to(client, [USER, plain, {"role": "user", "content": "Twice?"}])
+        trajectory = await world.recordings.close("r")
+        shown = world.tokenizer.decode(engine.log[1].prompt_ids)
+    causes = [s.fork_cause for s in trajectory.sequences]
+    assert causes == [ForkCause.NONE, ForkCause.TEMPLATE_REWRITES_PAST]
+    assert "hm" not in shown
+    assert "assistant\nSeven.<|im_end|>" in shown
+    require_owned_once(trajectory, engine)
+    assert trajectory.history[1].reasoning == "hm"
+    last = engine.log[1]
+    assert tuple(trajectory.sequences[1].token_ids.tolist()) == last.prompt_ids + last.token_ids
