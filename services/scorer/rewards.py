@@ -6,6 +6,7 @@ def brevity(group: Group) -> list[float]:
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 import math
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from dialoop.environments.calling import call
 from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
 from dialoop.trajectory import Group, Reward, Trajectory
 
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RewardFunction = Callable[[Group], Sequence[float]]
-"""One number per trajectory of the group, in order; an exception drops the group."""
+RewardFunction = Callable[[Group], Any]
+"""One number per trajectory of the group, in order, sync or async; an exception drops the group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,7 @@ class GroupReward:
     name: str
     function: RewardFunction
     weight: float = 1.0
+    timeout_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,12 @@ class KlPenalty:
 def load_rewards(specs: Sequence[RewardSpec]) -> tuple[GroupReward, ...]:
     """Import the functions; InvalidConfig (REWARD_NOT_FOUND) names the one that is not there."""
     return tuple(
-        GroupReward(name=spec.name, function=_imported(spec.use), weight=spec.weight)
+        GroupReward(
+            name=spec.name,
+            function=_imported(spec.use),
+            weight=spec.weight,
+            timeout_s=spec.timeout_s,
+        )
         for spec in specs
     )
 
@@ -77,7 +85,11 @@ def with_reward(group: Group, reward: GroupReward) -> Group:
     Raises PreconditionFailed (REWARD_FAILED) when the function fails: no reward is not reward 0.
     """
     try:
-        values = [float(value) for value in reward.function(group)]
+        # Scoring has a thread of its own, so an async reward may have a loop of its own here.
+        found = asyncio.run(call(reward.function, group, timeout_s=reward.timeout_s))
+        values = [float(value) for value in found]
+    except TimeoutError as error:
+        raise _failed(reward.name, f"took more than {reward.timeout_s:g} s") from error
     except Exception as error:
         log.exception("Reward %s failed.", reward.name, extra={"group_id": group.group_id})
         raise _failed(reward.name, f"raised {type(error).__name__}") from error

@@ -27,6 +27,7 @@ class RewardSpec(BaseModel):
     name: str = Field(min_length=1)
     use: str
     weight: float = 1.0
+    timeout_s: float = Field(default=60.0, gt=0)
 
 
 class ScorerSettings(ServerSettings):

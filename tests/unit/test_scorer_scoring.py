@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
 from dialoop.trajectory import Failure, Owner, SamplingParams
 
 from services.rl.advantages import AdvantageSettings
-from services.scorer.rewards import GroupReward, KlPenalty, load_rewards, token_kl
+from services.scorer.rewards import GroupReward, KlPenalty, load_rewards, token_kl, with_reward
 from services.scorer.scoring import Scoring
 from services.scorer.settings import RewardSpec, ScorerSettings
 from tests.scorer_samples import make_group, make_sequence
@@ -165,3 +166,25 @@ def test_a_scorer_without_a_reference_imports_no_torch():
     check = "import sys, services.scorer.__main__; assert 'torch' not in sys.modules"
     paths = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'client')!r}]; "
     subprocess.run([sys.executable, "-c", paths + check], check=True, timeout=60)
+
+
+async def _slow(group) -> list[float]:
+    await asyncio.sleep(5)
+    return [0.0] * group.num_trajectories
+
+
+async def _async_reward(group) -> list[float]:
+    await asyncio.sleep(0)
+    return [2.0] * group.num_trajectories
+
+
+def test_a_reward_may_be_async() -> None:
+    group = with_reward(make_group(0.0, 1.0), GroupReward(name="two", function=_async_reward))
+    assert [t.reward for t in group.trajectories] == [2.0, 3.0]
+
+
+def test_a_reward_that_takes_too_long_drops_the_group() -> None:
+    reward = GroupReward(name="slow", function=_slow, timeout_s=0.05)
+    with pytest.raises(PreconditionFailed, match="slow took more than") as caught:
+        with_reward(make_group(0.0, 1.0), reward)
+    assert caught.value.reason == "REWARD_FAILED"
