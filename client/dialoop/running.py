@@ -80,5 +80,5 @@ def announced(run_dir: Path, pid: int) -> Stack | None:
         return None
     if found["pid"] != pid:  # a stack that was killed leaves its file behind
         return None
-    addresses, rest = dict(found["addresses"]), dict(found.get("rest", {}))
+    addresses, rest = dict(found["addresses"]), dict(found.get("rest_addresses", {}))
     return Stack(run_dir=run_dir, pid=pid, addresses=addresses, rest=rest)
