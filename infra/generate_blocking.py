@@ -16,7 +16,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CLIENTS = ROOT / "client" / "dialoop" / "clients"
-MODULES = ("environment", "inference", "replay", "scorer", "template", "trainer")
+MODULES = ("environment", "inference", "recordings", "replay", "scorer", "template", "trainer")
+# Clients that are not named after their module.
+NAMES = {"recordings": "RecordingClient"}
 # What a twin wraps, where that is more than the client itself.
 WRAPPED = {"environment": ("dialoop.local", "Environments")}
 MAX_ARGUMENTS = 6
@@ -42,7 +44,7 @@ class _Blocking(ast.NodeTransformer):
 def generated(module: str) -> str:
     """The source of one blocking module, formatted."""
     tree = ast.parse((CLIENTS / f"{module}.py").read_text("utf-8"))
-    name = f"{module.capitalize()}Client"
+    name = NAMES.get(module, f"{module.capitalize()}Client")
     client = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
     home, wrapped = WRAPPED.get(module, (f"dialoop.clients.{module}", name))
     methods = [n for n in client.body if isinstance(n, Method) and not n.name.startswith("_")]

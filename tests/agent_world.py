@@ -202,6 +202,7 @@ class AgentWorld:
     engine: object
     book: RecordingBook
     recordings: RecordingClient
+    channel: Channel
     http: httpx.AsyncClient
     replica: Replica
     tokenizer: Tokenizer
@@ -266,6 +267,7 @@ async def agent_world(
             engine=engine,
             book=book,
             recordings=RecordingClient(channel, rest_url=url),
+            channel=channel,
             http=await exits.enter_async_context(httpx.AsyncClient(timeout=20)),
             replica=replica,
             tokenizer=renderer.tokenizer,

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import openai
 import pytest
+from dialoop import Dialoop
 from dialoop.agents import AgentHost, AgentOutcome, load_agent, play_agent
 from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.trajectory import (
@@ -69,6 +70,13 @@ async def test_an_agents_run_is_a_trajectory_with_its_reward(directory):
     assert (trajectory.group_id, trajectory.task_key, trajectory.seed) == ("g", "35+40", 3)
     assert trajectory.sampling.max_new_tokens == 30
     assert trajectory.num_model_tokens == len(engine.log[0].token_ids)
+
+
+async def test_a_notebook_records_through_the_sdk(directory):
+    engine = ScriptedEngine(directory, ["It is 75."])
+    async with agent_world(directory, engine) as world, Dialoop(inference=world.channel) as dialoop:
+        host = AgentHost(recordings=dialoop.recordings(world.url))
+        assert (await play_agent(TASK, agent=ask_once, host=host)).reward == 1.0
 
 
 async def test_an_agent_that_fails_is_nobodys_reward_of_zero(directory):

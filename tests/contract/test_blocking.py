@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 from dialoop import BlockingDialoop, Dialoop
-from dialoop.clients.blocking import environment, inference, replay, scorer, trainer
+from dialoop.clients.blocking import environment, inference, recordings, replay, scorer, trainer
 from dialoop.clients.blocking.loop import BackgroundLoop
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
+from dialoop.clients.recordings import RecordingClient
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.scorer import ScorerClient
 from dialoop.clients.trainer import TrainerClient
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 TWINS = [
     (EnvironmentClient, environment.BlockingEnvironmentClient),
     (InferenceClient, inference.BlockingInferenceClient),
+    (RecordingClient, recordings.BlockingRecordingClient),
     (ReplayClient, replay.BlockingReplayClient),
     (ScorerClient, scorer.BlockingScorerClient),
     (TrainerClient, trainer.BlockingTrainerClient),

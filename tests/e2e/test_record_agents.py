@@ -22,7 +22,7 @@ from tests.agent_world import LoggingEngine, agent_world, make_tool_model
 from tests.recorded_agents import AGENTS, ANSWER, demonstrations, run_by_hand, warm_start
 
 GREEDY = SamplingParams(temperature=0.0)
-MAX_MODEL_LEN = 2048
+MAX_MODEL_LEN = 2000
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,14 @@ async with in_process() as dialoop: ...
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
+from dialoop.clients.recordings import RecordingClient
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.scorer import ScorerClient
 from dialoop.clients.template import TemplateClient
@@ -43,6 +45,7 @@ C = TypeVar(
     "C",
     EnvironmentClient,
     InferenceClient,
+    RecordingClient,
     ReplayClient,
     ScorerClient,
     TemplateClient,
@@ -125,6 +128,10 @@ class Dialoop:
     def templates(self) -> TemplateClient:
         """The chat templates of the inference service."""
         return self._client("inference", TemplateClient)
+
+    def recordings(self, rest_url: str) -> RecordingClient:
+        """Recordings of agents at the inference service; `rest_url` is that of its REST door."""
+        return self._client("inference", partial(RecordingClient, rest_url=rest_url))
 
     @property
     def policy(self) -> Policy:

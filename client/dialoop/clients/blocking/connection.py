@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from dialoop.clients.blocking.environment import BlockingEnvironmentClient
 from dialoop.clients.blocking.inference import BlockingInferenceClient
 from dialoop.clients.blocking.loop import BackgroundLoop
+from dialoop.clients.blocking.recordings import BlockingRecordingClient
 from dialoop.clients.blocking.replay import BlockingReplayClient
 from dialoop.clients.blocking.scorer import BlockingScorerClient
 from dialoop.clients.blocking.template import BlockingTemplateClient
@@ -102,6 +103,10 @@ class BlockingDialoop:
     def templates(self) -> BlockingTemplateClient:
         """The chat templates of the inference service."""
         return BlockingTemplateClient(self._get(lambda d: d.templates), self._loop)
+
+    def recordings(self, rest_url: str) -> BlockingRecordingClient:
+        """Recordings of agents at the inference service; `rest_url` is that of its REST door."""
+        return BlockingRecordingClient(self._get(lambda d: d.recordings(rest_url)), self._loop)
 
     @property
     def replay(self) -> BlockingReplayClient:
