@@ -112,7 +112,7 @@ class CallState(Enum):
     """The request was wrong; nothing was sampled."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class RecordedCall:
     """One call; owned by its recording."""
 

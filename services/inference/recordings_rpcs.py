@@ -6,26 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.trajectory import SamplingParams
 from dialoop.v1 import inference_service_pb2 as pb
-from dialoop.v1 import trajectory_pb2
 from dialoop.wire import (
-    chat_history_to_proto,
     failure_from_proto,
     failure_to_proto,
     history_to_proto,
     reward_from_proto,
     sampling_from_proto,
     sampling_to_proto,
-    sequence_to_proto,
     task_from_proto,
     trajectory_to_proto,
 )
 
+from services.inference.answers import sample_to_proto
 from services.inference.recordings import CallState, RecordingBook, RecordingSpec
 from services.inference.recordings_trajectory import Closing, close
 
 if TYPE_CHECKING:
     import grpc
-    from dialoop.episode import Sample
 
     from services.inference.recordings import RecordedCall, Recording
     from services.inference.rendering import Renderer
@@ -96,17 +93,8 @@ def _call(call: RecordedCall, recording: Recording) -> pb.RecordedCall:
     return pb.RecordedCall(
         call_id=call.call_id,
         prompt=history_to_proto(call.prompt.prompt.history),
-        samples=[_sample(choice.sample) for choice in call.choices],
+        samples=[sample_to_proto(choice.sample) for choice in call.choices],
         sampling=sampling_to_proto(call.sampling),
         sequence_indices=recording.sequence_indices.get(call.call_id, ()),
         failure=None if call.failure is None else failure_to_proto(call.failure),
-    )
-
-
-def _sample(sample: Sample) -> pb.Sample:
-    return pb.Sample(
-        history=chat_history_to_proto(sample.history),
-        sequence=sequence_to_proto(sample.sequence),
-        stop_reason=trajectory_pb2.StopReason.Name(int(sample.stop_reason)),
-        stop_string=sample.stop_string,
     )
