@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from services.learning.loss_loading import load_loss
 from services.learning.models import load_policy
 from services.learning.optim import GuardedOptimizer, OptimizerSettings
-from services.learning.packing import TokenRow, pack_rows, pack
+from services.learning.packing import TokenRow, pack, pack_rows
 from services.learning.tiny import make_tiny_model
 from services.learning.training import update
 from services.rl.advantages import group_advantages
