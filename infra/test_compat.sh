@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Tests against packages that do not fit beside our pins: each in a venv of its own over .venv.
+#   infra/test_compat.sh                the three packages, in ${TMPDIR:-/tmp}/dialoop-compat
+#   infra/test_compat.sh openenv        one of them
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+place="${TMPDIR:-/tmp}/dialoop-compat"
+declare -A packages=(
+  [openenv]="openenv-core>=0.3,<0.4"
+  [torchrl]="torchrl>=0.14,<0.15"
+  [verifiers]="verifiers>=0.4,<0.5"
+)
+for name in "${@:-openenv torchrl verifiers}"; do
+  for one in $name; do
+    venv="$place/$one"
+    if [[ ! -x "$venv/bin/python" ]]; then
+      .venv/bin/python -m venv --without-pip "$venv"
+      site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+      ours=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+      echo "import site; site.addsitedir('$ours')" > "$site/ours.pth"
+    fi
+    .venv/bin/python -m pip --python "$venv/bin/python" install -q "${packages[$one]}"
+    "$venv/bin/python" -m pytest -p no:cacheprovider tests/contract/test_compat_"$one"*.py
+  done
+done
