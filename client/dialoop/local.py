@@ -31,6 +31,7 @@ from dialoop.environments.spec import spec_of
 from dialoop.episode import Opening, Outcome
 from dialoop.errors import ERRORS_BY_STATUS, DialoopError, InternalError
 from dialoop.local_episodes import LocalSession, StepCall, public_opening, public_outcome
+from dialoop.local_runs import LocalRuns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -76,7 +77,7 @@ def _served(error: Exception) -> DialoopError:
     return kind(error.message, reason=error.reason, remedy=error.remedy)
 
 
-class LocalEnvironmentClient:
+class LocalEnvironmentClient(LocalRuns):
     """Plays environments in this process; use one from one event loop.
 
     What an environment has to take before it can play (a connection, a pool) it takes with its

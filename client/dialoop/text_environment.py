@@ -64,6 +64,19 @@ class TextRun:
     rewards: list[float | None]
     histories: list[TextHistory]
 
+    @classmethod
+    def of(cls, histories: Iterable[TextHistory]) -> TextRun:
+        """The lists of these episodes."""
+        histories = list(histories)
+        split = [history.split_query_response_tokens() for history in histories]
+        return cls(
+            queries=[query for query, _, _ in split],
+            responses=[response for _, response, _ in split],
+            masks=[mask for _, _, mask in split],
+            rewards=[history.reward for history in histories],
+            histories=histories,
+        )
+
     def __iter__(self) -> Any:
         return iter((self.queries, self.responses, self.masks, self.rewards, self.histories))
 
@@ -107,18 +120,16 @@ class TextEnvironment:
         A tool or engine that fails ends its episode, which then has a failure and no reward.
         """
         if not queries:
-            raise InvalidInput("There is no query.", remedy="Give at least one.")
+            raise InvalidInput(
+                "There is no query.", reason="QUERIES_MISSING", remedy="Give at least one."
+            )
+        if not all(self.prompt + query for query in queries):
+            raise InvalidInput(
+                "A query is empty.", reason="QUERIES_MISSING", remedy="Give a query or a prompt."
+            )
         async with asyncio.TaskGroup() as playing:
             tasks = [playing.create_task(self.play(query)) for query in queries]
-        histories = await self._rewarded([task.result() for task in tasks], extra)
-        split = [history.split_query_response_tokens() for history in histories]
-        return TextRun(
-            queries=[query for query, _, _ in split],
-            responses=[response for _, response, _ in split],
-            masks=[mask for _, _, mask in split],
-            rewards=[history.reward for history in histories],
-            histories=histories,
-        )
+        return TextRun.of(await self._rewarded([task.result() for task in tasks], extra))
 
     async def play(self, query: str) -> TextHistory:
         """One episode of one query, without its reward."""

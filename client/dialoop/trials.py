@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from dialoop.chat import History, Message
 from dialoop.environments.failures import failure_of
-from dialoop.errors import InvalidInput
+from dialoop.errors import DialoopError, InvalidInput
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.sequences import Sequence as TokenSequence
 from dialoop.trajectory import Owner
@@ -231,14 +231,18 @@ async def run_trial(
 ) -> TrialResult:
     """Play one trial per input, all at the same time.
 
-    A game or agent that fails ends its episode with a failure; nothing else is touched.
+    A game or agent that fails ends its episode with a failure; nothing else is touched. A task that
+    the game refuses (a DialoopError of `begin`) is raised.
     """
     options = options or TrialOptions()
-    async with asyncio.TaskGroup() as playing:
-        tasks = [
-            playing.create_task(_trial(game, task, agent, tokenizer, options, index))
-            for index, task in enumerate(inputs)
-        ]
+    try:
+        async with asyncio.TaskGroup() as playing:
+            tasks = [
+                playing.create_task(_trial(game, task, agent, tokenizer, options, index))
+                for index, task in enumerate(inputs)
+            ]
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from group
     return TrialResult(trials=tuple(task.result() for task in tasks), mask_scope=options.mask_scope)
 
 
@@ -253,8 +257,17 @@ async def _trial(
     episodes: list[PlayedEpisode] = []
     memory: Any = None
     for number in range(options.episodes_per_trial):
-        state = game.begin(task, seed=options.seed + index)
-        episode, memory = await _episode(game, state, agent, memory, tokenizer)
+        try:
+            state = game.begin(task, seed=options.seed + index)
+        except DialoopError:
+            raise
+        except Exception as error:
+            failure = failure_of(
+                error, owner=Owner.ENVIRONMENT, reason="TRIAL_FAILED", what="The game"
+            )
+            episode = PlayedEpisode(failures=(failure,))
+        else:
+            episode, memory = await _episode(game, state, agent, memory, tokenizer)
         free = number < options.free_shots
         reward = 0.0 if free else episode.reward
         episodes.append(replace(episode, is_free_shot=free, reward=reward))

@@ -17,6 +17,7 @@ from dialoop.environments import (
 )
 from dialoop.environments.spec import FieldSpec, spec_of
 from dialoop.errors import DialoopError, InvalidHistory
+from dialoop.trials import TrialOptions
 from dialoop.v1 import chat_pb2
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire import (
@@ -31,6 +32,7 @@ from dialoop.wire import (
     tokens_to_proto,
     tool_to_proto,
 )
+from dialoop.wire.runs import mask_scope_from_proto
 
 from services.environment.records import ResetCall, Session, SessionState, StepCall, Taken
 
@@ -222,6 +224,16 @@ def tasks_response(page: TaskPage) -> pb.ListTasksResponse:
     """A page of tasks."""
     refs = [pb.TaskRef(key=ref.key, epoch=ref.epoch, seed=ref.seed) for ref in page.tasks]
     return pb.ListTasksResponse(tasks=refs, next_page_token=page.next_page_token)
+
+
+def trial_options(request: pb.RunTrialRequest) -> TrialOptions:
+    """How often tasks are played; InvalidInput for impossible numbers."""
+    return TrialOptions(
+        episodes_per_trial=request.episodes_per_trial or 1,
+        free_shots=request.free_shots,
+        mask_scope=mask_scope_from_proto(request.mask_scope),
+        seed=request.seed,
+    )
 
 
 def score_response(scores: tuple[Score, ...]) -> pb.ScoreResponse:

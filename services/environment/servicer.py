@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dialoop.errors import InvalidInput
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceServicer
-from dialoop.wire import chat_history_from_proto, trajectory_from_proto
+from dialoop.wire import chat_history_from_proto, sampling_from_proto, trajectory_from_proto
+from dialoop.wire.runs import text_history_to_proto, trials_to_proto
 
 from services.environment import encoding
 from services.runtime.errors import public_error
 
 if TYPE_CHECKING:
     from services.environment.catalogue import Catalogue
+    from services.environment.runs import Runs
     from services.environment.sessions import Sessions
 
 _Request = TypeVar("_Request")
@@ -26,10 +28,16 @@ class EnvironmentServicer(EnvironmentServiceServicer):
     """Serves a catalogue of environments and the sessions played in them."""
 
     def __init__(
-        self, catalogue: Catalogue, sessions: Sessions, *, max_concurrent_items: int = 256
+        self,
+        catalogue: Catalogue,
+        sessions: Sessions,
+        runs: Runs,
+        *,
+        max_concurrent_items: int = 256,
     ) -> None:
         self._catalogue = catalogue
         self._sessions = sessions
+        self._runs = runs
         self._max_concurrent_items = max_concurrent_items
 
     async def ListEnvironments(
@@ -154,6 +162,25 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         task = environment.tasks.get(request.split, trajectory.task_key)
         scores = await environment.score(task, trajectory)
         return encoding.score_response(scores)
+
+    async def RunText(self, request: pb.RunTextRequest, context: Any) -> pb.RunTextResponse:
+        run = await self._runs.text(
+            request.environment,
+            list(request.queries),
+            extra_json=request.extra_json,
+            sampling=sampling_from_proto(request.sampling),
+            compat=request.compat,
+        )
+        return pb.RunTextResponse(histories=[text_history_to_proto(h) for h in run.histories])
+
+    async def RunTrial(self, request: pb.RunTrialRequest, context: Any) -> pb.RunTrialResponse:
+        result = await self._runs.trial(
+            request.environment,
+            [dict(one.data) for one in request.inputs],
+            options=encoding.trial_options(request),
+            sampling=sampling_from_proto(request.sampling),
+        )
+        return pb.RunTrialResponse(trials=trials_to_proto(result))
 
     def _version(self, session_id: str) -> str:
         return self._sessions.get(session_id).environment.version

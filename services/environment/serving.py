@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from dialoop.clients.inference import InferenceClient
 from dialoop.v1.environment_service_pb2_grpc import add_EnvironmentServiceServicer_to_server
 
 from services.environment.catalogue import Catalogue
 from services.environment.holding import held, watched
+from services.environment.runs import OwnPolicy, Runs, TextCatalogue
 from services.environment.servicer import EnvironmentServicer
 from services.environment.sessions import Limits, open_sessions
 from services.environment.settings import EnvironmentSettings
-from services.runtime import GrpcServer, Server
+from services.runtime import Connect, GrpcServer, OwnProcess, Server
 
 SERVICE = "dialoop.v1.EnvironmentService"
 
@@ -33,9 +35,16 @@ async def serving(
 
 @asynccontextmanager
 async def serving_on(
-    server: Server, settings: EnvironmentSettings, catalogue: Catalogue | None = None
+    server: Server,
+    settings: EnvironmentSettings,
+    catalogue: Catalogue | None = None,
+    *,
+    connect: Connect | None = None,
 ) -> AsyncIterator[None]:
-    """The same on a server of any kind, which is entered and left with the sessions."""
+    """The same on a server of any kind, which is entered and left with the sessions.
+
+    `connect` reaches the inference service of the settings; absent: over the network.
+    """
     catalogue = catalogue or Catalogue.from_entries(settings.entries)
     limits = Limits(
         ttl_s=settings.ttl_s,
@@ -46,9 +55,17 @@ async def serving_on(
         max_working=settings.max_working_steps,
         reap_interval_s=settings.reap_interval_s,
     )
-    async with held(catalogue), open_sessions(catalogue, limits) as sessions:
+    texts = TextCatalogue.from_entries(settings.text_environments)
+    async with (
+        held(catalogue),
+        open_sessions(catalogue, limits) as sessions,
+        _own_policy(settings, connect or OwnProcess(settings).connect) as policy,
+    ):
         servicer = EnvironmentServicer(
-            catalogue, sessions, max_concurrent_items=settings.max_concurrent_items
+            catalogue,
+            sessions,
+            Runs(catalogue, texts, policy),
+            max_concurrent_items=settings.max_concurrent_items,
         )
         server.add(add_EnvironmentServiceServicer_to_server, servicer, SERVICE)
         for environment in catalogue:
@@ -61,3 +78,12 @@ async def serving_on(
                 yield
             finally:
                 watching.cancel()
+
+
+@asynccontextmanager
+async def _own_policy(settings: EnvironmentSettings, connect: Connect) -> AsyncIterator[OwnPolicy]:
+    if not settings.inference_address:
+        yield OwnPolicy(None, settings.model_dir)
+        return
+    async with connect(settings.inference_address) as channel:
+        yield OwnPolicy(InferenceClient(channel), settings.model_dir)

@@ -7,6 +7,7 @@ DIALOOP_ENVIRONMENT_ENVIRONMENTS='[{"use": "jsonl", "options": {"path": "train.j
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -39,6 +40,14 @@ class EnvironmentSettings(ServerSettings):
     """Serve `jsonl` with the tasks of this file too."""
     heldout_file: str = ""
     """Tasks for the "heldout" split of `task_file`."""
+    text_environments: Annotated[tuple[EnvironmentEntry, ...], NoDecode] = (
+        EnvironmentEntry(use="calculator"),
+    )
+    """Text environments for RunText, given as `environments`; each names a TextSetup."""
+    inference_address: str = ""
+    """host:port of the policy that RunText and RunTrial play; empty: both are refused."""
+    model_dir: Path | None = None
+    """Model directory whose tokenizer that policy has."""
     ttl_s: float = Field(default=900.0, gt=0)
     """A session that nobody uses for so long expires, unless it was created with its own ttl_s."""
     max_ttl_s: float = Field(default=86_400.0, gt=0)
@@ -58,7 +67,7 @@ class EnvironmentSettings(ServerSettings):
     max_concurrent_items: int = Field(default=256, ge=1)
     """Requests of one batch or stream that are worked on at one time."""
 
-    @field_validator("environments", mode="before")
+    @field_validator("environments", "text_environments", mode="before")
     @classmethod
     def _accept_names(cls, given: Any) -> Any:
         if isinstance(given, str):

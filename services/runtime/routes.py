@@ -35,6 +35,8 @@ TABLE: Mapping[str, str] = MappingProxyType(
         "EnvironmentService.BatchReset": "POST /v1/batch/reset",
         "EnvironmentService.BatchStep": "POST /v1/batch/step",
         "EnvironmentService.Score": "POST /v1/score",
+        "EnvironmentService.RunText": "POST /v1/text_env/run",
+        "EnvironmentService.RunTrial": "POST /v1/trials/run",
         "InferenceService.LogProb": "POST /v1/logprob",
         "InferenceService.GetPolicy": "GET /v1/policy",
         "InferenceService.UnloadAdapter": "DELETE /v1/adapters/{adapter}",

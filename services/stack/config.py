@@ -48,6 +48,8 @@ class EnvironmentSection(_Section):
     """Split that is evaluated on."""
     options: dict[str, Any] = {}
     """Arguments of the function that makes the environment."""
+    text_environments: tuple[str, ...] = ("calculator",)
+    """Text environments to serve beside it: `calculator`, or `module:attribute` of a TextSetup."""
     agent: str = ""
     """`module:function` of an agent that plays the tasks; empty: the policy plays them itself."""
 

@@ -107,7 +107,12 @@ class Layout:
 
     def _environment(self) -> dict[str, object]:
         entry = {"use": self.config.environment.kind, "options": environment_options(self.config)}
-        return {"environments": [entry]}
+        return {
+            "environments": [entry],
+            "text_environments": list(self.config.environment.text_environments),
+            "inference_address": self.address("inference"),
+            "model_dir": self.run_dir.model(self.config).resolve(),
+        }
 
     def _inference(self) -> dict[str, object]:
         section = self.config.inference

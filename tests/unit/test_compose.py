@@ -43,6 +43,8 @@ TARGETS = targets()
 # What containers have of their own: where they listen, find each other and keep files.
 PLACES = {"host", "port", "rest_port", "token", "run", "run_dir", "model_dir", "weights_root"}
 PLACES |= {"worker", "redis_url", "replay_address", "environment_address", "inference_addresses"}
+# Containers with tools reach no other service, so that they play nothing on their own policy.
+PLACES |= {"inference_address"}
 
 
 def loaded(

@@ -15,6 +15,7 @@ from dialoop.environments.endings import EndWhenIncomplete
 from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData
 from dialoop.environments.tasks import TaskSource, task_not_found
 from dialoop.environments.transform import Traits, Transform
+from dialoop.errors import Unsupported
 from dialoop.trajectory import DoneReason, Reward
 from dialoop.twenty_questions import TwentyQuestions
 
@@ -74,6 +75,18 @@ class Play(Transform):
         """What the game has given so far."""
         value = float(episode.state.get(_REWARD, 0.0))
         return Score(rewards=(Reward(name=_STATE, value=value),))
+
+
+def game_of(environment: object) -> Game[Any]:
+    """The game that an environment plays; Unsupported (NOT_A_GAME) when it plays none."""
+    for transform in getattr(environment, "transforms", ()):
+        if isinstance(transform, Play):
+            return transform.game
+    raise Unsupported(
+        f"Environment {getattr(environment, 'name', '')} is not a game.",
+        reason="NOT_A_GAME",
+        remedy="Run trials in an environment with a Play transform, as twenty_questions.",
+    )
 
 
 class WordTasks(TaskSource):

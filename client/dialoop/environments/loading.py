@@ -25,20 +25,20 @@ def load_environment(use: str, options: Mapping[str, Any] | None = None) -> Envi
         "jsonl": jsonl,
         "twenty_questions": twenty_questions,
     }
-    found = built_in.get(use) or _imported(use, tuple(built_in))
-    made = _made(found, dict(options or {}), use)
-    missing = [name for name in _REQUIRED if not hasattr(made, name)]
+    found = built_in.get(use) or imported(use, tuple(built_in))
+    environment: Environment = made(found, dict(options or {}), use)
+    missing = [name for name in _REQUIRED if not hasattr(environment, name)]
     if missing:
         raise InvalidConfig(
             f"{use} is not an environment: it has no {missing[0]}.",
             reason="NOT_AN_ENVIRONMENT",
             remedy="Name a ChatEnv, or a function that returns one.",
         )
-    environment: Environment = made
     return environment
 
 
-def _imported(use: str, built_in: tuple[str, ...]) -> Any:
+def imported(use: str, built_in: tuple[str, ...]) -> Any:
+    """What stands at `module:attribute`; InvalidConfig when nothing does."""
     module, _, attribute = use.partition(":")
     if not module or not attribute:
         raise InvalidConfig(
@@ -59,7 +59,8 @@ def _imported(use: str, built_in: tuple[str, ...]) -> Any:
     return found
 
 
-def _made(found: Any, options: dict[str, Any], use: str) -> Any:
+def made(found: Any, options: dict[str, Any], use: str) -> Any:
+    """`found`, or what it makes of the options; InvalidConfig when it does not take them."""
     if not callable(found):
         if options:
             raise InvalidConfig(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
+    from typing import Any
 
     from dialoop.chat import ChatHistory
     from dialoop.clients.blocking.loop import BackgroundLoop
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from dialoop.episode import Opening, Outcome
     from dialoop.errors import DialoopError
     from dialoop.local import Environments
-    from dialoop.trajectory import Trajectory
+    from dialoop.text_environment import TextRun
+    from dialoop.trajectory import SamplingParams, Trajectory
+    from dialoop.trials import TrialOptions, TrialResult
 
 
 class BlockingEnvironmentClient:
@@ -145,3 +148,32 @@ class BlockingEnvironmentClient:
     def score(self, trajectory: Trajectory, *, split: str) -> tuple[Score, ...]:
         """Recompute a finished trajectory's rewards: one score per turn, with what failed."""
         return self._loop.run(self._client.score(trajectory, split=split))
+
+    def run_text(
+        self,
+        environment: str,
+        queries: Iterable[str],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        sampling: SamplingParams | None = None,
+        compat: str = "",
+    ) -> TextRun:
+        """Play a text environment of the service on its own policy; `extra` goes to the reward."""
+        return self._loop.run(
+            self._client.run_text(
+                environment, queries, extra=extra, sampling=sampling, compat=compat
+            )
+        )
+
+    def run_trial(
+        self,
+        environment: str,
+        inputs: Iterable[Mapping[str, str]],
+        *,
+        options: TrialOptions | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> TrialResult:
+        """Play one trial per input in a game of the service, on its own policy."""
+        return self._loop.run(
+            self._client.run_trial(environment, inputs, options=options, sampling=sampling)
+        )
