@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from dialoop import BlockingDialoop
+from dialoop import BlockingDialoop, Message
+from dialoop.environments.environment import Given
 from dialoop.testing import ScriptedPolicy
 
 from services.learning.loss_loading import load_loss
@@ -141,3 +142,31 @@ def test_the_loss_of_the_readme_is_loaded_by_name_and_points_uphill(
     output.loss.backward()  # type: ignore[no-untyped-call]
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [-0.5, 0.5]
+
+
+def test_the_template_snippet_holds_as_printed() -> None:
+    exec(snippet("return_assistant_tokens_mask"), {})
+
+
+async def test_what_the_model_writes_runs_in_the_environment_of_the_readme() -> None:
+    names: dict[str, Any] = {}
+    exec(snippet("PythonInterpreter"), names)
+    environment = names["environment"]
+    await environment.acquire()
+    try:
+        opening = environment.reset(environment.task_from(Given(query="What is 6*7?")), seed=0)
+        code = Message(role="assistant", content="```python\nprint(6 * 7)\n```")
+        outcome = await environment.step(opening.episode, opening.history.respond(code))
+        assert "42" in outcome.history.require_prompt()[-1].text
+    finally:
+        await environment.close(outcome.episode)
+        await environment.release()
+
+
+@pytest.mark.timeout(240)
+def test_every_service_runs_in_one_process_as_printed() -> None:
+    code = snippet("blocking_in_process") + "\nassert len(group.trajectories) == 4\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
