@@ -5,13 +5,14 @@ plan_rows([5, 3, 4, 2], max_tokens=7).rows     # ((0, 3), (2, 1)): 5 + 2 and 4 +
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from dialoop.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 Oversize = Literal["error", "drop"]
 
@@ -74,3 +75,87 @@ def _too_long(
         reason="SEQUENCE_TOO_LONG",
         remedy="Raise max_tokens, shorten the episodes, or set oversize to 'drop'.",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """Rows of indices for every rank: ranks[r][k] is the k-th row of rank r.
+
+    Every rank has the same number of rows, so that all join the same collectives; a rank with too
+    few sequences ends with empty ones.
+    """
+
+    ranks: tuple[tuple[tuple[int, ...], ...], ...]
+    dropped: tuple[int, ...] = ()
+
+    def rows_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """The rows of one rank that hold something."""
+        return tuple(row for row in self.ranks[rank] if row)
+
+
+def row_cost(lengths: Sequence[int], *, hidden_size: int = 1024) -> float:
+    """What a row of sequences costs, in tokens of a short sequence.
+
+    A decoder layer does about 12 h^2 multiplications for a token and 2 h for each token it attends
+    to, L / 2 on average: L (1 + L / (12 h)).
+    """
+    return sum(length * (1 + length / (12 * hidden_size)) for length in lengths)
+
+
+def plan_ranks(
+    lengths: Sequence[int],
+    *,
+    max_tokens: int,
+    num_ranks: int,
+    oversize: Oversize = "error",
+    names: Sequence[str] | None = None,
+    hidden_size: int = 1024,
+) -> RankPlan:
+    """Rows of at most `max_tokens` tokens for `num_ranks`, of similar cost; none is split.
+
+    No rank has more rows than first-fit-decreasing needs, and the k-th rows of all ranks, which
+    wait for each other, cost about the same. plan_ranks([6, 4, 3, 2], max_tokens=8, num_ranks=2)
+    is ((0, 3),) and ((1, 2),). Errors and `oversize` are those of `plan_rows`.
+    """
+    plan = plan_rows(lengths, max_tokens=max_tokens, oversize=oversize, names=names)
+    if num_ranks == 1:
+        return RankPlan(ranks=(plan.rows,), dropped=plan.dropped)
+    num_rows = -(-len(plan.rows) // num_ranks)
+
+    def cost(row: Sequence[int]) -> float:
+        return row_cost([lengths[i] for i in row], hidden_size=hidden_size)
+
+    fitting = [i for row in plan.rows for i in row]
+    rows = _levelled(fitting, lengths, max_tokens, num_rows * num_ranks) or list(plan.rows)
+    rows = [*rows, *[()] * (num_rows * num_ranks - len(rows))]
+    dealt = _dealt(sorted(rows, key=cost, reverse=True), num_ranks, cost)
+    return RankPlan(ranks=dealt, dropped=plan.dropped)
+
+
+def _levelled(
+    indices: Sequence[int], lengths: Sequence[int], max_tokens: int, num_rows: int
+) -> list[tuple[int, ...]] | None:
+    """Longest first into the emptiest row; None where a sequence finds no room that way."""
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    emptiest = [(0, row) for row in range(num_rows)]  # a heap of (tokens, row)
+    for index in sorted(indices, key=lambda i: (-lengths[i], i)):
+        tokens, row = emptiest[0]
+        if tokens + lengths[index] > max_tokens:
+            return None
+        rows[row].append(index)
+        heapq.heapreplace(emptiest, (tokens + lengths[index], row))
+    return [tuple(row) for row in rows]
+
+
+def _dealt(
+    rows: Sequence[tuple[int, ...]], num_ranks: int, cost: Callable[[Sequence[int]], float]
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Rows by falling cost, one to each rank in turn: the dearest to the rank that has least."""
+    totals = [0.0] * num_ranks
+    ranks: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
+    for start in range(0, len(rows), num_ranks):
+        cheapest_first = sorted(range(num_ranks), key=lambda rank: (totals[rank], rank))
+        for rank, row in zip(cheapest_first, rows[start : start + num_ranks], strict=True):
+            ranks[rank].append(row)
+            totals[rank] += cost(row)
+    return tuple(map(tuple, ranks))
