@@ -11,12 +11,14 @@ from pathlib import Path
 
 import httpx
 import openai
+import torch
 from dialoop.clients.channel import Channel, RetryPolicy
 from dialoop.clients.recordings import RecordingClient
 from dialoop.sequences import PolicyVersion, Source
 from dialoop.tokenizer import Tokenizer
 from dialoop.trajectory import StopReason
 from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
+from transformers import Qwen2ForCausalLM
 
 from services.inference.engine import BASE_VERSION, Piece, Sampled, VersionSpan
 from services.inference.openai_routes import OpenAiService, openai_routes
@@ -24,7 +26,7 @@ from services.inference.recordings import RecordingBook, RecordingLimits
 from services.inference.rendering import Renderer
 from services.inference.replica import Replica
 from services.inference.servicer import InferenceServicer
-from services.learning.tiny import make_tiny_model
+from services.learning.tiny import make_tiny_model, tiny_config
 from services.runtime.server import GrpcServer
 from services.runtime.settings import ServerSettings
 
@@ -71,9 +73,13 @@ TOOL_TEMPLATE = """\
 def make_tool_model(directory: Path, *, max_positions: int = 2048, seed: int = 0) -> Path:
     """A tiny model whose template shows tools, with room for their schemas."""
     make_tiny_model(directory, seed=seed)
-    config = json.loads((directory / "config.json").read_text("utf-8"))
-    config["max_position_embeddings"] = max_positions
-    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    config = tiny_config()
+    config.max_position_embeddings = max_positions
+    config.num_hidden_layers = 2
+    config.layer_types = config.layer_types[:2]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        Qwen2ForCausalLM(config).save_pretrained(directory)
     path = directory / "tokenizer_config.json"
     tokenizer = json.loads(path.read_text("utf-8"))
     tokenizer |= {"chat_template": TOOL_TEMPLATE, "model_max_length": max_positions}

@@ -116,6 +116,8 @@ async def demonstrations(directory: Path) -> list[TokenRow]:
 def warm_start(directory: Path, rows: list[TokenRow], *, num_steps: int) -> float:
     """Imitate the demonstrations; the model's weights are replaced, the last loss comes back."""
     torch.manual_seed(0)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine two would wait for each other
     policy = load_policy(directory)
     optimizer = GuardedOptimizer(
         list(policy.parameters()),
@@ -124,6 +126,7 @@ def warm_start(directory: Path, rows: list[TokenRow], *, num_steps: int) -> floa
     batch, objective, loss = pack_rows(rows), load_objective("sft"), 0.0
     for _ in range(num_steps):
         loss = update(policy, optimizer, [batch], objective).loss
+    torch.set_num_threads(num_threads)
     tensors = {k: v.detach().contiguous() for k, v in policy.causal_lm.state_dict().items()}
     names = load_file(directory / "model.safetensors").keys()
     path = directory / "model.safetensors"

@@ -21,6 +21,8 @@ from services.learning.training import update
 from tests.agent_world import LoggingEngine, agent_world, make_tool_model
 from tests.recorded_agents import AGENTS, ANSWER, demonstrations, run_by_hand, warm_start
 
+pytestmark = pytest.mark.timeout(300)  # a busy machine takes its time
+
 GREEDY = SamplingParams(temperature=0.0)
 MAX_MODEL_LEN = 2000
 
@@ -29,7 +31,7 @@ MAX_MODEL_LEN = 2000
 def warm(tmp_path_factory):
     """A tiny model that has learnt the tools' format."""
     directory = make_tool_model(tmp_path_factory.mktemp("record") / "model")
-    loss = warm_start(directory, asyncio.run(demonstrations(directory)), num_steps=60)
+    loss = warm_start(directory, asyncio.run(demonstrations(directory)), num_steps=40)
     assert loss < 0.02
     return directory
 
