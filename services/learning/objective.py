@@ -79,7 +79,7 @@ class Objective:
         return LossOutput(loss, metrics, output.clipped)
 
 
-def combine_metrics(rows: Iterable[Mapping[str, Tensor]]) -> dict[str, Any]:
+def combine_metrics(rows: Iterable[Mapping[str, Tensor | float]]) -> dict[str, Any]:
     """Add up the metrics of a train step's rows, and derive what is no sum.
 
     ess, the effective sample size as a share of all tokens: mean(r)^2 / mean(r^2), 1 on-policy.

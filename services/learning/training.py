@@ -9,6 +9,8 @@ import torch
 
 from services.learning.loss_inputs import LossInputs
 from services.learning.objective import Objective, combine_metrics
+from services.learning.parallel import ALONE, Ranks
+from services.learning.parallel_rows import keep_pace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,18 +32,23 @@ class StepCounts:
     prompt_num_tokens: dict[int, int]
 
     @classmethod
-    def of(cls, rows: Sequence[PackedBatch]) -> StepCounts:
-        """Count trained tokens by the prompt their sequence is of."""
+    def of(cls, rows: Sequence[PackedBatch], ranks: Ranks = ALONE) -> StepCounts:
+        """Count trained tokens by the prompt their sequence is of, over the rows of all ranks."""
         by_prompt: dict[int, int] = {}
         for row in rows:
             owners = row.gather(row.sample_mask)
             counts = torch.bincount(owners, minlength=row.num_sequences).tolist()
             for prompt, count in zip(row.prompts, counts, strict=True):
                 by_prompt[prompt] = by_prompt.get(prompt, 0) + count
+        own = [sum(row.num_sequences for row in rows), list(by_prompt.items())]
+        counted = ranks.gather(own)
+        totals: dict[int, int] = {}
+        for prompt, count in (pair for _, pairs in counted for pair in pairs):
+            totals[prompt] = totals.get(prompt, 0) + count
         return cls(
-            num_tokens=max(1, sum(by_prompt.values())),
-            num_sequences=sum(row.num_sequences for row in rows),
-            prompt_num_tokens={prompt: n for prompt, n in by_prompt.items() if n},
+            num_tokens=max(1, sum(totals.values())),
+            num_sequences=sum(number for number, _ in counted),
+            prompt_num_tokens={prompt: n for prompt, n in totals.items() if n},
         )
 
 
@@ -90,7 +97,7 @@ def loss_inputs(
     )
 
 
-def update(
+def update(  # noqa: PLR0913 - a model, its step, its data and how to look at them
     policy: PolicyModel,
     optimizer: GuardedOptimizer,
     rows: Sequence[PackedBatch],
@@ -98,11 +105,15 @@ def update(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    ranks: Ranks = ALONE,
 ) -> UpdateReport:
-    """One optimiser update over packed rows; the result does not depend on how they are cut."""
+    """One optimiser update over packed rows; the result does not depend on how they are cut.
+
+    With several ranks each gives its own rows, and all get the same report.
+    """
     objective = loss if isinstance(loss, Objective) else Objective(loss=loss)
-    counts = StepCounts.of(rows)
-    rows = whitened(rows) if objective.whiten else rows
+    counts = StepCounts.of(rows, ranks)
+    rows = whitened(rows, ranks=ranks) if objective.whiten else rows
     total, metrics = 0.0, []
     for row in rows:
         scores = policy(
@@ -112,21 +123,31 @@ def update(
         output = objective(inputs)
         output.loss.backward()  # type: ignore[no-untyped-call]
         total += float(output.loss.detach())
-        metrics.append(output.metrics)
+        metrics.append({name: float(value) for name, value in output.metrics.items()})
+    keep_pace(policy, len(rows), ranks)
+    told = ranks.gather([total, metrics])
+    # The same sum on every rank, so all apply the step or all refuse it.
+    total = sum(loss for loss, _ in told)
     step = optimizer.step(total)
+    metrics = [row for _, of_rank in told for row in of_rank]
     return UpdateReport(loss=total, metrics=combine_metrics(metrics), step=step)
 
 
-def whitened(rows: Sequence[PackedBatch], *, eps: float = 1e-8) -> list[PackedBatch]:
+def whitened(
+    rows: Sequence[PackedBatch], *, eps: float = 1e-8, ranks: Ranks = ALONE
+) -> list[PackedBatch]:
     """Rows with (A - mean) / (std + eps) over all trained tokens; std over their number.
 
     The batch normalisation of REINFORCE++ (arXiv 2501.03262).
     """
     given = [row.advantages for row in rows if row.advantages is not None]
-    if len(given) != len(rows) or not rows:
+    if not all(ranks.gather(len(given) == len(rows))):
         return list(rows)  # a loss that needs advantages says so itself
-    tokens = torch.cat([row.gather(a) for row, a in zip(rows, given, strict=True)])
-    std, mean = torch.std_mean(tokens.double(), correction=0)
+    own = [row.gather(a).double() for row, a in zip(rows, given, strict=True)]
+    tokens = ranks.gather_tensors(torch.cat(own) if own else torch.empty(0).double())
+    if not rows:
+        return []
+    std, mean = torch.std_mean(torch.cat(tokens), correction=0)
     return [
         replace(
             row,

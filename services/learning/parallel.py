@@ -1,0 +1,192 @@
+"""The processes that train one model together, one per device, and how they share it (FSDP2).
+
+    with joined_ranks(rank=0, size=2) as ranks:       # as torchrun's RANK and WORLD_SIZE say
+        policy = sharded(load_policy(directory), ranks)
+        optimizer = GuardedOptimizer(policy.parameters(), settings)      # after sharding
+        update(policy, optimizer, my_rows, loss, ranks=ranks)
+
+With one process `ranks` is ALONE, nothing is sharded, and the same code runs. Every function that
+takes `ranks` is collective: all of them call it, in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from dialoop.errors import Unavailable, Unsupported
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+    from torch.distributed import Store
+
+    from services.learning.models import PolicyModel
+
+_FAILURE = "dialoop/failure"
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Which of `size` processes this is, and how they exchange small things.
+
+    What travels are JSON and numbers, never pickles; all of it over the CPU's backend.
+    """
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes files and speaks to the outside."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's plain JSON value, in the order of ranks, on every rank."""
+        if self.size == 1:
+            return [value]
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        return [json.loads(part.numpy().tobytes()) for part in self.gather_tensors(data)]
+
+    def gather_tensors(self, values: Tensor) -> list[Tensor]:
+        """Every rank's values [n], n its own and the type the same, on every rank."""
+        if self.size == 1:
+            return [values]
+        own = torch.tensor([len(values)])
+        counts = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(counts, own)
+        lengths = [int(count) for count in counts]
+        if not any(lengths):
+            return [values] * self.size
+        padded = nn.functional.pad(values.detach().cpu(), (0, max(lengths) - len(values)))
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded)
+        return [part[:n].to(values.device) for part, n in zip(parts, lengths, strict=True)]
+
+    def broadcast(self, data: bytes) -> bytes:
+        """The first rank's bytes, on every rank; what the others give is left aside."""
+        if self.size == 1:
+            return data
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, src=0)
+        if not int(length):
+            return b""
+        buffer = torch.empty(int(length), dtype=torch.uint8)
+        if self.is_first:
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        dist.broadcast(buffer, src=0)
+        return buffer.numpy().tobytes()
+
+
+ALONE = Ranks()
+"""One process by itself."""
+
+
+@contextmanager
+def joined_ranks(
+    *,
+    rank: int,
+    size: int,
+    device: torch.device | str = "cpu",
+    init_method: str = "env://",
+    timeout_s: float = 600.0,
+) -> Iterator[Ranks]:
+    """Join the others, and leave them on every path; ALONE where size is 1.
+
+    When a rank fails, its error is known to the others before its connections close: theirs is
+    Unavailable (RANK_FAILED) with the cause. `init_method` is torch.distributed's: torchrun's
+    environment, or a file. `device` is this rank's own, as "cuda:3".
+    """
+    device = torch.device(device)
+    if size == 1:
+        yield Ranks(device=device)
+        return
+    if device.type not in _BACKENDS:
+        raise Unsupported(
+            f"Ranks cannot train on {device}.", remedy=f"Use one of {', '.join(_BACKENDS)}."
+        )
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, size = next(rendezvous(init_method, rank, size, timeout=timeout))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        _BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=timeout
+    )
+    ranks = Ranks(rank=rank, size=size, device=device)
+    try:
+        yield ranks
+        ranks.gather(None)  # the first to leave may take the store of the others with it
+    except Exception as error:
+        cause = _known_failure(store, ranks, error)
+        if cause is None:
+            raise
+        raise Unavailable(
+            cause, reason="RANK_FAILED", remedy="Mend that rank's error and resume all ranks."
+        ) from error
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded(
+    policy: PolicyModel, ranks: Ranks, *, mixed_precision: MixedPrecisionPolicy | None = None
+) -> PolicyModel:
+    """Shard the policy's parameters over the ranks, block by block; with one rank nothing changes.
+
+    Gradients are summed over ranks, not averaged: losses are shares of one whole. Optimisers must
+    be made afterwards. A policy loaded on the CPU moves to the ranks' device one block at a time.
+    """
+    if ranks.size == 1:
+        return policy
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    precision = mixed_precision or MixedPrecisionPolicy()
+    for block in _blocks(policy):
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+    return policy
+
+
+def reshard(policy: nn.Module) -> None:
+    """Give back the whole parameters that a forward without a backward left on this device."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _blocks(policy: PolicyModel) -> list[nn.Module]:
+    """The decoder's layers: the largest list of modules."""
+    lists = [list(module) for module in policy.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise Unsupported(
+            "This model has no list of layers to shard.",
+            reason="MODEL_NOT_SHARDABLE",
+            remedy="Train it with one process.",
+        )
+    return max(lists, key=lambda found: sum(p.numel() for m in found for p in m.parameters()))
+
+
+def _known_failure(store: Store, ranks: Ranks, error: Exception) -> str | None:
+    """What another rank said before it left; without one, say it of this rank."""
+    try:
+        if store.check([_FAILURE]):
+            return str(store.get(_FAILURE).decode())
+        told = f"Rank {ranks.rank} of {ranks.size} failed: {type(error).__name__}: {error}"
+        store.set(_FAILURE, told)
+    except RuntimeError:  # the store's own process is gone; this rank's error tells what is left
+        pass
+    return None

@@ -1,0 +1,74 @@
+"""Rows over ranks: who packs which, keeping pace, and log-probs of rows that others scored."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+from services.learning.packing import TokenRow, pack_rows
+from services.learning.parallel import reshard
+from services.rl.packing_plan import plan_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from services.learning.models import PolicyModel
+    from services.learning.packing import PackedBatch
+    from services.learning.parallel import Ranks
+
+
+def own_rows(rows: Sequence[TokenRow], ranks: Ranks, *, max_tokens: int) -> list[PackedBatch]:
+    """This rank's share of `rows`, packed, on its device; all ranks give the same rows."""
+    plan = plan_ranks([len(r.token_ids) for r in rows], max_tokens=max_tokens, num_ranks=ranks.size)
+    return [
+        pack_rows([rows[i] for i in indices]).to(ranks.device)
+        for indices in plan.rows_of(ranks.rank)
+    ]
+
+
+def keep_pace(policy: PolicyModel, num_rows: int, ranks: Ranks) -> None:
+    """Forward and backward of rows that train nothing, until all ranks did equally many.
+
+    A sharded layer is gathered from all ranks, so each must run it as often as the busiest.
+    """
+    for _ in range(max(ranks.gather(num_rows)) - num_rows):
+        logprobs = policy(_idle_row().to(ranks.device)).logprobs
+        if logprobs.requires_grad:
+            logprobs.sum().backward()
+
+
+@torch.no_grad()
+def score_rows(
+    policy: PolicyModel,
+    rows: Sequence[TokenRow],
+    ranks: Ranks,
+    *,
+    max_tokens: int,
+    temperature: float = 1.0,
+) -> list[Tensor]:
+    """Log-probs float32 [M] of each row's response tokens, on every rank, each scored by one."""
+    lengths = [len(row.token_ids) for row in rows]
+    plan = plan_ranks(lengths, max_tokens=max_tokens, num_ranks=ranks.size)
+    own = plan.rows_of(ranks.rank)
+    scores = [
+        policy(pack_rows([rows[i] for i in indices]).to(ranks.device), temperature=temperature)
+        for indices in own
+    ]
+    keep_pace(policy, len(own), ranks)
+    reshard(policy)
+    values = torch.cat([torch.empty(0), *(score.logprobs.float().cpu() for score in scores)])
+    found: dict[int, Tensor] = {}
+    for rank, part in enumerate(ranks.gather_tensors(values)):
+        order = [i for indices in plan.rows_of(rank) for i in indices]
+        ends = [0, *accumulate(int(rows[i].response_mask.sum()) for i in order)]
+        found |= {i: part[ends[k] : ends[k + 1]] for k, i in enumerate(order)}
+    return [found[i] for i in range(len(rows))]
+
+
+def _idle_row() -> PackedBatch:
+    nothing = torch.zeros(2, dtype=torch.bool)
+    return pack_rows([TokenRow(token_ids=torch.zeros(2).long(), response_mask=nothing)])
