@@ -166,7 +166,7 @@ class LocalEnvironmentClient(LocalRuns):
         """Start an episode of the session; a retry gets the first opening."""
         session = self._session(session_id)
         choice = TaskChoice(split=split, task_key=task_key, seed=seed, given=given or Given())
-        opening = session.reset(episode, choice)
+        opening = await session.reset(episode, choice)
         await session.let_go(but_the_running=True)
         return public_opening(opening, session.environment)
 
@@ -241,7 +241,7 @@ class LocalEnvironmentClient(LocalRuns):
             session = self._session(session_id)
             first = opened[0].episode if opened else None
             chosen = None if first is None else (first.task, first.seed)
-            opened.append(session.reset(1, choice, chosen))
+            opened.append(await session.reset(1, choice, chosen))
         served = self._session(ids[0])
         openings = tuple(public_opening(opening, served.environment) for opening in opened)
         return GroupOpening(session_ids=ids, openings=openings, ttl_s=served.ttl_s)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dialoop.chat import ChatHistory, History
 from dialoop.environments import refusals
 from dialoop.environments.choosing import TaskChoice, chosen_task, settled
-from dialoop.environments.environment import Managed
+from dialoop.environments.environment import Managed, OpensSlowly
 from dialoop.environments.episode import Outcome as EnvironmentOutcome
 from dialoop.environments.failures import failure_of
 from dialoop.episode import Opening, Outcome
@@ -59,25 +59,35 @@ class LocalSession:
         self.ttl_s = ttl_s
         self.current: EpisodeRecord | None = None
         self._previous: EpisodeRecord | None = None
+        self._resetting = asyncio.Lock()
 
     @property
     def episode_number(self) -> int:
         """The running episode; 0 before the first reset."""
         return self.current.number if self.current else 0
 
-    def reset(
+    async def reset(
         self, episode: int, choice: TaskChoice, chosen: tuple[TaskData, int] | None = None
     ) -> EnvironmentOpening:
         """Start an episode, of the task in `chosen` if that is known; a retry finds it opened."""
-        asked = settled(self.environment, choice)
-        record = self._record_of(episode)
-        if record is not None:
-            if record.asked != asked:
-                raise refusals.step_conflict(f"Episode {episode}")
-            return record.opening
-        self._require_next(episode)
-        task, seed = chosen or chosen_task(self.environment, asked)
-        opening = self.environment.reset(task, seed)
+        async with self._resetting:
+            asked = settled(self.environment, choice)
+            record = self._record_of(episode)
+            if record is not None:
+                if record.asked != asked:
+                    raise refusals.step_conflict(f"Episode {episode}")
+                return record.opening
+            self._require_next(episode)
+            task, seed = chosen or chosen_task(self.environment, asked)
+            if isinstance(self.environment, OpensSlowly):
+                opening = await self.environment.open(task, seed)
+            else:
+                opening = self.environment.reset(task, seed)
+            return self._begun(episode, asked, opening)
+
+    def _begun(
+        self, episode: int, asked: TaskChoice, opening: EnvironmentOpening
+    ) -> EnvironmentOpening:
         self._previous = self.current
         self.current = EpisodeRecord(
             number=episode, asked=asked, opening=opening, episode=opening.episode

@@ -19,6 +19,20 @@ class SessionState(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits(ttl_s=900, max_ttl_s=86400, capacity=4096, step_timeout_s=120, ...)."""
+
+    ttl_s: float = 900.0
+    max_ttl_s: float = 86_400.0
+    capacity: int = 4096
+    step_timeout_s: float = 120.0
+    # A step whose callers all went away is cancelled after so long without a retry.
+    abandon_s: float = 10.0
+    max_working: int = 1024
+    reap_interval_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResetCall:
     """A reset as it was asked; the same call twice is a retry."""
 
@@ -46,6 +60,9 @@ class Taken:
     replayed: bool
 
 
+StepAndOpening = tuple[Taken, Opening | None]
+
+
 @dataclass(slots=True)
 class StoredStep:
     """The first request of a step index: its digest, and its work, done or under way.
@@ -59,6 +76,12 @@ class StoredStep:
     work: asyncio.Task[Outcome | DialoopError]
     num_waiting: int = 0
     is_abandoned: bool = False
+
+    def abandon(self) -> None:
+        """Cancel work that nobody came back for, and with it the tool that runs."""
+        if not self.work.done() and not self.num_waiting:
+            self.is_abandoned = True
+            self.work.cancel()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,6 +119,8 @@ class Session:
     expires_at: float
     current: EpisodeRecord | None = None
     previous: EpisodeRecord | None = None
+    # The reset under way of an environment that opens slowly, and its work.
+    opening: tuple[ResetCall, asyncio.Task[Opening | DialoopError]] | None = None
 
     @property
     def state(self) -> SessionState:
@@ -106,8 +131,8 @@ class Session:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step is under way."""
-        return self.current is not None and bool(self.current.works)
+        """Whether a step, or a reset that takes its time, is under way."""
+        return self.opening is not None or (self.current is not None and bool(self.current.works))
 
     @property
     def episode_number(self) -> int:

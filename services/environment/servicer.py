@@ -70,7 +70,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         return pb.CreateSessionResponse(session_id=session.session_id, ttl_s=session.ttl_s)
 
     async def Reset(self, request: pb.ResetRequest, context: Any) -> pb.ResetResponse:
-        opening = self._sessions.reset(encoding.reset_call(request))
+        opening = await self._sessions.opened(encoding.reset_call(request))
         return encoding.reset_response(opening, self._version(request.session_id))
 
     async def Step(self, request: pb.StepRequest, context: Any) -> pb.StepResponse:
@@ -136,7 +136,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
     async def CreateGroup(
         self, request: pb.CreateGroupRequest, context: Any
     ) -> pb.CreateGroupResponse:
-        members = self._sessions.create_group(
+        members = await self._sessions.opened_group(
             request.group_id,
             request.environment,
             request.num_sessions,

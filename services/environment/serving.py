@@ -13,7 +13,8 @@ from services.environment.catalogue import Catalogue
 from services.environment.holding import held, watched
 from services.environment.runs import OwnPolicy, Runs, TextCatalogue
 from services.environment.servicer import EnvironmentServicer
-from services.environment.sessions import Limits, open_sessions
+from services.environment.records import Limits
+from services.environment.sessions import open_sessions
 from services.environment.settings import EnvironmentSettings
 from services.runtime import Connect, GrpcServer, OwnProcess, Server
 

@@ -16,13 +16,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dialoop.chat import ChatHistory
 from dialoop.environments import (
     Environment,
     Opening,
+    OpensSlowly,
     Outcome,
     Stateless,
     TaskChoice,
@@ -33,11 +34,14 @@ from dialoop.environments import (
 from dialoop.environments.choosing import prompt_of, require_choice, settled
 from dialoop.errors import DialoopError
 
+from services.environment.opening import SlowOpenings
 from services.environment.order import record_for, require_next_episode
 from services.environment.records import (
     EpisodeRecord,
+    Limits,
     ResetCall,
     Session,
+    StepAndOpening,
     StepCall,
     StoredStep,
     Taken,
@@ -48,20 +52,6 @@ if TYPE_CHECKING:
     from services.environment.catalogue import Catalogue
 
 _MAX_ID = 200
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits(ttl_s=900, max_ttl_s=86400, capacity=4096, step_timeout_s=120, ...)."""
-
-    ttl_s: float = 900.0
-    max_ttl_s: float = 86_400.0
-    capacity: int = 4096
-    step_timeout_s: float = 120.0
-    # A step whose callers all went away is cancelled after so long without a retry.
-    abandon_s: float = 10.0
-    max_working: int = 1024
-    reap_interval_s: float = 1.0
 
 
 @asynccontextmanager
@@ -98,6 +88,7 @@ class Sessions:
         # Ids of expired sessions, oldest first; as many as there may be sessions.
         self._expired: dict[str, None] = {}
         self._num_working = 0
+        self._openings = SlowOpenings(self, tasks, timeout_s=limits.step_timeout_s)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -133,14 +124,8 @@ class Sessions:
         ttl_s: float | None = None,
     ) -> list[tuple[Session, Opening]]:
         """Sessions at the start of one task, all of them or none; a retry finds the same ones."""
-        if not group_id or not 0 < num_sessions <= self._limits.capacity:
-            raise refusals.bad_value(
-                "group_id or num_sessions", f"Give a name, and 1 to {self._limits.capacity}."
-            )
-        ids = [f"{group_id}.{number}" for number in range(num_sessions)]
-        self.reap()
+        ids = self._places_of_group(group_id, environment, num_sessions)
         fresh = [one for one in ids if self._known(one, environment) is None]
-        self._require_places(len(fresh))
         served = self._catalogue.get(environment)
         choice = settled(served, choice)
         calls = [ResetCall(session_id=one, episode=1, choice=choice) for one in ids]
@@ -153,7 +138,7 @@ class Sessions:
         found = []
         for call in calls:
             session = self.create(call.session_id, environment, ttl_s)
-            opening = self._opening(session, call) or self._open(session, call, task, seed)
+            opening = self.opening_of(session, call) or self._open(session, call, task, seed)
             found.append((session, opening))
         return found
 
@@ -161,12 +146,36 @@ class Sessions:
         """Start an episode; a retry gets the first opening."""
         session = self.get(call.session_id)
         call = replace(call, choice=settled(session.environment, call.choice))
-        opening = self._opening(session, call)
+        opening = self.opening_of(session, call)
         if opening is not None:
             return opening
         require_next_episode(session, call.episode)
         task, seed = chosen_task(session.environment, call.choice)
         return self._open(session, call, task, seed)
+
+    async def opened(self, call: ResetCall) -> Opening:
+        """`reset`, waiting for an environment that opens slowly."""
+        session = self.get(call.session_id)
+        if not isinstance(session.environment, OpensSlowly):
+            return self.reset(call)
+        choice = settled(session.environment, call.choice)
+        return await self._openings.opened(session, replace(call, choice=choice))
+
+    async def opened_group(
+        self,
+        group_id: str,
+        environment: str,
+        num_sessions: int,
+        choice: TaskChoice,
+        ttl_s: float | None = None,
+    ) -> list[tuple[Session, Opening]]:
+        """`create_group`, waiting for an environment that opens slowly."""
+        if not isinstance(self._catalogue.get(environment), OpensSlowly):
+            return self.create_group(group_id, environment, num_sessions, choice, ttl_s)
+        ids = self._places_of_group(group_id, environment, num_sessions)
+        return await self._openings.group(
+            [self.create(one, environment, ttl_s) for one in ids], choice
+        )
 
     async def step(self, call: StepCall) -> Taken:
         """Take the policy's answer; a retry gets the first outcome and runs no tool twice."""
@@ -189,7 +198,7 @@ class Sessions:
         taken = await self.step(call)
         if not taken.outcome.episode.done:
             return taken, None
-        return taken, self.reset(following)
+        return taken, await self.opened(following)
 
     async def step_history(
         self, environment: str, choice: TaskChoice, answered: ChatHistory
@@ -229,6 +238,8 @@ class Sessions:
         session = self._sessions.pop(session_id, None)
         if session is None:
             return False
+        if session.opening is not None:
+            session.opening[1].cancel()
         if session.current is not None:
             works = session.current.works
             for work in works:
@@ -271,6 +282,17 @@ class Sessions:
             raise refusals.session_conflict(session_id, known.environment.name)
         return known
 
+    def _places_of_group(self, group_id: str, environment: str, num_sessions: int) -> list[str]:
+        """The ids of a group's sessions, for all of which there is room."""
+        if not group_id or not 0 < num_sessions <= self._limits.capacity:
+            raise refusals.bad_value(
+                "group_id or num_sessions", f"Give a name, and 1 to {self._limits.capacity}."
+            )
+        ids = [f"{group_id}.{number}" for number in range(num_sessions)]
+        self.reap()
+        self._require_places(sum(self._known(one, environment) is None for one in ids))
+        return ids
+
     def _require_places(self, number: int) -> None:
         if len(self._sessions) + number > self._limits.capacity:
             raise refusals.no_capacity(self._limits.capacity)
@@ -282,12 +304,12 @@ class Sessions:
     def _opening_of_member(self, call: ResetCall) -> Opening | None:
         """The opening of a session that was there before, or the right to open one in it."""
         session = self._sessions[call.session_id]
-        opening = self._opening(session, call)
+        opening = self.opening_of(session, call)
         if opening is None:
             require_next_episode(session, call.episode)
         return opening
 
-    def _opening(self, session: Session, call: ResetCall) -> Opening | None:
+    def opening_of(self, session: Session, call: ResetCall) -> Opening | None:
         """The opening that the same reset got before."""
         record = session.record_of(call.episode)
         if record is None:
@@ -299,12 +321,16 @@ class Sessions:
 
     def _open(self, session: Session, call: ResetCall, task: TaskData, seed: int) -> Opening:
         opening = session.environment.reset(task, seed)
+        self.begin(session, call, opening)
+        return opening
+
+    def begin(self, session: Session, call: ResetCall, opening: Opening) -> None:
+        """The opened episode is the session's from now on."""
         if session.current is not None:
             self._close_episode(session.environment, session.current)
         session.previous = session.current
         session.current = EpisodeRecord(asked=call, opening=opening, episode=opening.episode)
         self._touch(session)
-        return opening
 
     def _close_episode(
         self,
@@ -338,7 +364,7 @@ class Sessions:
             stored.num_waiting -= 1
             if not stored.num_waiting and not stored.work.done():
                 loop = asyncio.get_running_loop()
-                loop.call_later(self._limits.abandon_s, _abandon, stored)
+                loop.call_later(self._limits.abandon_s, stored.abandon)
         if isinstance(outcome, DialoopError):
             raise outcome
         return outcome
@@ -371,13 +397,3 @@ class Sessions:
             self._close_episode(session.environment, record)
         self._touch(session)
         return outcome
-
-
-StepAndOpening = tuple[Taken, Opening | None]
-
-
-def _abandon(stored: StoredStep) -> None:
-    """Cancel work that nobody came back for, and with it the tool that runs."""
-    if not stored.work.done() and not stored.num_waiting:
-        stored.is_abandoned = True
-        stored.work.cancel()

@@ -29,6 +29,7 @@ from dialoop.environments.environment import (
     Environment,
     Given,
     Managed,
+    OpensSlowly,
     Stateless,
     TakesQuestions,
 )
@@ -108,6 +109,7 @@ __all__ = [
     "NativeCalls",
     "NoTasks",
     "Opening",
+    "OpensSlowly",
     "Outcome",
     "PolicyVersionStamp",
     "PolicyVersions",

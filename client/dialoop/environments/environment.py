@@ -1,8 +1,9 @@
 """What the environment service serves, and what an environment may be able to do besides.
 
 Environment is what every one must do; ChatEnv is the one to start from. The other protocols are
-asked for with isinstance: Managed (holds things), Stateless (can go on from a
-history alone), TakesQuestions (plays a question the caller brings), Demonstrations.
+asked for with isinstance: Managed (holds things), OpensSlowly (an episode begins elsewhere),
+Stateless (can go on from a history alone), TakesQuestions (plays a question the caller brings),
+Demonstrations.
 """
 
 from __future__ import annotations
@@ -81,6 +82,15 @@ class Managed(Protocol):
 
     def problem(self) -> str:
         """Why it cannot work at the moment; empty while all is well."""
+        ...
+
+
+@runtime_checkable
+class OpensSlowly(Protocol):
+    """An environment whose episodes begin elsewhere; asked in the place of `reset`."""
+
+    async def open(self, task: TaskData, seed: int) -> Opening:
+        """Start an episode; Unavailable or CapacityExhausted where that cannot be done now."""
         ...
 
 
