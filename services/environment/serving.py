@@ -11,9 +11,9 @@ from dialoop.v1.environment_service_pb2_grpc import add_EnvironmentServiceServic
 
 from services.environment.catalogue import Catalogue
 from services.environment.holding import held, watched
+from services.environment.records import Limits
 from services.environment.runs import OwnPolicy, Runs, TextCatalogue
 from services.environment.servicer import EnvironmentServicer
-from services.environment.records import Limits
 from services.environment.sessions import open_sessions
 from services.environment.settings import EnvironmentSettings
 from services.runtime import Connect, GrpcServer, OwnProcess, Server
