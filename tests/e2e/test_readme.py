@@ -108,6 +108,19 @@ def test_the_sdk_snippet_plays_a_group(stack: Job) -> None:
     assert done.stdout.count("PolicyVersion") == 4, done.stdout
 
 
+@pytest.mark.timeout(480)
+def test_the_agent_of_the_readme_is_recorded(stack: Job) -> None:
+    code = snippet("my_agent.py")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    reward, num_tokens, versions = done.stdout.split(maxsplit=2)
+    assert float(reward) in (0.0, 1.0)
+    assert int(num_tokens) > 0
+    assert "PolicyVersion" in versions
+
+
 def test_the_environment_of_the_readme_can_be_played(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
