@@ -120,14 +120,18 @@ async def environment_script(call: Call) -> None:
     await of("BatchReset", env.BatchResetRequest(items=[reset("t"), reset("gone"), reset("t", 9)]))
     await of("BatchStep", env.BatchStepRequest(items=[step(TOOL, session="t"), step("x", 9)]))
     await of("Score", env.ScoreRequest(split="train"))
+    await runs_script(of)
+    for _ in range(2):
+        await of("CloseSession", env.CloseSessionRequest(session_id="s"))
+
+
+async def runs_script(of: Call) -> None:
     for fields in ({}, {"extra_json": "[]"}, {"environment": "nope"}):
         asked = {"environment": "calculator", "queries": ["1+2"], **fields}
         await of("RunText", env.RunTextRequest(**asked))
     for fields in ({}, {"free_shots": 1}, {"environment": "nope"}):
         asked = {"environment": "arithmetic", "inputs": [{"data": {"solution": "key"}}], **fields}
         await of("RunTrial", env.RunTrialRequest(**asked))
-    for _ in range(2):
-        await of("CloseSession", env.CloseSessionRequest(session_id="s"))
 
 
 async def replay_script(call: Call) -> None:

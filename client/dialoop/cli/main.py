@@ -55,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_stack_commands(commands)
     _add_play(commands)
+    _add_env(commands)
     _add_show(commands)
     doctor = commands.add_parser("doctor", help="what this machine can run and what is missing")
     doctor.set_defaults(module="doctor", function="doctor")
@@ -95,14 +96,41 @@ def _add_play(commands: Commands) -> None:
     play.add_argument("--run", default="", help="take both addresses from this run's stack")
     play.add_argument("--temperature", type=float, help="of the policy (1)")
     play.add_argument("--max-new-tokens", type=int, help="of one answer of the policy")
-    play.add_argument(
+    _add_options(play)
+    play.set_defaults(module="play", function="play", root=ROOT)
+
+
+def _add_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
         "--option",
         action="append",
         default=[],
         metavar="NAME=VALUE",
         help="argument of the function that makes the environment; VALUE is JSON or text",
     )
-    play.set_defaults(module="play", function="play", root=ROOT)
+
+
+def _add_env(commands: Commands) -> None:
+    env = commands.add_parser("env", help="write, check, play and list environments")
+    actions = env.add_subparsers(
+        dest="action", required=True, metavar="ACTION", parser_class=_Parser
+    )
+    new = actions.add_parser("new", help="write a small environment to start from")
+    new.add_argument("name", help="its name; NAME.py is written into the current folder")
+    new.set_defaults(module="env", function="new")
+    check = actions.add_parser("check", help="whether an environment does all it must")
+    check.add_argument("environment", help="arithmetic, jsonl or module:attribute")
+    check.add_argument(
+        "--say", action="append", default=[], metavar="TEXT", help="a further answer to try"
+    )
+    check.add_argument("--tasks", type=int, default=3, help="tasks of each split to play (3)")
+    _add_options(check)
+    check.set_defaults(module="env", function="check")
+    _add_play(actions)
+    listed = actions.add_parser("list", help="the environments there are")
+    listed.add_argument("--address", default="", help="host:port of an environment service")
+    listed.add_argument("--run", default="", help="those of this run's stack")
+    listed.set_defaults(module="env", function="list_environments", root=ROOT)
 
 
 def _add_show(commands: Commands) -> None:

@@ -60,7 +60,7 @@ class Player:
 
 def play(given: argparse.Namespace) -> int:
     """0 when the episode was played to its end."""
-    sys.path.insert(0, str(os.getcwd()))  # noqa: PTH109 - for environments named by import path
+    from_here()
     if given.run:
         addresses = require_addresses(given.root / given.run)
         given.address = given.address or addresses["environment"]
@@ -73,9 +73,14 @@ def play(given: argparse.Namespace) -> int:
     return asyncio.run(_play(given, by_policy=by_policy))
 
 
+def from_here() -> None:
+    """Let environments named by import path be found in the current folder."""
+    sys.path.insert(0, str(os.getcwd()))  # noqa: PTH109 - as Python itself does
+
+
 async def _play(given: argparse.Namespace, *, by_policy: bool) -> int:
     player = Player(rich_console())
-    environment = given.address or load_environment(given.environment, _options(given.option))
+    environment = given.address or load_environment(given.environment, options_of(given.option))
     policy = given.inference if by_policy else ScriptedPolicy(player)
     token = os.environ.get("DIALOOP_TOKEN", "")
     async with Dialoop(environment=environment, inference=policy, token=token) as dialoop:
@@ -122,7 +127,8 @@ def _conclude(trajectory: Trajectory) -> int:
     return 0
 
 
-def _options(given: list[str]) -> dict[str, Any]:
+def options_of(given: list[str]) -> dict[str, Any]:
+    """NAME=VALUE arguments as a dict; VALUE is JSON, or text where it is none."""
     options: dict[str, Any] = {}
     for option in given:
         name, equals, value = option.partition("=")

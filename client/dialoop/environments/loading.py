@@ -13,19 +13,20 @@ from dialoop.errors import DialoopError, InvalidConfig
 
 _REQUIRED = ("name", "version", "description", "tasks", "traits", "reset", "step", "score")
 
+BUILT_IN: Mapping[str, Callable[..., Environment]] = {
+    "arithmetic": arithmetic,
+    "chat": chat,
+    "jsonl": jsonl,
+    "twenty_questions": twenty_questions,
+}
+
 
 def load_environment(use: str, options: Mapping[str, Any] | None = None) -> Environment:
     """A built-in environment by its name, or `module:attribute`; InvalidConfig when it is none.
 
     The attribute is an environment, or a function or class that makes one from the options.
     """
-    built_in: dict[str, Callable[..., Environment]] = {
-        "arithmetic": arithmetic,
-        "chat": chat,
-        "jsonl": jsonl,
-        "twenty_questions": twenty_questions,
-    }
-    found = built_in.get(use) or imported(use, tuple(built_in))
+    found = BUILT_IN.get(use) or imported(use, tuple(BUILT_IN))
     environment: Environment = made(found, dict(options or {}), use)
     missing = [name for name in _REQUIRED if not hasattr(environment, name)]
     if missing:
