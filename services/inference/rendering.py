@@ -39,6 +39,8 @@ class Ask:
     token_ids: tuple[int, ...] | None = None
     context: Sequence | None = None
     num_context_messages: int = 0
+    # Indices of messages that are known to be the policy's own, however the caller spells them.
+    vouched: tuple[int, ...] = ()
     turn: int = 0
     template_name: str = ""
     tools: tuple[ToolDefinition, ...] = ()
@@ -95,6 +97,7 @@ class Renderer:
                 ask.history,
                 context=ask.context,
                 num_context_messages=ask.num_context_messages,
+            vouched=ask.vouched,
                 turn=ask.turn,
                 options=_without_tools(ask.template_options) | tools,
             )
