@@ -80,6 +80,11 @@ class GuardedOptimizer:
         self.num_steps = 0
         self.num_refused = 0
 
+    @property
+    def torch_optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """What holds the state, in the order of `state_dict`."""
+        return tuple(self._optimizers)
+
     def step(self, loss: float) -> StepReport:
         """Apply the gradients (already summed over rows and ranks), then clear them.
 

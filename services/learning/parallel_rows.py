@@ -30,12 +30,18 @@ def own_rows(rows: Sequence[TokenRow], ranks: Ranks, *, max_tokens: int) -> list
     ]
 
 
-def keep_pace(policy: PolicyModel, num_rows: int, ranks: Ranks) -> None:
-    """Forward and backward of rows that train nothing, until all ranks did equally many.
+def rows_behind(num_rows: int, ranks: Ranks) -> int:
+    """How many rows fewer than the busiest rank this one has."""
+    return max(ranks.gather(num_rows)) - num_rows
 
-    A sharded layer is gathered from all ranks, so each must run it as often as the busiest.
+
+def keep_pace(policy: PolicyModel, num_rows: int, ranks: Ranks) -> None:
+    """Forward and backward of `num_rows` rows that train nothing.
+
+    A sharded layer is gathered from all ranks, so each must run it as often as the busiest does:
+    ask `rows_behind` before the first row, as the answer is a collective too.
     """
-    for _ in range(max(ranks.gather(num_rows)) - num_rows):
+    for _ in range(num_rows):
         logprobs = policy(_idle_row().to(ranks.device)).logprobs
         if logprobs.requires_grad:
             logprobs.sum().backward()
@@ -58,7 +64,7 @@ def score_rows(
         policy(pack_rows([rows[i] for i in indices]).to(ranks.device), temperature=temperature)
         for indices in own
     ]
-    keep_pace(policy, len(own), ranks)
+    keep_pace(policy, len(plan.ranks[ranks.rank]) - len(own), ranks)
     reshard(policy)
     values = torch.cat([torch.empty(0), *(score.logprobs.float().cpu() for score in scores)])
     found: dict[int, Tensor] = {}

@@ -10,7 +10,7 @@ import torch
 from services.learning.loss_inputs import LossInputs
 from services.learning.objective import Objective, combine_metrics
 from services.learning.parallel import ALONE, Ranks
-from services.learning.parallel_rows import keep_pace
+from services.learning.parallel_rows import keep_pace, rows_behind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,7 +112,7 @@ def update(  # noqa: PLR0913 - a model, its step, its data and how to look at th
     With several ranks each gives its own rows, and all get the same report.
     """
     objective = loss if isinstance(loss, Objective) else Objective(loss=loss)
-    counts = StepCounts.of(rows, ranks)
+    counts, num_behind = StepCounts.of(rows, ranks), rows_behind(len(rows), ranks)
     rows = whitened(rows, ranks=ranks) if objective.whiten else rows
     total, metrics = 0.0, []
     for row in rows:
@@ -124,7 +124,7 @@ def update(  # noqa: PLR0913 - a model, its step, its data and how to look at th
         output.loss.backward()  # type: ignore[no-untyped-call]
         total += float(output.loss.detach())
         metrics.append({name: float(value) for name, value in output.metrics.items()})
-    keep_pace(policy, len(rows), ranks)
+    keep_pace(policy, num_behind, ranks)
     told = ranks.gather([total, metrics])
     # The same sum on every rank, so all apply the step or all refuse it.
     total = sum(loss for loss, _ in told)

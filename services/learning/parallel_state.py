@@ -1,0 +1,183 @@
+"""Weights and optimiser state of a policy that is sharded over ranks.
+
+Gathered, they are what one process would write, byte for byte, and load on any number of ranks:
+
+    weights = gathered_weights(policy, ranks)       # on the first rank's host; empty on the others
+    state = gathered_optimizer(optimizer, ranks)    # as GuardedOptimizer.state_dict
+    load_weights(policy, load_file(path))           # every rank reads the file
+    load_optimizer(optimizer, torch.load(path, mmap=True, weights_only=True))
+
+Sharded (`save_sharded`, `load_sharded`), every rank writes its own part, for models whose optimiser
+state no host holds whole; torch.distributed.checkpoint re-cuts it for another number of ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from dialoop.errors import InvalidConfig
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from services.learning.parallel import reshard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from services.learning.models import PolicyModel
+    from services.learning.optim import GuardedOptimizer
+    from services.learning.parallel import Ranks
+
+_COUNTS = "optimizer/counts"
+
+
+def policy_tensors(policy: PolicyModel) -> dict[str, Tensor]:
+    """Parameters by their Hugging Face names, sharded if they are; a tied head is not repeated."""
+    reshard(policy)
+    model = policy.causal_lm
+    tied = model.config.tie_word_embeddings
+    return {
+        name: tensor.detach()
+        for name, tensor in model.state_dict().items()
+        if not (tied and name == "lm_head.weight")
+    }
+
+
+def gathered_weights(policy: PolicyModel, ranks: Ranks) -> dict[str, Tensor]:
+    """The whole policy on the first rank's host, {} on the others.
+
+    Gathered one parameter at a time: a device holds its shards and one whole parameter.
+    """
+    whole = ((name, _whole(tensor, ranks)) for name, tensor in policy_tensors(policy).items())
+    return {name: tensor for name, tensor in whole if tensor is not None}
+
+
+@torch.no_grad()
+def load_weights(policy: PolicyModel, tensors: Mapping[str, Tensor]) -> None:
+    """Take whole weights, of which each rank keeps its part; InvalidConfig for another model's."""
+    own = policy_tensors(policy)
+    if {k: v.shape for k, v in tensors.items()} != {k: v.shape for k, v in own.items()}:
+        raise InvalidConfig(
+            "These weights are of another model.",
+            reason="WEIGHTS_MISMATCH",
+            remedy="Resume with the model directory the run was started with.",
+        )
+    for name, tensor in own.items():
+        tensor.copy_(_cut(tensors[name], tensor))
+
+
+def gathered_optimizer(optimizer: GuardedOptimizer, ranks: Ranks) -> dict[str, Any]:
+    """`optimizer.state_dict()` as one process would give it, on the first rank's host; else {}."""
+    state = optimizer.state_dict()
+    for part in state["optimizers"]:
+        part["state"] = {
+            index: {name: _whole(value, ranks) for name, value in values.items()}
+            for index, values in part["state"].items()
+        }
+    return state if ranks.is_first else {}
+
+
+def load_optimizer(optimizer: GuardedOptimizer, state: Mapping[str, Any]) -> None:
+    """Continue from a whole state, of which each rank keeps its part."""
+    cut = []
+    for part, parameters in zip(state["optimizers"], _parameters(optimizer), strict=False):
+        values = {
+            index: {name: _cut(value, parameters[index]) for name, value in of_parameter.items()}
+            for index, of_parameter in part["state"].items()
+        }
+        cut.append({**part, "state": values})
+    # What `zip` left over is what the optimiser refuses.
+    rest = state["optimizers"][len(cut) :]
+    optimizer.load_state_dict({**state, "optimizers": [*cut, *rest]})
+
+
+def save_sharded(
+    directory: Path, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: Ranks
+) -> None:
+    """Every rank writes its part into `directory`, which all of them must reach."""
+    dcp.save(
+        _flat(policy, optimizer.state_dict()), checkpoint_id=directory, no_dist=ranks.size == 1
+    )
+
+
+def load_sharded(
+    directory: Path, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: Ranks
+) -> None:
+    """Continue from what any number of ranks wrote with `save_sharded`."""
+    names: dict[str, Any] = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    state = optimizer.state_dict()
+    for number, parameters in enumerate(_parameters(optimizer)):
+        state["optimizers"][number]["state"] = _rooms(names, f"optimizer/{number}", parameters)
+    found = _flat(policy, state)
+    sizes = {name: tuple(value.shape) for name, value in found.items()}
+    if sizes != {name: tuple(kept.size) for name, kept in names.items()}:
+        raise InvalidConfig(
+            f"{directory} is a checkpoint of another model or optimiser.",
+            reason="CHECKPOINT_MISMATCH",
+            remedy="Resume with the model and optimiser the run was started with.",
+        )
+    with _quiet_alone(ranks):
+        dcp.load(found, checkpoint_id=directory, no_dist=ranks.size == 1)
+    state["num_steps"], state["num_refused"] = (int(count) for count in found[_COUNTS])
+    optimizer.load_state_dict(state)
+
+
+@contextmanager
+def _quiet_alone(ranks: Ranks) -> Iterator[None]:
+    """Without the warning that one process is one process."""
+    with warnings.catch_warnings():
+        if ranks.size == 1:
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
+
+
+def _rooms(
+    names: Mapping[str, Any], prefix: str, parameters: list[Tensor]
+) -> dict[int, dict[str, Tensor]]:
+    """Empty state, laid out as the parameters are, for what the checkpoint has of them."""
+    rooms: dict[int, dict[str, Tensor]] = {}
+    for index, parameter in enumerate(parameters):
+        start = f"{prefix}/{index}/"
+        for name in (found for found in names if found.startswith(start)):
+            like = torch.zeros_like(parameter.detach()) if names[name].size else torch.zeros(())
+            rooms.setdefault(index, {})[name.removeprefix(start)] = like
+    return rooms
+
+
+def _flat(policy: PolicyModel, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything as tensors by name, as torch.distributed.checkpoint takes it."""
+    flat: dict[str, Any] = {f"model/{k}": v for k, v in policy_tensors(policy).items()}
+    for number, part in enumerate(state["optimizers"]):
+        for index, values in part["state"].items():
+            flat |= {f"optimizer/{number}/{index}/{k}": v for k, v in values.items()}
+    flat[_COUNTS] = torch.tensor([state["num_steps"], state["num_refused"]])
+    return flat
+
+
+def _parameters(optimizer: GuardedOptimizer) -> Iterator[list[Tensor]]:
+    """Of each torch optimiser its parameters, in the order its state numbers them."""
+    for one in optimizer.torch_optimizers:
+        yield list(chain.from_iterable(group["params"] for group in one.param_groups))
+
+
+def _whole(value: Any, ranks: Ranks) -> Any:
+    """The value on the first rank's host, None on the others; a shared tensor is not copied."""
+    full = value.full_tensor() if isinstance(value, DTensor) else value
+    if not ranks.is_first:
+        return None
+    return full.detach().cpu().contiguous() if isinstance(full, torch.Tensor) else full
+
+
+def _cut(value: Any, like: Tensor) -> Any:
+    """This rank's part of a whole tensor that is laid out as `like`; anything else as it is."""
+    if not isinstance(like, DTensor) or getattr(value, "shape", None) != like.shape:
+        return value
+    whole = value.to(device=like.device, dtype=value.dtype)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
