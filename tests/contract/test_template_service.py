@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
+import grpc
 import pytest
 from dialoop.chat import History, Message, ToolDefinition
 from dialoop.clients.channel import Channel, RetryPolicy
@@ -14,7 +16,8 @@ from dialoop.errors import AlreadyExists, InvalidInput, NotFound, PreconditionFa
 from dialoop.testing import byte_tokenizer
 
 from services.runtime import GrpcServer
-from tests.rest_world import http_of, refusal, service
+from tests.environment_doors import RawChannel
+from tests.rest_world import GrpcDoor, RestDoor, http_of, refusal, service
 
 PIPES = (
     "{% for m in messages %}[{{ m.role }}]{% generation %}{{ m.content }}{% endgeneration %}[/]"
@@ -50,6 +53,46 @@ async def test_the_model_s_template_comes_first_and_the_named_ones_follow(client
     names = {info.name for info in others}
     assert names == {"chatml", "qwen", "falcon", "deepseek", "llama", "dialogpt"}
     assert not any(info.is_default for info in others)
+
+
+@pytest.fixture(params=["grpc", "rest", "sdk"])
+async def through(request, server: GrpcServer) -> AsyncIterator[TemplateClient]:
+    """The service through each of its doors."""
+    async with AsyncExitStack() as exits:
+        if request.param == "sdk":
+            once = RetryPolicy(max_attempts=1)
+            yield TemplateClient(
+                await exits.enter_async_context(Channel(server.address, retry=once))
+            )
+            return
+        door = RestDoor(server)
+        if request.param == "grpc":
+            door = GrpcDoor(grpc.aio.insecure_channel(server.address))
+        exits.push_async_callback(door.close)
+        yield TemplateClient(RawChannel(door))
+
+
+async def test_12_a_history_is_rendered_as_its_family_writes_it(through):
+    own = (await through.list_templates())[0].name
+    for name, shown in (
+        (own, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
+        ("chatml", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
+        ("falcon", "User: hi\n\nAssistant:"),
+    ):
+        found = await through.render(
+            History((Message(role="user", content="hi"),)), template_name=name
+        )
+        assert found.text == shown
+
+
+async def test_20_a_chat_template_is_added_and_read_back_by_its_inverse_parser(through):
+    added = await through.register("pipes", PIPES, parser=PARSER, model_family_keywords=["pi"])
+    assert (added.name, added.invertible) == ("pipes", True)
+    assert "pipes" in {info.name for info in await through.list_templates()}
+    said = HISTORY[:1].append(Message(role="assistant", content="3"))
+    found = await through.render(said, template_name="pipes", add_generation_prompt=False)
+    assert found.text == "[user] 1+2\n[/][assistant]3[/]"
+    assert await through.parse(text=found.text, template_name="pipes") == said
 
 
 async def test_render_tells_text_tokens_contents_and_mask(client):
