@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.compat_trials import trial_keys
+from dialoop.environments.episode import TaskData
 from dialoop.environments.games import twenty_questions
 from dialoop.episode import Sample
 from dialoop.sequences import PolicyVersion, Source, sequence_of
@@ -252,3 +253,20 @@ async def test_the_environment_plays_the_same_game_and_sessions_do_not_collide()
     found = await asyncio.gather(*(solve(key) for key in keys))
     assert {reward for reward, _ in found} == {1.0}
     assert {reply for _, reply in found} == {"Yes", "No"}
+
+
+async def test_a_chat_episode_has_as_many_turns_and_the_same_prompts_as_a_trial() -> None:
+    game = TwentyQuestions(max_turns=4)
+    agent = ScriptedAgent(["Is it alive?"])
+    trial = (await run_trial(game, [{"solution": "key"}], agent)).trials[0].final
+    environment = twenty_questions(max_turns=4)
+    task = TaskData(key="k", question="?", answer="key")
+    episode = environment.reset(task, 0).episode
+    prompts = []
+    while not episode.done:
+        prompts.append(episode.history[-1].text)
+        said = ChatHistory(response=History((Message(role="assistant", content="Is it alive?"),)))
+        episode = (await environment.step(episode, said)).episode
+    assert prompts == [step.prompt for step in trial.steps]
+    assert len(prompts) == 4
+    assert episode.done_reason is DoneReason.MAX_TURNS

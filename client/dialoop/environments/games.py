@@ -66,9 +66,9 @@ class Play(Transform):
         outcome = outcome.remember(**{_STATE: move.state, _REWARD: earned}).tell(**move.info)
         if move.done:
             return outcome.terminate(DoneReason.SUBMITTED if earned else DoneReason.CONTENT)
-        if episode.step_index + 1 >= self.game.max_steps:
+        if episode.step_index >= self.game.max_steps:
             return outcome.truncate(DoneReason.MAX_TURNS)
-        prompt = self.game.prompt(move.state, episode.step_index + 1)
+        prompt = self.game.prompt(move.state, episode.step_index)
         return outcome.append(Message(role="user", content=prompt))
 
     async def score(self, episode: Episode) -> Score:
