@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.environments.choosing import TaskChoice, chosen_task
-from dialoop.environments.environment import Given
+from dialoop.environments.environment import Given, Managed, OpensSlowly
 from dialoop.environments.modes import InputMode, Text, Tokens
 from dialoop.environments.spec import spec_of
 from dialoop.errors import Unsupported
@@ -90,7 +90,13 @@ class Counted:
     num_steps: int = 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.environment, name)
+        found = getattr(self.environment, name)
+        return self._opened if name == "open" else found
+
+    async def _opened(self, task: Any, seed: int) -> EnvironmentOpening:
+        self.num_resets += 1
+        opening: EnvironmentOpening = await self.environment.open(task, seed)
+        return opening
 
     async def acquire(self) -> None:
         """Held by the bench already."""
@@ -186,14 +192,16 @@ class Bench:
     async def stepped_twice(self, case: Case) -> tuple[str, list[EnvironmentOutcome]]:
         """The same step of the same episode twice; which of its state changed, if any."""
         task, seed = chosen_task(self.environment, case.choice)
-        episode = (await asyncio.to_thread(self.environment.reset, task, seed)).episode
-        kept = {name: _copied(value) for name, value in episode.state.items()}
+        if isinstance(self.environment, OpensSlowly):
+            episode = (await self.environment.open(task, seed)).episode
+        else:
+            episode = self.environment.reset(task, seed).episode
+        held = {k: v for k, v in episode.state.items() if isinstance(v, _CONTAINERS)}
+        kept = copy.deepcopy(held)
         outcomes = [await self.environment.step(episode, self._said(case.lines[0])) for _ in "ab"]
-        close = getattr(self.environment, "close", None)
-        if close is not None:
-            await close(outcomes[-1].episode)
-        differs = (n for n, old in kept.items() if old is not _UNKNOWN and episode.state[n] != old)
-        return next(differs, ""), outcomes
+        if isinstance(self.environment, Managed):
+            await self.environment.close(outcomes[-1].episode)
+        return next((name for name, old in kept.items() if held[name] != old), ""), outcomes
 
     async def _open(
         self, client: LocalEnvironmentClient, case: Case, session_id: str, seed: int
@@ -257,15 +265,8 @@ class Bench:
         return cases
 
 
-_UNKNOWN = object()
-
-
-def _copied(value: Any) -> Any:
-    """A value as it is now; what cannot be copied cannot be compared."""
-    try:
-        return copy.deepcopy(value)
-    except Exception:
-        return _UNKNOWN
+# What may be changed in place and can be compared; an interpreter, say, is neither.
+_CONTAINERS = (list, dict, set, bytearray)
 
 
 def told(answer: Any) -> Any:
