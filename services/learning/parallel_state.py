@@ -86,25 +86,25 @@ def gathered_optimizer(optimizer: GuardedOptimizer, ranks: Ranks) -> dict[str, A
 
 def load_optimizer(optimizer: GuardedOptimizer, state: Mapping[str, Any]) -> None:
     """Continue from a whole state, of which each rank keeps its part."""
+    if len(state["optimizers"]) != len(optimizer.torch_optimizers):
+        optimizer.load_state_dict(dict(state))  # which refuses it
     cut = []
-    for part, parameters in zip(state["optimizers"], _parameters(optimizer), strict=False):
+    for part, parameters in zip(state["optimizers"], _parameters(optimizer), strict=True):
         values = {
             index: {name: _cut(value, parameters[index]) for name, value in of_parameter.items()}
             for index, of_parameter in part["state"].items()
         }
         cut.append({**part, "state": values})
-    # What `zip` left over is what the optimiser refuses.
-    rest = state["optimizers"][len(cut) :]
-    optimizer.load_state_dict({**state, "optimizers": [*cut, *rest]})
+    optimizer.load_state_dict({**state, "optimizers": cut})
 
 
 def save_sharded(
     directory: Path, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: Ranks
 ) -> None:
     """Every rank writes its part into `directory`, which all of them must reach."""
-    dcp.save(
-        _flat(policy, optimizer.state_dict()), checkpoint_id=directory, no_dist=ranks.size == 1
-    )
+    state = _flat(policy, optimizer.state_dict())
+    with _quiet_alone(ranks):
+        dcp.save(state, checkpoint_id=directory, no_dist=ranks.size == 1)
 
 
 def load_sharded(

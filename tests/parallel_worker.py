@@ -1,0 +1,170 @@
+"""One rank of a training run: python parallel_worker.py JOBS.json, under torchrun or alone.
+
+A job trains some steps on sequences made from their number, checks that all ranks tell the same,
+and the first rank writes what happened to <out>/<name>.json.
+"""
+
+import dataclasses
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from dialoop.errors import InvalidInput
+from safetensors.torch import load_file, save_file
+from transformers.utils.logging import disable_progress_bar
+
+from services.learning.loss_loading import load_objective
+from services.learning.models import PolicyModel, load_policy
+from services.learning.optim import GuardedOptimizer, OptimizerSettings
+from services.learning.packing import TokenRow
+from services.learning.parallel import ALONE, Ranks, joined_ranks, sharded
+from services.learning.parallel_rows import own_rows, score_rows
+from services.learning.parallel_state import (
+    gathered_optimizer,
+    gathered_weights,
+    load_optimizer,
+    load_sharded,
+    load_weights,
+    save_sharded,
+)
+from services.learning.training import UpdateReport, update
+
+MAX_TOKENS = 64
+
+
+@dataclasses.dataclass(kw_only=True)
+class Job:
+    """What one run does; resume and save name directories."""
+
+    name: str
+    model: str
+    out: str
+    loss: str = "grpo"
+    options: dict[str, float] = dataclasses.field(default_factory=dict)
+    surroundings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    optimizer: str = "adamw"
+    first_step: int = 0
+    last_step: int = 20
+    num_sequences: int = 12
+    poisoned_step: int = -1
+    failing_rank: int = -1
+    resume: str = ""
+    save: str = ""
+    is_sharded: bool = False
+
+
+def made_rows(step: int, count: int) -> list[TokenRow]:
+    """Sequences of 3 to 33 tokens, the same for the same step."""
+    draw = random.Random(step)
+    rows = []
+    for index in range(count):
+        before, after = draw.randint(2, 9), draw.randint(1, 24)
+        rows.append(
+            TokenRow(
+                token_ids=torch.tensor([draw.randrange(314) for _ in range(before + after)]),
+                response_mask=torch.tensor([False] * before + [True] * after),
+                inference_logprobs=torch.tensor([draw.gauss(0, 0.1) for _ in range(after)]),
+                advantages=torch.full((after,), draw.gauss(0.2, 1)),
+                staleness=torch.full((after,), float(index == 0)),
+                prompt=index // 4,
+            )
+        )
+    return rows
+
+
+def run(job: Job, ranks: Ranks = ALONE) -> list[dict[str, Any]]:
+    """The curve of one job."""
+    policy = sharded(load_policy(job.model), ranks)
+    optimizer = GuardedOptimizer(
+        policy.parameters(),
+        OptimizerSettings(name=job.optimizer, learning_rate=1e-3, warmup_steps=10),  # type: ignore[arg-type]
+        matrices=policy.hidden_matrices(),
+    )
+    if job.resume:
+        _resume(job, policy, optimizer, ranks)
+    curve = []
+    for step in range(job.first_step, job.last_step):
+        if ranks.rank == job.failing_rank and step == 2:
+            raise InvalidInput("Trajectory t-17 has no tokens.", remedy="Leave it out.")
+        report = _step(job, step, policy, optimizer, ranks)
+        told = [report.loss, report.step.applied, report.step.grad_norm, report.metrics]
+        curve.append(dict(zip(("loss", "applied", "grad_norm", "metrics"), told, strict=True)))
+    if any(json.dumps(other) != json.dumps(curve) for other in ranks.gather(curve)):
+        raise InvalidInput("The ranks tell different curves.")
+    if job.save:
+        _save(job, policy, optimizer, ranks)
+    if ranks.is_first:
+        Path(job.out).mkdir(parents=True, exist_ok=True)
+        Path(job.out, f"{job.name}.json").write_text(json.dumps(curve), "utf-8")
+    told: list[dict[str, Any]] = json.loads(json.dumps(curve))
+    return told
+
+
+def _step(
+    job: Job, step: int, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: Ranks
+) -> UpdateReport:
+    """One update on sequences that a policy close to this one sampled."""
+    rows = made_rows(step, job.num_sequences)
+    scores = score_rows(policy, rows, ranks, max_tokens=MAX_TOKENS)
+    rows = [
+        dataclasses.replace(
+            row,
+            inference_logprobs=row.inference_logprobs + score,
+            proximal_logprobs=score,
+            ref_logprobs=score - 0.1,
+        )
+        for row, score in zip(rows, scores, strict=True)
+    ]
+    if step == job.poisoned_step:
+        rows[-1] = dataclasses.replace(rows[-1], advantages=rows[-1].advantages * torch.nan)
+    return update(
+        policy,
+        optimizer,
+        own_rows(rows, ranks, max_tokens=MAX_TOKENS),
+        load_objective(job.loss, job.options, **job.surroundings),
+        with_entropy=True,
+        ranks=ranks,
+    )
+
+
+def _save(job: Job, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: Ranks) -> None:
+    directory = Path(job.save)
+    if job.is_sharded:
+        save_sharded(directory, policy, optimizer, ranks)
+        return
+    weights = gathered_weights(policy, ranks)
+    state = gathered_optimizer(optimizer, ranks)
+    if ranks.is_first:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        torch.save(state, directory / "optimizer.pt")
+
+
+def _resume(job: Job, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: Ranks) -> None:
+    directory = Path(job.resume)
+    if job.is_sharded:
+        load_sharded(directory, policy, optimizer, ranks)
+        return
+    load_weights(policy, load_file(directory / "model.safetensors"))
+    state = torch.load(directory / "optimizer.pt", mmap=True, weights_only=True)
+    load_optimizer(optimizer, state)
+
+
+def main() -> None:
+    """Run the jobs as the rank that the environment names."""
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    jobs = [Job(**fields) for fields in json.loads(Path(sys.argv[1]).read_text("utf-8"))]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    init_method = os.environ.get("INIT_METHOD", "env://")
+    with joined_ranks(rank=rank, size=size, init_method=init_method, timeout_s=60) as ranks:
+        for job in jobs:
+            run(job, ranks)
+
+
+if __name__ == "__main__":
+    main()
