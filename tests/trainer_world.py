@@ -16,11 +16,14 @@ from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.trajectory import Group, SamplingParams, Task, Trajectory
 
 from services.trainer.checkpoint import Checkpoints
-from services.trainer.job import JobParts, TrainingJob
+from services.trainer.demonstration_set import DemonstrationSet
+from services.trainer.evaluation import Evaluation
+from services.trainer.job import TrainingJob
 from services.trainer.learner import ExportedWeights, TrainStepReport
 from services.trainer.publisher import Published
 from services.trainer.records import RunRecords
 from services.trainer.settings import TrainerSettings
+from services.trainer.standing import JobParts
 from services.trainer.status import StatusBoard
 
 
@@ -64,30 +67,57 @@ class FakeLearner:
         self.weights = 0
         self.trained: list[int] = []
         self.while_training: Callable[[], None] = lambda: None
+        self.fresh_mismatch_kl: float | None = None
+        self.warm_started: list[Any] = []
+        self.supervised: list[Any] = []
 
     def warm_start_step(self, demonstrations: Any) -> Any:
-        return SimpleNamespace(loss=0.0, step=SimpleNamespace(learning_rate=0.0))
+        self.weights += 1
+        self.warm_started.append(demonstrations)
+        return _update()
+
+    def sft_step(self, demonstrations: Any) -> Any:
+        self.weights += 1
+        self.supervised.append(demonstrations)
+        return _update()
+
+    def heldout_loss(self, demonstrations: Any) -> tuple[float, int]:
+        return 1.0 / (1 + self.weights), len(demonstrations)
 
     def train_step(self, sequences: Any, *, current: Any, temperature: float) -> TrainStepReport:
         self.while_training()
         self.weights += 1
         self.trained.append(len(sequences))
         return TrainStepReport(
-            loss=0.0, metrics={}, grad_norm=0.0, num_updates=1, num_refused=0, num_trained_tokens=4
+            loss=0.0,
+            metrics={},
+            grad_norm=0.0,
+            num_updates=1,
+            num_refused=0,
+            num_trained_tokens=4,
+            fresh_mismatch_kl=self.fresh_mismatch_kl,
         )
 
     def export(self, path: Path) -> ExportedWeights:
         path.write_text(str(self.weights), "utf-8")
         return ExportedWeights(path=path, sha256="", num_bytes=1)
 
-    def load_weights(self, path: Path) -> None:
-        self.weights = int(path.read_text("utf-8"))
+    def save_weights(self, directory: Path) -> None:
+        self.export(directory / "model.safetensors")
+
+    def restore_weights(self, directory: Path) -> None:
+        self.weights = int((directory / "model.safetensors").read_text("utf-8"))
 
     def save_state(self, path: Path) -> None:
         path.touch()
 
     def load_state(self, path: Path) -> None:
         pass
+
+
+def _update() -> Any:
+    step = SimpleNamespace(learning_rate=0.0, grad_norm=0.0, applied=True)
+    return SimpleNamespace(loss=0.0, step=step)
 
 
 class FakeReplay:
@@ -99,6 +129,7 @@ class FakeReplay:
         self.acknowledged: list[str] = []
         self.dropped: dict[str, str] = {}
         self.extended: list[tuple[str, ...]] = []
+        self.given_back: list[str] = []
 
     async def get_stats(self, run: str) -> Any:
         return SimpleNamespace(cursor="", policy_version=self.policy_version)
@@ -114,6 +145,9 @@ class FakeReplay:
     async def drop(self, run: str, lease_ids: list[str], reason: str) -> tuple[str, ...]:
         self.dropped |= dict.fromkeys(lease_ids, reason)
         return ()
+
+    async def give_back(self, run: str, items: Any) -> None:
+        self.given_back += [item.lease_id for item in items]
 
     async def extend(self, run: str, lease_ids: list[str], *, lease_s: float) -> tuple[str, ...]:
         self.extended.append(tuple(lease_ids))
@@ -147,20 +181,47 @@ class FakePublisher:
 
 
 class FakeEvaluator:
-    """Every evaluation fails."""
+    """Gives running evaluations `rewards` one by one; then they fail."""
 
     def __init__(self) -> None:
         self.num_asked = 0
+        self.rewards: list[float] = []
 
-    async def evaluate(self, *_: Any, **__: Any) -> Any:
-        self.num_asked += 1
-        raise Unavailable("away")
+    async def evaluate(self, plan: Any, **_: Any) -> Any:
+        is_running = plan.label == "running"
+        self.num_asked += is_running
+        if is_running and not self.rewards:
+            raise Unavailable("away")
+        return Evaluation(
+            mean_reward=self.rewards.pop(0) if is_running else 0.0,
+            tool_call_rate=0.0,
+            num_trajectories=1,
+            num_failed=0,
+            oldest=None,
+            newest=None,
+        )
+
+
+class FakeDemonstrations:
+    """Batches are their own numbers."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def skip(self, num_batches: int) -> None:
+        self._next += num_batches
+
+    def __next__(self) -> list[int]:
+        self._next += 1
+        return [self._next]
 
 
 class World:
     """One trainer process; another World in the same folder is that process restarted."""
 
-    def __init__(self, run_dir: Path, **settings: Any) -> None:
+    def __init__(
+        self, run_dir: Path, *, supervised: DemonstrationSet | None = None, **settings: Any
+    ) -> None:
         known = {"num_evaluation_tasks": 0, "evaluate_every": 0, "groups_per_train_step": 2}
         self.settings = TrainerSettings(run_dir=run_dir, **known | settings)
         self.learner, self.replay = FakeLearner(), FakeReplay()
@@ -171,7 +232,7 @@ class World:
         self.checkpoints = Checkpoints(run_dir)
         parts = SimpleNamespace(
             learner=self.learner,
-            demonstrations=iter([[]] * 100),
+            demonstrations=FakeDemonstrations(),
             replay=self.replay,
             publisher=self.publisher,
             evaluator=self.evaluator,
@@ -179,7 +240,7 @@ class World:
             records=self.records,
             board=self.board,
         )
-        self.job = TrainingJob(self.settings, cast("JobParts", parts))
+        self.job = TrainingJob(self.settings, cast("JobParts", parts), supervised)
 
     def offer(self, *names: str, policy: PolicyVersion | None = None, prefix: str = "") -> None:
         """One batch of fresh groups, sampled under `policy` or else what is live by then."""

@@ -12,6 +12,7 @@ import torch
 from dialoop.errors import InvalidConfig, Unsupported
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.learning.attention import PACKED_ATTENTION, plan_attention
 from services.learning.logprobs import DEFAULT_CHUNK_ROWS, TokenScores, token_logprobs
@@ -38,6 +39,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self.chunk_rows = chunk_rows
+        self.autocast: torch.dtype | None = None
 
     def forward(
         self,
@@ -51,7 +53,7 @@ class PolicyModel(nn.Module):
         hidden = self._hidden_states(batch).index_select(0, positions - 1)
         return token_logprobs(
             hidden,
-            self.causal_lm.get_output_embeddings().weight,
+            self.head_weight,
             batch.packed_tokens[positions],
             temperature=temperature,
             with_entropy=with_entropy,
@@ -69,22 +71,38 @@ class PolicyModel(nn.Module):
         }
         return [p for p in self.parameters() if p.ndim == 2 and id(p) not in outer]
 
+    def checkpoint_activations(self) -> None:
+        """Keep only what enters each layer, and compute the rest anew in the backward pass."""
+        self.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        for module in self.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                # It looks at its own flag; that of what is inside stays off, and dropout with it.
+                module.training = True
+
     def save(self, directory: Path) -> None:
         """Write config.json and model.safetensors, as transformers and vLLM load them."""
         self.causal_lm.save_pretrained(directory)
 
     def _hidden_states(self, batch: PackedBatch) -> Tensor:
         """[T, H] after the last layer and its norm."""
-        output = self.causal_lm.base_model(
-            input_ids=batch.packed_tokens[None],
-            position_ids=batch.position_ids[None],
-            attention_plan=plan_attention(
-                batch.attention_lengths, device=batch.packed_tokens.device
-            ),
-            use_cache=False,
-        )
+        device = batch.packed_tokens.device
+        plan = plan_attention(batch.attention_lengths, device=device)
+        # The head is left out of it: log-probs are of the weights in their own precision.
+        with torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            output = self.causal_lm.base_model(
+                input_ids=batch.packed_tokens[None],
+                position_ids=batch.position_ids[None],
+                attention_plan=plan,
+                use_cache=False,
+            )
         states: Tensor = output.last_hidden_state[0]
-        return states
+        return states if self.autocast is None else states.to(self.head_weight.dtype)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, H]."""
+        weight: Tensor = self.causal_lm.get_output_embeddings().weight
+        return weight
 
 
 def load_policy(

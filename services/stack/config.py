@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.rl.objective_settings import ObjectiveSettings
+from services.rl.run_settings import SftSettings, TrackerSettings
 
 _NEED_REFERENCE = ("distill", "minor_sft")
 
@@ -27,6 +28,12 @@ class ModelSection(_Section):
 
     directory: str = ""
     """Hugging Face model directory with its tokenizer; empty: make the tiny model of the demo."""
+    lora_rank: int = Field(default=0, ge=0)
+    """Rank of LoRA adapters, which are trained instead of the weights; 0 trains all weights."""
+    lora_alpha: float = Field(default=0.0, ge=0)
+    """Scale of the adapters times their rank; 0: twice the rank."""
+    lora_targets: tuple[str, ...] = ()
+    """Linear layers with adapters, as ["q_proj", "v_proj"]; empty: all of them."""
 
 
 class EnvironmentSection(_Section):
@@ -149,8 +156,10 @@ class WarmStartSection(_Section):
 
 
 class TrainSection(_Section):
-    """The reinforcement learning itself."""
+    """The training itself: reinforcement learning, or supervised fine-tuning."""
 
+    mode: Literal["rl", "sft"] = "rl"
+    """`rl` on what collectors play, or `sft` on the demonstrations of [sft]."""
     num_steps: int = Field(default=50, ge=0)
     """Train steps; one leased batch and one publish each."""
     groups_per_train_step: int = Field(default=16, ge=1)
@@ -185,6 +194,14 @@ class TrainSection(_Section):
     """Published policies to keep on disk; 0 keeps all, which re-scoring needs."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of the trainer."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the trainer has its model."""
+    autocast: Literal["", "bfloat16"] = ""
+    """Compute the layers in this format while weights keep `dtype`; empty for not."""
+    activation_checkpointing: bool = False
+    """Compute activations anew in the backward pass: less memory for a third more time."""
+    max_trajectories_mb: int = Field(default=4096, ge=0)
+    """Size in MB at which the oldest part of trajectories.jsonl goes; 0 keeps all of it."""
 
     @model_validator(mode="after")
     def _require_staleness_covers_depth(self) -> TrainSection:
@@ -205,6 +222,10 @@ class EvaluationSection(_Section):
     """Train steps between evaluations while training goes on; 0 for none."""
     num_running_tasks: int = Field(default=64, ge=1)
     """Tasks of one of those."""
+    stop_at: float | None = None
+    """Stop training once one of those reaches this mean reward (of SFT's loss: its negative)."""
+    stop_without_gain: int = Field(default=0, ge=0)
+    """Stop once so many of them in a row are no better than the best; 0 for never."""
 
 
 class GatesSection(_Section):
@@ -275,7 +296,9 @@ class JobConfig(_Section):
     scorer: ScorerSection = ScorerSection()
     warm_start: WarmStartSection = WarmStartSection()
     train: TrainSection = TrainSection()
+    sft: SftSettings = SftSettings()
     evaluation: EvaluationSection = EvaluationSection()
+    trackers: TrackerSettings = TrackerSettings()
     gates: GatesSection = GatesSection()
     ports: PortsSection = PortsSection()
 

@@ -99,7 +99,7 @@ def _findings(
         trainer=json.loads((path / "trainer.json").read_text("utf-8")),
         stats=stats,
         collectors=summary.read_collectors(path),
-        rows_by_outcome=summary.count_outcomes(path / "trajectories.jsonl"),
+        rows_by_outcome=summary.count_outcomes(path),
         rescoring=rescoring,
         seconds_by_phase=clock.seconds,
         num_sampled_tokens=last.num_sampled_tokens,

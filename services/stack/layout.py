@@ -200,9 +200,16 @@ class Layout:
             "evaluate_every": evaluation.every,
             "num_evaluation_tasks": evaluation.num_tasks,
             "num_running_evaluation_tasks": evaluation.num_running_tasks,
+            **({} if evaluation.stop_at is None else {"stop_at": evaluation.stop_at}),
+            "stop_without_gain": evaluation.stop_without_gain,
             **self._warm_start(),
             **self._train(),
         }
+
+    def _lora(self) -> dict[str, object]:
+        model = self.config.model
+        targets = list(model.lora_targets)
+        return {"rank": model.lora_rank, "alpha": model.lora_alpha, "targets": targets}
 
     def _warm_start(self) -> dict[str, object]:
         section = self.config.warm_start
@@ -218,6 +225,14 @@ class Layout:
     def _train(self) -> dict[str, object]:
         section = self.config.train
         return {
+            "mode": section.mode,
+            "sft": self.config.sft.model_dump(),
+            "lora": self._lora(),
+            "trackers": self.config.trackers.model_dump(),
+            "device": section.device,
+            "autocast": section.autocast,
+            "activation_checkpointing": section.activation_checkpointing,
+            "max_trajectories_mb": section.max_trajectories_mb,
             "num_train_steps": section.num_steps,
             "groups_per_train_step": section.groups_per_train_step,
             "num_minibatches": section.num_minibatches,

@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from services.runtime.run_files import trajectory_files
 from services.stack.transcripts import choose
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def _rate(value: float | None) -> str:
 
 
 def _print_transcripts(run_dir: Path, model: Path, console: Console) -> None:
-    chosen = choose(run_dir / "trajectories.jsonl")
+    chosen = choose(*trajectory_files(run_dir))
     if chosen is None:
         return
     tokenizer = Tokenizer.from_directory(model)

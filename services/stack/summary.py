@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from services.runtime.run_files import trajectory_files
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
@@ -63,6 +65,8 @@ def summarise(findings: Findings) -> dict[str, Any]:
         "share_of_train_steps_with_older_data": trainer["share_of_train_steps_with_older_data"],
         "max_logprob_difference": trainer["max_logprob_difference"],
         "forks": trainer["forks"],
+        "heldout_losses": trainer.get("heldout_losses", {}),
+        "stopped_early": trainer.get("stopped_early", ""),
         "rescoring": dict(findings.rescoring),
         "num_redelivered": stats.num_redelivered,
         "num_dead_letters": stats.num_dead_letters,
@@ -190,9 +194,10 @@ def read_collectors(run_dir: Path) -> tuple[Mapping[str, Any], ...]:
     return tuple(json.loads(file.read_text("utf-8")) for file in files)
 
 
-def count_outcomes(path: Path) -> Counter[str]:
-    """Lines of trajectories.jsonl by outcome."""
-    if not path.is_file():
-        return Counter()
-    with path.open(encoding="utf-8") as lines:
-        return Counter(json.loads(line)["outcome"] for line in lines)
+def count_outcomes(run_dir: Path) -> Counter[str]:
+    """Lines of what is left of trajectories.jsonl by outcome."""
+    found: Counter[str] = Counter()
+    for path in trajectory_files(run_dir):
+        with path.open(encoding="utf-8") as lines:
+            found.update(json.loads(line)["outcome"] for line in lines)
+    return found

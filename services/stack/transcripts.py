@@ -20,14 +20,14 @@ class BeforeAndAfter:
     after: Row
 
 
-def choose(path: Path) -> BeforeAndAfter | None:
+def choose(*paths: Path) -> BeforeAndAfter | None:
     """A task that was failed before and solved after, else any task played both times.
 
     Without evaluations: the first and the last trajectory that was trained on.
     """
     by_label: dict[str, dict[str, Row]] = {"before_greedy": {}, "after_greedy": {}}
     trained: list[Row] = []
-    for row in read_rows(path):
+    for row in (row for path in paths for row in read_rows(path)):
         if row["label"] in by_label:
             by_label[row["label"]].setdefault(row["task_key"], row)
         elif row["outcome"] == "trained":

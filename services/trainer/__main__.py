@@ -11,7 +11,6 @@ from dialoop.clients.channel import RetryPolicy
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.replay import ReplayClient
-from dialoop.clients.trainer import Phase
 from dialoop.templates import ChatTemplate
 from dialoop.token_builder import TokenBuilder
 from dialoop.tokenizer import Tokenizer
@@ -21,21 +20,21 @@ from services.runtime.hosting import OwnProcess
 from services.runtime.process import run
 from services.runtime.settings import load
 from services.trainer.checkpoint import Checkpoints
+from services.trainer.demonstration_set import DemonstrationSet, demonstration_set
 from services.trainer.evaluation import Evaluator
-from services.trainer.job import JobParts, TrainingJob
+from services.trainer.job import TrainingJob
 from services.trainer.learner import Learner
 from services.trainer.publisher import Publisher
 from services.trainer.records import RunRecords
 from services.trainer.servicer import TrainerServicer
 from services.trainer.settings import TrainerSettings
+from services.trainer.standing import JobParts
 from services.trainer.status import StatusBoard
-from services.trainer.warm_start import demonstration_batches, demonstrator
+from services.trainer.trackers import trackers_of
+from services.trainer.warm_start import Demonstrations, demonstrator
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from dialoop.clients.channel import Channel
-    from dialoop.sequences import Sequence
 
     from services.runtime.hosting import Host, Server
 
@@ -55,9 +54,17 @@ async def serve() -> None:
 async def serve_in(host: Host, settings: TrainerSettings) -> None:
     """Train to the end, then stay to be asked until the host says stop."""
     settings = settings.require_consistent()
-    demonstrations = _demonstrations(settings)
+    builder = _builder(settings)
+    warm_start = _warm_start(settings, builder)
+    supervised = demonstration_set(settings, builder) if settings.mode == "sft" else None
+    if supervised is not None:
+        settings = with_steps_of(settings, supervised)
     learner = await asyncio.to_thread(Learner, settings)
-    records = RunRecords(settings.run_dir)
+    records = RunRecords(
+        settings.run_dir,
+        max_trajectory_bytes=settings.max_trajectories_mb * 1_000_000,
+        trackers=trackers_of(settings),
+    )
     board = StatusBoard()
     async with AsyncExitStack() as exits:
         exits.callback(records.close)
@@ -71,7 +78,7 @@ async def serve_in(host: Host, settings: TrainerSettings) -> None:
         publisher = Publisher(settings, learner, replicas, replay)
         parts = JobParts(
             learner=learner,
-            demonstrations=demonstrations,
+            demonstrations=warm_start,
             replay=replay,
             publisher=publisher,
             evaluator=Evaluator(settings.run, environment, replay, records),
@@ -79,39 +86,62 @@ async def serve_in(host: Host, settings: TrainerSettings) -> None:
             records=records,
             board=board,
         )
-        job = TrainingJob(settings, parts)
+        job = TrainingJob(settings, parts, supervised)
         servicer = TrainerServicer(settings, job, board, records, learner.num_parameters)
         server = host.server
         server.add(add_TrainerServiceServicer_to_server, servicer, "dialoop.v1.TrainerService")
         keeping_up = asyncio.create_task(publisher.keep_up())
         exits.callback(keeping_up.cancel)
         async with server:
-            await _run_until_stopped(server, job, board)
+            await _run_until_stopped(server, job, board, drain_s=settings.drain_s)
 
 
-async def _run_until_stopped(server: Server, job: TrainingJob, board: StatusBoard) -> None:
-    """Run the job beside the server; a failed job ends the process, so that it is restarted."""
+async def _run_until_stopped(
+    server: Server, job: TrainingJob, board: StatusBoard, *, drain_s: float
+) -> None:
+    """Run the job beside the server; a failed job ends the process, so that it is restarted.
+
+    A stopped one ends its train step, saves and gives its leases back, within the drain time.
+    """
     running = asyncio.ensure_future(job.run())
     stopping = asyncio.ensure_future(server.wait_until_stopped())
     await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if running.done() and running.exception() is not None:
-        board.phase = Phase.FAILED
+        board.fail(running.exception())
         stopping.cancel()
         await running
-    if stopping.done():
+    if not running.done():
+        await stopping
+        board.stop()
+        await asyncio.wait({running}, timeout=drain_s)
+    if not running.done():
+        log.warning("The job did not stop within the drain time.", extra={"drain_s": drain_s})
         running.cancel()
         await asyncio.wait({running})
+    elif running.exception() is not None:
+        log.error("The job failed while it stopped.", exc_info=running.exception())
     await stopping
 
 
-def _demonstrations(settings: TrainerSettings) -> Iterator[list[Sequence]]:
-    """Read what a warm start needs before anything heavy is loaded."""
+def with_steps_of(settings: TrainerSettings, supervised: DemonstrationSet) -> TrainerSettings:
+    """The settings with as many train steps as their epochs have."""
+    if not settings.sft.num_epochs:
+        return settings
+    num_steps = settings.sft.num_epochs * supervised.steps_per_epoch
+    return settings.model_copy(update={"num_train_steps": num_steps})
+
+
+def _builder(settings: TrainerSettings) -> TokenBuilder:
     tokenizer = Tokenizer.from_directory(settings.model_dir)
-    builder = TokenBuilder(tokenizer, ChatTemplate.of(tokenizer))
+    return TokenBuilder(tokenizer, ChatTemplate.of(tokenizer))
+
+
+def _warm_start(settings: TrainerSettings, builder: TokenBuilder) -> Demonstrations | None:
+    """Read what a warm start needs before anything heavy is loaded."""
     if not settings.warm_start_steps:
-        return iter(())
+        return None
     demonstrate, stop = demonstrator(settings)
-    return demonstration_batches(
+    return Demonstrations(
         demonstrate,
         builder,
         stop=stop,

@@ -36,6 +36,9 @@ class Progress:
     num_train_steps: int = 0
     num_policy_versions: int = 0
     num_trained_tokens: int = 0
+    best_evaluation: float | None = None
+    num_evaluations_without_gain: int = 0
+    stopped_early: str = ""
     num_trained_trajectories: int = 0
     num_steps_with_older_data: int = 0
     max_logprob_difference: float = 0.0
@@ -45,6 +48,7 @@ class Progress:
     staleness_histogram: Counter[int] = field(default_factory=Counter)
     forks: Counter[str] = field(default_factory=Counter)
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+    heldout_losses: dict[str, float] = field(default_factory=dict)
     phase_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -66,6 +70,8 @@ class Progress:
             "num_trajectories_trained": self.num_trained_trajectories,
             "forks": dict(self.forks),
             "evaluations": self.evaluations,
+            "heldout_losses": self.heldout_losses,
+            "stopped_early": self.stopped_early,
         }
 
     @classmethod
@@ -90,7 +96,7 @@ class Checkpoints:
         directory = self._fresh_directory(
             f"{progress.policy_version}-{progress.num_train_steps:06d}"
         )
-        learner.export(directory / "model.safetensors")
+        learner.save_weights(directory)
         learner.save_state(directory / "learner.pt")
         write_json(directory / "progress.json", progress.to_json())
         write_json(self._root / "latest.json", {"name": directory.name})
@@ -103,7 +109,7 @@ class Checkpoints:
         if not pointer.is_file():
             return None
         directory = self._root / json.loads(pointer.read_text("utf-8"))["name"]
-        learner.load_weights(directory / "model.safetensors")
+        learner.restore_weights(directory)
         learner.load_state(directory / "learner.pt")
         return Progress.from_json(json.loads((directory / "progress.json").read_text("utf-8")))
 

@@ -18,8 +18,17 @@ from dialoop.errors import InvalidConfig
 from safetensors.torch import load_file, save_file
 
 from services.learning.corrections import Correction
+from services.learning.lora import (
+    ADAPTER,
+    adapter_tensors,
+    add_lora,
+    has_lora,
+    load_adapter,
+    merged_tensors,
+    save_adapter_config,
+)
 from services.learning.loss_loading import load_objective
-from services.learning.models import load_policy
+from services.learning.models import DTYPES, load_policy
 from services.learning.objective import mean_metrics
 from services.learning.optim import GuardedOptimizer, OptimizerSettings
 from services.learning.packing import TokenRow, pack_rows
@@ -32,6 +41,7 @@ if TYPE_CHECKING:
     from dialoop.sequences import PolicyVersion, Sequence
     from numpy.typing import NDArray
 
+    from services.learning.models import PolicyModel
     from services.learning.objective import Objective
     from services.learning.packing import PackedBatch
     from services.trainer.batches import TrainedSequence
@@ -47,9 +57,16 @@ class ExportedWeights:
     num_bytes: int
 
 
+_WEIGHTS = "model.safetensors"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStepReport:
-    """One train step: the mean of its updates."""
+    """One train step: the mean of its updates.
+
+    fresh_mismatch_kl: KL in nats between engine and trainer on tokens of the present policy, before
+    the first update; None without such tokens.
+    """
 
     loss: float
     metrics: dict[str, Any]
@@ -57,6 +74,7 @@ class TrainStepReport:
     num_updates: int
     num_refused: int
     num_trained_tokens: int
+    fresh_mismatch_kl: float | None = None
 
 
 class Learner:
@@ -67,7 +85,7 @@ class Learner:
         torch.manual_seed(settings.seed)
         self._settings = settings
         self._random = random.Random(settings.seed)
-        self._policy = load_policy(settings.model_dir, dtype=settings.dtype)
+        self._policy = policy_of(settings)
         self._objective = objective_of(settings)
         self._sft = load_objective("sft")
         parameters = list(self._policy.parameters())
@@ -89,7 +107,7 @@ class Learner:
     @property
     def num_parameters(self) -> int:
         """Trained parameters; tied ones count once."""
-        return sum(p.numel() for p in self._policy.parameters())
+        return sum(p.numel() for p in self._policy.parameters() if p.requires_grad)
 
     @property
     def needs_advantages(self) -> bool:
@@ -103,13 +121,22 @@ class Learner:
 
     def warm_start_step(self, demonstrations: Rows[Sequence]) -> UpdateReport:
         """One SFT update on demonstrations."""
-        rows = self._packed(
-            [
-                TokenRow.from_demonstration(s.token_ids.tolist(), s.response_mask().tolist())
-                for s in demonstrations
-            ]
-        )
+        rows = self._packed(_imitated(demonstrations))
         return update(self._policy, self._warm_start_optimizer, rows, self._sft)
+
+    def sft_step(self, demonstrations: Rows[Sequence]) -> UpdateReport:
+        """One update of SFT as a mode, with the optimiser and schedule of training."""
+        rows = self._packed(_imitated(demonstrations))
+        return update(self._policy, self._optimizer, rows, self._sft)
+
+    @torch.no_grad()
+    def heldout_loss(self, demonstrations: Rows[Sequence]) -> tuple[float, int]:
+        """Mean negative log-likelihood of a demonstrated token in nats, and how many there are."""
+        total, count = 0.0, 0
+        for batch in self._packed(_imitated(demonstrations)):
+            logprobs = self._policy(batch).logprobs
+            total, count = total - float(logprobs.double().sum()), count + len(logprobs)
+        return total / max(1, count), count
 
     def train_step(
         self, sequences: Rows[TrainedSequence], *, current: PolicyVersion, temperature: float
@@ -144,6 +171,7 @@ class Learner:
             num_updates=sum(r.step.applied for r in reports),
             num_refused=sum(not r.step.applied for r in reports),
             num_trained_tokens=sum(s.sequence.num_model_tokens for s in sequences),
+            fresh_mismatch_kl=_fresh_mismatch(reports[0]),
         )
 
     @torch.no_grad()
@@ -154,7 +182,8 @@ class Learner:
         known = list(rows)
         for indices in plan.rows:
             batch = pack_rows([rows[index] for index in indices])
-            scores = batch.split(self._policy(batch, temperature=temperature).logprobs)
+            logprobs = self._policy(batch.to(self._device), temperature=temperature).logprobs
+            scores = batch.split(logprobs.cpu())
             for index, logprobs in zip(indices, scores, strict=True):
                 known[index] = replace(rows[index], proximal_logprobs=logprobs)
         return known
@@ -169,8 +198,8 @@ class Learner:
             for ids in rows
         ]
         batch = pack_rows(packed)
-        scores = self._policy(batch, temperature=temperature).logprobs
-        return [values.numpy() for values in batch.split(scores)]
+        scores = self._policy(batch.to(self._device), temperature=temperature).logprobs
+        return [values.numpy() for values in batch.split(scores.cpu())]
 
     def export(self, path: Path) -> ExportedWeights:
         """Write the weights as they are now; the file appears whole or not at all."""
@@ -195,6 +224,30 @@ class Learner:
         self._policy.causal_lm.load_state_dict(tensors, strict=False)
         self._policy.causal_lm.tie_weights()
 
+    def save_weights(self, directory: Path) -> None:
+        """Write what is trained to a checkpoint: the weights, or with LoRA a PEFT directory."""
+        model = self._policy.causal_lm
+        if not has_lora(model):
+            self.export(directory / _WEIGHTS)
+            return
+        tensors = {name: tensor.cpu() for name, tensor in adapter_tensors(model).items()}
+        save_file(tensors, directory / ADAPTER, metadata={"format": "pt"})
+        save_adapter_config(model, directory, base=self._settings.model_dir)
+
+    def restore_weights(self, directory: Path) -> None:
+        """Take what `save_weights` wrote; InvalidConfig when it is another model's."""
+        is_adapter, model = (directory / ADAPTER).is_file(), self._policy.causal_lm
+        if is_adapter != has_lora(model):
+            raise InvalidConfig(
+                f"The checkpoint {directory.name} is {'' if is_adapter else 'not '}one of LoRA.",
+                reason="WEIGHTS_MISMATCH",
+                remedy="Resume with the lora_rank the run was started with.",
+            )
+        if is_adapter:
+            load_adapter(model, load_file(directory / ADAPTER))
+        else:
+            self.load_weights(directory / _WEIGHTS)
+
     def save_state(self, path: Path) -> None:
         """Write optimisers and random state, for `load_state`."""
         state = {
@@ -207,7 +260,7 @@ class Learner:
 
     def load_state(self, path: Path) -> None:
         """Continue as if never stopped."""
-        state: dict[str, Any] = torch.load(path, weights_only=True)
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         self._warm_start_optimizer.load_state_dict(state["warm_start"])
         self._optimizer.load_state_dict(state["train"])
         torch.set_rng_state(state["torch_random"])
@@ -216,17 +269,53 @@ class Learner:
     def _packed(self, rows: list[TokenRow]) -> list[PackedBatch]:
         lengths = [len(row.token_ids) for row in rows]
         plan = plan_rows(lengths, max_tokens=self._settings.max_row_tokens)
-        return [pack_rows([rows[index] for index in indices]) for indices in plan.rows]
+        packed = (pack_rows([rows[index] for index in indices]) for indices in plan.rows)
+        return [batch.to(self._device) for batch in packed]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters by their Hugging Face names; a tied head is not repeated."""
+        """Parameters by their Hugging Face names, adapters merged; a tied head is not repeated."""
         model = self._policy.causal_lm
         tied = model.config.tie_word_embeddings
+        tensors = merged_tensors(model) if has_lora(model) else model.state_dict()
         return {
-            name: tensor.detach().contiguous()
-            for name, tensor in model.state_dict().items()
+            name: tensor.detach().cpu().contiguous()
+            for name, tensor in tensors.items()
             if not (tied and name == "lm_head.weight")
         }
+
+    @property
+    def _device(self) -> torch.device:
+        return self._policy.head_weight.device
+
+
+def policy_of(settings: TrainerSettings) -> PolicyModel:
+    """The model as the settings have it; InvalidConfig (NEEDS_CUDA) without the device."""
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise InvalidConfig(
+            "The trainer's device is cuda, and this machine has no CUDA device.",
+            reason="NEEDS_CUDA",
+            remedy='Set device = "cpu" in [train], or run where there is one.',
+        )
+    policy = load_policy(settings.model_dir, dtype=settings.dtype, device=settings.device)
+    lora = settings.lora
+    if lora.rank:
+        add_lora(policy.causal_lm, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+    if settings.activation_checkpointing:
+        policy.checkpoint_activations()
+    policy.autocast = DTYPES[settings.autocast] if settings.autocast else None
+    return policy
+
+
+def _imitated(demonstrations: Rows[Sequence]) -> list[TokenRow]:
+    return [
+        TokenRow.from_demonstration(s.token_ids.tolist(), s.response_mask().tolist())
+        for s in demonstrations
+    ]
+
+
+def _fresh_mismatch(first: UpdateReport) -> float | None:
+    fresh = first.metrics.get("by_staleness", {}).get(0, {})
+    return float(fresh["mismatch_kl"]) if "mismatch_kl" in fresh else None
 
 
 def objective_of(settings: TrainerSettings) -> Objective:
@@ -252,7 +341,8 @@ def objective_of(settings: TrainerSettings) -> Objective:
 
 def optimizer_of(settings: TrainerSettings) -> OptimizerSettings:
     """RL's optimiser and schedule, which counts the updates of all train steps."""
-    updates = settings.num_train_steps * settings.num_minibatches * settings.objective.num_epochs
+    per_step = settings.num_minibatches * settings.objective.num_epochs
+    updates = settings.num_train_steps * (per_step if settings.mode == "rl" else 1)
     return OptimizerSettings(
         name=settings.optimizer,
         learning_rate=settings.learning_rate,

@@ -34,6 +34,11 @@ class HeldLeases:
         """No longer extend these."""
         self._held.difference_update(lease_ids)
 
+    @property
+    def lease_ids(self) -> tuple[str, ...]:
+        """What is held."""
+        return tuple(sorted(self._held))
+
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
         """Extend what is held, for as long as the context lasts."""

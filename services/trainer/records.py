@@ -11,27 +11,41 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from dialoop.episode import UpdateMode
 
+from services.runtime.run_files import TRAJECTORIES, number_of, trajectory_files
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dialoop.sequences import PolicyVersion, Sequence
     from dialoop.trajectory import Trajectory
 
+    from services.trainer.trackers import Tracker
 
 _BLOCK = 65536
+_NUM_PARTS = 4
 
 
 class RunRecords:
     """Appends to the run's files; each call is flushed, so that a kill loses no line of an earlier.
 
-    Trajectories are long and are written by worker threads, metrics by the event loop.
+    Trajectories are long and are written by worker threads, metrics by the event loop. They are
+    kept in four parts, of which the oldest goes when they come to more than `max_trajectory_bytes`
+    (0: all stay).
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        max_trajectory_bytes: int = 0,
+        trackers: tuple[Tracker, ...] = (),
+    ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
+        self._trackers = trackers
+        self._part_bytes = max_trajectory_bytes // _NUM_PARTS
         self._metrics = _opened(run_dir / "metrics.jsonl")
-        self._trajectories = _opened(run_dir / "trajectories.jsonl")
+        self._trajectories = _opened(run_dir / TRAJECTORIES)
         self._writing = threading.Lock()
         self.newest: dict[str, float] = {}
 
@@ -49,9 +63,27 @@ class RunRecords:
         }
         self._metrics.write(json.dumps(row) + "\n")
         self._metrics.flush()
+        for tracker in self._trackers:
+            tracker.log(row)
         prefix = f"{kind}/{values['label']}" if "label" in values else kind
         numbers = {f"{prefix}/{k}": float(v) for k, v in values.items() if _is_number(v)}
         self.newest.update(numbers)
+
+    def rewind(
+        self, *, num_train_steps: int, num_warm_start_steps: int, evaluations: Iterable[str] = ()
+    ) -> None:
+        """Say that training goes on from here: rows of later steps are of weights that are gone.
+
+        `evaluations` are the labels that will not be evaluated again.
+        """
+        if self._metrics.tell():
+            self.metric(
+                "restore",
+                train_step=num_train_steps,
+                policy_version=None,
+                num_warm_start_steps=num_warm_start_steps,
+                evaluations=list(evaluations),
+            )
 
     def trajectories(
         self, trajectories: Iterable[Trajectory], *, outcome: str, label: str, train_step: int
@@ -62,6 +94,19 @@ class RunRecords:
         with self._writing:
             self._trajectories.write("".join(line + "\n" for line in lines))
             self._trajectories.flush()
+            if self._part_bytes and self._trajectories.tell() >= self._part_bytes:
+                self._begin_part()
+
+    def _begin_part(self) -> None:
+        """Set the full part aside, and forget the oldest ones."""
+        self._trajectories.close()
+        older = trajectory_files(self._run_dir)[:-1]
+        number = number_of(older[-1]) + 1 if older else 1
+        current = self._run_dir / TRAJECTORIES
+        current.rename(self._run_dir / f"trajectories.{number:06d}.jsonl")
+        self._trajectories = _opened(current)
+        for part in trajectory_files(self._run_dir)[:-_NUM_PARTS]:
+            part.unlink()
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write trainer.json in one piece."""
@@ -71,6 +116,8 @@ class RunRecords:
         """Close the files."""
         self._metrics.close()
         self._trajectories.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def _opened(path: Path) -> TextIO:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 from services.learning.models import PolicyModel, load_policy
 from services.learning.packing import TokenRow, pack_rows
+from services.runtime.run_files import trajectory_files
 
 _ROWS_AT_ONCE = 256
 
@@ -47,26 +48,30 @@ class Stored:
     sampled: dict[tuple[str, float], list[Sampled]]
 
 
-def sampled_by_version(path: Path) -> Stored:
-    """The sampled tokens of trajectories.jsonl that can be re-scored."""
+def sampled_by_version(*paths: Path) -> Stored:
+    """The sampled tokens in the parts of trajectories.jsonl that can be re-scored."""
     found: dict[tuple[str, float], list[Sampled]] = defaultdict(list)
     num_trajectories = num_inexact = 0
-    # By newlines alone: a policy samples every other line separator there is, too.
-    with path.open(encoding="utf-8", newline="\n") as lines:
-        for line in lines:
-            row = json.loads(line)
-            if row.get("update_mode") == UpdateMode.KEEP_KV.name:
-                num_inexact += 1
-                continue
-            num_trajectories += 1
-            # A greedy sampler reports the log-probs of the untempered distribution.
-            temperature = row["temperature"] or 1.0
-            for sequence in row["sequences"]:
-                for version, sampled in _sampled(sequence):
-                    found[version, temperature].append(sampled)
+    for row in _rows(paths):
+        if row.get("update_mode") == UpdateMode.KEEP_KV.name:
+            num_inexact += 1
+            continue
+        num_trajectories += 1
+        # A greedy sampler reports the log-probs of the untempered distribution.
+        temperature = row["temperature"] or 1.0
+        for sequence in row["sequences"]:
+            for version, sampled in _sampled(sequence):
+                found[version, temperature].append(sampled)
     return Stored(
         num_trajectories=num_trajectories, num_inexact_trajectories=num_inexact, sampled=found
     )
+
+
+def _rows(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    # By newlines alone: a policy samples every other line separator there is, too.
+    for path in paths:
+        with path.open(encoding="utf-8", newline="\n") as lines:
+            yield from map(json.loads, lines)
 
 
 def _sampled(sequence: dict[str, Any]) -> Iterator[tuple[str, Sampled]]:
@@ -108,8 +113,8 @@ def _as_row(sampled: Sampled) -> TokenRow:
 
 
 def rescore(run_dir: Path, model_dir: Path) -> dict[str, float]:
-    """Re-score all of `trajectories.jsonl`; DataLost when a version's weights are gone."""
-    stored = sampled_by_version(run_dir / "trajectories.jsonl")
+    """Re-score what is left of `trajectories.jsonl`; DataLost when a version's weights are gone."""
+    stored = sampled_by_version(*trajectory_files(run_dir))
     found = stored.sampled
     policy = load_policy(model_dir)
     worst, num_tokens = 0.0, 0

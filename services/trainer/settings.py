@@ -10,6 +10,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from services.rl.objective_settings import ObjectiveSettings
+from services.rl.run_settings import LoraSettings, SftSettings, TrackerSettings
 from services.runtime.settings import ServerSettings
 
 
@@ -61,6 +62,8 @@ class TrainerSettings(ServerSettings):
     """Peak SFT learning rate; decays to a tenth."""
     warm_start_warmup_steps: int = Field(default=20, ge=0)
     """SFT steps that raise the learning rate from 0."""
+    warm_start_checkpoint_every: int = Field(default=100, ge=1)
+    """SFT steps between checkpoints of a warm start."""
     warm_start_file: Path | None = None
     """JSONL of {"messages": [...]} demonstrations; absent: the environment's own."""
     warm_start_split: str = "train"
@@ -70,8 +73,12 @@ class TrainerSettings(ServerSettings):
     environment_options: dict[str, Any] = Field(default_factory=dict)
     """Options of that environment, as the environment service has them."""
 
+    mode: Literal["rl", "sft"] = "rl"
+    """Reinforcement learning on leased groups, or supervised fine-tuning on demonstrations."""
+    sft: SftSettings = SftSettings()
+    """What SFT trains on, as {"file": "chats.jsonl", "num_epochs": 3}."""
     num_train_steps: int = Field(default=50, ge=0)
-    """RL train steps; one leased batch each."""
+    """Train steps; one leased batch each, or one batch of demonstrations."""
     groups_per_train_step: int = Field(default=16, ge=1)
     """Groups leased for a train step."""
     num_minibatches: int = Field(default=2, ge=1)
@@ -111,6 +118,11 @@ class TrainerSettings(ServerSettings):
     num_running_evaluation_tasks: int = Field(default=64, ge=1)
     """Held-out tasks of an evaluation while training goes on."""
 
+    stop_at: float | None = None
+    """Stop once an evaluation while training goes on reaches this mean reward."""
+    stop_without_gain: int = Field(default=0, ge=0)
+    """Stop once so many of them in a row are no better than the best; 0 for never."""
+
     checkpoint_every: int = Field(default=10, ge=1)
     """Train steps between checkpoints."""
     keep_policies: int = Field(default=0, ge=0)
@@ -119,6 +131,18 @@ class TrainerSettings(ServerSettings):
     """Trainer and replica may differ by this much on the probe, in nats, before it is an alarm."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameter type of the trained model."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the model is trained."""
+    autocast: Literal["", "bfloat16"] = ""
+    """Compute the layers in this format while the weights stay in `dtype`; empty for not."""
+    activation_checkpointing: bool = False
+    """Compute activations anew in the backward pass: less memory for a third more time."""
+    lora: LoraSettings = LoraSettings()
+    """Train adapters instead of all weights, as {"rank": 8, "alpha": 16}."""
+    max_trajectories_mb: int = Field(default=4096, ge=0)
+    """Size in MB at which the oldest part of trajectories.jsonl goes; 0 keeps all of it."""
+    trackers: TrackerSettings = TrackerSettings()
+    """Who gets metrics beside metrics.jsonl, as {"tensorboard": true}."""
 
     def require_consistent(self) -> TrainerSettings:
         """Check what one field cannot; InvalidConfig names both."""
@@ -127,9 +151,18 @@ class TrainerSettings(ServerSettings):
                 f"max_staleness is {self.max_staleness} and pipeline_depth {self.pipeline_depth}.",
                 remedy="Set max_staleness at least to pipeline_depth, or all data ends up stale.",
             )
+        if self.lora.rank and self.optimizer == "muon":
+            raise InvalidConfig(
+                "Muon does not train LoRA: it makes an update of full rank out of every matrix, "
+                "and an adapter's two factors are no such matrices.",
+                reason="MUON_WITH_LORA",
+                remedy='Set optimizer = "adamw", or lora_rank = 0.',
+            )
         return self
 
     @property
     def max_outstanding_groups(self) -> int:
-        """Groups that may be outstanding: (pipeline_depth + 1) batches."""
+        """Groups that may be outstanding: (pipeline_depth + 1) batches; none when SFT trains."""
+        if self.mode == "sft":
+            return 0
         return (self.pipeline_depth + 1) * self.groups_per_train_step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.chat import History
@@ -11,8 +12,8 @@ from dialoop.environments import ChatEnv, load_environment
 from dialoop.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable
+    from typing import Self
 
     from dialoop.sequences import Sequence
     from dialoop.token_builder import TokenBuilder
@@ -22,19 +23,37 @@ if TYPE_CHECKING:
     Demonstrator = Callable[[random.Random], History]
 
 
-def demonstration_batches(
-    demonstrate: Demonstrator,
-    builder: TokenBuilder,
-    *,
-    stop: tuple[str, ...],
-    batch_size: int,
-    seed: int,
-) -> Iterator[list[Sequence]]:
+class Demonstrations:
     """Endless batches of demonstrations as token rows; the same seed gives the same batches."""
-    generator = random.Random(seed)
-    while True:
-        histories = (demonstrate(generator) for _ in range(batch_size))
-        yield [builder.demonstration(history, stop=stop) for history in histories]
+
+    def __init__(
+        self,
+        demonstrate: Demonstrator,
+        builder: TokenBuilder,
+        *,
+        stop: tuple[str, ...],
+        batch_size: int,
+        seed: int,
+    ) -> None:
+        self._demonstrate = demonstrate
+        self._builder = builder
+        self._stop = stop
+        self._batch_size = batch_size
+        self._random = random.Random(seed)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> list[Sequence]:
+        return [self._builder.demonstration(shown, stop=self._stop) for shown in self._shown()]
+
+    def skip(self, num_batches: int) -> None:
+        """Pass over batches that an earlier process has trained, without rendering them."""
+        for _ in range(num_batches):
+            self._shown()
+
+    def _shown(self) -> list[History]:
+        return [self._demonstrate(self._random) for _ in range(self._batch_size)]
 
 
 def demonstrator(settings: TrainerSettings) -> tuple[Demonstrator, tuple[str, ...]]:
@@ -44,10 +63,8 @@ def demonstrator(settings: TrainerSettings) -> tuple[Demonstrator, tuple[str, ..
     if settings.warm_start_file is not None:
         return demonstrations_from_file(settings.warm_start_file), environment.traits.stop
     if not isinstance(environment, ChatEnv) or environment.demonstrate is None:
-        raise InvalidConfig(
-            f"The environment {environment.name} demonstrates nothing.",
-            reason="NO_DEMONSTRATIONS",
-            remedy="Name a warm_start_file, or set warm_start_steps to 0.",
+        raise no_demonstrations(
+            environment.name, remedy="Name a warm_start_file, or set warm_start_steps to 0."
         )
     tasks, split = environment.tasks, settings.warm_start_split
     keys = tasks.keys(split)
@@ -58,8 +75,24 @@ def demonstrator(settings: TrainerSettings) -> tuple[Demonstrator, tuple[str, ..
     return demonstrate, environment.traits.stop
 
 
+def no_demonstrations(environment: str, *, remedy: str) -> InvalidConfig:
+    """The error of an environment that cannot show what to do."""
+    return InvalidConfig(
+        f"The environment {environment} demonstrates nothing.",
+        reason="NO_DEMONSTRATIONS",
+        remedy=remedy,
+    )
+
+
 def demonstrations_from_file(path: Path) -> Demonstrator:
     """A demonstrator that draws from a JSONL file of {"messages": [...]} lines."""
+    histories = read_demonstrations(path)
+    return lambda generator: generator.choice(histories)
+
+
+def read_demonstrations(path: Path | str) -> list[History]:
+    """All of a JSONL file of {"messages": [...]} lines; InvalidConfig names a wrong line."""
+    path = Path(path)
     histories: list[History] = []
     try:
         # By newlines alone: JSON strings may hold every other line separator there is.
@@ -67,14 +100,14 @@ def demonstrations_from_file(path: Path) -> Demonstrator:
     except OSError as error:
         raise InvalidConfig(
             f"Cannot read the demonstrations {path}: {error.strerror}.",
-            remedy="Name a readable JSONL file in warm_start_file.",
+            remedy="Name a readable JSONL file of demonstrations.",
         ) from error
     for number, line in enumerate(lines, start=1):
         if line.strip():
             histories.append(_history(path, number, line))
     if not histories:
         raise InvalidConfig(f"{path} holds no demonstration.", remedy="Add one per line.")
-    return lambda generator: generator.choice(histories)
+    return histories
 
 
 def _history(path: Path, number: int, line: str) -> History:

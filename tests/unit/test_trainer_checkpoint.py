@@ -21,11 +21,11 @@ class FakeLearner:
         self.weights = weights
         self._killed = killed
 
-    def export(self, path: Path) -> None:
-        path.write_text(self.weights, "utf-8")
+    def save_weights(self, directory: Path) -> None:
+        (directory / "weights").write_text(self.weights, "utf-8")
 
-    def load_weights(self, path: Path) -> None:
-        self.weights = path.read_text("utf-8")
+    def restore_weights(self, directory: Path) -> None:
+        self.weights = (directory / "weights").read_text("utf-8")
 
     def save_state(self, path: Path) -> None:
         path.write_text("half" if self._killed else "whole", "utf-8")

@@ -175,7 +175,7 @@ async def test_a_number_that_was_announced_and_lost_does_not_come_back_in_its_li
 async def test_an_evaluation_that_fails_does_not_end_the_training(
     world: Callable[..., World],
 ) -> None:
-    here = world(num_train_steps=3, evaluate_every=1)
+    here = world(num_train_steps=3, evaluate_every=1, num_evaluation_tasks=1)
     for names in ("ab", "cd", "ef"):
         here.offer(*names)
     await here.run()

@@ -1,0 +1,113 @@
+"""Low-rank adapters by PEFT: only they are trained, and merged weights are what is published.
+
+add_lora(policy.causal_lm, rank=8, alpha=16.0)
+merged_tensors(policy.causal_lm)          # the whole policy, under the names of the model without
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from dialoop.errors import InvalidConfig
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+ADAPTER = "adapter_model.safetensors"
+"""The file of a PEFT directory that holds the adapter; adapter_config.json says what it is of."""
+
+_NAME = "default"
+_PREFIX = "base_model.model."
+
+
+def add_lora(causal_lm: Any, *, rank: int, alpha: float = 0.0, targets: Sequence[str] = ()) -> None:
+    """Put adapters beside the linear layers `targets` (none: all of them) and freeze the rest.
+
+    alpha 0 is twice the rank. InvalidConfig (LORA_TARGET) for a name the model does not have.
+    """
+    from peft import LoraConfig, inject_adapter_in_model  # imported late: it takes seconds
+
+    linear = _linear_layers(causal_lm)
+    unknown = sorted(set(targets) - linear)
+    if unknown:
+        raise InvalidConfig(
+            f"The model has no linear layer {', '.join(unknown)}.",
+            reason="LORA_TARGET",
+            remedy=f"Set lora_targets to some of {', '.join(sorted(linear))}.",
+        )
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha or 2 * rank,
+        target_modules=sorted(set(targets) or linear),
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )
+    inject_adapter_in_model(config, causal_lm, adapter_name=_NAME)
+    for name, parameter in causal_lm.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+
+
+def has_lora(causal_lm: Any) -> bool:
+    """Whether `add_lora` was called on the model."""
+    return hasattr(causal_lm, "peft_config")
+
+
+@torch.no_grad()
+def merged_tensors(causal_lm: Any) -> dict[str, Tensor]:
+    """Its weights with the adapters added in, W + alpha / rank B A; the model stays as it is."""
+    from peft.tuners.lora import LoraLayer
+
+    merged = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in causal_lm.state_dict().items()
+        if ".lora_" not in name
+    }
+    for path, module in causal_lm.named_modules():
+        if isinstance(module, LoraLayer):
+            weight = merged[f"{path}.weight"]
+            delta: Any = module.get_delta_weight(_NAME)
+            merged[f"{path}.weight"] = (weight.to(delta.dtype) + delta).to(weight.dtype)
+    return merged
+
+
+def adapter_tensors(causal_lm: Any) -> dict[str, Tensor]:
+    """The adapters alone, under the names of PEFT's file."""
+    return {
+        _PREFIX + name.replace(f".{_NAME}.", "."): tensor.detach()
+        for name, tensor in causal_lm.state_dict().items()
+        if ".lora_" in name
+    }
+
+
+def load_adapter(causal_lm: Any, tensors: dict[str, Tensor]) -> None:
+    """Take adapters that `adapter_tensors` gave; InvalidConfig when they are of other layers."""
+    own = {name: tensor.shape for name, tensor in adapter_tensors(causal_lm).items()}
+    if {name: tensor.shape for name, tensor in tensors.items()} != own:
+        raise InvalidConfig(
+            "The checkpoint's adapter has another rank or other targets than the settings say.",
+            reason="WEIGHTS_MISMATCH",
+            remedy="Resume with the lora settings the run was started with.",
+        )
+    named = {
+        name.removeprefix(_PREFIX).replace(".weight", f".{_NAME}.weight"): tensor
+        for name, tensor in tensors.items()
+    }
+    causal_lm.load_state_dict(named, strict=False)
+
+
+def save_adapter_config(causal_lm: Any, directory: Path, *, base: Path) -> None:
+    """Write adapter_config.json, which makes `directory` one that PEFT loads."""
+    config = causal_lm.peft_config[_NAME]
+    config.base_model_name_or_path = str(base.resolve())
+    config.save_pretrained(str(directory))
+
+
+def _linear_layers(causal_lm: Any) -> set[str]:
+    """The last parts of the names of linear layers between embedding and head."""
+    named = causal_lm.base_model.named_modules()
+    return {name.rpartition(".")[2] for name, module in named if isinstance(module, nn.Linear)}

@@ -1,0 +1,181 @@
+"""Where a job stands: its weights' version, its progress, and the leases it still owes an answer.
+
+Everything that changes the published policy or writes a checkpoint goes through here, between
+train steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from dialoop.clients.replay import ReturnItem
+from dialoop.sequences import PolicyVersion
+
+from services.trainer.checkpoint import Progress, lineage_after_restore, published_version
+from services.trainer.leases import HeldLeases
+from services.trainer.phases import PhaseClock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from dialoop.clients.replay import ReplayClient
+    from dialoop.clients.trainer import Phase
+
+    from services.trainer.checkpoint import Checkpoints
+    from services.trainer.evaluation import Evaluator
+    from services.trainer.learner import Learner
+    from services.trainer.publisher import Published, Publisher
+    from services.trainer.records import RunRecords
+    from services.trainer.settings import TrainerSettings
+    from services.trainer.status import StatusBoard
+    from services.trainer.warm_start import Demonstrations
+
+log = logging.getLogger(__name__)
+
+FIRST_LINEAGE = "main"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobParts:
+    """What a job works with."""
+
+    learner: Learner
+    demonstrations: Demonstrations | None
+    replay: ReplayClient
+    publisher: Publisher
+    evaluator: Evaluator
+    checkpoints: Checkpoints
+    records: RunRecords
+    board: StatusBoard
+
+
+class Standing:
+    """Owns the progress; its methods are called by whoever holds `between_steps`."""
+
+    def __init__(self, settings: TrainerSettings, parts: JobParts) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._board = parts.board
+        self._replay = parts.replay
+        self._publisher = parts.publisher
+        # Leases of groups whose gradient is in the weights but not yet in a checkpoint.
+        self._unsaved_leases: list[str] = []
+        self._clock = PhaseClock()
+        self.progress = Progress(policy_version=PolicyVersion(lineage=FIRST_LINEAGE, number=0))
+        self.held = HeldLeases(settings.run, parts.replay, lease_s=settings.lease_s)
+        # Held by a train step and by whoever wants the weights to stand still between two.
+        self.between_steps = asyncio.Lock()
+
+    async def restore(self) -> bool:
+        """Go on from the newest checkpoint, if there is one, under a version nobody has seen."""
+        live = published_version(self._settings.run_dir)
+        restored = await asyncio.to_thread(self._parts.checkpoints.restore, self._parts.learner)
+        if restored is None:
+            # Killed before its first checkpoint: what was published may have been sampled from.
+            version = lineage_after_restore(self.progress.policy_version, live)
+            self.progress.policy_version = version
+            self._parts.records.rewind(num_train_steps=0, num_warm_start_steps=0)
+            return False
+        # A publish is announced to the queue first, so the queue may know one that no file names.
+        announced = (await self._replay.get_stats(self._settings.run)).policy_version
+        version = lineage_after_restore(restored.policy_version, live, announced)
+        self.progress = restored
+        self.progress.policy_version = version
+        self._board.num_train_steps = restored.num_train_steps
+        self._board.num_warm_start_steps = restored.num_warm_start_steps
+        self._parts.records.rewind(
+            num_train_steps=restored.num_train_steps,
+            num_warm_start_steps=restored.num_warm_start_steps,
+            evaluations=restored.evaluations,
+        )
+        await self._replay.acknowledge(self._settings.run, restored.consumed_lease_ids)
+        log.info(
+            "Resuming.", extra={"train_step": restored.num_train_steps, "policy": str(version)}
+        )
+        return True
+
+    async def publish_again(self) -> None:
+        """Publish the restored weights under the version they go on as."""
+        self._announce(await self._publisher.publish(self.progress.policy_version))
+
+    async def publish_next(self, trained_lease_ids: tuple[str, ...] = ()) -> Published:
+        """Publish the present weights as a new version; the leases are settled by a checkpoint."""
+        version = self.progress.policy_version
+        version = replace(version, number=version.number + 1)
+        # Claimed whatever comes: a number that failed never comes back with other weights.
+        self.progress.policy_version = version
+        self.settle(trained_lease_ids)
+        published = await self._publisher.publish(version, trained_lease_ids=trained_lease_ids)
+        self.progress.num_policy_versions += 1
+        self._announce(published)
+        return published
+
+    def settle(self, lease_ids: tuple[str, ...]) -> None:
+        """The gradient of these groups is in the weights: the next checkpoint lets go of them."""
+        self._unsaved_leases.extend(lease_ids)
+
+    async def checkpoint(self) -> Path:
+        """Save everything, then acknowledge what the checkpoint contains."""
+        progress = self.progress
+        if progress.num_policy_versions:  # in a warm start the queue may not be there yet
+            progress.cursor = (await self._replay.get_stats(self._settings.run)).cursor
+        progress.consumed_lease_ids = list(self._unsaved_leases)
+        self._clock.count(progress.phase_seconds)
+        path = await asyncio.to_thread(
+            self._parts.checkpoints.save, self._parts.learner, self.progress
+        )
+        if progress.num_policy_versions:
+            await self._replay.acknowledge(self._settings.run, self._unsaved_leases)
+        self.held.let_go(self._unsaved_leases)
+        self._unsaved_leases.clear()
+        # What was acknowledged cannot come back; the lists start anew after the next checkpoint.
+        progress.consumed_lease_ids.clear()
+        progress.consumed_group_ids.clear()
+        return path
+
+    async def stand_down(self) -> None:
+        """The last thing a stopped job does: save, and give back what it leased and did not train.
+
+        So that the next trainer has it at once, not when the leases have run out.
+        """
+        async with self.between_steps:
+            if self.progress.num_policy_versions or self.progress.num_warm_start_steps:
+                await self.checkpoint()
+            untrained = self.held.lease_ids
+            if untrained:
+                items = [
+                    ReturnItem(lease_id=lease, reason="trainer stopped") for lease in untrained
+                ]
+                await self._replay.give_back(self._settings.run, items)
+                self.held.let_go(untrained)
+        log.info(
+            "Stopped between two train steps.",
+            extra={"train_step": self.progress.num_train_steps, "num_returned": len(untrained)},
+        )
+
+    def _announce(self, published: Published) -> None:
+        progress = self.progress
+        progress.max_logprob_difference = max(
+            progress.max_logprob_difference, published.max_logprob_difference
+        )
+        self._board.published(published)
+        self._parts.records.metric(
+            "publish",
+            train_step=progress.num_train_steps,
+            policy_version=published.policy_version,
+            publish_s=published.publish_s,
+            max_logprob_difference=published.max_logprob_difference,
+            num_replicas=published.num_replicas,
+        )
+
+    @contextmanager
+    def phase(self, phase: Phase, name: str) -> Iterator[None]:
+        """Show the phase and count its seconds."""
+        self._board.phase = phase
+        with self._clock.phase(name, self.progress.phase_seconds):
+            yield

@@ -1,0 +1,187 @@
+"""RL's train steps: lease a batch, train it, publish, drop what cannot be trained."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dialoop.trajectory import Stage
+
+from services.trainer.batches import sort_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from dialoop.clients.replay import GroupLease
+    from dialoop.sequences import PolicyVersion
+    from dialoop.trajectory import Group
+
+    from services.trainer.batches import Batch
+    from services.trainer.learner import TrainStepReport
+    from services.trainer.settings import TrainerSettings
+    from services.trainer.standing import JobParts, Standing
+
+log = logging.getLogger(__name__)
+
+FRESH_MISMATCH = "FRESH_MISMATCH"
+"""The alarm of data of the present policy on which engine and trainer disagree."""
+
+_LEASE_WAIT_S = 5.0
+
+
+class TrainSteps:
+    """Takes RL train steps; each ends with a publish."""
+
+    def __init__(self, settings: TrainerSettings, parts: JobParts, standing: Standing) -> None:
+        self._settings = settings
+        self._learner = parts.learner
+        self._replay = parts.replay
+        self._publisher = parts.publisher
+        self._records = parts.records
+        self._board = parts.board
+        self._standing = standing
+
+    async def next_step(self) -> Callable[[], Awaitable[None]] | None:
+        """Wait for a whole batch; what is to be done with it, or None when the job stops."""
+        started = time.perf_counter()
+        leases = await self._lease()
+        lease_s = time.perf_counter() - started
+        return partial(self._train_step, leases, lease_s) if leases else None
+
+    async def _lease(self) -> tuple[GroupLease, ...]:
+        while not self._board.is_stopping:
+            leased = await self._replay.lease_groups(
+                self._settings.run,
+                Stage.SCORED,
+                worker="trainer",
+                max_groups=self._settings.groups_per_train_step,
+                min_groups=self._settings.groups_per_train_step,
+                lease_s=self._settings.lease_s,
+                wait_s=_LEASE_WAIT_S,
+                max_staleness=self._settings.max_staleness,
+            )
+            if leased.leases:
+                self._standing.held.hold(lease.lease_id for lease in leased.leases)
+                return leased.leases
+            # A queue that lost all it knew gives out no work until it hears of a policy again.
+            await self._publisher.announce(self._standing.progress.policy_version)
+        return ()
+
+    async def _train_step(self, leases: tuple[GroupLease, ...], lease_s: float) -> None:
+        progress = self._standing.progress
+        version = progress.policy_version
+        batch = sort_batch(
+            leases,
+            current=version,
+            max_staleness=self._settings.max_staleness,
+            consumed_group_ids=set(progress.consumed_group_ids),
+            needs_advantages=self._learner.needs_advantages,
+        )
+        if batch.already_consumed:
+            # Their gradient is in the weights, and only a checkpoint may let go of them.
+            self._standing.settle(tuple(lease.lease_id for lease in batch.already_consumed))
+            await self._standing.checkpoint()
+        if not (batch.train or batch.dropped):
+            return
+        progress.num_train_steps += 1
+        self._board.num_train_steps = progress.num_train_steps
+        if batch.train:
+            await self._update(batch, version, lease_s)
+        else:
+            self._record(version, _row_of(batch) | {"lease_s": lease_s})
+        # After the publish: a refunded credit starts a group, which is to be of the new policy.
+        for reason, dropped in batch.dropped.items():
+            await self._drop(dropped, reason)
+
+    async def _update(self, batch: Batch, version: PolicyVersion, lease_s: float) -> None:
+        temperature = batch.groups[0].trajectories[0].sampling.temperature or 1.0
+        started = time.perf_counter()
+        report = await asyncio.to_thread(
+            self._learner.train_step, batch.sequences, current=version, temperature=temperature
+        )
+        train_s = time.perf_counter() - started
+        self._count(batch, report, version)
+        alarm = self._alarm(report, version)
+        published = await self._standing.publish_next(tuple(one.lease_id for one in batch.train))
+        await self._record_groups(list(batch.groups), "trained")
+        seconds = {"lease_s": lease_s, "train_s": train_s, "publish_s": published.publish_s}
+        trained = _row_of_report(report) | _row_of_staleness(batch, version)
+        self._record(published.policy_version, _row_of(batch) | trained | alarm | seconds)
+
+    def _alarm(self, report: TrainStepReport, version: PolicyVersion) -> dict[str, Any]:
+        """Say so when engine and trainer disagree on what the present policy has sampled.
+
+        Nothing but a bug explains that: rendering, a sampler that truncates, weights that differ.
+        """
+        found, bound = report.fresh_mismatch_kl, self._settings.objective.max_fresh_mismatch_kl
+        if found is None:
+            return {}
+        is_off = not found <= bound  # so that what is not a number is an alarm, too
+        self._board.sound(FRESH_MISMATCH, on=is_off)
+        if is_off:
+            log.error(
+                "Engine and trainer disagree on data of the present policy.",
+                extra={"policy_version": str(version), "mismatch_kl": found, "bound": bound},
+            )
+        return {"fresh_mismatch_kl": found, "fresh_mismatch_alarm": is_off}
+
+    async def _drop(self, leases: tuple[GroupLease, ...], reason: str) -> None:
+        lease_ids = [lease.lease_id for lease in leases]
+        await self._replay.drop(self._settings.run, lease_ids, reason)
+        self._standing.held.let_go(lease_ids)
+        await self._record_groups([lease.group for lease in leases], reason)
+
+    def _count(self, batch: Batch, report: TrainStepReport, version: PolicyVersion) -> None:
+        progress = self._standing.progress
+        staleness = batch.staleness(version)
+        progress.staleness_histogram.update(staleness)
+        progress.num_steps_with_older_data += any(age > 0 for age in staleness)
+        progress.forks.update(batch.forks())
+        progress.num_trained_tokens += report.num_trained_tokens
+        progress.num_trained_trajectories += sum(g.num_trajectories for g in batch.groups)
+        progress.consumed_group_ids.extend(g.group_id for g in batch.groups)
+
+    async def _record_groups(self, groups: list[Group], outcome: str) -> None:
+        await asyncio.to_thread(
+            self._records.trajectories,
+            [t for group in groups for t in group.trajectories],
+            outcome=outcome,
+            label="training",
+            train_step=self._standing.progress.num_train_steps,
+        )
+
+    def _record(self, version: PolicyVersion, row: dict[str, Any]) -> None:
+        step = self._standing.progress.num_train_steps
+        self._records.metric("train", train_step=step, policy_version=version, **row)
+
+
+def _row_of(batch: Batch) -> dict[str, Any]:
+    """What the batch was, whether or not something of it could be trained."""
+    dropped = [lease.group for leases in batch.dropped.values() for lease in leases]
+    trajectories = [t for g in (*batch.groups, *dropped) for t in g.trajectories]
+    return {
+        "reward": sum(t.reward for t in trajectories) / len(trajectories),
+        "tool_call_rate": sum(t.num_tool_calls > 0 for t in trajectories) / len(trajectories),
+        "num_groups_trained": len(batch.train),
+        "num_groups_dropped": len(dropped),
+        "num_trained_tokens": 0,
+    }
+
+
+def _row_of_staleness(batch: Batch, version: PolicyVersion) -> dict[str, Any]:
+    staleness = list(batch.staleness(version).elements())
+    return {"staleness_mean": sum(staleness) / len(staleness), "staleness_max": max(staleness)}
+
+
+def _row_of_report(report: TrainStepReport) -> dict[str, Any]:
+    return {
+        "num_trained_tokens": report.num_trained_tokens,
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "num_updates": report.num_updates,
+        "num_refused": report.num_refused,
+        **report.metrics,
+    }
