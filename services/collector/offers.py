@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from dialoop.errors import Busy, DialoopError
 from dialoop.trajectory import Purpose, Task
 
+from services.collector.mixture import Cursor, Ingredient
 from services.runtime.patience import Patience, patiently
 
 if TYPE_CHECKING:
-    from dialoop.clients.environment import EnvironmentClient, TaskPage
+    from collections.abc import Iterator
+
+    from dialoop.clients.environment import EnvironmentClient, TaskPage, TaskRef
     from dialoop.clients.replay import ReplayClient
 
     from services.collector.settings import CollectorSettings
@@ -38,6 +42,7 @@ class Offers:
         self._replay = replay
         self._environment = environment
         self._patience = patience
+        self._mixture = settings.mixture
         self._wanted = asyncio.Event()
         self._wanted.set()
 
@@ -66,38 +71,55 @@ class Offers:
             stats = await self._replay.get_stats(self._settings.run)
             if stats.training.num_tasks_offered >= self._settings.page_size:
                 return
-            page = await self._page(stats.cursor)
-            if not page.tasks:
+            tasks, following = await self._page(stats.cursor)
+            if not tasks:
                 return
             try:
                 await self._replay.offer_tasks(
                     self._settings.run,
-                    [self._task(ref.key, ref.epoch, ref.seed) for ref in page.tasks],
+                    tasks,
                     expected_cursor=stats.cursor,
-                    next_cursor=page.next_page_token,
+                    next_cursor=following,
                 )
             except Busy as error:
                 log.debug("Somebody else offered that page.", extra={"reason": error.reason})
 
-    async def _page(self, cursor: str) -> TaskPage:
-        settings = self._settings
+    async def _page(self, cursor: str) -> tuple[list[Task], str]:
+        """The next tasks, and the cursor after them."""
+        ingredients, size = self._mixture.ingredients, self._settings.page_size
+        stands = Cursor.read(cursor, ingredients[0])
+        if len(ingredients) == 1:
+            token = stands.tokens.get(ingredients[0].name, "")
+            page = await self._listed(ingredients[0], token, size)
+            return [self._task(ingredients[0], ref) for ref in page.tasks], page.next_page_token
+        draws = self._mixture.draws(stands.position, size)
+        refs: dict[int, Iterator[TaskRef]] = {}
+        tokens = dict(stands.tokens)
+        for number, count in Counter(draws).items():
+            ingredient = ingredients[number]
+            page = await self._listed(ingredient, tokens.get(ingredient.name, ""), count)
+            refs[number], tokens[ingredient.name] = iter(page.tasks), page.next_page_token
+        drawn = [(ingredients[number], next(refs[number], None)) for number in draws]
+        tasks = [self._task(ingredient, ref) for ingredient, ref in drawn if ref is not None]
+        return tasks, str(Cursor(position=stands.position + size, tokens=tokens))
+
+    async def _listed(self, ingredient: Ingredient, token: str, size: int) -> TaskPage:
         return await self._environment.list_tasks(
-            settings.environment,
-            split=settings.train_split,
-            page_size=settings.page_size,
-            page_token=cursor,
-            shuffle_seed=settings.shuffle_seed,
+            ingredient.environment,
+            split=ingredient.split,
+            page_size=size,
+            page_token=token,
+            shuffle_seed=self._settings.shuffle_seed,
         )
 
-    def _task(self, key: str, epoch: int, seed: int) -> Task:
-        environment, split = self._settings.environment, self._settings.train_split
+    def _task(self, ingredient: Ingredient, ref: TaskRef) -> Task:
         return Task(
-            task_id=f"{environment}/{split}/{epoch}/{key}",
-            environment=environment,
-            split=split,
-            key=key,
-            epoch=epoch,
-            seed=seed,
+            task_id=f"{ingredient.name}/{ref.epoch}/{ref.key}",
+            environment=ingredient.environment,
+            split=ingredient.split,
+            key=ref.key,
+            epoch=ref.epoch,
+            seed=ref.seed,
             purpose=Purpose.TRAINING,
             num_trajectories=self._settings.group_size,
         )

@@ -8,14 +8,28 @@ from dataclasses import replace
 from pathlib import Path
 
 from dialoop.trajectory import Purpose, SamplingParams, Task
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_settings import SettingsConfigDict
 
+from services.collector.mixture import Ingredient, Mixture
 from services.runtime.settings import ServerSettings
 
 
 def _this_worker() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
+
+
+class MixedEnvironment(BaseModel):
+    """One more environment to train on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    environment: str
+    """Its name."""
+    split: str = "train"
+    """The split whose tasks are offered."""
+    weight: float = Field(default=1.0, gt=0)
+    """How often it is drawn beside the others."""
 
 
 class CollectorSettings(ServerSettings):
@@ -48,6 +62,10 @@ class CollectorSettings(ServerSettings):
     """Environment whose tasks are offered for training."""
     train_split: str = "train"
     """Split whose tasks are offered for training."""
+    weight: float = Field(default=1.0, gt=0)
+    """How often that environment is drawn beside those of `mixed_environments`."""
+    mixed_environments: list[MixedEnvironment] = Field(default_factory=list)
+    """Further environments whose tasks are offered: {environment, split, weight}."""
     group_size: int = Field(default=8, ge=1)
     """Trajectories played of each training task."""
     page_size: int = Field(default=64, ge=1)
@@ -74,6 +92,16 @@ class CollectorSettings(ServerSettings):
     """Longest wait of one request for tasks."""
     patience_s: float = Field(default=120.0, gt=0)
     """How long a service may be away before the groups that need it are given back."""
+
+    @property
+    def mixture(self) -> Mixture:
+        """What is offered, the main environment first."""
+        first = Ingredient(environment=self.environment, split=self.train_split, weight=self.weight)
+        others = (
+            Ingredient(environment=one.environment, split=one.split, weight=one.weight)
+            for one in self.mixed_environments
+        )
+        return Mixture((first, *others), self.shuffle_seed)
 
     def sampling_of(self, task: Task, environment_stop: tuple[str, ...]) -> SamplingParams:
         """The task's own sampling, its gaps filled from here."""
