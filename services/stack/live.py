@@ -100,6 +100,7 @@ def figures_of(snapshot: Snapshot) -> dict[str, str]:
         f"{_number(metrics.get('train/staleness_max'), 0)} at most",
         "policy": str(version) if version else _UNKNOWN,
         "credits": str(stats.credits) if stats else _UNKNOWN,
+        "alarms": (", ".join(snapshot.status.alarms) if snapshot.status else "") or _UNKNOWN,
     }
 
 

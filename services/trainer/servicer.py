@@ -60,6 +60,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
             metrics=self._records.newest,
             failure=board.failure,
             num_parameters=self._num_parameters,
+            alarms=sorted(board.alarms),
         )
 
     async def WatchPolicy(

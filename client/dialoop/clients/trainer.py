@@ -43,6 +43,7 @@ class TrainerStatus:
     metrics: dict[str, float] = field(default_factory=dict)
     failure: str = ""
     num_parameters: int = 0
+    alarms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +122,7 @@ class TrainerClient:
             metrics=dict(answer.metrics),
             failure=answer.failure,
             num_parameters=answer.num_parameters,
+            alarms=tuple(answer.alarms),
         )
 
     async def watch_policy(self) -> AsyncIterator[PublishedPolicy]:

@@ -3,7 +3,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -32,7 +32,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("phase", "policy_version", "num_train_steps", "max_train_steps", "num_warm_start_steps", "max_warm_start_steps", "metrics", "failure", "num_parameters")
+    __slots__ = ("phase", "policy_version", "num_train_steps", "max_train_steps", "num_warm_start_steps", "max_warm_start_steps", "metrics", "failure", "num_parameters", "alarms")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class GetStatusResponse(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    ALARMS_FIELD_NUMBER: _ClassVar[int]
     phase: Phase
     policy_version: _trajectory_pb2.PolicyVersion
     num_train_steps: int
@@ -58,7 +59,8 @@ class GetStatusResponse(_message.Message):
     metrics: _containers.ScalarMap[str, float]
     failure: str
     num_parameters: int
-    def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., num_train_steps: _Optional[int] = ..., max_train_steps: _Optional[int] = ..., num_warm_start_steps: _Optional[int] = ..., max_warm_start_steps: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., failure: _Optional[str] = ..., num_parameters: _Optional[int] = ...) -> None: ...
+    alarms: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., num_train_steps: _Optional[int] = ..., max_train_steps: _Optional[int] = ..., num_warm_start_steps: _Optional[int] = ..., max_warm_start_steps: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., failure: _Optional[str] = ..., num_parameters: _Optional[int] = ..., alarms: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WatchPolicyRequest(_message.Message):
     __slots__ = ()
