@@ -57,6 +57,8 @@ class EnvironmentSection(_Section):
     """Arguments of the function that makes the environment."""
     text_environments: tuple[str, ...] = ("calculator",)
     """Text environments to serve beside it: `calculator`, or `module:attribute` of a TextSetup."""
+    weight: float = Field(default=1.0, gt=0)
+    """How often its tasks are drawn beside those of [[environments]]."""
     agent: str = ""
     """`module:function` of an agent that plays the tasks; empty: the policy plays them itself."""
 
@@ -291,6 +293,8 @@ class JobConfig(_Section):
     """Where the queue lives; memory forgets when the replay service ends."""
     model: ModelSection = ModelSection()
     environment: EnvironmentSection = EnvironmentSection()
+    environments: tuple[EnvironmentSection, ...] = ()
+    """Further environments to train on, by weight; the warm start and evaluations use the first."""
     inference: InferenceSection = InferenceSection()
     collector: CollectorSection = CollectorSection()
     scorer: ScorerSection = ScorerSection()
@@ -301,6 +305,20 @@ class JobConfig(_Section):
     trackers: TrackerSettings = TrackerSettings()
     gates: GatesSection = GatesSection()
     ports: PortsSection = PortsSection()
+
+    @property
+    def all_environments(self) -> tuple[EnvironmentSection, ...]:
+        """What is trained on, [environment] first."""
+        return (self.environment, *self.environments)
+
+    @model_validator(mode="after")
+    def _require_names(self) -> JobConfig:
+        names = [section.served_name for section in self.all_environments]
+        if len(set(names)) != len(names):
+            raise ValueError(
+                f"two environments have one name: {', '.join(names)}; give each its own"
+            )
+        return self
 
     @model_validator(mode="after")
     def _require_reference_for_the_loss(self) -> JobConfig:

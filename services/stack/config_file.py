@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from dialoop.errors import InvalidConfig
 from pydantic import BaseModel, ValidationError
@@ -39,7 +39,16 @@ def load_config(path: Path, *, environment: Mapping[str, str], run: str = "") ->
         for key in keys:
             if isinstance(values.get(section), dict) and values[section].get(key):
                 values[section][key] = str(path.parent / str(values[section][key]))
+    for section in _tables(values.get("environments")):
+        for key in _PATHS["environment"]:
+            if section.get(key):
+                section[key] = str(path.parent / str(section[key]))
     return parse_config(values, source=str(path))
+
+
+def _tables(found: Any) -> list[dict[str, Any]]:
+    """The tables of an array; whatever else stands there is refused by the config itself."""
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def parse_config(values: dict[str, Any], *, source: str) -> JobConfig:
@@ -78,10 +87,12 @@ def _mistake(source: str, detail: ErrorDetails) -> InvalidConfig:
 
 
 def _unknown_key(source: str, location: list[str]) -> InvalidConfig:
-    *sections, key = location
+    *sections, key = [part for part in location if not part.isdecimal()]
     kind: type[BaseModel] = JobConfig
     for section in sections:
         annotation = kind.model_fields[section].annotation
+        if get_origin(annotation) is tuple:  # an array of tables
+            annotation = get_args(annotation)[0]
         assert isinstance(annotation, type)
         kind = annotation
     known = list(kind.model_fields)

@@ -29,6 +29,11 @@ def _lines(section: BaseModel, path: str) -> list[str]:
             title = f"[{inner}]  # {(type(value).__doc__ or '').strip().splitlines()[0]}"
             inside += ["", title, *_lines(value, inner)]
             continue
+        if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+            said = " ".join((field.description or "").split())
+            for one in value:
+                inside += ["", f"[[{name}]]  # {said}", *_lines(one, name)]
+            continue
         given = f"# {name} =" if value is None else f"{name} = {_text(value)}"
         lines.append(f"{given}  # {' '.join((field.description or '').split())}")
     return lines + inside

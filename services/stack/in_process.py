@@ -185,7 +185,8 @@ def _job(given: Mapping[str, Any]) -> JobConfig:
                 f'{key} is "{given[key]}", which is not for one process.',
                 remedy=f'Leave it out, or run `dialoop up` with {key} = "{given[key]}".',
             )
-    if dict(given.get("environment", {})).get("agent"):
+    sections = (given.get("environment", {}), *given.get("environments", ()))
+    if any(dict(section).get("agent") for section in sections):
         raise InvalidConfig(
             "An agent calls the inference service over HTTP, which one process does not have.",
             remedy="Leave environment.agent out, or run `dialoop up`.",

@@ -15,7 +15,7 @@ from services.stack.readiness import grpc_ready
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from services.stack.config import JobConfig
+    from services.stack.config import EnvironmentSection, JobConfig
     from services.stack.run_dir import RunDir
 
 STOP_ORDER = (
@@ -106,10 +106,14 @@ class Layout:
         return {"store": self.config.store, **address}
 
     def _environment(self) -> dict[str, object]:
-        entry = {"use": self.config.environment.kind, "options": environment_options(self.config)}
+        sections = self.config.all_environments
+        texts = (use for section in sections for use in section.text_environments)
         return {
-            "environments": [entry],
-            "text_environments": list(self.config.environment.text_environments),
+            "environments": [
+                {"use": section.kind, "options": environment_options(section)}
+                for section in sections
+            ],
+            "text_environments": list(dict.fromkeys(texts)),
             "inference_address": self.address("inference"),
             "model_dir": self.run_dir.model(self.config).resolve(),
         }
@@ -165,6 +169,15 @@ class Layout:
             **self._agents(),
             "environment": environment.served_name,
             "train_split": environment.train_split,
+            "weight": environment.weight,
+            "mixed_environments": [
+                {
+                    "environment": section.served_name,
+                    "split": section.train_split,
+                    "weight": section.weight,
+                }
+                for section in self.config.environments
+            ],
             "group_size": section.group_size,
             "temperature": section.temperature,
             "max_new_tokens": section.max_new_tokens,
@@ -174,11 +187,11 @@ class Layout:
         }
 
     def _agents(self) -> dict[str, object]:
-        environment = self.config.environment
-        if not environment.agent:
+        agents = {s.served_name: s.agent for s in self.config.all_environments if s.agent}
+        if not agents:
             return {}
         return {
-            "agents": {environment.served_name: environment.agent},
+            "agents": agents,
             "inference_rest_addresses": [self.rest_address(name) for name in self.replicas],
         }
 
@@ -194,7 +207,7 @@ class Layout:
             "inference_addresses": [self.address(name) for name in self.replicas],
             "environment": environment.served_name,
             "environment_use": environment.kind,
-            "environment_options": environment_options(self.config),
+            "environment_options": environment_options(environment),
             "heldout_split": environment.heldout_split,
             "max_new_tokens": self.config.collector.max_new_tokens,
             "evaluate_every": evaluation.every,
@@ -282,9 +295,8 @@ def ports_of(config: JobConfig, *, with_redis: bool) -> dict[str, int]:
     return choose_ports(wanted)
 
 
-def environment_options(config: JobConfig) -> dict[str, object]:
+def environment_options(section: EnvironmentSection) -> dict[str, object]:
     """What makes the environment: its options, and the files of a JSONL one."""
-    section = config.environment
     if not section.task_file:
         return dict(section.options)
     if section.heldout_file:

@@ -16,7 +16,7 @@ from services.stack.layout import environment_options, ports_of
 from services.stack.redis_server import FoundRedis, find_redis
 
 if TYPE_CHECKING:
-    from services.stack.config import JobConfig
+    from services.stack.config import EnvironmentSection, JobConfig
 
 _BUILT_IN = ("arithmetic", "jsonl")
 
@@ -26,9 +26,10 @@ def check(config: JobConfig) -> None:
     _check_engine(config)
     if config.model.directory:
         check_model(Path(config.model.directory))
-    _check_tasks(config)
-    if config.environment.agent:
-        load_agent(config.environment.agent)
+    for section in config.all_environments:
+        _check_tasks(config, section)
+        if section.agent:
+            load_agent(section.agent)
     # Both are asked for again when the stack starts; by then an old run may have been replaced.
     found = find_redis(os.environ) if config.store == "redis" else FoundRedis()
     ports_of(config, with_redis=bool(found.program))
@@ -61,14 +62,13 @@ def check_model(directory: Path) -> None:
     Tokenizer.from_directory(directory)
 
 
-def _check_tasks(config: JobConfig) -> None:
+def _check_tasks(config: JobConfig, section: EnvironmentSection) -> None:
     """Read the tasks of a built-in environment; an author's own is left to its service."""
-    section = config.environment
     if section.kind not in _BUILT_IN:
         return
-    environment = load_environment(section.kind, environment_options(config))
+    environment = load_environment(section.kind, environment_options(section))
     wanted = [section.train_split] if config.train.num_steps else []
-    if config.evaluation.num_tasks:
+    if config.evaluation.num_tasks and section is config.environment:
         wanted.append(section.heldout_split)
     for split in wanted:
         if split not in environment.tasks.splits:

@@ -70,7 +70,7 @@ def test_paths_are_relative_to_the_config(tmp_path: Path) -> None:
     config = load_config(
         written(tmp_path, "[environment]\ntask_file = 'tasks.jsonl'\n"), environment={}
     )
-    assert environment_options(config) == {
+    assert environment_options(config.environment) == {
         "path": str(tmp_path / "tasks.jsonl"),
         "heldout_fraction": 0.1,
     }
