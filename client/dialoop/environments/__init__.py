@@ -10,6 +10,7 @@ environment = tool_environment(
 
 from dialoop.environments.answer_tags import AnswerTagReward, tag_text
 from dialoop.environments.arithmetic_tasks import ArithmeticDemonstrations, ArithmeticTasks
+from dialoop.environments.browser import BrowserTools
 from dialoop.environments.calculator import Calculator
 from dialoop.environments.call_syntax import CallSyntax, parse_call
 from dialoop.environments.chat_env import ChatEnv
@@ -75,6 +76,7 @@ __all__ = [
     "ArithmeticTasks",
     "AskedCall",
     "BlockCalls",
+    "BrowserTools",
     "Calculator",
     "CallSyntax",
     "ChatEnv",
