@@ -39,10 +39,10 @@ def load_config(path: Path, *, environment: Mapping[str, str], run: str = "") ->
         for key in keys:
             if isinstance(values.get(section), dict) and values[section].get(key):
                 values[section][key] = str(path.parent / str(values[section][key]))
-    for section in _tables(values.get("environments")):
+    for table in _tables(values.get("environments")):
         for key in _PATHS["environment"]:
-            if section.get(key):
-                section[key] = str(path.parent / str(section[key]))
+            if table.get(key):
+                table[key] = str(path.parent / str(table[key]))
     return parse_config(values, source=str(path))
 
 

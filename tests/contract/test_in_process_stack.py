@@ -10,6 +10,7 @@ import pytest
 from dialoop.clients.trainer import Phase
 from dialoop.environments import ArithmeticTasks, ExactResult, tool_environment
 from dialoop.errors import InvalidConfig, NotFound, PreconditionFailed
+from dialoop.sequences import Source
 from dialoop.trajectory import SamplingParams
 
 from services.stack.in_process import blocking_in_process, in_process
@@ -48,6 +49,26 @@ async def test_a_group_is_played_scored_and_weights_are_published() -> None:
         with pytest.raises(NotFound) as caught:
             await dialoop.task("nope")
         assert caught.value.reason == "ENVIRONMENT_NOT_FOUND"
+
+
+async def test_runs_are_played_on_the_stacks_own_policy() -> None:
+    config = {
+        "inference": {"max_model_len": 256},
+        "environments": [{"use": "twenty_questions", "options": {"max_turns": 2}}],
+    }
+    async with in_process(config) as dialoop:
+        sampling = SamplingParams(max_new_tokens=4)
+        run = await dialoop.environment.run_text(
+            "calculator", ["What is 1+2?\n"], extra={"answers": ["3"]}, sampling=sampling
+        )
+        assert sum(run.masks[0]) == 4
+        assert run.rewards == [0.0]
+        task = {"solution": "key"}
+        result = await dialoop.environment.run_trial("twenty_questions", [task], sampling=sampling)
+        assert result.rewards == [0.0]
+        assert sum(result.completion_only_mask[0]) > 0
+        sequence = run.histories[0].sequence()
+        assert all(s.policy_version for s in sequence.segments if s.source is Source.MODEL)
 
 
 async def test_training_runs_to_its_end_and_leaves_its_results(tmp_path: Path) -> None:
