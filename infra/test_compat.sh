@@ -21,6 +21,8 @@ for name in "${@:-openenv torchrl verifiers}"; do
       echo "import site; site.addsitedir('$ours')" > "$site/ours.pth"
     fi
     .venv/bin/python -m pip --python "$venv/bin/python" install -q "${packages[$one]}"
-    "$venv/bin/python" -m pytest -p no:cacheprovider tests/contract/test_compat_"$one"*.py
+    tests=(tests/contract/test_compat_"$one"*.py)
+    [[ "$one" == torchrl ]] && tests+=(tests/unit/test_tensors.py)
+    "$venv/bin/python" -m pytest -p no:cacheprovider "${tests[@]}"
   done
 done

@@ -69,6 +69,10 @@ async def serving_on(
             max_concurrent_items=settings.max_concurrent_items,
         )
         server.add(add_EnvironmentServiceServicer_to_server, servicer, SERVICE)
+        if settings.openenv:
+            from services.environment.openenv_door import OpenEnvDoor
+
+            OpenEnvDoor(catalogue, sessions).add_to(server)
         for environment in catalogue:
             if facts := environment.traits.facts:
                 server.describe(f"environments/{environment.name}", facts)

@@ -48,6 +48,8 @@ class EnvironmentSettings(ServerSettings):
     """host:port of the policy that RunText and RunTrial play; empty: both are refused."""
     model_dir: Path | None = None
     """Model directory whose tokenizer that policy has."""
+    openenv: bool = False
+    """Serve OpenEnv's protocol too, at /openenv/{environment} of the REST door."""
     ttl_s: float = Field(default=900.0, gt=0)
     """A session that nobody uses for so long expires, unless it was created with its own ttl_s."""
     max_ttl_s: float = Field(default=86_400.0, gt=0)

@@ -1,7 +1,13 @@
-"""Who may call over REST: bearer token, and no web page of another origin."""
+"""Who may call over REST: bearer token, and no web page of another origin.
+
+The token may open a WebSocket as a URL's password too (Basic), ws://any:TOKEN@host: clients that
+cannot set headers have no other place for it.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hmac
 import ipaddress
 from typing import TYPE_CHECKING, Any
@@ -23,6 +29,7 @@ HEALTH = frozenset({"/healthz", "/readyz"})
 # The same for everybody and without any data; a browser cannot send a token when it opens a page.
 DOCUMENTS = frozenset({"/docs", "/openapi.json"})
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
+_POLICY_VIOLATION = 1008
 
 
 class Guard:
@@ -38,9 +45,11 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on or answer it with a problem."""
-        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        refusal = self._refusal(scope) if scope["type"] != "lifespan" else None
         if refusal is None:
             await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": _POLICY_VIOLATION})  # HTTP 403
         else:
             await self._refuse(scope, send, refusal)
 
@@ -56,7 +65,10 @@ class Guard:
         if scope["path"] in HEALTH or scope["path"] in DOCUMENTS:
             return None
         # Constant time, so that answers do not tell how much of a guess was right.
-        if hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
+        given = headers.get(b"authorization", b"")
+        if scope["type"] == "websocket":
+            given = _bearer_of(given)
+        if hmac.compare_digest(given, self._expected):
             return None
         return Unauthenticated(
             "The bearer token is missing or wrong.",
@@ -64,10 +76,21 @@ class Guard:
         )
 
 
+def _bearer_of(given: bytes) -> bytes:
+    """The header as a bearer's: of Basic credentials the password is the token."""
+    kind, _, credentials = given.partition(b" ")
+    if kind.lower() != b"basic":
+        return given
+    try:
+        return b"Bearer " + base64.b64decode(credentials, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
+
+
 def _foreign_origin(scope: Scope, headers: Mapping[bytes, bytes]) -> ForeignCaller | None:
     """A page elsewhere that makes its visitor's browser change something here."""
     origin = headers.get(b"origin")
-    if origin is None or scope["method"] in _READS:
+    if origin is None or scope.get("method") in _READS:
         return None
     if origin.partition(b"://")[2] == headers.get(b"host"):
         return None

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from services.runtime.http_routes import HttpRoute
     from services.runtime.settings import ServerSettings
+    from services.runtime.socket_routes import SocketRoute
 
 
 class Server(Protocol):
@@ -40,6 +41,9 @@ class Server(Protocol):
 
     def add_route(self, route: HttpRoute) -> None:
         """Serve one more route where there is a REST door."""
+
+    def add_socket(self, route: SocketRoute) -> None:
+        """Serve one more WebSocket where there is a REST door."""
 
     def show(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, int]]) -> None:
         """Show counts by the value of a label among the service's metrics, where it has some."""

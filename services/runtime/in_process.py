@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dialoop.clients.channel import RetryPolicy
 
     from services.runtime.http_routes import HttpRoute
+    from services.runtime.socket_routes import SocketRoute
 
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _DRAIN_S = 10.0
@@ -94,6 +95,9 @@ class InProcessServer:
         self._services.append(service)
 
     def add_route(self, route: HttpRoute) -> None:
+        """Nothing: there is no REST door in a process."""
+
+    def add_socket(self, route: SocketRoute) -> None:
         """Nothing: there is no REST door in a process."""
 
     def show(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, int]]) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import WebSocketRoute
 
 from services.runtime import metrics as prometheus
 from services.runtime.docs_page import docs_page
@@ -30,6 +31,7 @@ from services.runtime.problems import (
 )
 from services.runtime.routes import Route, routes_of
 from services.runtime.schema import Models, comments
+from services.runtime.socket_routes import SocketEndpoint
 
 if TYPE_CHECKING:
     from dialoop.errors import DialoopError
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
     from services.runtime.calls import Calls
     from services.runtime.guard import App, Refuse, Scope, Send
+    from services.runtime.socket_routes import SocketRoute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,7 @@ class RestOptions:
     details: Callable[[], Mapping[str, Mapping[str, str]]] = dict
     # Routes beside those of the rpcs.
     further: Sequence[HttpRoute] = ()
+    sockets: Sequence[SocketRoute] = ()
 
 
 def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOptions) -> App:
@@ -91,6 +95,9 @@ def _add_further(app: FastAPI, options: RestOptions) -> None:
             route, calls=options.calls, max_body_bytes=options.max_body_bytes
         )
         app.router.add_route(route.path, endpoint, methods=[route.method])
+    for socket in options.sockets:
+        served: Any = SocketEndpoint(socket, calls=options.calls)
+        app.router.routes.append(WebSocketRoute(socket.path, served))
 
 
 def _refusing(further: Sequence[HttpRoute]) -> Refuse:

@@ -19,12 +19,15 @@ _KEEP_ALIVE_S = 75
 class RestDoor:
     """Serves an application from `open` until `close`."""
 
-    def __init__(self, app: App, *, drain_s: float) -> None:
+    def __init__(self, app: App, *, drain_s: float, max_socket_bytes: int = 0) -> None:
+        """`max_socket_bytes`: of one WebSocket message; 0 where no WebSocket is served."""
         asgi: Any = app
         self._config = uvicorn.Config(
             asgi,
             lifespan="off",
-            ws="none",
+            ws="websockets-sansio" if max_socket_bytes else "none",
+            ws_max_size=max_socket_bytes,
+            ws_per_message_deflate=False,
             log_config=None,
             access_log=False,
             server_header=False,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from services.runtime.metrics import Metrics
     from services.runtime.rest_door import RestDoor
     from services.runtime.settings import ServerSettings
+    from services.runtime.socket_routes import SocketRoute
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class GrpcServer:
         self._registrations: list[tuple[Callable[[Any, Any], None], Any]] = []
         self._services: list[str] = []
         self._routes: list[HttpRoute] = []
+        self._sockets: list[SocketRoute] = []
         self._shown: list[tuple[str, str, str, Callable[[], Mapping[str, int]]]] = []
         self._health = health.aio.HealthServicer()
         self._serving: dict[str, bool] = {}
@@ -64,6 +66,13 @@ class GrpcServer:
     def add_route(self, route: HttpRoute) -> None:
         """Serve one more route at the REST door."""
         self._routes.append(route)
+
+    def add_socket(self, route: SocketRoute) -> None:
+        """Serve one more WebSocket at the REST door; InvalidConfig (PACKAGE_MISSING)."""
+        from services.runtime.socket_routes import require_sockets
+
+        require_sockets()
+        self._sockets.append(route)
 
     def show(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, int]]) -> None:
         """Show counts by the value of a label among the service's metrics."""
@@ -171,8 +180,11 @@ class GrpcServer:
             serving=lambda: dict(self._serving),
             details=lambda: dict(self._details),
             further=tuple(self._routes),
+            sockets=tuple(self._sockets),
         )
-        return RestDoor(rest_app(servicers, options), drain_s=self._settings.drain_s)
+        size = self._settings.max_message_bytes if self._sockets else 0
+        app = rest_app(servicers, options)
+        return RestDoor(app, drain_s=self._settings.drain_s, max_socket_bytes=size)
 
     async def _drain(self, server: grpc.aio.Server, door: RestDoor | None) -> None:
         """Let calls in flight end, at both doors in the same time."""
