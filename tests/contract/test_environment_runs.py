@@ -5,6 +5,7 @@ The policy is an inference service whose engine says what a function makes of th
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,8 +26,11 @@ from dialoop.testing import CHAT_TEMPLATE, byte_tokenizer
 from dialoop.text_environment import TextLimits, each
 from dialoop.text_setups import TextSetup, exact_result, load_text_setup
 from dialoop.trajectory import Owner, SamplingParams, StopReason
-from dialoop.trials import MaskScope, TrialOptions
+from dialoop.trial_agents import ScriptedAgent
+from dialoop.trials import MaskScope, TrialOptions, run_trial
+from dialoop.twenty_questions import TwentyQuestions
 from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
+from dialoop.wire.runs import trials_from_proto, trials_to_proto
 
 from services.environment.catalogue import Catalogue
 from services.environment.serving import serving
@@ -79,14 +83,15 @@ def model_of(directory: Path, **config: Any) -> Path:
 
 
 @asynccontextmanager
-async def policy(script: Script, model_dir: Path) -> AsyncIterator[str]:
+async def policy(script: Script | Engine, model_dir: Path) -> AsyncIterator[str]:
     """The address of an inference service that speaks by the script."""
 
     async def report(serving: bool) -> None:
         """Nobody asks."""
 
     renderer = Renderer.of(model_dir)
-    replica = Replica(Engine(script), weights_root=None, report=report)
+    engine = script if isinstance(script, Engine) else Engine(script)
+    replica = Replica(engine, weights_root=None, report=report)
     servicer = InferenceServicer(replica, renderer, num_parameters=7, max_new_tokens=64)
     server = GrpcServer(ServerSettings(drain_s=1))
     server.add(add_InferenceServiceServicer_to_server, servicer, "dialoop.v1.InferenceService")
@@ -118,7 +123,9 @@ def setup() -> TextSetup:
 
 
 @asynccontextmanager
-async def at(door: str, script: Script, directory: Path, **given: Any) -> AsyncIterator[Any]:
+async def at(
+    door: str, script: Script | Engine, directory: Path, **given: Any
+) -> AsyncIterator[Any]:
     """A client of a service with a policy, through one door."""
     model_dir = model_of(directory / "model")
     async with AsyncExitStack() as exits:
@@ -164,7 +171,7 @@ async def test_73_run_trial_plays_a_game_by_the_services_policy(door, tmp_path):
 
 
 @doors
-async def test_74_75_every_key_has_its_alias(door, tmp_path):
+async def test_74_every_key_has_its_alias(door, tmp_path):
     async with at(door, guesses, tmp_path) as client:
         result = await client.run_trial("twenty_questions", [{"solution": "key"}])
     keys = trial_keys(result)
@@ -172,6 +179,17 @@ async def test_74_75_every_key_has_its_alias(door, tmp_path):
     assert keys["mask"] == keys["completion_only_mask"]
     assert keys["messages"][0][0]["content"] == "[key]"
     assert keys["messages"][0][0]["session_id"] == keys["session_ids"][0]
+
+
+async def test_75_without_a_tokenizer_token_lists_are_empty_on_the_wire_too():
+    agent = ScriptedAgent(["Is it alive?", "[key]"])
+    result = await run_trial(TwentyQuestions(), [{"solution": "key"}], agent)
+    assert (result.full_token_ids, result.completion_only_mask) == ([[]], [[]])
+    assert result.rewards == [1.0]
+    sent = trials_to_proto(result)
+    received = trials_from_proto(sent, mask_scope=result.mask_scope)
+    assert trial_keys(received) == trial_keys(result)
+    assert received.rewards == [1.0]
 
 
 @doors
@@ -309,6 +327,32 @@ async def test_without_a_policy_both_say_what_to_set(door, tmp_path):
     async with at(door, sums, tmp_path, inference_address="") as client:
         assert await reason_of(client.run_text("sums", [QUERY])) == "NO_INFERENCE"
         assert await reason_of(client.run_trial("twenty_questions", [{}])) == "NO_INFERENCE"
+
+
+class Slow(Engine):
+    """Never answers."""
+
+    def __init__(self) -> None:
+        super().__init__(sums)
+        self.asked, self.cancelled = asyncio.Event(), asyncio.Event()
+
+    async def sample(self, prompt_ids, sampling, **options):
+        self.asked.set()
+        try:
+            return await asyncio.Future()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+
+async def test_a_caller_who_leaves_frees_the_policys_places(tmp_path):
+    engine = Slow()
+    async with at("sdk", engine, tmp_path) as client:
+        running = asyncio.create_task(client.run_text("sums", [QUERY]))
+        async with asyncio.timeout(10):
+            await engine.asked.wait()
+            running.cancel()
+            await engine.cancelled.wait()
 
 
 async def test_environments_in_this_process_have_no_policy():

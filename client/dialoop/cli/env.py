@@ -27,6 +27,7 @@ READY_MADE = (
     "dialoop.tasks.gsm8k:gsm8k",
     "dialoop.tasks.ifeval:ifeval",
     "dialoop.tasks.maths:maths",
+    "dialoop.tasks.mlgym:mlgym",
     "dialoop.tasks.reasoning_gym:reasoning_gym",
 )
 
