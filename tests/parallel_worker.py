@@ -1,7 +1,8 @@
 """One rank of a training run: python parallel_worker.py JOBS.json, under torchrun or alone.
 
-A job trains some steps on sequences made from their number, checks that all ranks tell the same,
-and the first rank writes what happened to <out>/<name>.json.
+The first rank reads the jobs and has all ranks run them (services.learning.group_commands). A job
+trains some steps on sequences made from their number, checks that all ranks tell the same, and the
+first rank writes what happened to <out>/<name>.json.
 """
 
 import dataclasses
@@ -9,14 +10,17 @@ import json
 import os
 import random
 import sys
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
-from dialoop.errors import InvalidInput
+from dialoop.errors import DialoopError, InvalidInput
 from safetensors.torch import load_file, save_file
 from transformers.utils.logging import disable_progress_bar
 
+from services.learning.group_commands import GroupCommands
 from services.learning.loss_loading import load_objective
 from services.learning.models import PolicyModel, load_policy
 from services.learning.optim import GuardedOptimizer, OptimizerSettings
@@ -52,6 +56,7 @@ class Job:
     num_sequences: int = 12
     poisoned_step: int = -1
     failing_rank: int = -1
+    refusing_rank: int = -1
     resume: str = ""
     save: str = ""
     is_sharded: bool = False
@@ -154,16 +159,39 @@ def _resume(job: Job, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: R
     load_optimizer(optimizer, state)
 
 
+def read(data: bytes, ranks: Ranks) -> Callable[[], bytes]:
+    """The command `run`."""
+    job = Job(**json.loads(data))
+    if ranks.rank == job.refusing_rank:
+        raise InvalidInput("The job is too long.", remedy="Shorten it.")
+    return lambda: json.dumps(run(job, ranks)).encode()
+
+
+def lead(commands: GroupCommands, jobs: list[dict[str, Any]]) -> None:
+    """What the first rank does: a job that is refused leaves its error instead of a curve."""
+    for job in jobs:
+        try:
+            commands.call("run", json.dumps(job).encode())
+        except DialoopError as error:
+            if "refusing_rank" not in job or job["refusing_rank"] < 0:
+                raise
+            text = f"{error.reason} {error.message}"
+            Path(job["out"], f"{job['name']}.json").write_text(json.dumps(text), "utf-8")
+
+
 def main() -> None:
     """Run the jobs as the rank that the environment names."""
     torch.set_num_threads(1)
     disable_progress_bar()
-    jobs = [Job(**fields) for fields in json.loads(Path(sys.argv[1]).read_text("utf-8"))]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     init_method = os.environ.get("INIT_METHOD", "env://")
     with joined_ranks(rank=rank, size=size, init_method=init_method, timeout_s=60) as ranks:
-        for job in jobs:
-            run(job, ranks)
+        commands = GroupCommands(ranks, {"run": lambda data: read(data, ranks)})
+        if ranks.is_first:
+            with closing(commands):
+                lead(commands, json.loads(Path(sys.argv[1]).read_text("utf-8")))
+        else:
+            commands.serve()
 
 
 if __name__ == "__main__":

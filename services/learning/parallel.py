@@ -41,12 +41,14 @@ _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 class Ranks:
     """Which of `size` processes this is, and how they exchange small things.
 
-    What travels are JSON and numbers, never pickles; all of it over the CPU's backend.
+    What travels are JSON and numbers, never pickles; all of it over the CPU's backend. `store` is
+    where they leave each other notes without waiting; None where there is one process.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    store: Store | None = field(default=None, compare=False, repr=False)
 
     @property
     def is_first(self) -> bool:
@@ -124,12 +126,12 @@ def joined_ranks(
     dist.init_process_group(
         _BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=timeout
     )
-    ranks = Ranks(rank=rank, size=size, device=device)
+    ranks = Ranks(rank=rank, size=size, device=device, store=store)
     try:
         yield ranks
         ranks.gather(None)  # the first to leave may take the store of the others with it
     except Exception as error:
-        cause = _known_failure(store, ranks, error)
+        cause = _cause(ranks, error)
         if cause is None:
             raise
         raise Unavailable(
@@ -180,13 +182,20 @@ def _blocks(policy: PolicyModel) -> list[nn.Module]:
     return max(lists, key=lambda found: sum(p.numel() for m in found for p in m.parameters()))
 
 
-def _known_failure(store: Store, ranks: Ranks, error: Exception) -> str | None:
+def known_failure(ranks: Ranks) -> str | None:
+    """What a rank that failed said before it left; None while all are well."""
+    if ranks.store is None or not ranks.store.check([_FAILURE]):
+        return None
+    return str(ranks.store.get(_FAILURE).decode())
+
+
+def _cause(ranks: Ranks, error: Exception) -> str | None:
     """What another rank said before it left; without one, say it of this rank."""
     try:
-        if store.check([_FAILURE]):
-            return str(store.get(_FAILURE).decode())
-        told = f"Rank {ranks.rank} of {ranks.size} failed: {type(error).__name__}: {error}"
-        store.set(_FAILURE, told)
+        told = known_failure(ranks)
+        if told is None and ranks.store is not None:
+            own = f"Rank {ranks.rank} of {ranks.size} failed: {type(error).__name__}: {error}"
+            ranks.store.set(_FAILURE, own)
+        return told
     except RuntimeError:  # the store's own process is gone; this rank's error tells what is left
-        pass
-    return None
+        return None

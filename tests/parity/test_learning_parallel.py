@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dialoop.errors import InvalidConfig, Unsupported
+from dialoop.errors import InvalidConfig, InvalidInput, Unavailable, Unsupported
 from transformers import Qwen2ForCausalLM
 
+from services.learning.group_commands import GroupCommands
 from services.learning.loss_loading import load_objective
 from services.learning.models import load_policy
 from services.learning.optim import GuardedOptimizer, OptimizerSettings
@@ -35,6 +36,7 @@ GSPO = {
     "surroundings": {"kl_coeff": 0.1, "entropy_coeff": 0.01},
 }
 WHITE = {"loss": "reinforce_pp", **REGULAR}
+_REFUSED = ("refused", "refused_elsewhere")
 HALF, REST = {"last_step": 10}, {"first_step": 10}
 
 
@@ -79,6 +81,8 @@ def pair(root: Path, alone: Path) -> Path:
     jobs = [
         _job(root, out, "grpo", **REGULAR, **HALF, poisoned_step=5, save=f"{out}/whole"),
         _job(root, out, "grpo_rest", **REGULAR, **REST, resume=f"{alone}/half"),
+        _job(root, out, "refused", refusing_rank=0),
+        _job(root, out, "refused_elsewhere", refusing_rank=1),
         _job(root, out, "gspo", **GSPO),
         _job(root, out, "white", **WHITE, **HALF, save=f"{out}/parts", is_sharded=True),
         _job(root, out, "white_rest", **WHITE, **REST, resume=f"{out}/parts", is_sharded=True),
@@ -153,6 +157,12 @@ def test_two_processes_reproduce_the_curve_of_one(
 def test_all_ranks_refuse_a_step_that_is_not_finite_on_one(alone: Path, pair: Path) -> None:
     applied = [step["applied"] for step in _curve(pair, "grpo")]
     assert applied == [True] * 5 + [False] + [True] * 4
+
+
+def test_ranks_go_on_after_a_command_that_one_of_them_refused(pair: Path) -> None:
+    told = [json.loads((pair / f"{name}.json").read_text()) for name in _REFUSED]
+    assert told[0] == "INVALID_INPUT The job is too long."
+    assert told[1] == "RANK_REFUSED run was refused. Rank 1: The job is too long. Shorten it."
 
 
 def test_gathered_export_is_what_one_process_writes_byte_for_byte(alone: Path, pair: Path) -> None:
@@ -279,6 +289,23 @@ def test_whole_state_of_another_optimizer_is_refused(root: Path, alone: Path) ->
     with pytest.raises(InvalidConfig) as caught:
         load_optimizer(muon, state)
     assert caught.value.reason == "OPTIMIZER_MISMATCH"
+
+
+def test_one_process_runs_its_commands_itself() -> None:
+    commands = GroupCommands(ALONE, {"turn": lambda data: lambda: data[::-1]})
+    assert commands.call("turn", b"abc") == b"cba"
+    with pytest.raises(InvalidInput, match="turn") as unknown:
+        commands.call("twist")
+    assert unknown.value.reason == "UNKNOWN_COMMAND"
+
+
+def test_no_call_is_taken_after_one_that_broke_off() -> None:
+    commands = GroupCommands(ALONE, {"divide": lambda data: lambda: bytes(1 // len(data))})
+    with pytest.raises(ZeroDivisionError):
+        commands.call("divide")
+    with pytest.raises(Unavailable) as caught:
+        commands.call("divide", b"a")
+    assert caught.value.reason == "RANKS_OUT_OF_STEP"
 
 
 def test_ranks_on_an_unknown_device_are_refused() -> None:
