@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -11,6 +12,8 @@ from dialoop.chat import History, Message
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.trajectory import SamplingParams, Trajectory
 
+from services.runtime.run_files import trajectory_files
+from services.stack.summary import count_outcomes
 from services.trainer.records import RunRecords
 from services.trainer.rescore import sampled_by_version
 from services.trainer.warm_start import demonstrations_from_file
@@ -55,6 +58,38 @@ def test_the_line_that_a_kill_cut_short_does_not_spoil_the_next(tmp_path: Path) 
     for name in ("metrics.jsonl", "trajectories.jsonl"):
         lines = (tmp_path / name).read_text("utf-8").splitlines()
         assert len([json.loads(line) for line in lines]) == 2
+
+
+def test_the_oldest_part_of_the_trajectories_goes_when_they_come_to_too_much(
+    tmp_path: Path,
+) -> None:
+    records = RunRecords(tmp_path, max_trajectory_bytes=40_000)
+    for number in range(100):
+        one = replace(trajectory("x" * 900), trajectory_id=str(number))
+        records.trajectories([one], outcome="trained", label="training", train_step=1)
+    records.close()
+    files = trajectory_files(tmp_path)
+    assert len(files) == 4
+    assert files[-1].name == "trajectories.jsonl"
+    assert 20_000 < sum(file.stat().st_size for file in files) < 44_000
+    kept = [
+        json.loads(line)["trajectory_id"]
+        for file in files
+        for line in file.read_text().splitlines()
+    ]
+    assert kept == [str(number) for number in range(100 - len(kept), 100)]
+    assert sampled_by_version(*files).num_trajectories == len(kept)
+    assert count_outcomes(tmp_path) == {"trained": len(kept)}
+    again = RunRecords(tmp_path, max_trajectory_bytes=40_000)
+    again.trajectories([trajectory("x" * 9000)], outcome="t", label="training", train_step=2)
+    again.close()
+    assert len(trajectory_files(tmp_path)) == 4
+
+
+def test_without_a_bound_all_trajectories_stay_in_one_file(tmp_path: Path) -> None:
+    for _ in range(3):
+        write(tmp_path, "x" * 9000)
+    assert [file.name for file in trajectory_files(tmp_path)] == ["trajectories.jsonl"]
 
 
 def test_a_first_line_cut_short_leaves_an_empty_file(tmp_path: Path) -> None:

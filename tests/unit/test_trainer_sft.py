@@ -1,0 +1,188 @@
+"""SFT as a mode: epochs over demonstrations, held-out loss, one publish at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dialoop.chat import History, Message
+from dialoop.errors import InvalidConfig
+from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
+
+from services.learning.tiny import make_tiny_model
+from services.stack.plot import draw_learning
+from services.trainer.__main__ import _builder, with_steps_of
+from services.trainer.demonstration_set import DemonstrationSet, demonstration_set
+from services.trainer.settings import TrainerSettings
+from tests.trainer_world import World
+
+VERSION = PolicyVersion(lineage="demonstration", number=0)
+
+
+def shown(which: int, generator: object) -> History:
+    return History((Message(role="user", content=str(which)),))
+
+
+def row(history: History) -> Sequence:
+    sampled = {"source": Source.MODEL, "policy_version": VERSION}
+    ids = [int(history[0].content)]
+    return sequence_of([([1], {"source": Source.PROMPT}), (ids, sampled)], logprobs=[0.0])
+
+
+def numbers(size: int = 5, *, heldout: int = 0) -> DemonstrationSet:
+    """Demonstrations that are their own numbers, two a batch."""
+    kept = tuple(row(shown(100 + n, None)) for n in range(heldout))
+    return DemonstrationSet(size=size, show=shown, render=row, batch_size=2, seed=0, heldout=kept)
+
+
+def ids(batch: list[Sequence]) -> list[int]:
+    return [int(sequence.token_ids[1]) for sequence in batch]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(**settings: Any) -> World:
+        made.append(World(tmp_path, mode="sft", **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.records.close()
+
+
+def metrics(tmp_path: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (tmp_path / "metrics.jsonl").read_text("utf-8").splitlines()
+    return [found for line in lines if (found := json.loads(line))["kind"] == kind]
+
+
+def test_an_epoch_shows_everything_once_and_the_next_in_another_order() -> None:
+    demonstrations = numbers()
+    assert demonstrations.steps_per_epoch == 3
+    epochs = [
+        [ids(demonstrations.batch(step)) for step in range(start, start + 3)] for start in (0, 3)
+    ]
+    assert [sorted(n for batch in epoch for n in batch) for epoch in epochs] == [
+        [0, 1, 2, 3, 4]
+    ] * 2
+    assert epochs[0] != epochs[1]
+    assert [demonstrations.epoch_of(step) for step in (2, 3)] == [0, 1]
+
+
+async def test_sft_trains_epochs_and_publishes_at_the_end(
+    world: Callable[..., World], tmp_path: Path
+) -> None:
+    here = world(supervised=numbers(), num_train_steps=6)
+    await here.run()
+    assert [ids(batch) for batch in here.learner.supervised] == [
+        ids(numbers().batch(step)) for step in range(6)
+    ]
+    assert here.publisher.published == [("main-1", 0), ("main-2", 6)]
+    found = metrics(tmp_path, "train")
+    assert [row["epoch"] for row in found] == [0, 0, 0, 1, 1, 1]
+    draw_learning(tmp_path / "metrics.jsonl", tmp_path / "learning.png")
+
+
+async def test_a_restarted_sft_goes_on_with_the_batches_it_has_not_trained(
+    world: Callable[..., World],
+) -> None:
+    here = world(supervised=numbers(), num_train_steps=6, checkpoint_every=2)
+    step = here.learner.sft_step
+
+    def killed(batch: Any) -> Any:
+        if len(here.learner.supervised) == 5:
+            raise KeyError("killed")
+        return step(batch)
+
+    here.learner.sft_step = killed  # type: ignore[method-assign]
+    with pytest.raises(ExceptionGroup):
+        await here.run()
+    again = world(supervised=numbers(), num_train_steps=6)
+    await again.run()
+    assert [ids(batch) for batch in again.learner.supervised] == [
+        ids(numbers().batch(step)) for step in (4, 5)
+    ]
+
+
+async def test_the_loss_of_held_out_demonstrations_is_taken_and_can_stop_it(
+    world: Callable[..., World], tmp_path: Path
+) -> None:
+    here = world(supervised=numbers(heldout=3), num_train_steps=9, evaluate_every=2, stop_at=-0.2)
+    await here.run()
+    found = [(row["train_step"], row["loss"]) for row in metrics(tmp_path, "heldout")]
+    assert found == [(2, 1 / 3), (4, 1 / 5), (4, 1 / 5)]
+    result = json.loads((tmp_path / "trainer.json").read_text("utf-8"))
+    assert result["heldout_losses"] == {"2": 1 / 3, "4": 1 / 5}
+    assert "reached" in result["stopped_early"]
+
+
+async def test_where_tasks_are_evaluated_on_each_evaluation_has_a_policy_of_its_own(
+    world: Callable[..., World],
+) -> None:
+    here = world(supervised=numbers(), num_train_steps=5, evaluate_every=2, num_evaluation_tasks=4)
+    here.evaluator.rewards = [0.1, 0.2]
+    await here.run()
+    assert here.evaluator.num_asked == 2
+    assert [weights for _, weights in here.publisher.published] == [0, 2, 4, 5]
+
+
+def test_nothing_but_evaluations_is_played_while_sft_trains() -> None:
+    assert TrainerSettings(mode="sft").max_outstanding_groups == 0
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+def write_chats(path: Path, count: int) -> Path:
+    lines = (
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": str(n)}]}
+        for n in range(count)
+    )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    return path
+
+
+def test_a_file_is_split_by_its_seed_into_what_is_trained_and_what_is_held_out(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    path = write_chats(tmp_path / "chats.jsonl", 20)
+    sft = {"file": str(path), "heldout_fraction": 0.25, "batch_size": 4, "num_epochs": 3}
+    settings = TrainerSettings(model_dir=model_dir, mode="sft", sft=sft)
+    found = demonstration_set(settings, _builder(settings))
+    assert (found.size, len(found.heldout)) == (15, 5)
+    assert with_steps_of(settings, found).num_train_steps == 12
+    trained = {tuple(s.token_ids) for step in range(4) for s in found.batch(step)}
+    assert len(trained) == 15
+    assert trained.isdisjoint({tuple(s.token_ids) for s in found.heldout})
+
+
+def test_a_file_of_its_own_may_be_held_out(tmp_path: Path, model_dir: Path) -> None:
+    train, heldout = (write_chats(tmp_path / name, n) for name, n in (("a", 3), ("b", 2)))
+    settings = TrainerSettings(
+        model_dir=model_dir, mode="sft", sft={"file": str(train), "heldout_file": str(heldout)}
+    )
+    found = demonstration_set(settings, _builder(settings))
+    assert (found.size, len(found.heldout)) == (3, 2)
+
+
+def test_the_environment_demonstrates_each_task_of_its_train_split(model_dir: Path) -> None:
+    settings = TrainerSettings(model_dir=model_dir, mode="sft", environment="arithmetic")
+    found = demonstration_set(settings, _builder(settings))
+    assert found.size > 1000
+    assert not found.heldout
+    first, again = (found.batch(0) for _ in range(2))
+    assert [tuple(s.token_ids) for s in first] == [tuple(s.token_ids) for s in again]
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path, model_dir: Path) -> None:
+    settings = TrainerSettings(
+        model_dir=model_dir, mode="sft", sft={"file": str(tmp_path / "none.jsonl")}
+    )
+    with pytest.raises(InvalidConfig, match="none"):
+        demonstration_set(settings, _builder(settings))
