@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,14 @@ from dialoop.errors import InvalidConfig, NotFound
 from dialoop.sequences import Source
 from dialoop.trajectory import Owner, Task
 
+from services.inference.transformers_engine import TransformersEngine
+from services.learning.loss_loading import load_objective
+from services.learning.models import load_policy
+from services.learning.optim import GuardedOptimizer, OptimizerSettings
+from services.learning.packing import TokenRow, pack_rows
+from services.learning.training import update
 from tests.agent_world import (
+    LoggingEngine,
     ScriptedEngine,
     agent_world,
     call_text,
@@ -60,6 +68,24 @@ async def test_a_run_with_a_tool_is_a_trajectory_with_verifiers_rewards(installe
     (sequence,) = trajectory.sequences
     assert Source.TOOL in {segment.source for segment in sequence.segments}
     require_owned_once(trajectory, engine)
+
+
+async def test_what_a_model_samples_in_it_trains_the_model(installed, directory):
+    model = await TransformersEngine.start(directory, max_model_len=2048, max_num_seqs=2)
+    try:
+        engine = LoggingEngine(model)
+        async with agent_world(directory, engine) as world:
+            trajectory = await play(world, "0")
+        require_owned_once(trajectory, engine)
+    finally:
+        await model.close()
+    assert trajectory.failures == ()
+    assert [r.name for turn in trajectory.turns for r in turn.rewards] == ["is_right"]
+    (sequence,) = trajectory.sequences
+    row = TokenRow.from_sequence(replace(sequence, advantage=1.0))
+    policy = load_policy(directory)
+    optimizer = GuardedOptimizer(list(policy.parameters()), OptimizerSettings(learning_rate=1e-3))
+    assert update(policy, optimizer, [pack_rows([row])], load_objective("dppo_mask")).step.applied
 
 
 async def test_a_wrong_answer_is_a_reward_of_zero_and_no_failure(installed, directory):
