@@ -131,7 +131,8 @@ async def value_of(part: Part, episode: Episode) -> float:
     """A part's number; ValueError for one that is not finite or missing."""
     found = part(episode)
     found = await found if inspect.isawaitable(found) else found
-    value = float(getattr(found, "value", found))
+    number: Any = getattr(found, "value", found)
+    value = float(number)
     if not math.isfinite(value):
         raise ValueError(f"a part of the rubric gave {value}")
     return value

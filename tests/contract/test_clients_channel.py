@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 from dialoop import errors
-from dialoop.clients import environment, inference, interact, replay, scorer, template, trainer
+from dialoop.clients import (
+    environment,
+    inference,
+    interact,
+    recordings,
+    replay,
+    scorer,
+    template,
+    trainer,
+)
 from dialoop.clients.channel import Channel, RetryPolicy, Rpc
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient, WeightsManifest
@@ -270,10 +279,13 @@ def test_waits_grow_up_to_a_limit():
     assert retry.wait_s(1, 0.0) == 0.05
 
 
+MODULES = (environment, inference, interact, recordings, replay, scorer, template, trainer)
+
+
 def test_every_rpc_has_its_client_and_its_messages():
     known = {
         rpc.path: rpc
-        for module in (environment, inference, interact, replay, scorer, template, trainer)
+        for module in MODULES
         for rpc in vars(module).values()
         if isinstance(rpc, Rpc)
     }
