@@ -44,7 +44,8 @@ SCRIPT = ["<request><Calculator>22+28<call>", "Result=50<submit>"]
 
 
 def public(kind: type) -> dict[str, object]:
-    return {name: value for name, value in vars(kind).items() if not name.startswith("_")}
+    members = (vars(base) for base in reversed(kind.__mro__[:-1]))
+    return {n: value for found in members for n, value in found.items() if not n.startswith("_")}
 
 
 @pytest.mark.parametrize(("client", "twin"), TWINS, ids=lambda kind: kind.__name__)
@@ -54,7 +55,7 @@ def test_a_twin_has_the_same_methods_with_the_same_parameters(client, twin):
     for name, method in public(client).items():
         if inspect.isfunction(method):
             asked = inspect.signature(method).parameters.values()
-            given = inspect.signature(vars(twin)[name]).parameters.values()
+            given = inspect.signature(public(twin)[name]).parameters.values()
             assert [(p.name, p.kind, p.default) for p in asked] == [
                 (p.name, p.kind, p.default) for p in given
             ]
