@@ -26,21 +26,18 @@ With one process `call` runs the function and nothing else. Calls come from one 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from dialoop.errors import DialoopError, InvalidInput, PreconditionFailed, Unavailable
-from torch.distributed import DistStoreError
 
-from services.learning.parallel import known_failure
+from services.learning.parallel import RANK_FAILED, known_failure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch.distributed import Store
-
-    from services.learning.parallel import Ranks
+    from services.learning.parallel import Ranks, Store
 
 Command = Callable[[bytes], Callable[[], bytes]]
 """Reads the bytes of a call, or refuses them with a DialoopError, and says what is to be done.
@@ -49,7 +46,7 @@ Reading may not wait for other ranks; what is to be done may.
 """
 
 _CLOSE = "dialoop/close"
-_LOOK_AROUND = timedelta(seconds=10)
+_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.001, 0.05
 
 
 class GroupCommands:
@@ -134,16 +131,18 @@ class GroupCommands:
         return act()
 
     def _next_name(self, store: Store) -> str:
-        """The name of the next call; Unavailable when the first rank failed instead."""
-        while True:
-            try:
-                store.wait([self._key()], _LOOK_AROUND)
-                return str(store.get(self._key()).decode())
-            except DistStoreError:
-                if (told := known_failure(self._ranks)) is not None:
-                    raise Unavailable(
-                        told, reason="RANK_FAILED", remedy="Resume all ranks."
-                    ) from None
+        """The name of the next call; Unavailable (RANK_FAILED) when another rank failed instead.
+
+        Asks again and again, as the store's own wait complains on stderr when its time is over.
+        """
+        wait_s = _SHORTEST_WAIT_S
+        while not store.check([self._key()]):
+            told = known_failure(self._ranks)
+            if told is not None:
+                raise Unavailable(told, reason=RANK_FAILED, remedy="Resume all ranks.")
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+        return store.get(self._key()).decode()
 
     def _key(self) -> str:
         return f"dialoop/call/{self._num_calls}"

@@ -15,7 +15,7 @@ import json
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,30 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
-    from torch.distributed import Store
 
     from services.learning.models import PolicyModel
 
+RANK_FAILED = "RANK_FAILED"
+"""The reason of the error with which the other ranks leave when one has failed."""
+
 _FAILURE = "dialoop/failure"
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+class Store(Protocol):
+    """Where processes leave each other small values by name: torch.distributed's store."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all the keys are there; does not wait."""
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that is there."""
+
+    def set(self, key: str, value: str) -> None:
+        """Leave a value."""
+
+    def delete_key(self, key: str) -> bool:
+        """Take a value away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +153,7 @@ def joined_ranks(
         if cause is None:
             raise
         raise Unavailable(
-            cause, reason="RANK_FAILED", remedy="Mend that rank's error and resume all ranks."
+            cause, reason=RANK_FAILED, remedy="Mend that rank's error and resume all ranks."
         ) from error
     finally:
         dist.destroy_process_group()
@@ -191,6 +209,8 @@ def known_failure(ranks: Ranks) -> str | None:
 
 def _cause(ranks: Ranks, error: Exception) -> str | None:
     """What another rank said before it left; without one, say it of this rank."""
+    if isinstance(error, Unavailable) and error.reason == RANK_FAILED:
+        return None
     try:
         told = known_failure(ranks)
         if told is None and ranks.store is not None:

@@ -32,7 +32,8 @@ def own_rows(rows: Sequence[TokenRow], ranks: Ranks, *, max_tokens: int) -> list
 
 def rows_behind(num_rows: int, ranks: Ranks) -> int:
     """How many rows fewer than the busiest rank this one has."""
-    return max(ranks.gather(num_rows)) - num_rows
+    most: int = max(ranks.gather(num_rows))
+    return most - num_rows
 
 
 def keep_pace(policy: PolicyModel, num_rows: int, ranks: Ranks) -> None:

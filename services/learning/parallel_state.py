@@ -19,8 +19,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from dialoop.errors import InvalidConfig
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.learning.parallel import reshard
@@ -104,14 +106,14 @@ def save_sharded(
     """Every rank writes its part into `directory`, which all of them must reach."""
     state = _flat(policy, optimizer.state_dict())
     with _quiet_alone(ranks):
-        dcp.save(state, checkpoint_id=directory, no_dist=ranks.size == 1)
+        save(state, checkpoint_id=directory, no_dist=ranks.size == 1)
 
 
 def load_sharded(
     directory: Path, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: Ranks
 ) -> None:
     """Continue from what any number of ranks wrote with `save_sharded`."""
-    names: dict[str, Any] = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    names: dict[str, Any] = FileSystemReader(directory).read_metadata().state_dict_metadata
     state = optimizer.state_dict()
     for number, parameters in enumerate(_parameters(optimizer)):
         state["optimizers"][number]["state"] = _rooms(names, f"optimizer/{number}", parameters)
@@ -124,7 +126,7 @@ def load_sharded(
             remedy="Resume with the model and optimiser the run was started with.",
         )
     with _quiet_alone(ranks):
-        dcp.load(found, checkpoint_id=directory, no_dist=ranks.size == 1)
+        load(found, checkpoint_id=directory, no_dist=ranks.size == 1)
     state["num_steps"], state["num_refused"] = (int(count) for count in found[_COUNTS])
     optimizer.load_state_dict(state)
 

@@ -19,7 +19,7 @@ from services.learning.loss_loading import load_objective
 from services.learning.models import load_policy
 from services.learning.optim import GuardedOptimizer, OptimizerSettings
 from services.learning.packing import pack_rows
-from services.learning.parallel import ALONE, joined_ranks, sharded
+from services.learning.parallel import ALONE, Ranks, joined_ranks, sharded
 from services.learning.parallel_rows import own_rows, score_rows
 from services.learning.parallel_state import load_optimizer, load_sharded, load_weights
 from services.learning.tiny import tiny_config
@@ -306,6 +306,38 @@ def test_no_call_is_taken_after_one_that_broke_off() -> None:
     with pytest.raises(Unavailable) as caught:
         commands.call("divide", b"a")
     assert caught.value.reason == "RANKS_OUT_OF_STEP"
+
+
+class _Notes:
+    """A store that fills while one waits for it."""
+
+    def __init__(self, later: dict[str, str]) -> None:
+        self._later, self._looks = later, 0
+
+    def check(self, keys: list[str]) -> bool:
+        self._looks += 1
+        return self._looks > 4 and all(key in self._later for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self._later[key].encode()
+
+    def set(self, key: str, value: str) -> None:
+        raise NotImplementedError
+
+    def delete_key(self, key: str) -> bool:
+        raise NotImplementedError
+
+
+def test_waiting_rank_leaves_when_the_first_closes() -> None:
+    notes = _Notes({"dialoop/call/0": "dialoop/close"})
+    GroupCommands(Ranks(rank=1, size=2, store=notes), {}).serve()
+
+
+def test_waiting_rank_leaves_when_another_failed() -> None:
+    notes = _Notes({"dialoop/failure": "Rank 0 of 2 failed: the disk is full."})
+    with pytest.raises(Unavailable, match="disk is full") as caught:
+        GroupCommands(Ranks(rank=1, size=2, store=notes), {}).serve()
+    assert caught.value.reason == "RANK_FAILED"
 
 
 def test_ranks_on_an_unknown_device_are_refused() -> None:
