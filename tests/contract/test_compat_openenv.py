@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import uvicorn
-from dialoop.environments.openenv_environment import openenv
+from dialoop.environments.openenv_environment import _Connection, openenv
 from dialoop.errors import InvalidConfig
 from dialoop.trajectory import Owner
 
@@ -140,6 +140,21 @@ async def test_a_full_server_is_busy_and_has_room_again_afterwards():
             async with asyncio.timeout(5):
                 while await _reason(client.reset("b", episode=1, task_key="1")):
                     await asyncio.sleep(0.05)
+
+
+async def test_an_error_sent_before_the_request_is_read_all_the_same():
+    with served(echo_app(places=1)) as url:
+        from openenv.core import GenericEnvClient
+
+        async with GenericEnvClient(base_url=url) as first:
+            await first.reset()
+            late = GenericEnvClient(base_url=url)
+            await late.connect()
+            await asyncio.sleep(0.3)  # the server has refused it and hung up
+            connection = _Connection(late)
+            with pytest.raises(Exception, match="1000"):
+                await connection.ask("reset")
+            assert connection.parting_code == "CAPACITY_REACHED"
 
 
 async def _reason(awaitable) -> str:

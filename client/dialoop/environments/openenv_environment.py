@@ -92,8 +92,8 @@ class OpenEnvDriver:
         asked = {"seed": seed, "episode_id": uuid.uuid4().hex} | _facts_of(task)
         try:
             result = await connection.ask("reset", **asked)
-        except RuntimeError as error:
-            if _CAPACITY not in str(error):
+        except Exception as error:
+            if _CAPACITY not in f"{error} {connection.parting_code}":
                 raise
             raise CapacityExhausted(
                 "All sessions of the OpenEnv server are in use.",
@@ -133,6 +133,8 @@ class _Connection:
     def __init__(self, client: Any) -> None:
         self._client: Any = client
         self._is_asking = False
+        # Of the error that the server sent unasked before it hung up.
+        self.parting_code = ""
 
     async def ask(self, method: str, *arguments: Any, **given: Any) -> Any:
         """A request and its reply; never one while another is under way."""
@@ -144,7 +146,9 @@ class _Connection:
         self._is_asking = True
         try:
             return await getattr(self._client, method)(*arguments, **given)
-        except BaseException:
+        except BaseException as error:
+            if "ConnectionClosed" in type(error).__name__:
+                self.parting_code = await _parting_code(self._client)
             await self.close()
             raise
         finally:
@@ -157,6 +161,15 @@ class _Connection:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(_CLOSE_S):
                     await client.disconnect()
+
+
+async def _parting_code(client: Any) -> str:
+    """The code of an error frame that lies unread: their client sends before it reads."""
+    with contextlib.suppress(Exception):
+        async with asyncio.timeout(_CLOSE_S):
+            frame = await client._receive()
+            return str(frame["data"]["code"])
+    return ""
 
 
 def _facts_of(task: TaskData) -> dict[str, Any]:
