@@ -38,6 +38,26 @@ def test_a_job_survives_the_death_of(service: str, tmp_path: Path) -> None:
     assert_accounted(ended.summary)
 
 
+@pytest.mark.heavy(reason="stops the trainer of a whole job, about a minute")
+@pytest.mark.redis
+@pytest.mark.timeout(420)
+def test_a_trainer_that_is_told_to_stop_loses_no_step(tmp_path: Path) -> None:
+    config = write_config(tmp_path, num_train_steps=12)
+    with Job(tmp_path, "train", str(config)) as job:
+        wait_for(lambda: num_train_rows(job) >= 3, 240.0)
+        pid = job.service("trainer")
+        assert pid is not None
+        os.kill(pid, signal.SIGTERM)
+        ended = job.end(360.0)
+    assert ended.exit_code == 0, ended.output
+    assert_accounted(ended.summary)
+    assert ended.summary["num_redelivered"] == 0
+    rows = [json.loads(line) for line in lines_of(job.run_dir / "metrics.jsonl")]
+    assert [row["kind"] for row in rows].count("restore") == 1
+    steps = [row["train_step"] for row in rows if row["kind"] == "train"]
+    assert steps == list(range(1, 13))
+
+
 @pytest.mark.heavy(reason="runs a job twice, about a minute")
 @pytest.mark.redis
 @pytest.mark.timeout(420)

@@ -1,0 +1,86 @@
+"""SFT, LoRA and an orderly stop among real services, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from dialoop import Dialoop
+from dialoop.clients.trainer import Phase
+
+from services.stack.in_process import in_process
+
+SMALL = {
+    "run": "small",
+    "inference": {"max_model_len": 128},
+    "collector": {"group_size": 2, "max_new_tokens": 8},
+}
+
+
+async def until(dialoop: Dialoop, phase: Phase, *, num_train_steps: int = 0) -> Any:
+    async with asyncio.timeout(60):
+        while True:
+            status = await dialoop.trainer.get_status()
+            assert status.phase is not Phase.FAILED, status.failure
+            if status.phase >= phase and status.num_train_steps >= num_train_steps:
+                return status
+            await asyncio.sleep(0.02)
+
+
+def rows(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()
+    return [row for line in lines if (row := json.loads(line))["kind"] == kind]
+
+
+async def test_sft_trains_evaluates_and_publishes_without_playing_training_tasks(
+    tmp_path: Path,
+) -> None:
+    config = {
+        **SMALL,
+        "train": {"mode": "sft", "num_steps": 4, "learning_rate": 1e-3},
+        "sft": {"batch_size": 4},
+        "evaluation": {"num_tasks": 2, "every": 2, "num_running_tasks": 2},
+        "trackers": {"tensorboard": True},
+    }
+    async with in_process(config, folder=tmp_path) as dialoop:
+        await until(dialoop, Phase.DONE)
+        stats = await dialoop.replay.get_stats("small")
+    run_dir = tmp_path / "small"
+    assert [row["train_step"] for row in rows(run_dir, "train")] == [1, 2, 3, 4]
+    assert [row["label"] for row in rows(run_dir, "evaluation")] == [
+        *("before_greedy", "before_sampled", "running", "after_greedy", "after_sampled")
+    ]
+    published = rows(run_dir, "publish")
+    assert [row["train_step"] for row in published] == [0, 2, 4]
+    assert max(row["max_logprob_difference"] for row in published) < 1e-4
+    assert stats.training.num_trajectories_generated == 0
+    assert list((run_dir / "tensorboard").iterdir())
+
+
+async def test_a_stopped_lora_job_has_saved_every_step_it_took_and_goes_on(tmp_path: Path) -> None:
+    config = {
+        **SMALL,
+        "model": {"lora_rank": 2},
+        "warm_start": {"num_steps": 2, "batch_size": 4},
+        "train": {
+            "num_steps": 100,
+            "groups_per_train_step": 1,
+            "pipeline_depth": 1,
+            "checkpoint_every": 100,
+        },
+        "evaluation": {"num_tasks": 0},
+    }
+    run_dir = tmp_path / "small"
+    async with in_process(config, folder=tmp_path) as dialoop:
+        await until(dialoop, Phase.TRAINING, num_train_steps=2)
+    taken = rows(run_dir, "train")[-1]["train_step"]
+    async with in_process(config, folder=tmp_path) as dialoop:
+        status = await until(dialoop, Phase.TRAINING, num_train_steps=taken + 1)
+    assert status.num_warm_start_steps == 2
+    assert status.num_parameters < 100_000
+    assert [row["train_step"] for row in rows(run_dir, "restore")] == [taken]
+    steps = [row["train_step"] for row in rows(run_dir, "train")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert max(row["max_logprob_difference"] for row in rows(run_dir, "publish")) < 1e-4
