@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,22 @@ async def test_training_runs_to_its_end_and_leaves_its_results(tmp_path: Path) -
     assert status.num_train_steps == 1
     assert (tmp_path / "tiny" / "trainer.json").is_file()
     assert (tmp_path / "tiny" / "checkpoints" / "latest.json").is_file()
+
+
+async def test_a_job_trains_on_all_its_environments(tmp_path: Path) -> None:
+    loud = {"use": f"{__name__}:environment", "name": "loud"}
+    config = {
+        **TINY,
+        "environments": [loud],
+        "train": {"num_steps": 2, "groups_per_train_step": 4, "pipeline_depth": 1},
+    }
+    async with in_process(config, folder=tmp_path) as dialoop:
+        async with asyncio.timeout(90):
+            while (await dialoop.trainer.get_status()).phase is not Phase.DONE:
+                await asyncio.sleep(0.1)
+    lines = (tmp_path / "tiny" / "trajectories.jsonl").read_text().splitlines()
+    # What a train step leased: an untrained model earns the same for all of a group.
+    assert {json.loads(line)["environment"] for line in lines} == {"arithmetic", "loud"}
 
 
 def test_threads_without_an_event_loop_have_it_too() -> None:
