@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils.logging import disable_progress_bar
 
 from services.learning.group_commands import GroupCommands
+from services.learning.lora import add_lora
 from services.learning.loss_loading import load_objective
 from services.learning.models import PolicyModel, load_policy
 from services.learning.optim import GuardedOptimizer, OptimizerSettings
@@ -57,6 +58,9 @@ class Job:
     poisoned_step: int = -1
     failing_rank: int = -1
     refusing_rank: int = -1
+    lora_rank: int = 0
+    is_checkpointed: bool = False
+    is_seeded_apart: bool = False
     resume: str = ""
     save: str = ""
     is_sharded: bool = False
@@ -83,7 +87,13 @@ def made_rows(step: int, count: int) -> list[TokenRow]:
 
 def run(job: Job, ranks: Ranks = ALONE) -> list[dict[str, Any]]:
     """The curve of one job."""
-    policy = sharded(load_policy(job.model), ranks)
+    torch.manual_seed(ranks.rank if job.is_seeded_apart else 0)  # adapters start at random
+    policy = load_policy(job.model)
+    if job.lora_rank:
+        add_lora(policy.causal_lm, rank=job.lora_rank)
+    if job.is_checkpointed:
+        policy.checkpoint_activations()
+    policy = sharded(policy, ranks)
     optimizer = GuardedOptimizer(
         policy.parameters(),
         OptimizerSettings(name=job.optimizer, learning_rate=1e-3, warmup_steps=10),  # type: ignore[arg-type]
@@ -173,7 +183,7 @@ def lead(commands: GroupCommands, jobs: list[dict[str, Any]]) -> None:
         try:
             commands.call("run", json.dumps(job).encode())
         except DialoopError as error:
-            if "refusing_rank" not in job or job["refusing_rank"] < 0:
+            if job["refusing_rank"] < 0:
                 raise
             text = f"{error.reason} {error.message}"
             Path(job["out"], f"{job['name']}.json").write_text(json.dumps(text), "utf-8")

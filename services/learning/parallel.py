@@ -12,6 +12,7 @@ takes `ranks` is collective: all of them call it, in the same order.
 from __future__ import annotations
 
 import json
+import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
-from dialoop.errors import Unavailable, Unsupported
+from dialoop.errors import PreconditionFailed, Unavailable, Unsupported
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -166,9 +167,11 @@ def sharded(
 
     Gradients are summed over ranks, not averaged: losses are shares of one whole. Optimisers must
     be made afterwards. A policy loaded on the CPU moves to the ranks' device one block at a time.
+    PreconditionFailed (RANKS_DIFFER) where the ranks do not bring the same policy.
     """
     if ranks.size == 1:
         return policy
+    _require_same(policy, ranks)
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     precision = mixed_precision or MixedPrecisionPolicy()
     for block in _blocks(policy):
@@ -186,6 +189,23 @@ def reshard(policy: nn.Module) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def _require_same(policy: nn.Module, ranks: Ranks) -> None:
+    """Nothing is sent about when sharding, so different policies would be mixed unnoticed."""
+    own = {name: _checksum(tensor) for name, tensor in policy.named_parameters()}
+    for rank, other in enumerate(ranks.gather(own)):
+        names = sorted(name for name in {*own, *other} if own.get(name) != other.get(name))
+        if names:
+            raise PreconditionFailed(
+                f"The policies of ranks {ranks.rank} and {rank} differ in {names[0]}.",
+                reason="RANKS_DIFFER",
+                remedy="Give all ranks the same model directory, settings and seed.",
+            )
+
+
+def _checksum(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def _blocks(policy: PolicyModel) -> list[nn.Module]:

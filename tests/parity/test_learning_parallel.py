@@ -36,15 +36,17 @@ GSPO = {
     "surroundings": {"kl_coeff": 0.1, "entropy_coeff": 0.01},
 }
 WHITE = {"loss": "reinforce_pp", **REGULAR}
+LORA = {"lora_rank": 2, "is_checkpointed": True, "last_step": 3, "num_sequences": 5}
 _REFUSED = ("refused", "refused_elsewhere")
 HALF, REST = {"last_step": 10}, {"first_step": 10}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
+def _own_torch() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with torch.random.fork_rng(devices=[]):
+        yield
     torch.set_num_threads(before)
 
 
@@ -68,6 +70,7 @@ def alone(root: Path) -> Path:
         _job(root, out, "gspo", **GSPO),
         _job(root, out, "white", **WHITE),
         _job(root, out, "muon", optimizer="muon", num_sequences=1, last_step=2),
+        _job(root, out, "lora", **REGULAR, **LORA),
         _job(root, out, "half", **REGULAR, **HALF, poisoned_step=5, save=f"{out}/half"),
     ):
         run(job)
@@ -87,6 +90,7 @@ def pair(root: Path, alone: Path) -> Path:
         _job(root, out, "white", **WHITE, **HALF, save=f"{out}/parts", is_sharded=True),
         _job(root, out, "white_rest", **WHITE, **REST, resume=f"{out}/parts", is_sharded=True),
         _job(root, out, "muon", optimizer="muon", num_sequences=1, last_step=2),
+        _job(root, out, "lora", **REGULAR, **LORA),
         _job(root, out, "echo", last_step=0, resume=f"{alone}/half", save=f"{out}/echo"),
     ]
     finished = _torchrun(2, jobs, out)
@@ -146,6 +150,7 @@ def _assert_same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None
         ("gspo", ("gspo",)),
         ("white", ("white", "white_rest")),
         ("muon", ("muon",)),
+        ("lora", ("lora",)),
     ],
 )
 def test_two_processes_reproduce_the_curve_of_one(
@@ -213,6 +218,14 @@ def test_rank_that_fails_ends_the_others_with_its_cause(root: Path) -> None:
     cause = "Unavailable: Rank 1 of 2 failed: InvalidInput: Trajectory t-17 has no tokens."
     assert cause in told[0]
     assert not any("terminate called" in text or "not been destroyed" in text for text in told)
+
+
+@pytest.mark.heavy(reason="starts two processes for one refusal")
+def test_ranks_that_bring_different_policies_are_refused(root: Path) -> None:
+    out = root / "apart"
+    finished = _torchrun(2, [_job(root, out, "apart", **LORA, is_seeded_apart=True)], out)
+    assert finished.returncode == 1
+    assert "differ in causal_lm.model.layers.0.mlp.down_proj.lora_A" in finished.stderr
 
 
 @pytest.mark.heavy(reason="four processes on two cores")
