@@ -82,8 +82,11 @@ class SupervisedSteps:
         rows = self._demonstrations.heldout
         if not rows:
             return None
-        loss, num_tokens = await asyncio.to_thread(self._parts.learner.heldout_loss, rows)
         progress = self._standing.progress
+        known = progress.heldout_losses.get(str(progress.num_train_steps))
+        if known is not None:
+            return known
+        loss, num_tokens = await asyncio.to_thread(self._parts.learner.heldout_loss, rows)
         self._parts.records.metric(
             "heldout",
             train_step=progress.num_train_steps,
