@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils.logging import disable_progress_bar
 
 from services.learning.group_commands import GroupCommands
-from services.learning.lora import add_lora
+from services.learning.lora import add_lora, merged_tensors
 from services.learning.loss_loading import load_objective
 from services.learning.models import PolicyModel, load_policy
 from services.learning.optim import GuardedOptimizer, OptimizerSettings
@@ -29,6 +29,7 @@ from services.learning.packing import TokenRow
 from services.learning.parallel import ALONE, Ranks, joined_ranks, sharded
 from services.learning.parallel_rows import own_rows, score_rows
 from services.learning.parallel_state import (
+    gathered,
     gathered_optimizer,
     gathered_weights,
     load_optimizer,
@@ -152,6 +153,10 @@ def _save(job: Job, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: Ran
         save_sharded(directory, policy, optimizer, ranks)
         return
     weights = gathered_weights(policy, ranks)
+    if job.lora_rank:
+        merged = merged_tensors(policy.causal_lm)
+        del merged["lm_head.weight"]  # tied
+        weights = gathered(merged, ranks)
     state = gathered_optimizer(optimizer, ranks)
     if ranks.is_first:
         directory.mkdir(parents=True, exist_ok=True)

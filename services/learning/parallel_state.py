@@ -53,11 +53,16 @@ def policy_tensors(policy: PolicyModel) -> dict[str, Tensor]:
 
 
 def gathered_weights(policy: PolicyModel, ranks: Ranks) -> dict[str, Tensor]:
-    """The whole policy on the first rank's host, {} on the others.
+    """The whole policy on the first rank's host, {} on the others."""
+    return gathered(policy_tensors(policy), ranks)
 
-    Gathered one parameter at a time: a device holds its shards and one whole parameter.
+
+def gathered(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """Whole tensors on the first rank's host, {} on the others; also of adapters, merged or not.
+
+    Gathered one at a time: a device holds its shards and one whole tensor.
     """
-    whole = ((name, _whole(tensor, ranks)) for name, tensor in policy_tensors(policy).items())
+    whole = ((name, _whole(tensor, ranks)) for name, tensor in tensors.items())
     return {name: tensor for name, tensor in whole if tensor is not None}
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dialoop.errors import InvalidConfig, InvalidInput, Unavailable, Unsupported
+from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM
 
 from services.learning.group_commands import GroupCommands
@@ -70,7 +71,7 @@ def alone(root: Path) -> Path:
         _job(root, out, "gspo", **GSPO),
         _job(root, out, "white", **WHITE),
         _job(root, out, "muon", optimizer="muon", num_sequences=1, last_step=2),
-        _job(root, out, "lora", **REGULAR, **LORA),
+        _job(root, out, "lora", **REGULAR, **LORA, save=f"{out}/lora"),
         _job(root, out, "half", **REGULAR, **HALF, poisoned_step=5, save=f"{out}/half"),
     ):
         run(job)
@@ -90,7 +91,7 @@ def pair(root: Path, alone: Path) -> Path:
         _job(root, out, "white", **WHITE, **HALF, save=f"{out}/parts", is_sharded=True),
         _job(root, out, "white_rest", **WHITE, **REST, resume=f"{out}/parts", is_sharded=True),
         _job(root, out, "muon", optimizer="muon", num_sequences=1, last_step=2),
-        _job(root, out, "lora", **REGULAR, **LORA),
+        _job(root, out, "lora", **REGULAR, **LORA, save=f"{out}/lora"),
         _job(root, out, "echo", last_step=0, resume=f"{alone}/half", save=f"{out}/echo"),
     ]
     finished = _torchrun(2, jobs, out)
@@ -173,6 +174,14 @@ def test_ranks_go_on_after_a_command_that_one_of_them_refused(pair: Path) -> Non
 def test_gathered_export_is_what_one_process_writes_byte_for_byte(alone: Path, pair: Path) -> None:
     one, two = (Path(p, "model.safetensors").read_bytes() for p in (alone / "half", pair / "echo"))
     assert one == two
+
+
+def test_gathered_adapters_are_merged_as_by_one_process(alone: Path, pair: Path) -> None:
+    one, two = (load_file(out / "lora" / "model.safetensors") for out in (alone, pair))
+    assert one.keys() == two.keys()
+    assert not any("lora" in name for name in one)
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, two[name], rtol=0, atol=1e-5)
 
 
 def test_gathered_optimizer_is_what_one_process_has(alone: Path, pair: Path) -> None:
