@@ -97,7 +97,7 @@ class Renderer:
                 ask.history,
                 context=ask.context,
                 num_context_messages=ask.num_context_messages,
-            vouched=ask.vouched,
+                vouched=ask.vouched,
                 turn=ask.turn,
                 options=_without_tools(ask.template_options) | tools,
             )
