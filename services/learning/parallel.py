@@ -205,7 +205,8 @@ def _require_same(policy: nn.Module, ranks: Ranks) -> None:
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return zlib.crc32(values.numpy().data)
 
 
 def _blocks(policy: PolicyModel) -> list[nn.Module]:
