@@ -284,10 +284,7 @@ MODULES = (environment, inference, interact, recordings, replay, scorer, templat
 
 def test_every_rpc_has_its_client_and_its_messages():
     known = {
-        rpc.path: rpc
-        for module in MODULES
-        for rpc in vars(module).values()
-        if isinstance(rpc, Rpc)
+        rpc.path: rpc for module in MODULES for rpc in vars(module).values() if isinstance(rpc, Rpc)
     }
     files = (
         environment_service_pb2,
