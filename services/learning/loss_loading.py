@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 class Preset:
     """A built-in loss as its paper sets it; every option can be set otherwise.
 
-    divide_by_std and leave_one_out are the advantages it is meant for, which the scorer computes;
-    needs_advantages is false where tokens are trained whatever their advantage.
+    Advantages are the scorer's and not set from here: dr_grpo, dppo_mask, reinforce_pp and rloo are
+    meant for divide_by_std = false, rloo for leave_one_out = true beside it. needs_advantages is
+    false where tokens are trained whatever their advantage.
     """
 
     loss: Callable[..., losses.LossOutput]
@@ -38,21 +39,19 @@ class Preset:
     aggregation: Aggregation = "token"
     whiten: bool = False
     asks_for_proximal: bool = False
-    divide_by_std: bool = True
-    leave_one_out: bool = False
     needs_advantages: bool = True
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "grpo": Preset(loss=losses.grpo),
-        "dr_grpo": Preset(loss=losses.grpo, aggregation="constant", divide_by_std=False),
+        "dr_grpo": Preset(loss=losses.grpo, aggregation="constant"),
         "dapo": Preset(loss=losses.grpo, options={"clip_low": 0.2, "clip_high": 0.28}),
         "cispo": Preset(loss=losses.cispo),
         "gspo": Preset(loss=losses.gspo, aggregation="sequence"),
-        "rloo": Preset(loss=losses.reinforce, divide_by_std=False, leave_one_out=True),
-        "reinforce_pp": Preset(loss=losses.grpo, whiten=True, divide_by_std=False),
-        "dppo_mask": Preset(loss=losses.dppo_mask, divide_by_std=False),
+        "rloo": Preset(loss=losses.reinforce),
+        "reinforce_pp": Preset(loss=losses.grpo, whiten=True),
+        "dppo_mask": Preset(loss=losses.dppo_mask),
         "decoupled_ppo": Preset(loss=losses.decoupled_ppo, asks_for_proximal=True),
         "distill": Preset(loss=losses.distill, needs_advantages=False),
         "sft": Preset(loss=losses.sft),
