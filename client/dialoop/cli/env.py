@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dialoop.clients.environment import EnvironmentInfo
 
 READY_MADE = (
+    "dialoop.tasks.column_addition:column_addition",
     "dialoop.tasks.countdown:countdown",
     "dialoop.tasks.gsm8k:gsm8k",
     "dialoop.tasks.ifeval:ifeval",
