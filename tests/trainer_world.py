@@ -19,7 +19,8 @@ from services.trainer.checkpoint import Checkpoints
 from services.trainer.demonstration_set import DemonstrationSet
 from services.trainer.evaluation import Evaluation
 from services.trainer.job import TrainingJob
-from services.trainer.learner import ExportedWeights, TrainStepReport
+from services.trainer.learner import TrainStepReport
+from services.trainer.learner_files import ExportedWeights
 from services.trainer.publisher import Published
 from services.trainer.records import RunRecords
 from services.trainer.settings import TrainerSettings

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from dialoop.clients.inference import InferenceClient, WeightsManifest
 
-    from services.trainer.learner import ExportedWeights
+    from services.trainer.learner_files import ExportedWeights
     from services.trainer.settings import TrainerSettings
 
 _CHUNK_BYTES = 1 << 20

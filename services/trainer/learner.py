@@ -5,28 +5,16 @@ Every method blocks on the CPU or GPU; the job calls them from one worker thread
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import random
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from dialoop.errors import InvalidConfig
-from safetensors.torch import load_file, save_file
 
 from services.learning.corrections import Correction
-from services.learning.lora import (
-    ADAPTER,
-    adapter_tensors,
-    add_lora,
-    has_lora,
-    load_adapter,
-    merged_tensors,
-    save_adapter_config,
-)
+from services.learning.lora import add_lora
 from services.learning.loss_loading import load_objective
 from services.learning.models import DTYPES, load_policy
 from services.learning.objective import mean_metrics
@@ -34,9 +22,11 @@ from services.learning.optim import GuardedOptimizer, OptimizerSettings
 from services.learning.packing import TokenRow, pack_rows
 from services.learning.training import UpdateReport, update
 from services.rl.packing_plan import plan_rows
+from services.trainer.learner_files import ExportedWeights, LearnerFiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Rows
+    from pathlib import Path
 
     from dialoop.sequences import PolicyVersion, Sequence
     from numpy.typing import NDArray
@@ -46,18 +36,6 @@ if TYPE_CHECKING:
     from services.learning.packing import PackedBatch
     from services.trainer.batches import TrainedSequence
     from services.trainer.settings import TrainerSettings
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportedWeights:
-    """A safetensors file of the whole policy."""
-
-    path: Path
-    sha256: str
-    num_bytes: int
-
-
-_WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +80,12 @@ class Learner:
         )
         self._optimizer = GuardedOptimizer(
             parameters, optimizer_of(settings), matrices=self._policy.hidden_matrices()
+        )
+        self._files = LearnerFiles(
+            self._policy,
+            {"warm_start": self._warm_start_optimizer, "train": self._optimizer},
+            self._random,
+            model_dir=settings.model_dir,
         )
 
     @property
@@ -203,85 +187,33 @@ class Learner:
 
     def export(self, path: Path) -> ExportedWeights:
         """Write the weights as they are now; the file appears whole or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        save_file(self._tensors(), temporary, metadata={"format": "pt"})
-        temporary.replace(path)
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return ExportedWeights(path=path, sha256=digest, num_bytes=path.stat().st_size)
+        return self._files.export(path)
 
     def load_weights(self, path: Path) -> None:
         """Take weights that `export` wrote; InvalidConfig when they are another model's."""
-        tensors = load_file(path)
-        own = self._tensors()
-        if {k: v.shape for k, v in tensors.items()} != {k: v.shape for k, v in own.items()}:
-            raise InvalidConfig(
-                f"The weights {path.name} are not of the model in {self._settings.model_dir}.",
-                reason="WEIGHTS_MISMATCH",
-                remedy="Resume with the model directory the run was started with.",
-            )
-        self._policy.causal_lm.load_state_dict(tensors, strict=False)
-        self._policy.causal_lm.tie_weights()
+        self._files.load_weights(path)
 
     def save_weights(self, directory: Path) -> None:
         """Write what is trained to a checkpoint: the weights, or with LoRA a PEFT directory."""
-        model = self._policy.causal_lm
-        if not has_lora(model):
-            self.export(directory / _WEIGHTS)
-            return
-        tensors = {name: tensor.cpu() for name, tensor in adapter_tensors(model).items()}
-        save_file(tensors, directory / ADAPTER, metadata={"format": "pt"})
-        save_adapter_config(model, directory, base=self._settings.model_dir)
+        self._files.save_weights(directory)
 
     def restore_weights(self, directory: Path) -> None:
         """Take what `save_weights` wrote; InvalidConfig when it is another model's."""
-        is_adapter, model = (directory / ADAPTER).is_file(), self._policy.causal_lm
-        if is_adapter != has_lora(model):
-            raise InvalidConfig(
-                f"The checkpoint {directory.name} is {'' if is_adapter else 'not '}one of LoRA.",
-                reason="WEIGHTS_MISMATCH",
-                remedy="Resume with the lora_rank the run was started with.",
-            )
-        if is_adapter:
-            load_adapter(model, load_file(directory / ADAPTER))
-        else:
-            self.load_weights(directory / _WEIGHTS)
+        self._files.restore_weights(directory)
 
     def save_state(self, path: Path) -> None:
         """Write optimisers and random state, for `load_state`."""
-        state = {
-            "warm_start": self._warm_start_optimizer.state_dict(),
-            "train": self._optimizer.state_dict(),
-            "torch_random": torch.get_rng_state(),
-            "python_random": repr(self._random.getstate()),
-        }
-        torch.save(state, path)
+        self._files.save_state(path)
 
     def load_state(self, path: Path) -> None:
         """Continue as if never stopped."""
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        self._warm_start_optimizer.load_state_dict(state["warm_start"])
-        self._optimizer.load_state_dict(state["train"])
-        torch.set_rng_state(state["torch_random"])
-        self._random.setstate(ast.literal_eval(state["python_random"]))
+        self._files.load_state(path)
 
     def _packed(self, rows: list[TokenRow]) -> list[PackedBatch]:
         lengths = [len(row.token_ids) for row in rows]
         plan = plan_rows(lengths, max_tokens=self._settings.max_row_tokens)
         packed = (pack_rows([rows[index] for index in indices]) for indices in plan.rows)
         return [batch.to(self._device) for batch in packed]
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters by their Hugging Face names, adapters merged; a tied head is not repeated."""
-        model = self._policy.causal_lm
-        tied = model.config.tie_word_embeddings
-        tensors = merged_tensors(model) if has_lora(model) else model.state_dict()
-        return {
-            name: tensor.detach().cpu().contiguous()
-            for name, tensor in tensors.items()
-            if not (tied and name == "lm_head.weight")
-        }
 
     @property
     def _device(self) -> torch.device:

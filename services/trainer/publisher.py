@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from dialoop.clients.replay import ReplayClient
     from dialoop.sequences import Floats
 
-    from services.trainer.learner import ExportedWeights, Learner
+    from services.trainer.learner import Learner
+    from services.trainer.learner_files import ExportedWeights
     from services.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)

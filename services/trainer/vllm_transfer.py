@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from dialoop.clients.inference import InferenceClient, WeightsManifest
 
-    from services.trainer.learner import ExportedWeights
+    from services.trainer.learner_files import ExportedWeights
 
 Backend = Literal["nccl", "ipc"]
 

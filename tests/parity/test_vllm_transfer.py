@@ -225,7 +225,7 @@ async def test_policies_go_from_device_to_device(
         pytest.skip(f"not run: needs CUDA devices: {num_devices} for {backend}, found fewer")
     from services.inference.vllm_engine import VllmEngine
     from services.inference.vllm_options import VllmOptions
-    from services.trainer.learner import ExportedWeights
+    from services.trainer.learner_files import ExportedWeights
     from services.trainer.vllm_transfer import VllmTransfer
     from tests.parity.test_engines import forward_logprobs, save_model, save_weights
 

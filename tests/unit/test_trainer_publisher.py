@@ -18,7 +18,8 @@ from dialoop.errors import DeadlineExceeded, DialoopError, PreconditionFailed, U
 from dialoop.sequences import PolicyVersion
 
 from services.trainer import publisher as module
-from services.trainer.learner import ExportedWeights, Learner
+from services.trainer.learner import Learner
+from services.trainer.learner_files import ExportedWeights
 from services.trainer.publisher import Publisher
 from services.trainer.settings import TrainerSettings
 
