@@ -1,14 +1,19 @@
 # Everything runs in .venv, which every target that needs it makes or brings up to date.
 BIN := .venv/bin
 SEED ?=
+ONLY ?=
 
-.PHONY: setup demo up test test-heavy check proto bench
+.PHONY: setup demo learn up test test-heavy check proto bench
 
 setup:  ## make or update .venv
 	@infra/setup.sh
 
 demo: setup  ## the main job: a tiny model learns to use a calculator; SEED=1 for another seed
 	@SEED=$(SEED) $(BIN)/python -m services.stack train infra/configs/demo.toml --fresh
+
+learn: setup  ## every algorithm learns from the demo's warm start; ONLY=grpo,lora takes some
+	@SEED=$(SEED) $(BIN)/python -m services.stack.learn infra/configs/demo.toml \
+	  infra/configs/learn --only "$(ONLY)"
 
 up: setup  ## every service on this machine, until Ctrl-C
 	@$(BIN)/python -m services.stack

@@ -120,10 +120,10 @@ class CollectorSection(_Section):
 class ScorerSection(_Section):
     """How groups are scored."""
 
-    divide_by_std: bool = True
-    """Divide advantages by the standard deviation of the group's rewards."""
-    leave_one_out: bool = False
-    """Compare each trajectory with the mean of the others instead of the mean of all."""
+    divide_by_std: bool | None = None
+    """Divide advantages by the standard deviation of rewards; absent: as the loss is meant."""
+    leave_one_out: bool | None = None
+    """Compare each trajectory with the mean of the others; absent: as the loss is meant."""
     advantages_of: Literal["trajectory", "turn"] = "trajectory"
     """Advantages of whole trajectories, or of each turn among all turns of the group."""
     top_k: int = Field(default=0, ge=0)
@@ -237,6 +237,8 @@ class GatesSection(_Section):
     """Greedy held-out accuracy before training."""
     heldout_greedy_after_at_least: float | None = None
     """Greedy held-out accuracy after training."""
+    heldout_sampled_gain_at_least: float | None = None
+    """Sampled held-out accuracy after training, less that before."""
     tool_call_rate_after_at_least: float | None = None
     """Share of sampled held-out trajectories that call a tool, after training."""
     older_data_share_at_least: float | None = None

@@ -38,6 +38,7 @@ def _wishes(summary: Mapping[str, Any], config: JobConfig) -> dict[str, bool]:
     gates = config.gates
     at_least = (
         ("heldout_greedy_after", gates.heldout_greedy_after_at_least),
+        ("heldout_sampled_gain", gates.heldout_sampled_gain_at_least),
         ("tool_call_rate_after", gates.tool_call_rate_after_at_least),
         ("share_of_train_steps_with_older_data", gates.older_data_share_at_least),
         ("num_policy_versions", gates.policy_versions_at_least),

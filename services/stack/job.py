@@ -11,6 +11,7 @@ from dialoop.clients.trainer import Phase
 from dialoop.errors import Unavailable
 
 from services.stack import summary
+from services.stack.advantages import doubts_about_advantages
 from services.stack.gates import gates_of
 from services.stack.live import LiveView
 from services.stack.observer import PhaseClock, observing
@@ -33,6 +34,8 @@ async def train(plan: Plan, log: LogStream, console: Console) -> int:
     """Run the job; 0 when every gate holds, else 1. The stack has ended when it returns."""
     clock = PhaseClock()
     log.say("stack", f"run {plan.layout.config.run}, engine {plan.layout.config.engine}")
+    for doubt in doubts_about_advantages(plan.layout.config):
+        log.say("stack", doubt, style="yellow")
     async with running_stack(plan, log) as stack:
         log.say("stack", "all services are ready")
         async with observing(plan.layout) as observer:

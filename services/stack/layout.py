@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from services.stack.advantages import advantages_of
 from services.stack.child import ServiceSpec
 from services.stack.ports import HOST, choose_ports
 from services.stack.readiness import grpc_ready
@@ -147,8 +148,7 @@ class Layout:
             "run": self.run_dir.run_id,
             "replay_address": self.address("replay"),
             "model_dir": Path(section.reference_model or self.run_dir.model(self.config)).resolve(),
-            "divide_by_std": section.divide_by_std,
-            "leave_one_out": section.leave_one_out,
+            **advantages_of(self.config),
             "advantages_of": section.advantages_of,
             "top_k": section.top_k,
             "drop_uniform": section.drop_uniform,

@@ -108,7 +108,9 @@ def _evaluations(evaluations: Mapping[str, Mapping[str, float]]) -> dict[str, fl
         f"tool_call_rate_{when}": value(f"{when}_sampled", "tool_call_rate")
         for when in ("before", "after")
     }
-    return {**accuracies, **rates}
+    before, after = (accuracies[f"heldout_sampled_{when}"] for when in ("before", "after"))
+    gain = None if before is None or after is None else after - before
+    return {**accuracies, "heldout_sampled_gain": gain, **rates}
 
 
 def group_counts(counts: LedgerCounts) -> dict[str, Any]:
