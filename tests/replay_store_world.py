@@ -76,10 +76,11 @@ async def lease(
     least: int = 1,
     max_staleness: int | None = None,
     prefix: str = "",
+    worker: str = "w",
 ) -> GroupLeases:
     query = GroupQuery(
         stage=stage,
-        worker="w",
+        worker=worker,
         max_groups=num,
         min_groups=least,
         lease_s=60,

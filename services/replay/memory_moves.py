@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dialoop.trajectory import Purpose, Stage
 
 from services.replay.memory_run import KIND_OF_STAGE, Record, Run
+from services.replay.refusals import batch_too_large
 from services.replay.store import (
     Acknowledgement,
     Appended,
@@ -13,6 +16,7 @@ from services.replay.store import (
     GroupLease,
     NewGroup,
     Outcome,
+    Reopened,
     State,
 )
 
@@ -72,17 +76,41 @@ def append_scored(state: Run, stage: Stage, group: NewGroup) -> Appended:
     return _APPENDED
 
 
-def lease_group(state: Run, record: Record, stage: Stage, deadline: float) -> GroupLease:
+def lease_group(
+    state: Run, record: Record, stage: Stage, *, worker: str, deadline: float
+) -> GroupLease:
     """Hand one ready group out."""
     entry = record.entries[stage]
     del state.ready[stage][entry.order]
     entry.lease_id = state.new_lease(KIND_OF_STAGE[stage], record.task.task_id, deadline)
+    entry.worker = worker
     entry.num_deliveries += 1
     state.num_redelivered += entry.num_deliveries > 1
     if stage is not Stage.UNSCORED:
         state.move(record, State.TRAINING)
     return GroupLease(
         lease_id=entry.lease_id, num_deliveries=entry.num_deliveries, payload=entry.payload
+    )
+
+
+def reopen(state: Run, lease_ids: Sequence[str], deadline: float, max_bytes: int) -> Reopened:
+    """Hand out once more what these leases hold."""
+    found = {lease_id: state.held_group(lease_id) for lease_id in lease_ids}
+    held = [one for one in found.values() if one is not None and one[2].is_present]
+    if len(held) < len(found):
+        present = {entry.lease_id for _, _, entry in held}
+        return Reopened(leases=(), lost=tuple(one for one in found if one not in present))
+    if sum(len(entry.payload) for _, _, entry in held) > max_bytes:
+        raise batch_too_large()
+    for record, stage, _ in held:
+        state.hold(record, stage, deadline)
+    return Reopened(
+        leases=tuple(
+            GroupLease(
+                lease_id=entry.lease_id, num_deliveries=entry.num_deliveries, payload=entry.payload
+            )
+            for _, _, entry in held
+        )
     )
 
 

@@ -41,6 +41,7 @@ class Entry:
     order: int
     payload: bytes
     lease_id: str = ""
+    worker: str = ""
     num_deliveries: int = 0
     num_failures: int = 0
     is_present: bool = True
@@ -250,6 +251,13 @@ class Run:
         record, stage = self.records[name.task_id], STAGE_OF_KIND[name.kind]
         entry = record.entries.get(stage)
         return (record, stage, entry) if entry and entry.lease_id == lease_id else None
+
+    def leases_of(self, stage: Stage, worker: str) -> tuple[str, ...]:
+        """What a worker holds in a stage, oldest group first."""
+        held = (self.held_group(lease_id) for lease_id in self.deadlines)
+        entries = [found[2] for found in held if found and found[1] is stage]
+        own = sorted((e.order, e.lease_id) for e in entries if e.worker == worker)
+        return tuple(lease_id for _, lease_id in own)
 
     def hold(self, record: Record, stage: Stage, deadline: float) -> None:
         """Let the holder keep the group until `deadline`, also if it expired but nobody took it."""

@@ -17,6 +17,7 @@ from services.replay.memory_moves import (
     append_scored,
     give_back,
     lease_group,
+    reopen,
 )
 from services.replay.memory_run import Record, Run, Tally
 from services.replay.refusals import (
@@ -40,6 +41,7 @@ from services.replay.store import (
     NewGroup,
     Offered,
     OfferedTask,
+    Reopened,
     Returned,
     State,
     Stats,
@@ -153,7 +155,10 @@ class MemoryStore:
             reason = EmptyReason.TOO_FEW if chosen else EmptyReason.NO_GROUPS
             return GroupLeases(leases=(), empty_reason=reason, num_ready=len(ready))
         deadline = self._clock() + query.lease_s
-        leases = tuple(lease_group(state, record, stage, deadline) for record in chosen)
+        leases = tuple(
+            lease_group(state, record, stage, worker=query.worker, deadline=deadline)
+            for record in chosen
+        )
         return GroupLeases(leases=leases, empty_reason=EmptyReason.NOT_EMPTY, num_ready=len(ready))
 
     async def acknowledge(self, run: str, items: Sequence[Acknowledgement]) -> tuple[str, ...]:
@@ -183,6 +188,16 @@ class MemoryStore:
             else:
                 lost.append(lease_id)
         return tuple(lost)
+
+    async def leases_of(self, run: str, stage: Stage, worker: str) -> tuple[str, ...]:
+        """See `Store`."""
+        return self._run(run).leases_of(stage, worker)
+
+    async def reopen(
+        self, run: str, lease_ids: Sequence[str], *, lease_s: float, max_bytes: int = 1 << 40
+    ) -> Reopened:
+        """See `Store`."""
+        return reopen(self._run(run), lease_ids, self._clock() + lease_s, max_bytes)
 
     async def advance_policy(
         self,

@@ -46,6 +46,7 @@ from services.replay.store import (
     NewGroup,
     Offered,
     OfferedTask,
+    Reopened,
     Returned,
     Stats,
     TaskLease,
@@ -156,10 +157,7 @@ class RedisStore:
         if reply.get("too_large"):
             raise batch_too_large()
         return GroupLeases(
-            leases=tuple(
-                GroupLease(lease_id=lease["id"], num_deliveries=int(lease["n"]), payload=payload)
-                for lease, payload in zip(reply["leases"], payloads, strict=True)
-            ),
+            leases=_group_leases(reply, payloads),
             empty_reason=EmptyReason[reply["empty"]],
             num_ready=int(reply["ready"]),
         )
@@ -194,6 +192,26 @@ class RedisStore:
         call = {"leases": list(lease_ids), "lease_ms": _ms(lease_s)}
         reply, _ = await self._call("extend", run, call)
         return tuple(reply["lost"])
+
+    async def leases_of(self, run: str, stage: Stage, worker: str) -> tuple[str, ...]:
+        """See `Store`."""
+        call = {"stage": stage.name.lower(), "worker": worker}
+        reply, _ = await self._call("leases_of", run, call)
+        return tuple(reply["leases"])
+
+    async def reopen(
+        self, run: str, lease_ids: Sequence[str], *, lease_s: float, max_bytes: int = 1 << 40
+    ) -> Reopened:
+        """See `Store`."""
+        call = {
+            "leases": list(dict.fromkeys(lease_ids)),
+            "lease_ms": _ms(lease_s),
+            "max_bytes": max_bytes,
+        }
+        reply, payloads = await self._call("reopen", run, call)
+        if reply.get("too_large"):
+            raise batch_too_large()
+        return Reopened(leases=_group_leases(reply, payloads), lost=tuple(reply["lost"]))
 
     async def advance_policy(
         self,
@@ -317,6 +335,13 @@ def _named(group: NewGroup) -> dict[str, object]:
         "discarded": group.num_discarded,
         "v": {span.lineage: [span.oldest, span.newest] for span in group.versions},
     }
+
+
+def _group_leases(reply: dict[str, Any], payloads: Sequence[bytes]) -> tuple[GroupLease, ...]:
+    return tuple(
+        GroupLease(lease_id=lease["id"], num_deliveries=int(lease["n"]), payload=payload)
+        for lease, payload in zip(reply["leases"], payloads, strict=True)
+    )
 
 
 def _appended(result: str) -> Appended:

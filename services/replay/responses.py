@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from dialoop.v1 import replay_service_pb2 as pb
@@ -9,7 +10,16 @@ from dialoop.v1 import trajectory_pb2
 from dialoop.wire import policy_version_to_proto
 
 from services.replay.queue import Verdict
-from services.replay.store import Counts, DeadLetter, GroupLeases, State, Stats, TaskLeases
+from services.replay.store import (
+    Counts,
+    DeadLetter,
+    GroupLease,
+    GroupLeases,
+    Reopened,
+    State,
+    Stats,
+    TaskLeases,
+)
 
 
 def task_leases(found: TaskLeases, lease_s: float) -> pb.LeaseTasksResponse:
@@ -33,18 +43,29 @@ def task_leases(found: TaskLeases, lease_s: float) -> pb.LeaseTasksResponse:
 def group_leases(found: GroupLeases, lease_s: float) -> pb.LeaseGroupsResponse:
     """Leased groups, or why there are none."""
     return pb.LeaseGroupsResponse(
-        leases=[
-            pb.GroupLease(
-                lease_id=lease.lease_id,
-                group=trajectory_pb2.Group.FromString(lease.payload),
-                num_deliveries=lease.num_deliveries,
-                expires_in_s=lease_s,
-            )
-            for lease in found.leases
-        ],
+        leases=_group_leases(found.leases, lease_s),
         empty_reason=_number(found.empty_reason),
         num_ready=found.num_ready,
     )
+
+
+def reopened(found: Reopened, lease_s: float) -> pb.ReopenLeasesResponse:
+    """Groups handed out once more, or the leases that are lost."""
+    return pb.ReopenLeasesResponse(
+        leases=_group_leases(found.leases, lease_s), lost_lease_ids=found.lost
+    )
+
+
+def _group_leases(leases: Iterable[GroupLease], lease_s: float) -> list[pb.GroupLease]:
+    return [
+        pb.GroupLease(
+            lease_id=lease.lease_id,
+            group=trajectory_pb2.Group.FromString(lease.payload),
+            num_deliveries=lease.num_deliveries,
+            expires_in_s=lease_s,
+        )
+        for lease in leases
+    ]
 
 
 def append_outcome(verdict: Verdict) -> pb.AppendOutcome:

@@ -108,6 +108,28 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         )
         return pb.ExtendResponse(lost_lease_ids=lost)
 
+    async def ListLeases(
+        self, request: pb.ListLeasesRequest, context: _Context
+    ) -> pb.ListLeasesResponse:
+        lease_ids = await self._queue.store.leases_of(
+            requests.run_of(request.run),
+            requests.stage_of(request.stage),
+            requests.worker_of(request.worker),
+        )
+        return pb.ListLeasesResponse(lease_ids=lease_ids)
+
+    async def ReopenLeases(
+        self, request: pb.ReopenLeasesRequest, context: _Context
+    ) -> pb.ReopenLeasesResponse:
+        lease_s = self._lease_s(request.lease_s)
+        found = await self._queue.store.reopen(
+            requests.run_of(request.run),
+            requests.unique(request.lease_ids),
+            lease_s=lease_s,
+            max_bytes=self._max_lease_bytes,
+        )
+        return responses.reopened(found, lease_s)
+
     async def AdvancePolicy(
         self, request: pb.AdvancePolicyRequest, context: _Context
     ) -> pb.AdvancePolicyResponse:

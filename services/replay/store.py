@@ -195,6 +195,14 @@ class GroupLeases:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reopened:
+    """Groups of leases that were taken earlier; none when any lease is lost."""
+
+    leases: tuple[GroupLease, ...]
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Acknowledgement:
     """The work under a lease is done; `reason` is a drop's."""
 
@@ -303,6 +311,19 @@ class Store(Protocol):
 
     async def extend(self, run: str, lease_ids: Sequence[str], lease_s: float) -> tuple[str, ...]:
         """Move the deadlines to `lease_s` from now; returns the leases that are lost."""
+        ...
+
+    async def leases_of(self, run: str, stage: Stage, worker: str) -> tuple[str, ...]:
+        """The leases that a worker holds in a stage, oldest group first."""
+        ...
+
+    async def reopen(
+        self, run: str, lease_ids: Sequence[str], *, lease_s: float, max_bytes: int = 1 << 40
+    ) -> Reopened:
+        """The groups of these leases once more, held for `lease_s` from now; all or none.
+
+        CapacityExhausted (TOO_LARGE) when they do not fit `max_bytes`.
+        """
         ...
 
     async def advance_policy(

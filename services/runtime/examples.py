@@ -113,6 +113,7 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "ReplayService.Return": {"items": [{"lease_id": _LEASE, "reason": "shutdown"}]},
         "ReplayService.Extend": {"lease_ids": [_LEASE], "lease_s": 60.0},
+        "ReplayService.ReopenLeases": {"lease_ids": ["scored/1/arithmetic/0"], "lease_s": 60.0},
         "ReplayService.AdvancePolicy": {
             "policy_version": {"lineage": "a", "number": 3},
             "max_outstanding_groups": 48,

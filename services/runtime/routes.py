@@ -55,6 +55,8 @@ TABLE: Mapping[str, str] = MappingProxyType(
         "ReplayService.Acknowledge": f"POST {_RUN}/leases/acknowledge",
         "ReplayService.Return": f"POST {_RUN}/leases/return",
         "ReplayService.Extend": f"POST {_RUN}/leases/extend",
+        "ReplayService.ListLeases": f"GET {_RUN}/leases",
+        "ReplayService.ReopenLeases": f"POST {_RUN}/leases/reopen",
         "ReplayService.AdvancePolicy": f"POST {_RUN}/policy",
         "ReplayService.Watch": f"GET {_RUN}/events",
         "ReplayService.GetStats": f"GET {_RUN}/stats",

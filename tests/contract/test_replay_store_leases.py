@@ -192,6 +192,54 @@ async def test_extending_keeps_a_lease_and_names_the_lost_ones(
     assert (await store.stats(run)).training.groups[State.TRAINING] == 1
 
 
+async def test_a_worker_is_told_what_it_holds_and_reopens_it(
+    store: Store, run: str, clock: Clock
+) -> None:
+    await ready_to_train(store, run, "a", "b", "c", "d")
+    first = (await lease(store, run, Stage.SCORED, num=2)).leases
+    await lease(store, run, Stage.SCORED, worker="another")
+    ids = [held.lease_id for held in first]
+    assert await store.leases_of(run, Stage.SCORED, "w") == tuple(ids)
+    assert await store.leases_of(run, Stage.UNSCORED, "w") == ()
+    clock.pass_s(50)
+    again = await store.reopen(run, ids[::-1], lease_s=60)
+    assert (again.leases, again.lost) == (first[::-1], ())
+    clock.pass_s(50)
+    assert await store.leases_of(run, Stage.SCORED, "w") == tuple(ids)
+    await return_(store, run, ids[0])
+    assert await store.leases_of(run, Stage.SCORED, "w") == tuple(ids[1:])
+    assert await ack(store, run, ids[1]) == ""
+    assert await store.leases_of(run, Stage.SCORED, "w") == ()
+
+
+async def test_leases_are_reopened_together_or_not_at_all(
+    store: Store, run: str, clock: Clock
+) -> None:
+    await ready_to_train(store, run, "a", "b")
+    kept, lost = (held.lease_id for held in (await lease(store, run, Stage.SCORED, num=2)).leases)
+    await return_(store, run, lost)
+    found = await store.reopen(run, [kept, lost, "x/1/y"], lease_s=60)
+    assert (found.leases, found.lost) == ((), (lost, "x/1/y"))
+    with pytest.raises(CapacityExhausted) as caught:
+        await store.reopen(run, [kept], lease_s=60, max_bytes=1)
+    assert caught.value.reason == "TOO_LARGE"
+    clock.pass_s(61)
+    assert (await store.stats(run)).training.groups[State.SCORED] == 2
+    # It ran out, but nobody took it: its holder may go on.
+    (again,) = (await store.reopen(run, [kept], lease_s=60)).leases
+    assert (again.lease_id, again.payload) == (kept, b"a#1\x00\xff")
+    assert (await store.stats(run)).training.groups[State.TRAINING] == 1
+
+
+async def test_what_is_returned_is_leased_before_anything_newer(store: Store, run: str) -> None:
+    await ready_to_train(store, run, "a", "b", "c")
+    taken = (await lease(store, run, Stage.SCORED, num=2)).leases
+    for held in reversed(taken):
+        await return_(store, run, held.lease_id, failed=True)
+    again = await lease(store, run, Stage.SCORED, num=3)
+    assert [h.payload for h in again.leases] == [b"a#1\x00\xff", b"b#1\x00\xff", b"c#1\x00\xff"]
+
+
 async def test_a_trained_group_is_redelivered_when_its_trainer_vanishes(
     store: Store, run: str, clock: Clock
 ) -> None:

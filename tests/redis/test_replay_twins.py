@@ -57,6 +57,8 @@ class Schedule:
             (self.acknowledge, 10),
             (self.give_back, 3),
             (self.extend, 2),
+            (self.reopen, 2),
+            (self.leases_of, 1),
             (self.advance, 3),
             (self.requeue, 1),
             (self.peek, 1),
@@ -165,6 +167,15 @@ class Schedule:
     def extend(self) -> Move:
         leases = self.some_leases()
         return lambda store: store.extend(self.run, leases, 60)
+
+    def reopen(self) -> Move:
+        leases = self.some_leases()[: self.random.choice((1, 1, 2, 4))]
+        room = self.random.choice((12, 1 << 40))
+        return lambda store: store.reopen(self.run, leases, lease_s=60, max_bytes=room)
+
+    def leases_of(self) -> Move:
+        stage, worker = self.random.choice(list(Stage)), f"w{self.random.randint(0, 2)}"
+        return lambda store: store.leases_of(self.run, stage, worker)
 
     def advance(self) -> Move:
         step = self.random.choice((1, 1, 1, 0, -1))

@@ -98,6 +98,14 @@ class LeasedGroups:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReopenedLeases:
+    """The groups of leases that were taken earlier; none of them when any is lost."""
+
+    leases: tuple[GroupLease, ...]
+    lost: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnItem:
     """A lease given back; `num_trajectories` were played under it and are thrown away."""
 

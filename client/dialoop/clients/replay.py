@@ -15,6 +15,7 @@ from dialoop.clients.ledger import (
     LeasedTasks,
     LedgerCounts,
     Offered,
+    ReopenedLeases,
     ReplayStats,
     Returned,
     ReturnItem,
@@ -33,7 +34,7 @@ from dialoop.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Iterable, Sequence
 
     from dialoop.clients.channel import Channel
     from dialoop.sequences import PolicyVersion
@@ -50,6 +51,7 @@ __all__ = [
     "LeasedTasks",
     "LedgerCounts",
     "Offered",
+    "ReopenedLeases",
     "ReplayClient",
     "ReplayStats",
     "ReturnItem",
@@ -72,6 +74,8 @@ LEASE_GROUPS = _rpc("LeaseGroups")
 ACKNOWLEDGE = _rpc("Acknowledge")
 RETURN = _rpc("Return")
 EXTEND = _rpc("Extend")
+LIST_LEASES = _rpc("ListLeases")
+REOPEN_LEASES = _rpc("ReopenLeases")
 ADVANCE_POLICY = _rpc("AdvancePolicy")
 WATCH = _rpc("Watch", is_retried=False)
 GET_STATS = _rpc("GetStats")
@@ -192,17 +196,8 @@ class ReplayClient:
             task_id_prefix=task_id_prefix,
         )
         answer = await self._channel.call(LEASE_GROUPS, request, deadline_s=wait_s + _ANSWER_S)
-        leases = tuple(
-            GroupLease(
-                lease_id=lease.lease_id,
-                group=group_from_proto(lease.group),
-                num_deliveries=lease.num_deliveries,
-                expires_in_s=lease.expires_in_s,
-            )
-            for lease in answer.leases
-        )
         return LeasedGroups(
-            leases=leases,
+            leases=_group_leases(answer.leases),
             empty_reason=EmptyReason(answer.empty_reason),
             num_ready=answer.num_ready,
         )
@@ -251,6 +246,23 @@ class ReplayClient:
         """Keep leases for `lease_s` more from now; returns those that were lost."""
         request = pb.ExtendRequest(run=run, lease_ids=lease_ids, lease_s=lease_s)
         return tuple((await self._channel.call(EXTEND, request)).lost_lease_ids)
+
+    async def list_leases(self, run: str, stage: Stage, *, worker: str) -> tuple[str, ...]:
+        """The leases of groups that a worker holds, oldest group first."""
+        request = pb.ListLeasesRequest(
+            run=run, stage=trajectory_pb2.Stage.Name(int(stage)), worker=worker
+        )
+        return tuple((await self._channel.call(LIST_LEASES, request)).lease_ids)
+
+    async def reopen_leases(
+        self, run: str, lease_ids: Sequence[str], *, lease_s: float
+    ) -> ReopenedLeases:
+        """The groups of leases that an earlier process took, under the same leases; all or none."""
+        request = pb.ReopenLeasesRequest(run=run, lease_ids=lease_ids, lease_s=lease_s)
+        answer = await self._channel.call(REOPEN_LEASES, request)
+        return ReopenedLeases(
+            leases=_group_leases(answer.leases), lost=tuple(answer.lost_lease_ids)
+        )
 
     async def advance_policy(
         self,
@@ -311,3 +323,15 @@ class ReplayClient:
     async def purge(self, run: str) -> None:
         """Delete everything of the run."""
         await self._channel.call(PURGE, pb.PurgeRequest(run=run, confirm=run))
+
+
+def _group_leases(leases: Iterable[pb.GroupLease]) -> tuple[GroupLease, ...]:
+    return tuple(
+        GroupLease(
+            lease_id=lease.lease_id,
+            group=group_from_proto(lease.group),
+            num_deliveries=lease.num_deliveries,
+            expires_in_s=lease.expires_in_s,
+        )
+        for lease in leases
+    )

@@ -263,6 +263,40 @@ class ExtendResponse(_message.Message):
     lost_lease_ids: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, lost_lease_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class ListLeasesRequest(_message.Message):
+    __slots__ = ("run", "stage", "worker")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    stage: _trajectory_pb2.Stage
+    worker: str
+    def __init__(self, run: _Optional[str] = ..., stage: _Optional[_Union[_trajectory_pb2.Stage, str]] = ..., worker: _Optional[str] = ...) -> None: ...
+
+class ListLeasesResponse(_message.Message):
+    __slots__ = ("lease_ids",)
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    lease_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, lease_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReopenLeasesRequest(_message.Message):
+    __slots__ = ("run", "lease_ids", "lease_s")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    lease_ids: _containers.RepeatedScalarFieldContainer[str]
+    lease_s: float
+    def __init__(self, run: _Optional[str] = ..., lease_ids: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
+class ReopenLeasesResponse(_message.Message):
+    __slots__ = ("leases", "lost_lease_ids")
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    LOST_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    leases: _containers.RepeatedCompositeFieldContainer[GroupLease]
+    lost_lease_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, leases: _Optional[_Iterable[_Union[GroupLease, _Mapping]]] = ..., lost_lease_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class AdvancePolicyRequest(_message.Message):
     __slots__ = ("run", "policy_version", "trained_lease_ids", "max_outstanding_groups")
     RUN_FIELD_NUMBER: _ClassVar[int]

@@ -72,6 +72,16 @@ class ReplayServiceStub(object):
                 request_serializer=dialoop_dot_v1_dot_replay__service__pb2.ExtendRequest.SerializeToString,
                 response_deserializer=dialoop_dot_v1_dot_replay__service__pb2.ExtendResponse.FromString,
                 _registered_method=True)
+        self.ListLeases = channel.unary_unary(
+                '/dialoop.v1.ReplayService/ListLeases',
+                request_serializer=dialoop_dot_v1_dot_replay__service__pb2.ListLeasesRequest.SerializeToString,
+                response_deserializer=dialoop_dot_v1_dot_replay__service__pb2.ListLeasesResponse.FromString,
+                _registered_method=True)
+        self.ReopenLeases = channel.unary_unary(
+                '/dialoop.v1.ReplayService/ReopenLeases',
+                request_serializer=dialoop_dot_v1_dot_replay__service__pb2.ReopenLeasesRequest.SerializeToString,
+                response_deserializer=dialoop_dot_v1_dot_replay__service__pb2.ReopenLeasesResponse.FromString,
+                _registered_method=True)
         self.AdvancePolicy = channel.unary_unary(
                 '/dialoop.v1.ReplayService/AdvancePolicy',
                 request_serializer=dialoop_dot_v1_dot_replay__service__pb2.AdvancePolicyRequest.SerializeToString,
@@ -164,6 +174,22 @@ class ReplayServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListLeases(self, request, context):
+        """Which groups a worker holds, oldest first: so that one that was killed and started again knows
+        what it had. OK.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReopenLeases(self, request, context):
+        """Hand the groups of leases out once more, in that order and under the same leases, which are
+        extended; all or none. OK, RESOURCE_EXHAUSTED (TOO_LARGE).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AdvancePolicy(self, request, context):
         """The trainer's word on which policy is live, which groups are in it, and how many groups may be
         outstanding. OK, FAILED_PRECONDITION (VERSION_NOT_NEWER).
@@ -251,6 +277,16 @@ def add_ReplayServiceServicer_to_server(servicer, server):
                     servicer.Extend,
                     request_deserializer=dialoop_dot_v1_dot_replay__service__pb2.ExtendRequest.FromString,
                     response_serializer=dialoop_dot_v1_dot_replay__service__pb2.ExtendResponse.SerializeToString,
+            ),
+            'ListLeases': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLeases,
+                    request_deserializer=dialoop_dot_v1_dot_replay__service__pb2.ListLeasesRequest.FromString,
+                    response_serializer=dialoop_dot_v1_dot_replay__service__pb2.ListLeasesResponse.SerializeToString,
+            ),
+            'ReopenLeases': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReopenLeases,
+                    request_deserializer=dialoop_dot_v1_dot_replay__service__pb2.ReopenLeasesRequest.FromString,
+                    response_serializer=dialoop_dot_v1_dot_replay__service__pb2.ReopenLeasesResponse.SerializeToString,
             ),
             'AdvancePolicy': grpc.unary_unary_rpc_method_handler(
                     servicer.AdvancePolicy,
@@ -480,6 +516,60 @@ class ReplayService(object):
             '/dialoop.v1.ReplayService/Extend',
             dialoop_dot_v1_dot_replay__service__pb2.ExtendRequest.SerializeToString,
             dialoop_dot_v1_dot_replay__service__pb2.ExtendResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLeases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dialoop.v1.ReplayService/ListLeases',
+            dialoop_dot_v1_dot_replay__service__pb2.ListLeasesRequest.SerializeToString,
+            dialoop_dot_v1_dot_replay__service__pb2.ListLeasesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReopenLeases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dialoop.v1.ReplayService/ReopenLeases',
+            dialoop_dot_v1_dot_replay__service__pb2.ReopenLeasesRequest.SerializeToString,
+            dialoop_dot_v1_dot_replay__service__pb2.ReopenLeasesResponse.FromString,
             options,
             channel_credentials,
             insecure,

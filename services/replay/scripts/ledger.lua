@@ -16,7 +16,7 @@
 --
 -- Record: id, p(urpose), n(um trajectories), o(rder), s(tate), a(ttempt), f(ailures), l(ease),
 --   g(roup id), d(igest), v = {lineage = {oldest, newest}}, sc(ored), dead = {...},
---   e = {stage = {o(rder), l(ease), n(um deliveries), f(ailures), b(ytes), gone}}
+--   e = {stage = {o(rder), l(ease), w(orker), n(um deliveries), f(ailures), b(ytes), gone}}
 local TRAINING, EVALUATION = 1, 2
 local WORKERS = 'workers'
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         LeasedGroups,
         LeasedTasks,
         Offered,
+        ReopenedLeases,
         ReplayStats,
         Returned,
         ReturnItem,
@@ -105,6 +106,16 @@ class BlockingReplayClient:
     def extend(self, run: str, lease_ids: Sequence[str], *, lease_s: float) -> tuple[str, ...]:
         """Keep leases for `lease_s` more from now; returns those that were lost."""
         return self._loop.run(self._client.extend(run, lease_ids, lease_s=lease_s))
+
+    def list_leases(self, run: str, stage: Stage, *, worker: str) -> tuple[str, ...]:
+        """The leases of groups that a worker holds, oldest group first."""
+        return self._loop.run(self._client.list_leases(run, stage, worker=worker))
+
+    def reopen_leases(
+        self, run: str, lease_ids: Sequence[str], *, lease_s: float
+    ) -> ReopenedLeases:
+        """The groups of leases that an earlier process took, under the same leases; all or none."""
+        return self._loop.run(self._client.reopen_leases(run, lease_ids, lease_s=lease_s))
 
     def advance_policy(
         self,

@@ -1,0 +1,12 @@
+-- call: stage, worker
+local found = {}
+for _, lease in ipairs(redis.call('ZRANGE', key('deadlines'), 0, -1)) do
+  local rec, stage, entry = held_group(lease)
+  if rec and stage == call.stage and entry.w == call.worker then
+    found[#found + 1] = {o = entry.o, l = lease}
+  end
+end
+table.sort(found, function(a, b) return a.o < b.o end)
+local leases = {}
+for i, entry in ipairs(found) do leases[i] = entry.l end
+return {cjson.encode({leases = leases})}
