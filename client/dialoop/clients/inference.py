@@ -95,6 +95,8 @@ UNLOAD_ADAPTER = _rpc(
 )
 PAUSE = _rpc("Pause", pb.PauseRequest, pb.PauseResponse, is_retried=True)
 RESUME = _rpc("Resume", pb.ResumeRequest, pb.ResumeResponse, is_retried=True)
+SLEEP = _rpc("Sleep", pb.SleepRequest, pb.SleepResponse)
+WAKE = _rpc("Wake", pb.WakeRequest, pb.WakeResponse)
 
 
 class InferenceClient:
@@ -297,6 +299,17 @@ class InferenceClient:
     async def resume(self) -> None:
         """Go on sampling."""
         await self._channel.call(RESUME, pb.ResumeRequest())
+
+    async def sleep(self, *, drain_s: float = 0.0, deadline_s: float | None = None) -> None:
+        """Make it give up the device it shares with a trainer; what it has under way ends first.
+
+        What is not done within `drain_s` seconds (0: 30) is sent away, to be asked again.
+        """
+        await self._channel.call(SLEEP, pb.SleepRequest(drain_s=drain_s), deadline_s=deadline_s)
+
+    async def wake(self) -> None:
+        """Make it take the device again; Unavailable (ASLEEP) while the trainer has it."""
+        await self._channel.call(WAKE, pb.WakeRequest())
 
 
 def _loaded(answer: pb.LoadWeightsResponse) -> LoadedWeights:

@@ -26,7 +26,7 @@ from dialoop.v1 import chat_pb2 as dialoop_dot_v1_dot_chat__pb2
 from dialoop.v1 import trajectory_pb2 as dialoop_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"dialoop/v1/inference_service.proto\x12\ndialoop.v1\x1a\x15\x64ialoop/v1/chat.proto\x1a\x1b\x64ialoop/v1/trajectory.proto\"\xc5\x03\n\x0fGenerateRequest\x12(\n\x07history\x18\x01 \x01(\x0b\x32\x17.dialoop.v1.ChatHistory\x12*\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x14.dialoop.v1.SequenceH\x00\x88\x01\x01\x12\x1c\n\x14num_context_messages\x18\x03 \x01(\x05\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.dialoop.v1.SamplingParams\x12\x0c\n\x04turn\x18\x05 \x01(\x05\x12\x13\n\x0bnum_samples\x18\x06 \x01(\x05\x12\x11\n\x04text\x18\x07 \x01(\tH\x01\x88\x01\x01\x12,\n\ttoken_ids\x18\x08 \x01(\x0b\x32\x14.dialoop.v1.TokenIdsH\x02\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\t \x01(\t\x12\x15\n\rtemplate_name\x18\n \x01(\t\x12)\n\x05tools\x18\x0b \x03(\x0b\x32\x1a.dialoop.v1.ToolDefinition\x12\x1d\n\x15template_options_json\x18\x0c \x01(\t\x12\x17\n\x0ftruncate_prompt\x18\r \x01(\x08\x42\n\n\x08_contextB\x07\n\x05_textB\x0c\n\n_token_ids\"\xca\x01\n\x06Sample\x12(\n\x07history\x18\x01 \x01(\x0b\x32\x17.dialoop.v1.ChatHistory\x12&\n\x08sequence\x18\x02 \x01(\x0b\x32\x14.dialoop.v1.Sequence\x12+\n\x0bstop_reason\x18\x03 \x01(\x0e\x32\x16.dialoop.v1.StopReason\x12\x13\n\x0bstop_string\x18\x04 \x01(\t\x12#\n\x04text\x18\x05 \x01(\x0b\x32\x10.dialoop.v1.TextH\x00\x88\x01\x01\x42\x07\n\x05_text\"\x9a\x02\n\x10GenerateResponse\x12#\n\x07samples\x18\x01 \x03(\x0b\x32\x12.dialoop.v1.Sample\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\t\x12\x17\n\x0ftemplate_digest\x18\x03 \x01(\t\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.dialoop.v1.SamplingParams\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x12\n\ngenerate_s\x18\x06 \x01(\x01\x12+\n\x0bupdate_mode\x18\x07 \x01(\x0e\x32\x16.dialoop.v1.UpdateMode\x12\x1c\n\x14num_truncated_tokens\x18\x08 \x01(\x05\x12\x10\n\x08warnings\x18\t \x03(\t\"E\n\x15GenerateStreamRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.dialoop.v1.GenerateRequest\"\xcc\x01\n\x16GenerateStreamResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x1a\n\x12inference_logprobs\x18\x02 \x03(\x02\x12\x31\n\x0epolicy_version\x18\x03 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x34\n\tcompleted\x18\x05 \x01(\x0b\x32\x1c.dialoop.v1.GenerateResponseH\x00\x88\x01\x01\x42\x0c\n\n_completed\"\x85\x01\n\x0eLogProbRequest\x12\'\n\ttoken_ids\x18\x01 \x03(\x0b\x32\x14.dialoop.v1.TokenIds\x12*\n\thistories\x18\x02 \x03(\x0b\x32\x17.dialoop.v1.ChatHistory\x12\r\n\x05texts\x18\x03 \x03(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\"\x9a\x01\n\x0fLogProbResponse\x12+\n\x08logprobs\x18\x01 \x03(\x0b\x32\x19.dialoop.v1.LogProbValues\x12\x31\n\x0epolicy_version\x18\x02 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\x12\'\n\tsequences\x18\x03 \x03(\x0b\x32\x14.dialoop.v1.Sequence\"\x12\n\x10GetPolicyRequest\"\xe9\x02\n\x11GetPolicyResponse\x12\x31\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x03 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x04 \x01(\t\x12\x17\n\x0ftemplate_digest\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\x05\x12\r\n\x05ready\x18\x07 \x01(\x08\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12\x1a\n\x12num_sampled_tokens\x18\t \x01(\x03\x12\x1c\n\x14num_requests_running\x18\n \x01(\x03\x12\x16\n\x0enum_parameters\x18\x0b \x01(\x03\x12)\n\x08\x61\x64\x61pters\x18\x0c \x03(\x0b\x32\x17.dialoop.v1.AdapterInfo\x12\x13\n\x0b\x64\x61ta_planes\x18\r \x03(\t\"N\n\x0b\x41\x64\x61pterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x31\n\x0epolicy_version\x18\x02 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\"\xa7\x02\n\x0fWeightsManifest\x12\x31\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x03\x12\x0c\n\x04path\x18\x04 \x01(\t\x12+\n\x0bupdate_mode\x18\x05 \x01(\x0e\x32\x16.dialoop.v1.UpdateMode\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\x12\x1b\n\x13\x61\x64\x61pter_config_json\x18\x07 \x01(\t\x12!\n\x06probes\x18\x08 \x03(\x0b\x32\x11.dialoop.v1.Probe\x12\x1e\n\x16max_logprob_difference\x18\t \x01(\x01\x12\x12\n\ndata_plane\x18\n \x01(\t\"]\n\x05Probe\x12\'\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x14.dialoop.v1.TokenIds\x12+\n\x08logprobs\x18\x02 \x01(\x0b\x32\x19.dialoop.v1.LogProbValues\"\xb5\x01\n\x0cTransferStep\x12-\n\x05phase\x18\x01 \x01(\x0e\x32\x1e.dialoop.v1.TransferStep.Phase\x12\x11\n\tinfo_json\x18\x02 \x01(\t\"c\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x0e\n\nPHASE_INIT\x10\x01\x12\x0f\n\x0bPHASE_START\x10\x02\x12\x10\n\x0cPHASE_UPDATE\x10\x03\x12\x10\n\x0cPHASE_FINISH\x10\x04\"\x8f\x01\n\x12LoadWeightsRequest\x12/\n\x08manifest\x18\x01 \x01(\x0b\x32\x1b.dialoop.v1.WeightsManifestH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x12,\n\x08transfer\x18\x03 \x01(\x0b\x32\x18.dialoop.v1.TransferStepH\x00\x42\t\n\x07\x63ontent\"i\n\x13LoadWeightsResponse\x12\x31\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\x12\x0f\n\x07pause_s\x18\x02 \x01(\x01\x12\x0e\n\x06load_s\x18\x03 \x01(\x01\"\x0e\n\x0cPauseRequest\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"\'\n\x14UnloadAdapterRequest\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\")\n\x15UnloadAdapterResponse\x12\x10\n\x08unloaded\x18\x01 \x01(\x08\"\xa6\x01\n\x16\x43reateRecordingRequest\x12\x14\n\x0crecording_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x1e\n\x04task\x18\x03 \x01(\x0b\x32\x10.dialoop.v1.Task\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.dialoop.v1.SamplingParams\x12\x16\n\x0etime_to_live_s\x18\x05 \x01(\x01\"D\n\x17\x43reateRecordingResponse\x12\x11\n\tbase_path\x18\x01 \x01(\t\x12\x16\n\x0etime_to_live_s\x18\x02 \x01(\x01\"+\n\x13GetRecordingRequest\x12\x14\n\x0crecording_id\x18\x01 \x01(\t\"e\n\x14GetRecordingResponse\x12\x14\n\x0crecording_id\x18\x01 \x01(\t\x12\'\n\x05\x63\x61lls\x18\x02 \x03(\x0b\x32\x18.dialoop.v1.RecordedCall\x12\x0e\n\x06\x63losed\x18\x03 \x01(\x08\"\xe8\x01\n\x0cRecordedCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x13.dialoop.v1.History\x12#\n\x07samples\x18\x03 \x03(\x0b\x32\x12.dialoop.v1.Sample\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.dialoop.v1.SamplingParams\x12\x18\n\x10sequence_indices\x18\x05 \x03(\x05\x12)\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x13.dialoop.v1.FailureH\x00\x88\x01\x01\x42\n\n\x08_failure\"\xe7\x01\n\x15\x43loseRecordingRequest\x12\x14\n\x0crecording_id\x18\x01 \x01(\t\x12#\n\x07rewards\x18\x02 \x03(\x0b\x32\x12.dialoop.v1.Reward\x12%\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x13.dialoop.v1.Failure\x12=\n\x06labels\x18\x04 \x03(\x0b\x32-.dialoop.v1.CloseRecordingRequest.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"D\n\x16\x43loseRecordingResponse\x12*\n\ntrajectory\x18\x01 \x01(\x0b\x32\x16.dialoop.v1.Trajectory*s\n\nUpdateMode\x12\x1b\n\x17UPDATE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15UPDATE_MODE_RECOMPUTE\x10\x01\x12\x17\n\x13UPDATE_MODE_KEEP_KV\x10\x02\x12\x14\n\x10UPDATE_MODE_WAIT\x10\x03\x32\xf1\x06\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1b.dialoop.v1.GenerateRequest\x1a\x1c.dialoop.v1.GenerateResponse\x12Y\n\x0eGenerateStream\x12!.dialoop.v1.GenerateStreamRequest\x1a\".dialoop.v1.GenerateStreamResponse0\x01\x12\x42\n\x07LogProb\x12\x1a.dialoop.v1.LogProbRequest\x1a\x1b.dialoop.v1.LogProbResponse\x12H\n\tGetPolicy\x12\x1c.dialoop.v1.GetPolicyRequest\x1a\x1d.dialoop.v1.GetPolicyResponse\x12P\n\x0bLoadWeights\x12\x1e.dialoop.v1.LoadWeightsRequest\x1a\x1f.dialoop.v1.LoadWeightsResponse(\x01\x12<\n\x05Pause\x12\x18.dialoop.v1.PauseRequest\x1a\x19.dialoop.v1.PauseResponse\x12?\n\x06Resume\x12\x19.dialoop.v1.ResumeRequest\x1a\x1a.dialoop.v1.ResumeResponse\x12T\n\rUnloadAdapter\x12 .dialoop.v1.UnloadAdapterRequest\x1a!.dialoop.v1.UnloadAdapterResponse\x12Z\n\x0f\x43reateRecording\x12\".dialoop.v1.CreateRecordingRequest\x1a#.dialoop.v1.CreateRecordingResponse\x12Q\n\x0cGetRecording\x12\x1f.dialoop.v1.GetRecordingRequest\x1a .dialoop.v1.GetRecordingResponse\x12W\n\x0e\x43loseRecording\x12!.dialoop.v1.CloseRecordingRequest\x1a\".dialoop.v1.CloseRecordingResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"dialoop/v1/inference_service.proto\x12\ndialoop.v1\x1a\x15\x64ialoop/v1/chat.proto\x1a\x1b\x64ialoop/v1/trajectory.proto\"\xc5\x03\n\x0fGenerateRequest\x12(\n\x07history\x18\x01 \x01(\x0b\x32\x17.dialoop.v1.ChatHistory\x12*\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x14.dialoop.v1.SequenceH\x00\x88\x01\x01\x12\x1c\n\x14num_context_messages\x18\x03 \x01(\x05\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.dialoop.v1.SamplingParams\x12\x0c\n\x04turn\x18\x05 \x01(\x05\x12\x13\n\x0bnum_samples\x18\x06 \x01(\x05\x12\x11\n\x04text\x18\x07 \x01(\tH\x01\x88\x01\x01\x12,\n\ttoken_ids\x18\x08 \x01(\x0b\x32\x14.dialoop.v1.TokenIdsH\x02\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\t \x01(\t\x12\x15\n\rtemplate_name\x18\n \x01(\t\x12)\n\x05tools\x18\x0b \x03(\x0b\x32\x1a.dialoop.v1.ToolDefinition\x12\x1d\n\x15template_options_json\x18\x0c \x01(\t\x12\x17\n\x0ftruncate_prompt\x18\r \x01(\x08\x42\n\n\x08_contextB\x07\n\x05_textB\x0c\n\n_token_ids\"\xca\x01\n\x06Sample\x12(\n\x07history\x18\x01 \x01(\x0b\x32\x17.dialoop.v1.ChatHistory\x12&\n\x08sequence\x18\x02 \x01(\x0b\x32\x14.dialoop.v1.Sequence\x12+\n\x0bstop_reason\x18\x03 \x01(\x0e\x32\x16.dialoop.v1.StopReason\x12\x13\n\x0bstop_string\x18\x04 \x01(\t\x12#\n\x04text\x18\x05 \x01(\x0b\x32\x10.dialoop.v1.TextH\x00\x88\x01\x01\x42\x07\n\x05_text\"\x9a\x02\n\x10GenerateResponse\x12#\n\x07samples\x18\x01 \x03(\x0b\x32\x12.dialoop.v1.Sample\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\t\x12\x17\n\x0ftemplate_digest\x18\x03 \x01(\t\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.dialoop.v1.SamplingParams\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x12\n\ngenerate_s\x18\x06 \x01(\x01\x12+\n\x0bupdate_mode\x18\x07 \x01(\x0e\x32\x16.dialoop.v1.UpdateMode\x12\x1c\n\x14num_truncated_tokens\x18\x08 \x01(\x05\x12\x10\n\x08warnings\x18\t \x03(\t\"E\n\x15GenerateStreamRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.dialoop.v1.GenerateRequest\"\xcc\x01\n\x16GenerateStreamResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x1a\n\x12inference_logprobs\x18\x02 \x03(\x02\x12\x31\n\x0epolicy_version\x18\x03 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x34\n\tcompleted\x18\x05 \x01(\x0b\x32\x1c.dialoop.v1.GenerateResponseH\x00\x88\x01\x01\x42\x0c\n\n_completed\"\x85\x01\n\x0eLogProbRequest\x12\'\n\ttoken_ids\x18\x01 \x03(\x0b\x32\x14.dialoop.v1.TokenIds\x12*\n\thistories\x18\x02 \x03(\x0b\x32\x17.dialoop.v1.ChatHistory\x12\r\n\x05texts\x18\x03 \x03(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\"\x9a\x01\n\x0fLogProbResponse\x12+\n\x08logprobs\x18\x01 \x03(\x0b\x32\x19.dialoop.v1.LogProbValues\x12\x31\n\x0epolicy_version\x18\x02 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\x12\'\n\tsequences\x18\x03 \x03(\x0b\x32\x14.dialoop.v1.Sequence\"\x12\n\x10GetPolicyRequest\"\xe9\x02\n\x11GetPolicyResponse\x12\x31\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x03 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x04 \x01(\t\x12\x17\n\x0ftemplate_digest\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\x05\x12\r\n\x05ready\x18\x07 \x01(\x08\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12\x1a\n\x12num_sampled_tokens\x18\t \x01(\x03\x12\x1c\n\x14num_requests_running\x18\n \x01(\x03\x12\x16\n\x0enum_parameters\x18\x0b \x01(\x03\x12)\n\x08\x61\x64\x61pters\x18\x0c \x03(\x0b\x32\x17.dialoop.v1.AdapterInfo\x12\x13\n\x0b\x64\x61ta_planes\x18\r \x03(\t\"N\n\x0b\x41\x64\x61pterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x31\n\x0epolicy_version\x18\x02 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\"\xe3\x02\n\x0fWeightsManifest\x12\x31\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x03\x12\x0c\n\x04path\x18\x04 \x01(\t\x12+\n\x0bupdate_mode\x18\x05 \x01(\x0e\x32\x16.dialoop.v1.UpdateMode\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\x12\x1b\n\x13\x61\x64\x61pter_config_json\x18\x07 \x01(\t\x12!\n\x06probes\x18\x08 \x03(\x0b\x32\x11.dialoop.v1.Probe\x12\x1e\n\x16max_logprob_difference\x18\t \x01(\x01\x12\x12\n\ndata_plane\x18\n \x01(\t\x12%\n\x04kind\x18\x0b \x01(\x0e\x32\x17.dialoop.v1.WeightsKind\x12\x13\n\x0b\x62\x61se_digest\x18\x0c \x01(\t\"]\n\x05Probe\x12\'\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x14.dialoop.v1.TokenIds\x12+\n\x08logprobs\x18\x02 \x01(\x0b\x32\x19.dialoop.v1.LogProbValues\"\xb5\x01\n\x0cTransferStep\x12-\n\x05phase\x18\x01 \x01(\x0e\x32\x1e.dialoop.v1.TransferStep.Phase\x12\x11\n\tinfo_json\x18\x02 \x01(\t\"c\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x0e\n\nPHASE_INIT\x10\x01\x12\x0f\n\x0bPHASE_START\x10\x02\x12\x10\n\x0cPHASE_UPDATE\x10\x03\x12\x10\n\x0cPHASE_FINISH\x10\x04\"\x8f\x01\n\x12LoadWeightsRequest\x12/\n\x08manifest\x18\x01 \x01(\x0b\x32\x1b.dialoop.v1.WeightsManifestH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x12,\n\x08transfer\x18\x03 \x01(\x0b\x32\x18.dialoop.v1.TransferStepH\x00\x42\t\n\x07\x63ontent\"i\n\x13LoadWeightsResponse\x12\x31\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\x12\x0f\n\x07pause_s\x18\x02 \x01(\x01\x12\x0e\n\x06load_s\x18\x03 \x01(\x01\"\x0e\n\x0cPauseRequest\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"\x1f\n\x0cSleepRequest\x12\x0f\n\x07\x64rain_s\x18\x01 \x01(\x01\"\x0f\n\rSleepResponse\"\r\n\x0bWakeRequest\"\x0e\n\x0cWakeResponse\"\'\n\x14UnloadAdapterRequest\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\")\n\x15UnloadAdapterResponse\x12\x10\n\x08unloaded\x18\x01 \x01(\x08\"\xa6\x01\n\x16\x43reateRecordingRequest\x12\x14\n\x0crecording_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x1e\n\x04task\x18\x03 \x01(\x0b\x32\x10.dialoop.v1.Task\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.dialoop.v1.SamplingParams\x12\x16\n\x0etime_to_live_s\x18\x05 \x01(\x01\"D\n\x17\x43reateRecordingResponse\x12\x11\n\tbase_path\x18\x01 \x01(\t\x12\x16\n\x0etime_to_live_s\x18\x02 \x01(\x01\"+\n\x13GetRecordingRequest\x12\x14\n\x0crecording_id\x18\x01 \x01(\t\"e\n\x14GetRecordingResponse\x12\x14\n\x0crecording_id\x18\x01 \x01(\t\x12\'\n\x05\x63\x61lls\x18\x02 \x03(\x0b\x32\x18.dialoop.v1.RecordedCall\x12\x0e\n\x06\x63losed\x18\x03 \x01(\x08\"\xe8\x01\n\x0cRecordedCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x13.dialoop.v1.History\x12#\n\x07samples\x18\x03 \x03(\x0b\x32\x12.dialoop.v1.Sample\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.dialoop.v1.SamplingParams\x12\x18\n\x10sequence_indices\x18\x05 \x03(\x05\x12)\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x13.dialoop.v1.FailureH\x00\x88\x01\x01\x42\n\n\x08_failure\"\xe7\x01\n\x15\x43loseRecordingRequest\x12\x14\n\x0crecording_id\x18\x01 \x01(\t\x12#\n\x07rewards\x18\x02 \x03(\x0b\x32\x12.dialoop.v1.Reward\x12%\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x13.dialoop.v1.Failure\x12=\n\x06labels\x18\x04 \x03(\x0b\x32-.dialoop.v1.CloseRecordingRequest.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"D\n\x16\x43loseRecordingResponse\x12*\n\ntrajectory\x18\x01 \x01(\x0b\x32\x16.dialoop.v1.Trajectory*s\n\nUpdateMode\x12\x1b\n\x17UPDATE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15UPDATE_MODE_RECOMPUTE\x10\x01\x12\x17\n\x13UPDATE_MODE_KEEP_KV\x10\x02\x12\x14\n\x10UPDATE_MODE_WAIT\x10\x03*]\n\x0bWeightsKind\x12\x1c\n\x18WEIGHTS_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12WEIGHTS_KIND_WHOLE\x10\x01\x12\x18\n\x14WEIGHTS_KIND_ADAPTER\x10\x02\x32\xea\x07\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1b.dialoop.v1.GenerateRequest\x1a\x1c.dialoop.v1.GenerateResponse\x12Y\n\x0eGenerateStream\x12!.dialoop.v1.GenerateStreamRequest\x1a\".dialoop.v1.GenerateStreamResponse0\x01\x12\x42\n\x07LogProb\x12\x1a.dialoop.v1.LogProbRequest\x1a\x1b.dialoop.v1.LogProbResponse\x12H\n\tGetPolicy\x12\x1c.dialoop.v1.GetPolicyRequest\x1a\x1d.dialoop.v1.GetPolicyResponse\x12P\n\x0bLoadWeights\x12\x1e.dialoop.v1.LoadWeightsRequest\x1a\x1f.dialoop.v1.LoadWeightsResponse(\x01\x12<\n\x05Pause\x12\x18.dialoop.v1.PauseRequest\x1a\x19.dialoop.v1.PauseResponse\x12?\n\x06Resume\x12\x19.dialoop.v1.ResumeRequest\x1a\x1a.dialoop.v1.ResumeResponse\x12<\n\x05Sleep\x12\x18.dialoop.v1.SleepRequest\x1a\x19.dialoop.v1.SleepResponse\x12\x39\n\x04Wake\x12\x17.dialoop.v1.WakeRequest\x1a\x18.dialoop.v1.WakeResponse\x12T\n\rUnloadAdapter\x12 .dialoop.v1.UnloadAdapterRequest\x1a!.dialoop.v1.UnloadAdapterResponse\x12Z\n\x0f\x43reateRecording\x12\".dialoop.v1.CreateRecordingRequest\x1a#.dialoop.v1.CreateRecordingResponse\x12Q\n\x0cGetRecording\x12\x1f.dialoop.v1.GetRecordingRequest\x1a .dialoop.v1.GetRecordingResponse\x12W\n\x0e\x43loseRecording\x12!.dialoop.v1.CloseRecordingRequest\x1a\".dialoop.v1.CloseRecordingResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CLOSERECORDINGREQUEST_LABELSENTRY']._loaded_options = None
   _globals['_CLOSERECORDINGREQUEST_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_UPDATEMODE']._serialized_start=3991
-  _globals['_UPDATEMODE']._serialized_end=4106
+  _globals['_UPDATEMODE']._serialized_start=4132
+  _globals['_UPDATEMODE']._serialized_end=4247
+  _globals['_WEIGHTSKIND']._serialized_start=4249
+  _globals['_WEIGHTSKIND']._serialized_end=4342
   _globals['_GENERATEREQUEST']._serialized_start=103
   _globals['_GENERATEREQUEST']._serialized_end=556
   _globals['_SAMPLE']._serialized_start=559
@@ -58,45 +60,53 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ADAPTERINFO']._serialized_start=2003
   _globals['_ADAPTERINFO']._serialized_end=2081
   _globals['_WEIGHTSMANIFEST']._serialized_start=2084
-  _globals['_WEIGHTSMANIFEST']._serialized_end=2379
-  _globals['_PROBE']._serialized_start=2381
-  _globals['_PROBE']._serialized_end=2474
-  _globals['_TRANSFERSTEP']._serialized_start=2477
-  _globals['_TRANSFERSTEP']._serialized_end=2658
-  _globals['_TRANSFERSTEP_PHASE']._serialized_start=2559
-  _globals['_TRANSFERSTEP_PHASE']._serialized_end=2658
-  _globals['_LOADWEIGHTSREQUEST']._serialized_start=2661
-  _globals['_LOADWEIGHTSREQUEST']._serialized_end=2804
-  _globals['_LOADWEIGHTSRESPONSE']._serialized_start=2806
-  _globals['_LOADWEIGHTSRESPONSE']._serialized_end=2911
-  _globals['_PAUSEREQUEST']._serialized_start=2913
-  _globals['_PAUSEREQUEST']._serialized_end=2927
-  _globals['_PAUSERESPONSE']._serialized_start=2929
-  _globals['_PAUSERESPONSE']._serialized_end=2944
-  _globals['_RESUMEREQUEST']._serialized_start=2946
-  _globals['_RESUMEREQUEST']._serialized_end=2961
-  _globals['_RESUMERESPONSE']._serialized_start=2963
-  _globals['_RESUMERESPONSE']._serialized_end=2979
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=2981
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=3020
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=3022
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=3063
-  _globals['_CREATERECORDINGREQUEST']._serialized_start=3066
-  _globals['_CREATERECORDINGREQUEST']._serialized_end=3232
-  _globals['_CREATERECORDINGRESPONSE']._serialized_start=3234
-  _globals['_CREATERECORDINGRESPONSE']._serialized_end=3302
-  _globals['_GETRECORDINGREQUEST']._serialized_start=3304
-  _globals['_GETRECORDINGREQUEST']._serialized_end=3347
-  _globals['_GETRECORDINGRESPONSE']._serialized_start=3349
-  _globals['_GETRECORDINGRESPONSE']._serialized_end=3450
-  _globals['_RECORDEDCALL']._serialized_start=3453
-  _globals['_RECORDEDCALL']._serialized_end=3685
-  _globals['_CLOSERECORDINGREQUEST']._serialized_start=3688
-  _globals['_CLOSERECORDINGREQUEST']._serialized_end=3919
-  _globals['_CLOSERECORDINGREQUEST_LABELSENTRY']._serialized_start=3874
-  _globals['_CLOSERECORDINGREQUEST_LABELSENTRY']._serialized_end=3919
-  _globals['_CLOSERECORDINGRESPONSE']._serialized_start=3921
-  _globals['_CLOSERECORDINGRESPONSE']._serialized_end=3989
-  _globals['_INFERENCESERVICE']._serialized_start=4109
-  _globals['_INFERENCESERVICE']._serialized_end=4990
+  _globals['_WEIGHTSMANIFEST']._serialized_end=2439
+  _globals['_PROBE']._serialized_start=2441
+  _globals['_PROBE']._serialized_end=2534
+  _globals['_TRANSFERSTEP']._serialized_start=2537
+  _globals['_TRANSFERSTEP']._serialized_end=2718
+  _globals['_TRANSFERSTEP_PHASE']._serialized_start=2619
+  _globals['_TRANSFERSTEP_PHASE']._serialized_end=2718
+  _globals['_LOADWEIGHTSREQUEST']._serialized_start=2721
+  _globals['_LOADWEIGHTSREQUEST']._serialized_end=2864
+  _globals['_LOADWEIGHTSRESPONSE']._serialized_start=2866
+  _globals['_LOADWEIGHTSRESPONSE']._serialized_end=2971
+  _globals['_PAUSEREQUEST']._serialized_start=2973
+  _globals['_PAUSEREQUEST']._serialized_end=2987
+  _globals['_PAUSERESPONSE']._serialized_start=2989
+  _globals['_PAUSERESPONSE']._serialized_end=3004
+  _globals['_RESUMEREQUEST']._serialized_start=3006
+  _globals['_RESUMEREQUEST']._serialized_end=3021
+  _globals['_RESUMERESPONSE']._serialized_start=3023
+  _globals['_RESUMERESPONSE']._serialized_end=3039
+  _globals['_SLEEPREQUEST']._serialized_start=3041
+  _globals['_SLEEPREQUEST']._serialized_end=3072
+  _globals['_SLEEPRESPONSE']._serialized_start=3074
+  _globals['_SLEEPRESPONSE']._serialized_end=3089
+  _globals['_WAKEREQUEST']._serialized_start=3091
+  _globals['_WAKEREQUEST']._serialized_end=3104
+  _globals['_WAKERESPONSE']._serialized_start=3106
+  _globals['_WAKERESPONSE']._serialized_end=3120
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=3122
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=3161
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=3163
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=3204
+  _globals['_CREATERECORDINGREQUEST']._serialized_start=3207
+  _globals['_CREATERECORDINGREQUEST']._serialized_end=3373
+  _globals['_CREATERECORDINGRESPONSE']._serialized_start=3375
+  _globals['_CREATERECORDINGRESPONSE']._serialized_end=3443
+  _globals['_GETRECORDINGREQUEST']._serialized_start=3445
+  _globals['_GETRECORDINGREQUEST']._serialized_end=3488
+  _globals['_GETRECORDINGRESPONSE']._serialized_start=3490
+  _globals['_GETRECORDINGRESPONSE']._serialized_end=3591
+  _globals['_RECORDEDCALL']._serialized_start=3594
+  _globals['_RECORDEDCALL']._serialized_end=3826
+  _globals['_CLOSERECORDINGREQUEST']._serialized_start=3829
+  _globals['_CLOSERECORDINGREQUEST']._serialized_end=4060
+  _globals['_CLOSERECORDINGREQUEST_LABELSENTRY']._serialized_start=4015
+  _globals['_CLOSERECORDINGREQUEST_LABELSENTRY']._serialized_end=4060
+  _globals['_CLOSERECORDINGRESPONSE']._serialized_start=4062
+  _globals['_CLOSERECORDINGRESPONSE']._serialized_end=4130
+  _globals['_INFERENCESERVICE']._serialized_start=4345
+  _globals['_INFERENCESERVICE']._serialized_end=5347
 # @@protoc_insertion_point(module_scope)

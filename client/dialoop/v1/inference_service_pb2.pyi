@@ -15,10 +15,19 @@ class UpdateMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     UPDATE_MODE_RECOMPUTE: _ClassVar[UpdateMode]
     UPDATE_MODE_KEEP_KV: _ClassVar[UpdateMode]
     UPDATE_MODE_WAIT: _ClassVar[UpdateMode]
+
+class WeightsKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WEIGHTS_KIND_UNSPECIFIED: _ClassVar[WeightsKind]
+    WEIGHTS_KIND_WHOLE: _ClassVar[WeightsKind]
+    WEIGHTS_KIND_ADAPTER: _ClassVar[WeightsKind]
 UPDATE_MODE_UNSPECIFIED: UpdateMode
 UPDATE_MODE_RECOMPUTE: UpdateMode
 UPDATE_MODE_KEEP_KV: UpdateMode
 UPDATE_MODE_WAIT: UpdateMode
+WEIGHTS_KIND_UNSPECIFIED: WeightsKind
+WEIGHTS_KIND_WHOLE: WeightsKind
+WEIGHTS_KIND_ADAPTER: WeightsKind
 
 class GenerateRequest(_message.Message):
     __slots__ = ("history", "context", "num_context_messages", "sampling", "turn", "num_samples", "text", "token_ids", "adapter", "template_name", "tools", "template_options_json", "truncate_prompt")
@@ -171,7 +180,7 @@ class AdapterInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ...) -> None: ...
 
 class WeightsManifest(_message.Message):
-    __slots__ = ("policy_version", "sha256", "num_bytes", "path", "update_mode", "adapter", "adapter_config_json", "probes", "max_logprob_difference", "data_plane")
+    __slots__ = ("policy_version", "sha256", "num_bytes", "path", "update_mode", "adapter", "adapter_config_json", "probes", "max_logprob_difference", "data_plane", "kind", "base_digest")
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +191,8 @@ class WeightsManifest(_message.Message):
     PROBES_FIELD_NUMBER: _ClassVar[int]
     MAX_LOGPROB_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     DATA_PLANE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     policy_version: _trajectory_pb2.PolicyVersion
     sha256: str
     num_bytes: int
@@ -192,7 +203,9 @@ class WeightsManifest(_message.Message):
     probes: _containers.RepeatedCompositeFieldContainer[Probe]
     max_logprob_difference: float
     data_plane: str
-    def __init__(self, policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., sha256: _Optional[str] = ..., num_bytes: _Optional[int] = ..., path: _Optional[str] = ..., update_mode: _Optional[_Union[UpdateMode, str]] = ..., adapter: _Optional[str] = ..., adapter_config_json: _Optional[str] = ..., probes: _Optional[_Iterable[_Union[Probe, _Mapping]]] = ..., max_logprob_difference: _Optional[float] = ..., data_plane: _Optional[str] = ...) -> None: ...
+    kind: WeightsKind
+    base_digest: str
+    def __init__(self, policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., sha256: _Optional[str] = ..., num_bytes: _Optional[int] = ..., path: _Optional[str] = ..., update_mode: _Optional[_Union[UpdateMode, str]] = ..., adapter: _Optional[str] = ..., adapter_config_json: _Optional[str] = ..., probes: _Optional[_Iterable[_Union[Probe, _Mapping]]] = ..., max_logprob_difference: _Optional[float] = ..., data_plane: _Optional[str] = ..., kind: _Optional[_Union[WeightsKind, str]] = ..., base_digest: _Optional[str] = ...) -> None: ...
 
 class Probe(_message.Message):
     __slots__ = ("token_ids", "logprobs")
@@ -255,6 +268,24 @@ class ResumeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ResumeResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SleepRequest(_message.Message):
+    __slots__ = ("drain_s",)
+    DRAIN_S_FIELD_NUMBER: _ClassVar[int]
+    drain_s: float
+    def __init__(self, drain_s: _Optional[float] = ...) -> None: ...
+
+class SleepResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WakeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WakeResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

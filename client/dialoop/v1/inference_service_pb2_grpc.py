@@ -71,6 +71,16 @@ class InferenceServiceStub(object):
                 request_serializer=dialoop_dot_v1_dot_inference__service__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=dialoop_dot_v1_dot_inference__service__pb2.ResumeResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/dialoop.v1.InferenceService/Sleep',
+                request_serializer=dialoop_dot_v1_dot_inference__service__pb2.SleepRequest.SerializeToString,
+                response_deserializer=dialoop_dot_v1_dot_inference__service__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/dialoop.v1.InferenceService/Wake',
+                request_serializer=dialoop_dot_v1_dot_inference__service__pb2.WakeRequest.SerializeToString,
+                response_deserializer=dialoop_dot_v1_dot_inference__service__pb2.WakeResponse.FromString,
+                _registered_method=True)
         self.UnloadAdapter = channel.unary_unary(
                 '/dialoop.v1.InferenceService/UnloadAdapter',
                 request_serializer=dialoop_dot_v1_dot_inference__service__pb2.UnloadAdapterRequest.SerializeToString,
@@ -102,7 +112,7 @@ class InferenceServiceServicer(object):
         """A prompt that fills the context is answered with an empty sample and CONTEXT_FULL. A caller who
         leaves, or whose deadline passes, frees its place. OK, INVALID_ARGUMENT (bad history, sampling or
         context), NOT_FOUND (TEMPLATE_NOT_FOUND, ADAPTER_NOT_FOUND), UNAVAILABLE (NOT_READY, WEIGHTS_BAD,
-        ADAPTER_LOST), UNIMPLEMENTED (PARTS_UNSUPPORTED).
+        ASLEEP, ADAPTER_LOST), UNIMPLEMENTED (PARTS_UNSUPPORTED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -134,11 +144,11 @@ class InferenceServiceServicer(object):
         """One manifest, then chunks unless the manifest names a path, then the stream ends. Generation
         pauses, and what is under way goes on as the manifest's update mode says. A failed load leaves
         the replica out of rotation until a later load succeeds; one of an adapter changes nothing.
-        Weights of the whole model end all adapters. OK, INVALID_ARGUMENT (MANIFEST_MISMATCH,
+        Weights of the policy end all named adapters. OK, INVALID_ARGUMENT (MANIFEST_MISMATCH,
         INVALID_ADAPTER_NAME, INVALID_ADAPTER_CONFIG, ADAPTER_NOT_FINITE), FAILED_PRECONDITION
         (VERSION_NOT_NEWER, UNKNOWN_PARAMETERS, PAUSED, NO_WEIGHTS_ROOT, DATA_PLANE_UNAVAILABLE,
-        ADAPTERS_DISABLED, ADAPTER_MISMATCH, ADAPTER_REFUSED, ADAPTER_NOT_IN_USE, PROBE_MISMATCH),
-        RESOURCE_EXHAUSTED (TOO_MANY_ADAPTERS), UNIMPLEMENTED (ADAPTER_UNSUPPORTED),
+        BASE_MISMATCH, ADAPTERS_DISABLED, ADAPTER_MISMATCH, ADAPTER_REFUSED, ADAPTER_NOT_IN_USE,
+        PROBE_MISMATCH), RESOURCE_EXHAUSTED (TOO_MANY_ADAPTERS), UNIMPLEMENTED (ADAPTER_UNSUPPORTED),
         DATA_LOSS (CHECKSUM_MISMATCH).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -154,6 +164,23 @@ class InferenceServiceServicer(object):
 
     def Resume(self, request, context):
         """Idempotent. OK.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sleep(self, request, context):
+        """Gives the device up to the trainer that shares it: begins nothing new, waits for what is under
+        way (what is late ends as ASLEEP, to be asked again), and takes no traffic until a load of the
+        policy or Wake. Idempotent. OK, FAILED_PRECONDITION (SLEEP_DISABLED).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Takes the device again, with the policy it had. A replica does so by itself when nobody has the
+        device for a while. Idempotent. OK, UNAVAILABLE (ASLEEP: the trainer has the device).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -229,6 +256,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=dialoop_dot_v1_dot_inference__service__pb2.ResumeRequest.FromString,
                     response_serializer=dialoop_dot_v1_dot_inference__service__pb2.ResumeResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=dialoop_dot_v1_dot_inference__service__pb2.SleepRequest.FromString,
+                    response_serializer=dialoop_dot_v1_dot_inference__service__pb2.SleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=dialoop_dot_v1_dot_inference__service__pb2.WakeRequest.FromString,
+                    response_serializer=dialoop_dot_v1_dot_inference__service__pb2.WakeResponse.SerializeToString,
             ),
             'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.UnloadAdapter,
@@ -442,6 +479,60 @@ class InferenceService(object):
             '/dialoop.v1.InferenceService/Resume',
             dialoop_dot_v1_dot_inference__service__pb2.ResumeRequest.SerializeToString,
             dialoop_dot_v1_dot_inference__service__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dialoop.v1.InferenceService/Sleep',
+            dialoop_dot_v1_dot_inference__service__pb2.SleepRequest.SerializeToString,
+            dialoop_dot_v1_dot_inference__service__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dialoop.v1.InferenceService/Wake',
+            dialoop_dot_v1_dot_inference__service__pb2.WakeRequest.SerializeToString,
+            dialoop_dot_v1_dot_inference__service__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,3 +1,4 @@
+from dialoop.v1 import inference_service_pb2 as _inference_service_pb2
 from dialoop.v1 import trajectory_pb2 as _trajectory_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -75,14 +76,18 @@ class WatchPolicyResponse(_message.Message):
     def __init__(self, policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., weights: _Optional[_Union[WeightsLocation, _Mapping]] = ...) -> None: ...
 
 class WeightsLocation(_message.Message):
-    __slots__ = ("path", "sha256", "num_bytes")
+    __slots__ = ("path", "sha256", "num_bytes", "kind", "base_digest")
     PATH_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     path: str
     sha256: str
     num_bytes: int
-    def __init__(self, path: _Optional[str] = ..., sha256: _Optional[str] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    kind: _inference_service_pb2.WeightsKind
+    base_digest: str
+    def __init__(self, path: _Optional[str] = ..., sha256: _Optional[str] = ..., num_bytes: _Optional[int] = ..., kind: _Optional[_Union[_inference_service_pb2.WeightsKind, str]] = ..., base_digest: _Optional[str] = ...) -> None: ...
 
 class PublishRequest(_message.Message):
     __slots__ = ()

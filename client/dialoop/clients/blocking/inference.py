@@ -170,3 +170,14 @@ class BlockingInferenceClient:
     def resume(self) -> None:
         """Go on sampling."""
         return self._loop.run(self._client.resume())
+
+    def sleep(self, *, drain_s: float = 0.0, deadline_s: float | None = None) -> None:
+        """Make it give up the device it shares with a trainer; what it has under way ends first.
+
+        What is not done within `drain_s` seconds (0: 30) is sent away, to be asked again.
+        """
+        return self._loop.run(self._client.sleep(drain_s=drain_s, deadline_s=deadline_s))
+
+    def wake(self) -> None:
+        """Make it take the device again; Unavailable (ASLEEP) while the trainer has it."""
+        return self._loop.run(self._client.wake())
