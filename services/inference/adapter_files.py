@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
+    from torch import Tensor
+
     from services.inference.weights import Shapes
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -57,10 +59,17 @@ class AdapterSpace:
     def modules(self) -> dict[str, tuple[int, ...]]:
         """The linear layers that an adapter may change, by name."""
         return {
-            name.removesuffix(".weight"): shape
-            for name, shape in self.shapes.items()
-            if name.endswith(".weight") and len(shape) == 2 and ".layers." in name
+            name: shape for name, shape in modules_of(self.shapes).items() if ".layers." in name
         }
+
+
+def modules_of(shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    """The weights [out, in] of a model by the names of their modules."""
+    return {
+        name.removesuffix(".weight"): shape
+        for name, shape in shapes.items()
+        if name.endswith(".weight") and len(shape) == 2
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +126,7 @@ class AdapterConfig:
 
 
 def require_fitting(path: Path, config: AdapterConfig, space: AdapterSpace) -> tuple[str, ...]:
-    """The modules an adapter file changes; PreconditionFailed when it does not fit the model.
+    """The modules an adapter file changes; PreconditionFailed when the engine cannot hold it.
 
     Reads the header only.
     """
@@ -128,8 +137,17 @@ def require_fitting(path: Path, config: AdapterConfig, space: AdapterSpace) -> t
             reason="ADAPTER_MISMATCH",
             remedy="Set DIALOOP_INFERENCE_MAX_ADAPTER_RANK to at least the rank.",
         )
+    return fitting_modules(path, config, space.modules)
+
+
+def fitting_modules(
+    path: Path, config: AdapterConfig, modules: Mapping[str, tuple[int, ...]]
+) -> tuple[str, ...]:
+    """The modules an adapter file changes; PreconditionFailed when it is of none, or another model.
+
+    Reads the header only.
+    """
     sides = _sides(path)
-    modules = space.modules
     for module, found in sides.items():
         _require_shapes(module, found, modules.get(module), rank=config.rank)
         if not config.names(module):
@@ -148,21 +166,29 @@ def write_folder(folder: Path, path: Path, config: AdapterConfig, modules: Itera
     (folder / CONFIG_FILE).write_text(config.to_json(modules), encoding="utf-8")
 
 
-def is_visible(path: Path, config: AdapterConfig) -> bool:
-    """Whether what the adapter adds is large enough that log-probs must show it.
-
-    The root mean square of an entry of scaling * B @ A, in any module. InvalidInput when a number
-    is not finite.
-    """
+def finite_tensors(path: Path) -> dict[str, Tensor]:
+    """The adapter, in one number format; InvalidInput when a number of it is not finite."""
     from safetensors.torch import load_file
 
-    tensors = load_file(path)
+    tensors: dict[str, Tensor] = load_file(path)
+    if len({tensor.dtype for tensor in tensors.values()}) > 1:
+        raise _mismatch("its tensors are of several number formats")
     if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
         raise InvalidInput(
             "The adapter holds numbers that are not finite.",
             reason="ADAPTER_NOT_FINITE",
             remedy="Publish an adapter of a training step that did not overflow.",
         )
+    return tensors
+
+
+def is_visible(path: Path, config: AdapterConfig) -> bool:
+    """Whether what the adapter adds is large enough that log-probs must show it.
+
+    The root mean square of an entry of scaling * B @ A, in any module. InvalidInput when a number
+    is not finite.
+    """
+    tensors = finite_tensors(path)
     for name, down in tensors.items():
         if ".lora_A." in name:
             delta = tensors[name.replace(".lora_A.", ".lora_B.")].float() @ down.float()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dialoop.clients.weights import TransferPhase, TransferStep
+from dialoop.clients.weights import TransferPhase, TransferStep, WeightsKind
 from dialoop.errors import InvalidInput, PreconditionFailed
 
 from services.inference.publications import spooled
@@ -113,7 +113,7 @@ class Transfer:
         self, manifest: Manifest, contents: AsyncIterator[Content]
     ) -> AsyncIterator[Arrived]:
         """The steps, decoded."""
-        if manifest.adapter:
+        if manifest.adapter or manifest.kind is WeightsKind.ADAPTER:
             raise _mismatch(f"An adapter does not come over {self.name}.")
         yield Arrived(steps=_steps(contents))
 

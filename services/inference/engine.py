@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from services.inference.adapter_files import AdapterSpace
     from services.inference.adapters import Adapter
     from services.inference.data_planes import Step
+    from services.inference.policy_adapters import PolicyAdapter
+    from services.learning.base_weights import BaseWeights
 
 BASE_VERSION = PolicyVersion(lineage="base", number=0)
 """The version of a model directory's own weights."""
@@ -105,6 +107,8 @@ class Engine(Protocol):
     vocab_size: int
     adapter_space: AdapterSpace
     transfer_backend: str
+    base_weights: BaseWeights
+    """Those of the model directory, whatever is loaded now."""
 
     @property
     def policy_version(self) -> PolicyVersion:
@@ -160,6 +164,16 @@ class Engine(Protocol):
         """
         ...
 
+    async def load_onto_base(
+        self,
+        adapter: PolicyAdapter,
+        version: PolicyVersion,
+        *,
+        mode: UpdateMode = UpdateMode.RECOMPUTE,
+    ) -> LoadTimes:
+        """As `load_weights`, of the sum of the base weights and an adapter that fits them."""
+        ...
+
     async def transfer_weights(
         self,
         steps: AsyncIterator[Step],
@@ -176,6 +190,22 @@ class Engine(Protocol):
 
     async def resume(self) -> None:
         """Go on."""
+        ...
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it has given its device up."""
+        ...
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Stand still and give back what the device has room for; nothing may be under way.
+
+        Weights that are not kept may be lost: then a load of the policy is what wakes it.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Go on with the weights that were kept; a load of the policy does so, too. Idempotent."""
         ...
 
     async def close(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dialoop.clients.weights import WeightsKind
 from dialoop.episode import UpdateMode
 from dialoop.errors import DataLost, InvalidConfig, InvalidInput, PreconditionFailed
 from dialoop.sequences import PolicyVersion
@@ -28,7 +29,8 @@ class Manifest:
     """What a publish announces; `path` is relative to the weights root, empty for chunks.
 
     `update_mode` None is the replica's own. With `adapter` the weights are that LoRA adapter's:
-    its config and probes go with it.
+    its config and probes go with it. Of kind ADAPTER they are an adapter too, which added into the
+    base weights of `base_digest` is the policy.
     """
 
     policy_version: PolicyVersion
@@ -41,6 +43,8 @@ class Manifest:
     adapter_config_json: str = ""
     probes: tuple[Probe, ...] = ()
     max_logprob_difference: float = 0.0
+    kind: WeightsKind = WeightsKind.WHOLE
+    base_digest: str = ""
 
 
 class Publications:
@@ -68,6 +72,9 @@ class Publications:
                 sha256=str(data["sha256"]),
                 num_bytes=int(data["num_bytes"]),
                 path=str(data["path"]),
+                kind=WeightsKind[str(data.get("kind", "whole")).upper()],
+                adapter_config_json=str(data.get("adapter_config_json", "")),
+                base_digest=str(data.get("base_digest", "")),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidConfig(

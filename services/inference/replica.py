@@ -7,11 +7,13 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from dialoop.clients.weights import WeightsKind
 from dialoop.episode import UpdateMode
 from dialoop.errors import DialoopError, InvalidConfig, PreconditionFailed, Unavailable
 
 from services.inference.adapters import Adapters
 from services.inference.data_planes import Arrived, DataPlanes
+from services.inference.policy_adapters import BaseDigest, PolicyAdapter, policy_adapter
 from services.inference.publications import Publications, require_intact
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ class Replica:
         # What latest.json named when we last did as it says.
         self._followed: Manifest | None = None
         self._adapters = Adapters(engine)
+        self._base_digest = BaseDigest(engine)
         self._data_planes = DataPlanes(self._publications, transfer_backend=engine.transfer_backend)
         self.num_sampled_tokens = 0
         self.num_requests_running = 0
@@ -244,12 +247,14 @@ class Replica:
             self._require_newer(version)
             self._require_drainable(mode)
             keeps_keys = mode is UpdateMode.KEEP_KV
+            # One that does not fit is refused before anything has changed.
+            adapter = await self._policy_adapter(arrived, manifest)
             try:
-                if arrived.path is not None:
+                if arrived.path is not None and adapter is None:
                     await asyncio.to_thread(require_intact, arrived.path, manifest)
                 self._num_begun += keeps_keys
                 await self._adapters.clear()
-                times = await self._engine_load(arrived, version, mode)
+                times = await self._engine_load(arrived, adapter, version, mode)
             except BaseException:
                 await self._leave_rotation("WEIGHTS_BAD")
                 raise
@@ -260,9 +265,23 @@ class Replica:
         log.info("Policy loaded.", extra={"policy": str(version), "pause_s": times.pause_s})
         return times
 
+    async def _policy_adapter(self, arrived: Arrived, manifest: Manifest) -> PolicyAdapter | None:
+        """The adapter that is the policy, checked; None for whole weights."""
+        if manifest.kind is WeightsKind.WHOLE:
+            return None
+        await self._base_digest.require(manifest.base_digest)
+        path, base = arrived.require_file(), self._engine.base_weights
+        return await asyncio.to_thread(policy_adapter, path, manifest, base)
+
     async def _engine_load(
-        self, arrived: Arrived, version: PolicyVersion, mode: UpdateMode
+        self,
+        arrived: Arrived,
+        adapter: PolicyAdapter | None,
+        version: PolicyVersion,
+        mode: UpdateMode,
     ) -> LoadTimes:
+        if adapter is not None:
+            return await self._engine.load_onto_base(adapter, version, mode=mode)
         if arrived.steps is not None:
             return await self._engine.transfer_weights(arrived.steps, version, mode=mode)
         return await self._engine.load_weights(arrived.require_file(), version, mode=mode)

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from dialoop.clients.weights import TransferPhase, TransferStep
+from dialoop.clients.weights import TransferPhase, TransferStep, WeightsKind
 from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidHistory, InvalidInput
 from dialoop.wire import (
@@ -123,6 +123,7 @@ def manifest_of(request: pb.LoadWeightsRequest | None) -> Manifest:
         mode = UpdateMode(proto.update_mode) if proto.update_mode else None
     except ValueError:
         raise manifest_mismatch(f"Update mode {proto.update_mode} is unknown.") from None
+    kind = _kind_of(proto)
     return Manifest(
         policy_version=policy_version_from_proto(proto.policy_version),
         sha256=proto.sha256,
@@ -140,6 +141,8 @@ def manifest_of(request: pb.LoadWeightsRequest | None) -> Manifest:
             for probe in proto.probes
         ),
         max_logprob_difference=proto.max_logprob_difference,
+        kind=kind,
+        base_digest=proto.base_digest,
     )
 
 
@@ -162,6 +165,19 @@ def manifest_mismatch(message: str) -> InvalidInput:
         reason="MANIFEST_MISMATCH",
         remedy="Send a manifest, then the chunks it describes, or none when it names a path.",
     )
+
+
+def _kind_of(proto: pb.WeightsManifest) -> WeightsKind:
+    try:
+        kind = WeightsKind(proto.kind or WeightsKind.WHOLE)
+    except ValueError:
+        raise manifest_mismatch(f"Weights of kind {proto.kind} are unknown.") from None
+    if kind is WeightsKind.ADAPTER:
+        if proto.adapter:
+            raise manifest_mismatch("An adapter is either the policy or held under a name.")
+        if not (proto.adapter_config_json and proto.base_digest):
+            raise manifest_mismatch("The manifest lacks the adapter's config or its base_digest.")
+    return kind
 
 
 def _step_of(proto: pb.TransferStep) -> TransferStep:

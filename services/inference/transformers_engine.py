@@ -44,6 +44,7 @@ from services.inference.transformers_adapters import AdaptedModel, require_peft
 from services.inference.transformers_batch import DecodingBatch
 from services.inference.transformers_rows import Row
 from services.inference.weights import HEAD, is_tied, model_shapes, require_same_parameters
+from services.learning.base_weights import BaseWeights
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
     from services.inference.adapters import Adapter
     from services.inference.data_planes import Step
+    from services.inference.policy_adapters import PolicyAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ class TransformersEngine:
         self._tokenizer = Tokenizer.from_directory(model_dir)
         self._shapes = model_shapes(model_dir)
         self._tied = is_tied(model_dir)
+        self.base_weights = BaseWeights.of(model_dir)
         self._policy_version = BASE_VERSION
         self._adapted = AdaptedModel(model)
         self._batch = DecodingBatch(self._adapted)
@@ -87,6 +90,8 @@ class TransformersEngine:
         self._has_work = asyncio.Event()
         self._may_run = asyncio.Event()
         self._may_run.set()
+        self._is_held = False
+        self.is_asleep = False
         # A load that waits for running rows to end clears the first, the runner sets the second.
         self._may_admit = asyncio.Event()
         self._may_admit.set()
@@ -195,6 +200,28 @@ class TransformersEngine:
         begun = time.monotonic()
         await asyncio.to_thread(require_same_parameters, path, self._shapes, tied=self._tied)
         tensors = await asyncio.to_thread(load_file, path)
+        return await self._exchange(tensors, version, mode=mode, begun=begun)
+
+    async def load_onto_base(
+        self,
+        adapter: PolicyAdapter,
+        version: PolicyVersion,
+        *,
+        mode: UpdateMode = UpdateMode.RECOMPUTE,
+    ) -> LoadTimes:
+        """As `load_weights`, of the base weights with the adapter added in."""
+        begun = time.monotonic()
+        tensors = await asyncio.to_thread(_sum, self.base_weights, adapter)
+        return await self._exchange(tensors, version, mode=mode, begun=begun)
+
+    async def _exchange(
+        self,
+        tensors: dict[str, torch.Tensor],
+        version: PolicyVersion,
+        *,
+        mode: UpdateMode,
+        begun: float,
+    ) -> LoadTimes:
         async with self._loading:
             try:
                 if mode is UpdateMode.WAIT:
@@ -256,14 +283,34 @@ class TransformersEngine:
     async def pause(self) -> None:
         """Hold generation; requests keep their place."""
         async with self._loading:
-            self._may_run.clear()
-            # A step that was under way ends first.
-            async with self._model_lock:
-                pass
+            self._is_held = True
+            await self._stand_still()
 
     async def resume(self) -> None:
         """Go on."""
-        self._may_run.set()
+        self._is_held = False
+        self._go_on()
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Stand still. This engine is on the CPU: there is no device memory to give back."""
+        async with self._loading:
+            self.is_asleep = True
+            await self._stand_still()
+
+    async def wake(self) -> None:
+        """Go on; the weights were never away."""
+        self.is_asleep = False
+        self._go_on()
+
+    async def _stand_still(self) -> None:
+        self._may_run.clear()
+        # A step that was under way ends first.
+        async with self._model_lock:
+            pass
+
+    def _go_on(self) -> None:
+        if not (self._is_held or self.is_asleep):
+            self._may_run.set()
 
     async def close(self) -> None:
         """Stop decoding; waiting requests end as unavailable."""
@@ -363,6 +410,10 @@ class TransformersEngine:
         self._running = []
         self._waiting.clear()
         self._batch.clear()
+
+
+def _sum(base: BaseWeights, adapter: PolicyAdapter) -> dict[str, torch.Tensor]:
+    return dict(base.with_adapter(load_file(adapter.path), scaling=adapter.scaling))
 
 
 def _load_model(model_dir: Path, dtype: torch.dtype) -> Any:

@@ -48,6 +48,7 @@ from services.inference.engine import (
     require_sampling,
     room_for,
 )
+from services.inference.policy_adapters import PolicyAdapter
 from services.inference.vllm_adapters import add_to_vllm, lora_request, remove_from_vllm
 from services.inference.vllm_options import VllmOptions, engine_args, vllm_params
 from services.inference.vllm_orphans import OWNER_VARIABLE
@@ -61,8 +62,10 @@ from services.inference.vllm_outputs import (
     stop_string_of,
     version_of,
 )
+from services.inference.vllm_sleep import Sleep, frees_memory
 from services.inference.vllm_transfer import TransferReceiver
 from services.inference.weights import is_tied, model_shapes, require_same_parameters
+from services.learning.base_weights import BaseWeights
 
 _SHUTDOWN_S = 1.0
 
@@ -77,9 +80,11 @@ class VllmEngine:
         self._llm = llm
         self._shapes = model_shapes(model_dir)
         self._tied = is_tied(model_dir)
+        self.base_weights = BaseWeights.of(model_dir)
         self._policy_version = BASE_VERSION
         self._control = asyncio.Lock()
         self._is_held = False
+        self._sleep = Sleep(llm, options)
         self.max_model_len = options.max_model_len
         self.transfer_backend = options.weight_transfer
         self.vocab_size = int(llm.model_config.get_vocab_size())
@@ -88,7 +93,8 @@ class VllmEngine:
     @classmethod
     async def start(cls, model_dir: Path, options: VllmOptions) -> VllmEngine:
         """Build the engine core (its own process) and wait until it answers."""
-        args = await asyncio.to_thread(engine_args, model_dir, options)
+        sleeps = frees_memory(options)
+        args = await asyncio.to_thread(engine_args, model_dir, options, sleep_mode=sleeps)
         os.environ[OWNER_VARIABLE] = str(os.getpid())
         try:
             llm = AsyncLLM.from_engine_args(args)
@@ -99,6 +105,7 @@ class VllmEngine:
                 remedy="See vLLM's own lines above, or set DIALOOP_INFERENCE_ENGINE=transformers.",
             ) from error
         engine = cls(llm, model_dir=model_dir, options=options)
+        await engine._sleep.hold_device()
         await llm.update_weight_version(label_of(BASE_VERSION))
         return engine
 
@@ -166,6 +173,17 @@ class VllmEngine:
         await asyncio.to_thread(require_same_parameters, path, self._shapes, tied=self._tied)
         return await self._exchange(lambda: self._copy(path), version, mode=mode, begun=begun)
 
+    async def load_onto_base(
+        self,
+        adapter: PolicyAdapter,
+        version: PolicyVersion,
+        *,
+        mode: UpdateMode = UpdateMode.RECOMPUTE,
+    ) -> LoadTimes:
+        """As `load_weights`; each worker adds the adapter into the base weights as it loads."""
+        begun = time.monotonic()
+        return await self._exchange(lambda: self._add(adapter), version, mode=mode, begun=begun)
+
     async def transfer_weights(
         self,
         steps: AsyncIterator[Step],
@@ -187,6 +205,7 @@ class VllmEngine:
         begun: float,
     ) -> LoadTimes:
         async with self._control:
+            await self._sleep.make_room_for_weights()
             try:
                 if mode is UpdateMode.WAIT:
                     await self._pause("wait", clear_cache=True)
@@ -194,8 +213,8 @@ class VllmEngine:
                 await self._pause("keep", clear_cache=mode is not UpdateMode.KEEP_KV)
                 await self._replace_or_abort(replace, version)
             finally:
-                if not self._is_held:
-                    await self._llm.resume_generation()
+                await self._sleep.end()
+                await self._go_on()
             ended = time.monotonic()
         return LoadTimes(pause_s=ended - paused, load_s=ended - begun)
 
@@ -218,9 +237,15 @@ class VllmEngine:
         await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
     async def _copy(self, path: Path) -> None:
-        errors = await self._llm.collective_rpc(
-            "dialoop_load_weights", args=(str(path), self._tied)
-        )
+        await self._replaced_by("dialoop_load_weights", str(path), self._tied)
+
+    async def _add(self, adapter: PolicyAdapter) -> None:
+        files = [str(file) for file in self.base_weights.files]
+        path, tied = str(adapter.path), self.base_weights.tied
+        await self._replaced_by("dialoop_load_onto_base", files, tied, path, adapter.scaling)
+
+    async def _replaced_by(self, method: str, *arguments: Any) -> None:
+        errors = await self._llm.collective_rpc(method, args=arguments)
         if failed := [error for error in errors if error]:
             raise InternalError(f"vLLM could not take the weights: {failed[0]}")
 
@@ -253,7 +278,32 @@ class VllmEngine:
         """Go on."""
         async with self._control:
             self._is_held = False
+            await self._go_on()
+
+    async def _go_on(self) -> None:
+        """Let the core run, unless somebody holds it or it sleeps."""
+        if self._sleep.is_asleep:
+            return
+        if self._is_held:
+            await self._pause("keep", clear_cache=False)  # vLLM goes on by itself when it wakes
+        else:
             await self._llm.resume_generation()
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it has given its device up."""
+        return self._sleep.is_asleep
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Stand still, and on CUDA give weights and keys back; what is under way is aborted."""
+        async with self._control:
+            await self._sleep.begin(keep_weights=keep_weights)
+
+    async def wake(self) -> None:
+        """Go on with the weights that were kept."""
+        async with self._control:
+            await self._sleep.wake()
+            await self._go_on()
 
     async def close(self) -> None:
         """Stop the engine core's process."""

@@ -31,9 +31,13 @@ class VllmOptions:
     seed: int = 0
     adapters: AdapterLimits = NO_ADAPTERS
     weight_transfer: str = ""
+    device_lock: Path | None = None
+    """The lock of a device that the engine shares with the trainer."""
 
 
-def engine_args(model_dir: Path, options: VllmOptions) -> AsyncEngineArgs:
+def engine_args(
+    model_dir: Path, options: VllmOptions, *, sleep_mode: bool = False
+) -> AsyncEngineArgs:
     """The arguments of vLLM; InvalidConfig when the model has too few positions."""
     limit = _max_positions(model_dir)
     if options.max_model_len >= limit:
@@ -56,6 +60,7 @@ def engine_args(model_dir: Path, options: VllmOptions) -> AsyncEngineArgs:
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         worker_extension_cls=_EXTENSION,
+        enable_sleep_mode=sleep_mode,
         **lora_arguments(options.adapters),
         **transfer_arguments(options.weight_transfer),
     )

@@ -11,15 +11,19 @@ packed and vLLM's own reload is exact.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.platforms import current_platform
 
 from services.inference.vllm_orphans import end_with_owner
+from services.inference.vllm_sleep import SharedDevice
+from services.learning.base_weights import BaseWeights
 
 HEAD = "lm_head.weight"
 
@@ -27,7 +31,7 @@ HEAD = "lm_head.weight"
 end_with_owner()
 
 
-class WeightsExtension:
+class WeightsExtension(SharedDevice):
     """Mixed into vLLM's worker: `collective_rpc("dialoop_load_weights", args=(path, tied))`."""
 
     model_runner: Any
@@ -37,8 +41,17 @@ class WeightsExtension:
 
         An exception would take the whole engine down, and with it every running request.
         """
+        return self._dialoop_replace(_tensors(path, tied=tied))
+
+    def dialoop_load_onto_base(
+        self, files: list[str], tied: bool, adapter: str, scaling: float
+    ) -> str:
+        """As `dialoop_load_weights`, of the base weights in `files` with the adapter added in."""
+        base = BaseWeights(files=tuple(map(Path, files)), tied=tied)
+        return self._dialoop_replace(_sum(base, adapter, scaling))
+
+    def _dialoop_replace(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> str:
         try:
-            tensors = _tensors(path, tied=tied)
             if current_platform.is_cpu():
                 _reload_packed(self.model_runner.get_model(), tensors)
             else:
@@ -53,6 +66,10 @@ def _tensors(path: str, *, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
         for name in file.keys():  # noqa: SIM118  # not a mapping
             if not (tied and name == HEAD):
                 yield name, file.get_tensor(name)
+
+
+def _sum(base: BaseWeights, adapter: str, scaling: float) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from base.with_adapter(load_file(adapter), scaling=scaling)
 
 
 @torch.inference_mode()

@@ -1,6 +1,7 @@
-"""Low-rank adapters by PEFT: only they are trained, and merged weights are what is published.
+"""Low-rank adapters by PEFT: only they are trained; W + alpha / rank B A is what is served.
 
 add_lora(policy.causal_lm, rank=8, alpha=16.0)
+adapter_tensors(policy.causal_lm)         # what a publish sends, see base_weights
 merged_tensors(policy.causal_lm)          # the whole policy, under the names of the model without
 """
 
@@ -13,7 +14,7 @@ from dialoop.errors import InvalidConfig
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -69,10 +70,27 @@ def merged_tensors(causal_lm: Any) -> dict[str, Tensor]:
     }
     for path, module in causal_lm.named_modules():
         if isinstance(module, LoraLayer):
-            weight = merged[f"{path}.weight"]
-            delta: Any = module.get_delta_weight(_NAME)
-            merged[f"{path}.weight"] = (weight.to(delta.dtype) + delta).to(weight.dtype)
+            name = f"{path}.weight"
+            down, up = module.lora_A[_NAME].weight, module.lora_B[_NAME].weight
+            merged[name] = merged_weight(merged[name], down, up, module.scaling[_NAME])
     return merged
+
+
+def merged_weight(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
+    """W [out, in] + scaling * B [out, rank] A [rank, in]: trainer, replica and export all add so.
+
+    In float32 or finer, rounded once to W's number format. arXiv 2106.09685, equation 3.
+    """
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    delta = (up.to(exact) @ down.to(exact)) * scaling
+    return (weight.to(exact) + delta).to(weight.dtype)
+
+
+def factors_of(adapter: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor] | None:
+    """A and B of the weight `name` in a PEFT file's tensors; None where nothing is added."""
+    module = f"{_PREFIX}{name.removesuffix('.weight')}"
+    down = adapter.get(f"{module}.lora_A.weight")
+    return None if down is None else (down, adapter[f"{module}.lora_B.weight"])
 
 
 def adapter_tensors(causal_lm: Any) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from dialoop.clients.inference_messages import (
 )
 from dialoop.clients.weights import LoadedWeights as LoadedWeights
 from dialoop.clients.weights import Probe as Probe
+from dialoop.clients.weights import WeightsKind as WeightsKind
 from dialoop.clients.weights import WeightsManifest as WeightsManifest
 from dialoop.clients.weights import weights_requests
 from dialoop.errors import InvalidInput

@@ -7,6 +7,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.channel import Rpc
+from dialoop.clients.weights import WeightsKind
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
 from dialoop.v1 import trainer_service_pb2 as pb
@@ -48,12 +49,17 @@ class TrainerStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedPolicy:
-    """A published policy and where its weights lie, for a replica that starts late."""
+    """A published policy and where its weights lie, for a replica that starts late.
+
+    Of kind ADAPTER it is the base weights of `base_digest` with the adapter at `path` added in.
+    """
 
     policy_version: PolicyVersion
     path: str
     sha256: str
     num_bytes: int
+    kind: WeightsKind = WeightsKind.WHOLE
+    base_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +139,8 @@ class TrainerClient:
                 path=answer.weights.path,
                 sha256=answer.weights.sha256,
                 num_bytes=answer.weights.num_bytes,
+                kind=WeightsKind(answer.weights.kind or WeightsKind.WHOLE),
+                base_digest=answer.weights.base_digest,
             )
 
     async def publish(self) -> Publication:

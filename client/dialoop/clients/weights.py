@@ -24,6 +24,13 @@ class Probe:
     logprobs: Floats
 
 
+class WeightsKind(IntEnum):
+    """What is published as the policy: all of its weights, or an adapter of those it began with."""
+
+    WHOLE = 1
+    ADAPTER = 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsManifest:
     """What is published: version, sha256 (hex) and size of the safetensors bytes.
@@ -31,7 +38,8 @@ class WeightsManifest:
     `path` names a file under the server's weights root; empty when chunks follow. `data_plane` is
     empty for these two. `update_mode` is what becomes of answers under way; None leaves it to the
     replica. `adapter` and what comes after it are of a LoRA adapter (its adapter_config.json as
-    text), which is checked with the probes before it is taken.
+    text), which is checked with the probes before it is taken. Of kind ADAPTER the policy is the
+    base weights of `base_digest` with that adapter added in, and `adapter` is empty.
     """
 
     policy_version: PolicyVersion
@@ -44,6 +52,8 @@ class WeightsManifest:
     adapter_config_json: str = ""
     probes: tuple[Probe, ...] = ()
     max_logprob_difference: float = 0.0
+    kind: WeightsKind = WeightsKind.WHOLE
+    base_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +113,8 @@ def _manifest_to_proto(manifest: WeightsManifest) -> pb.WeightsManifest:
         adapter_config_json=manifest.adapter_config_json,
         probes=[_probe_to_proto(probe) for probe in manifest.probes],
         max_logprob_difference=manifest.max_logprob_difference,
+        kind=int(manifest.kind),  # type: ignore[arg-type]  # enums are ints
+        base_digest=manifest.base_digest,
     )
 
 
