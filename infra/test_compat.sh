@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Tests against packages that do not fit beside our pins: each in a venv of its own over .venv.
-#   infra/test_compat.sh                the three packages, in ${TMPDIR:-/tmp}/dialoop-compat
+#   infra/test_compat.sh                all of them, in ${TMPDIR:-/tmp}/dialoop-compat
 #   infra/test_compat.sh openenv        one of them
+#   infra/test_compat.sh peers          losses against TRL's and torchrl's own code
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -10,19 +11,22 @@ declare -A packages=(
   [openenv]="openenv-core>=0.3,<0.4"
   [torchrl]="torchrl>=0.14,<0.15"
   [verifiers]="verifiers>=0.4,<0.5"
+  [peers]="trl>=1.16,<1.17 torchrl>=0.14,<0.15"
 )
-for name in "${@:-openenv torchrl verifiers}"; do
+for name in "${@:-openenv torchrl verifiers peers}"; do
   for one in $name; do
     venv="$place/$one"
+    read -ra wanted <<< "${packages[$one]}"
     if [[ ! -x "$venv/bin/python" ]]; then
       .venv/bin/python -m venv --without-pip "$venv"
       site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
       ours=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
       echo "import site; site.addsitedir('$ours')" > "$site/ours.pth"
     fi
-    .venv/bin/python -m pip --python "$venv/bin/python" install -q "${packages[$one]}"
+    .venv/bin/python -m pip --python "$venv/bin/python" install -q "${wanted[@]}"
     tests=(tests/contract/test_compat_"$one"*.py)
     [[ "$one" == torchrl ]] && tests+=(tests/unit/test_tensors.py)
+    [[ "$one" == peers ]] && tests+=(tests/parity/test_learning_peers*.py)
     "$venv/bin/python" -m pytest -p no:cacheprovider "${tests[@]}"
   done
 done
