@@ -23,6 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import load_file, save_file
 
 from services.inference.adapter_files import NO_ADAPTERS, AdapterLimits
+from services.inference.device_turn import DeviceTurn
 from services.inference.rendering import Renderer
 from services.inference.replica import Replica
 from services.inference.servicer import InferenceServicer
@@ -71,6 +72,7 @@ async def world(
     adapters: AdapterLimits = NO_ADAPTERS,
     reads_root: bool = True,
     has_rest: bool = False,
+    turn: DeviceTurn | None = None,
 ) -> AsyncIterator[World]:
     """A replica that may read `root`, or is on another host; with a REST door if asked."""
     root.mkdir(exist_ok=True)
@@ -82,7 +84,8 @@ async def world(
     async def report(serving: bool) -> None:
         await server.set_serving(serving, SERVICE)
 
-    replica = Replica(engine, weights_root=root if reads_root else None, report=report)
+    weights_root = root if reads_root else None
+    replica = Replica(engine, weights_root=weights_root, report=report, turn=turn)
     await replica.load_latest()
     renderer = Renderer.of(model_dir)
     servicer = InferenceServicer(replica, renderer, num_parameters=7, max_new_tokens=20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_t
 from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_server
 
 from services.inference.adapter_files import AdapterLimits
+from services.inference.device_turn import DeviceTurn
 from services.inference.engine import engine_stopped
 from services.inference.openai_routes import OpenAiService, openai_routes
 from services.inference.recordings import RecordingBook, RecordingLimits
@@ -21,6 +23,7 @@ from services.inference.servicer import InferenceServicer
 from services.inference.settings import InferenceSettings
 from services.inference.template_servicer import TemplateServicer
 from services.inference.weights import num_parameters
+from services.runtime.device_lock import DeviceLock
 from services.runtime.hosting import OwnProcess
 from services.runtime.process import run
 from services.runtime.settings import load
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 
     from services.inference.engine import Engine
     from services.runtime.hosting import Host, Server
+
+log = logging.getLogger(__name__)
 
 _SERVICE = "dialoop.v1.InferenceService"
 
@@ -49,7 +54,7 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
         )
     renderer = Renderer.of(settings.model_dir)
     server = host.server
-    async with _engine(settings) as engine:
+    async with _turn(settings) as turn, _engine(settings) as engine:
 
         async def report(serving: bool) -> None:
             await server.set_serving(serving, _SERVICE)
@@ -59,12 +64,13 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
             weights_root=settings.weights_root,
             report=report,
             update_mode=UpdateMode[settings.update_mode.upper()],
+            turn=turn,
         )
         await replica.load_latest()
         _add_servicers(server, replica, renderer, settings)
         async with server:
             await report(not replica.fault)
-            await _until_over(server, replica)
+            await _until_over(server, replica, wake_after_s=settings.wake_after_s)
 
 
 def _add_servicers(
@@ -104,11 +110,12 @@ def _add_servicers(
     server.add(add_TemplateServiceServicer_to_server, templates, "dialoop.v1.TemplateService")
 
 
-async def _until_over(server: Server, replica: Replica) -> None:
+async def _until_over(server: Server, replica: Replica, *, wake_after_s: float) -> None:
     """Wait for the stop signal; raise when the engine dies first, for a supervisor to restart."""
     dying = asyncio.create_task(replica.until_engine_dies())
     dying.add_done_callback(lambda _: server.stop())
     following = asyncio.create_task(replica.follow_latest())
+    waking = asyncio.create_task(replica.wake_when_left(after_s=wake_after_s))
     try:
         await server.wait_until_stopped()
         if dying.done():
@@ -116,6 +123,23 @@ async def _until_over(server: Server, replica: Replica) -> None:
     finally:
         dying.cancel()
         following.cancel()
+        waking.cancel()
+
+
+@asynccontextmanager
+async def _turn(settings: InferenceSettings) -> AsyncIterator[DeviceTurn]:
+    """The device, which nothing is built on before it is ours."""
+    if settings.device_lock is None:
+        yield DeviceTurn()
+        return
+    lock = DeviceLock(settings.device_lock)
+    if not lock.try_share():
+        log.info("Waiting for the device, which the trainer has.")
+        await lock.share()
+    try:
+        yield DeviceTurn(lock)
+    finally:
+        lock.release()
 
 
 @asynccontextmanager
@@ -151,6 +175,7 @@ async def _vllm(settings: InferenceSettings) -> Engine:
             seed=settings.seed,
             adapters=_adapter_limits(settings),
             weight_transfer=settings.weight_transfer,
+            device_lock=settings.device_lock,
         ),
     )
 

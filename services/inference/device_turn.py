@@ -22,14 +22,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ASLEEP = "ASLEEP"
-_TAKE_S = 5.0
+DRAIN_S = 30.0
+"""What is under way has so long to end, where nobody says otherwise."""
 
 
 class DeviceTurn:
     """Owned by the replica; the lock is held while the device is ours."""
 
-    def __init__(self, lock: DeviceLock | None = None) -> None:
+    def __init__(self, lock: DeviceLock | None = None, *, take_within_s: float = 5.0) -> None:
         self._lock = lock
+        self._take_within_s = take_within_s
         self._under_way: set[asyncio.Future[object]] = set()
         self._evicted: set[asyncio.Future[object]] = set()
         self.is_over = lock is not None and not lock.is_held
@@ -60,12 +62,15 @@ class DeviceTurn:
             self._under_way.discard(known)
             self._evicted.discard(known)
 
-    async def end(self, *, drain_s: float) -> None:
-        """Begin nothing from now on; wait for what is under way, and send away what is late."""
+    def close(self) -> None:
+        """Nothing begins from now on."""
         self.is_over = True
+
+    async def drain(self, within_s: float) -> None:
+        """Wait for what is under way, and send away what is late."""
         if not self._under_way:
             return
-        _, late = await asyncio.wait(set(self._under_way), timeout=drain_s)
+        _, late = await asyncio.wait(set(self._under_way), timeout=within_s)
         for working in late:
             self._evicted.add(working)
             working.cancel()
@@ -79,7 +84,7 @@ class DeviceTurn:
 
     async def take(self) -> None:
         """Hold the device again; Unavailable (ASLEEP) while the trainer has it."""
-        if self._lock is not None and not await self._lock.share(within_s=_TAKE_S):
+        if self._lock is not None and not await self._lock.share(within_s=self._take_within_s):
             raise asleep()
 
     def begin(self) -> None:

@@ -11,10 +11,11 @@ from dialoop.clients.weights import WeightsKind
 from dialoop.episode import UpdateMode
 from dialoop.errors import DialoopError, InvalidConfig, PreconditionFailed, Unavailable
 
-from services.inference.adapters import Adapters
 from services.inference.data_planes import Arrived, DataPlanes
+from services.inference.device_turn import DeviceTurn
 from services.inference.policy_adapters import BaseDigest, PolicyAdapter, policy_adapter
 from services.inference.publications import Publications, require_intact
+from services.inference.sleeper import Sleeper, to_the_end
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -40,7 +41,7 @@ _HEARTBEAT_S = 0.5
 _LONGEST_PAUSE_S = 60.0
 
 
-class Replica:
+class Replica(Sleeper):
     """Owns the engine. After a failed load it takes no traffic until a load succeeds.
 
     Policies are pushed to it, and it catches up by itself with those it missed.
@@ -53,19 +54,15 @@ class Replica:
         weights_root: Path | None,
         report: Callable[[bool], Awaitable[None]],
         update_mode: UpdateMode = UpdateMode.RECOMPUTE,
+        turn: DeviceTurn | None = None,
     ) -> None:
-        self._engine = engine
-        self._publications = Publications(weights_root)
-        self._report = report
-        self._loading = asyncio.Lock()
-        self._fault = ""
+        super().__init__(engine, Publications(weights_root), turn or DeviceTurn(), report)
         self._default_mode = self._last_mode = update_mode
         # Loads that keep old keys, begun and ended: what overlaps with one is marked.
         self._num_begun = self._num_ended = 0
         self._is_held = False
         # What latest.json named when we last did as it says.
         self._followed: Manifest | None = None
-        self._adapters = Adapters(engine)
         self._base_digest = BaseDigest(engine)
         self._data_planes = DataPlanes(self._publications, transfer_backend=engine.transfer_backend)
         self.num_sampled_tokens = 0
@@ -78,8 +75,8 @@ class Replica:
 
     @property
     def fault(self) -> str:
-        """Why there is no traffic, or empty: WEIGHTS_BAD, NOT_READY."""
-        return self._fault or ("" if self._engine.is_alive else "NOT_READY")
+        """Why there is no traffic, or empty: WEIGHTS_BAD, NOT_READY, ASLEEP."""
+        return self._why_not()
 
     async def sample(
         self,
@@ -96,7 +93,7 @@ class Replica:
         self.num_requests_running += 1
         num_ended = self._num_ended
         try:
-            sampled = await self._adapters.sample(
+            sampling_now = self._adapters.sample(
                 adapter,
                 lambda chosen, tell: self._engine.sample(
                     prompt_ids,
@@ -108,6 +105,7 @@ class Replica:
                 ),
                 on_tokens=on_tokens,
             )
+            sampled = await self._turn.run(sampling_now)
         finally:
             self.num_requests_running -= 1
         self.num_sampled_tokens += sum(len(one.token_ids) for one in sampled)
@@ -125,9 +123,9 @@ class Replica:
         self, rows: Sequence[Sequence[int]], *, adapter: str = ""
     ) -> tuple[Scored, ...]:
         """Score rows under one policy version: rows that a load parted are scored again."""
-        self._require_ready()
         while True:
-            scored = await self._adapters.logprobs(adapter, rows)
+            self._require_ready()
+            scored = await self._turn.run(self._adapters.logprobs(adapter, rows))
             if len({one.policy_version for one in scored}) <= 1:
                 return tuple(scored)
 
@@ -140,9 +138,6 @@ class Replica:
     def data_planes(self) -> tuple[str, ...]:
         """The ways in which weights can come here."""
         return self._data_planes.names
-
-    def _named_file(self, manifest: Manifest) -> Arrived:
-        return Arrived(path=self._publications.file_of(manifest))
 
     async def unload_adapter(self, name: str) -> bool:
         """Forget an adapter; samples under way with it end undisturbed. False: there was none."""
@@ -175,7 +170,7 @@ class Replica:
             await asyncio.sleep(pause_s)
             manifest, before = await asyncio.to_thread(self._named), seen
             seen = manifest
-            is_due = manifest != self._followed or self._fault
+            is_due = (manifest != self._followed or self._fault) and not self._turn.is_over
             if manifest is None or manifest != before or not is_due:
                 pause_s = look_every_s
             elif await self._caught_up_with(manifest):
@@ -222,12 +217,8 @@ class Replica:
 
     async def _load(self, arrived: Arrived, manifest: Manifest) -> LoadTimes:
         alone = self._load_adapter_alone if manifest.adapter else self._load_alone
-        loading = asyncio.ensure_future(alone(arrived, manifest))
-        try:
-            return await asyncio.shield(loading)
-        finally:
-            # A caller who leaves must not leave half a policy behind: once begun, a load ends.
-            await asyncio.wait([loading])
+        # A caller who leaves must not leave half a policy behind.
+        return await to_the_end(alone(arrived, manifest))
 
     async def _load_adapter_alone(self, arrived: Arrived, manifest: Manifest) -> LoadTimes:
         """The policy is not touched, so a failure leaves the replica as it was."""
@@ -246,6 +237,7 @@ class Replica:
         async with self._loading:
             self._require_newer(version)
             self._require_drainable(mode)
+            await self._require_device()
             keeps_keys = mode is UpdateMode.KEEP_KV
             # One that does not fit is refused before anything has changed.
             adapter = await self._policy_adapter(arrived, manifest)
@@ -257,11 +249,12 @@ class Replica:
                 times = await self._engine_load(arrived, adapter, version, mode)
             except BaseException:
                 await self._leave_rotation("WEIGHTS_BAD")
+                self._settle_turn()
                 raise
             finally:
                 self._num_ended = self._num_begun
             self._fault, self._last_mode = "", mode
-            await self._report(True)
+            await self._be_awake()
         log.info("Policy loaded.", extra={"policy": str(version), "pause_s": times.pause_s})
         return times
 
@@ -280,16 +273,13 @@ class Replica:
         version: PolicyVersion,
         mode: UpdateMode,
     ) -> LoadTimes:
+        if self._turn.is_over:
+            mode = UpdateMode.RECOMPUTE  # a sleeper has nothing under way
         if adapter is not None:
             return await self._engine.load_onto_base(adapter, version, mode=mode)
         if arrived.steps is not None:
             return await self._engine.transfer_weights(arrived.steps, version, mode=mode)
         return await self._engine.load_weights(arrived.require_file(), version, mode=mode)
-
-    async def _leave_rotation(self, fault: str) -> None:
-        self._fault = fault
-        await self._report(False)
-        log.error("Out of rotation until a load succeeds.", extra={"reason": fault})
 
     def _require_ready(self) -> None:
         if self.fault:
@@ -308,10 +298,11 @@ class Replica:
             )
 
     def _require_newer(self, version: PolicyVersion) -> None:
-        """A replica out of rotation may load its version again: that is how it recovers."""
+        """A replica out of rotation may load its version again: so it recovers, or wakes."""
         current = self._engine.policy_version
         same_lineage = current.lineage == version.lineage
-        oldest = current.number if self._fault else current.number + 1
+        comes_back = bool(self._fault) or self._turn.is_over
+        oldest = current.number if comes_back else current.number + 1
         if same_lineage and version.number < oldest:
             raise PreconditionFailed(
                 f"Policy {version} is not newer than {current}, which is loaded.",

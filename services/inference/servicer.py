@@ -26,6 +26,7 @@ from services.inference.answers import (
     update_mode_of,
     warnings_of,
 )
+from services.inference.device_turn import DRAIN_S
 from services.inference.recordings import RecordingBook, RecordingLimits
 from services.inference.recordings_rpcs import RecordingRpcs
 from services.inference.rendering import Ask
@@ -143,6 +144,14 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:
         await self._replica.resume()
         return pb.ResumeResponse()
+
+    async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:
+        await self._replica.sleep(drain_s=request.drain_s or DRAIN_S)
+        return pb.SleepResponse()
+
+    async def Wake(self, request: pb.WakeRequest, context: Context) -> pb.WakeResponse:
+        await self._replica.wake()
+        return pb.WakeResponse()
 
     async def _generate(
         self, request: pb.GenerateRequest, pieces: asyncio.Queue[Piece | None] | None = None

@@ -40,6 +40,10 @@ class InferenceSettings(ServerSettings):
     """CPU threads of the transformers engine."""
     weight_transfer: Literal["", "nccl", "ipc"] = ""
     """vLLM's own weight transfer, on CUDA devices; empty: weights come as a file or in chunks."""
+    device_lock: Path | None = None
+    """File lock of the device that this replica shares with a trainer; absent: it has its own."""
+    wake_after_s: float = Field(default=60.0, gt=0)
+    """Seconds without anybody on the shared device until a sleeping replica wakes by itself."""
     max_adapters: int = Field(default=0, ge=0)
     """LoRA adapters held beside the policy; 0 for none, as vLLM is half as fast with them."""
     max_adapter_rank: int = Field(default=16, ge=1)

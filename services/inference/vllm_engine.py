@@ -62,7 +62,7 @@ from services.inference.vllm_outputs import (
     stop_string_of,
     version_of,
 )
-from services.inference.vllm_sleep import Sleep, frees_memory
+from services.inference.vllm_sleep import Sleep
 from services.inference.vllm_transfer import TransferReceiver
 from services.inference.weights import is_tied, model_shapes, require_same_parameters
 from services.learning.base_weights import BaseWeights
@@ -93,8 +93,7 @@ class VllmEngine:
     @classmethod
     async def start(cls, model_dir: Path, options: VllmOptions) -> VllmEngine:
         """Build the engine core (its own process) and wait until it answers."""
-        sleeps = frees_memory(options)
-        args = await asyncio.to_thread(engine_args, model_dir, options, sleep_mode=sleeps)
+        args = await asyncio.to_thread(engine_args, model_dir, options)
         os.environ[OWNER_VARIABLE] = str(os.getpid())
         try:
             llm = AsyncLLM.from_engine_args(args)

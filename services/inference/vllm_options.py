@@ -9,6 +9,7 @@ import vllm
 from dialoop.errors import InvalidConfig
 from dialoop.trajectory import SamplingParams
 from vllm import AsyncEngineArgs
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from services.inference.adapter_files import NO_ADAPTERS, AdapterLimits
@@ -34,10 +35,13 @@ class VllmOptions:
     device_lock: Path | None = None
     """The lock of a device that the engine shares with the trainer."""
 
+    @property
+    def frees_memory_asleep(self) -> bool:
+        """Whether it sleeps, on a device whose memory vLLM can give back."""
+        return self.device_lock is not None and current_platform.is_sleep_mode_available()
 
-def engine_args(
-    model_dir: Path, options: VllmOptions, *, sleep_mode: bool = False
-) -> AsyncEngineArgs:
+
+def engine_args(model_dir: Path, options: VllmOptions) -> AsyncEngineArgs:
     """The arguments of vLLM; InvalidConfig when the model has too few positions."""
     limit = _max_positions(model_dir)
     if options.max_model_len >= limit:
@@ -60,7 +64,7 @@ def engine_args(
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         worker_extension_cls=_EXTENSION,
-        enable_sleep_mode=sleep_mode,
+        enable_sleep_mode=options.frees_memory_asleep,
         **lora_arguments(options.adapters),
         **transfer_arguments(options.weight_transfer),
     )

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.errors import InternalError
-from vllm.platforms import current_platform
 
 from services.runtime.device_lock import DeviceLock
 
@@ -35,7 +34,7 @@ class Sleep:
     def __init__(self, llm: AsyncLLM, options: VllmOptions) -> None:
         self._llm = llm
         self._lock = options.device_lock
-        self._gives_memory_back = frees_memory(options)
+        self._gives_memory_back = options.frees_memory_asleep
         self._has_lost_weights = False
         self._is_half_awake = False
         self.is_asleep = False
@@ -88,11 +87,6 @@ class Sleep:
         if self._gives_memory_back:
             await self._llm.wake_up()
         self.is_asleep = False
-
-
-def frees_memory(options: VllmOptions) -> bool:
-    """Whether sleep gives memory back: on devices that vLLM's sleep mode knows."""
-    return options.device_lock is not None and current_platform.is_sleep_mode_available()
 
 
 class SharedDevice:

@@ -214,6 +214,8 @@ async def inference_script(call: Call) -> None:
     await of("GetPolicy", inf.GetPolicyRequest())
     await of("Pause", inf.PauseRequest())
     await of("Resume", inf.ResumeRequest())
+    await of("Sleep", inf.SleepRequest())
+    await of("Wake", inf.WakeRequest())
     await template_script(call, prompt["prompt"])
 
 

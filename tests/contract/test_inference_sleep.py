@@ -1,0 +1,168 @@
+"""A replica that shares its device: who may work when, and what those are told who may not."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+from dialoop.errors import PreconditionFailed, Unavailable
+from dialoop.sequences import PolicyVersion
+from dialoop.trajectory import SamplingParams
+
+from services.inference.device_turn import DeviceTurn
+from services.runtime.device_lock import DeviceLock
+from tests.inference_world import (  # noqa: F401
+    QUESTION,
+    World,
+    model_dir,
+    point_to,
+    publish,
+    refused,
+    world,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+LONG = SamplingParams(max_new_tokens=150)
+FIRST = PolicyVersion(lineage="main", number=1)
+
+
+@asynccontextmanager
+async def sharing(model_dir: Path, folder: Path) -> AsyncIterator[tuple[World, DeviceLock]]:
+    """An awake replica, and the trainer's end of the lock."""
+    path = folder / "device.lock"
+    held = DeviceLock(path)
+    assert held.try_share()
+    async with world(model_dir, folder / "w", turn=DeviceTurn(held, take_within_s=0.1)) as w:
+        yield w, DeviceLock(path)
+
+
+async def test_asleep_it_gives_the_device_up_and_says_so(model_dir, tmp_path):
+    async with sharing(model_dir, tmp_path) as (w, trainer):
+        assert not trainer.try_own()
+        await w.client.sleep()
+        await w.client.sleep()
+        assert trainer.try_own()
+        status = await w.client.get_policy()
+        assert (status.ready, status.reason) == (False, "ASLEEP")
+        assert await w.health() == "NOT_SERVING"
+        await refused(w.client.generate(QUESTION), Unavailable, "ASLEEP")
+        await refused(w.client.logprobs([[1, 2]]), Unavailable, "ASLEEP")
+        await refused(w.client.wake(), Unavailable, "ASLEEP")
+        trainer.release()
+        await w.client.wake()
+        await w.client.wake()
+        assert not trainer.try_own()
+        (sample,) = await w.client.generate(QUESTION)
+        assert sample.sequence.num_model_tokens
+        assert await w.health() == "SERVING"
+
+
+async def test_a_publish_wakes_it_once_the_trainer_has_left(model_dir, tmp_path):
+    async with sharing(model_dir, tmp_path) as (w, trainer):
+        await w.client.sleep()
+        assert trainer.try_own()
+        manifest = publish(w.root, model_dir, number=1)
+        await refused(w.client.load_weights(manifest), Unavailable, "ASLEEP")
+        assert not w.replica.engine.policy_version.number
+        trainer.release()
+        await w.client.load_weights(manifest)
+        assert not trainer.try_own()
+        (sample,) = await w.client.generate(QUESTION)
+        assert sample.sequence.policy_versions == (FIRST,)
+
+
+async def test_weights_that_were_given_up_come_back_from_what_is_published(model_dir, tmp_path):
+    async with sharing(model_dir, tmp_path) as (w, trainer):
+        manifest = publish(w.root, model_dir, number=1)
+        point_to(w.root, manifest)
+        await w.client.load_weights(manifest)
+        (before,) = (await w.client.logprobs([[5, 6, 7, 8]])).logprobs
+        await w.client.sleep()
+        w.replica.engine._model.get_input_embeddings().weight.zero_()  # as if another used it
+        await w.client.wake()
+        assert not trainer.try_own()
+        (after,) = (await w.client.logprobs([[5, 6, 7, 8]])).logprobs
+        assert after.tolist() == before.tolist()
+
+
+async def test_what_is_under_way_ends_first_and_what_is_late_is_asked_again(model_dir, tmp_path):
+    async with sharing(model_dir, tmp_path) as (w, trainer):
+        answering = asyncio.create_task(w.client.generate(QUESTION, sampling=LONG))
+        while not w.replica.engine.num_running:
+            await asyncio.sleep(0.002)
+        going = asyncio.create_task(w.client.sleep(drain_s=60.0))
+        await asyncio.sleep(0.01)
+        assert not trainer.try_own(), "an answer is under way"
+        await refused(w.client.generate(QUESTION), Unavailable, "ASLEEP")
+        await going
+        assert (await answering)[0].sequence.num_model_tokens
+        await w.client.wake()
+        await w.client.pause()  # so that it cannot end by itself
+        stuck = asyncio.create_task(w.client.generate(QUESTION, sampling=LONG))
+        while not w.replica.engine.num_running:
+            await asyncio.sleep(0.002)
+        await w.client.sleep(drain_s=0.05)
+        assert trainer.try_own()
+        await refused(stuck, Unavailable, "ASLEEP")
+        trainer.release()
+        await w.client.wake()
+        assert w.replica.engine.num_running == 0
+        await w.client.resume()
+        assert await w.client.generate(QUESTION)
+
+
+async def test_a_caller_who_leaves_does_not_keep_it_half_awake(model_dir, tmp_path):
+    async with sharing(model_dir, tmp_path) as (w, trainer):
+        await w.client.pause()
+        stuck = asyncio.create_task(w.client.generate(QUESTION, sampling=LONG))
+        while not w.replica.engine.num_running:
+            await asyncio.sleep(0.002)
+        with pytest.raises(Exception, match=r"(?i)deadline"):
+            await w.client.sleep(drain_s=0.2, deadline_s=0.05)
+        await refused(stuck, Unavailable, "ASLEEP")
+        async with asyncio.timeout(5):
+            while not trainer.try_own():
+                await asyncio.sleep(0.01)
+
+
+async def test_a_load_that_fails_leaves_the_device_to_the_trainer(model_dir, tmp_path):
+    async with sharing(model_dir, tmp_path) as (w, trainer):
+        await w.client.sleep()
+        manifest = publish(w.root, model_dir, number=1)
+        (w.root / "1.safetensors").write_bytes(b"broken")
+        with pytest.raises(Exception, match=r"(?i)checksum|sha256|bytes"):
+            await w.client.load_weights(manifest)
+        assert (await w.client.get_policy()).reason == "WEIGHTS_BAD"
+        assert trainer.try_own()
+        trainer.release()
+        await w.client.load_weights(publish(w.root, model_dir, number=2))
+        assert (await w.client.get_policy()).ready
+
+
+async def test_it_wakes_by_itself_when_nobody_has_the_device(model_dir, tmp_path):
+    async with sharing(model_dir, tmp_path) as (w, trainer):
+        waking = asyncio.create_task(w.replica.wake_when_left(after_s=0.1, look_every_s=0.02))
+        await w.client.sleep()
+        assert trainer.try_own()
+        await asyncio.sleep(0.3)
+        assert (await w.client.get_policy()).reason == "ASLEEP", "the trainer works"
+        trainer.release()  # as when it is killed
+        async with asyncio.timeout(5):
+            while not (await w.client.get_policy()).ready:
+                await asyncio.sleep(0.01)
+        assert await w.client.generate(QUESTION)
+        waking.cancel()
+
+
+async def test_one_with_a_device_of_its_own_does_not_sleep(model_dir, tmp_path):
+    async with world(model_dir, tmp_path / "w") as w:
+        await refused(w.client.sleep(), PreconditionFailed, "SLEEP_DISABLED")
+        await refused(w.client.wake(), PreconditionFailed, "SLEEP_DISABLED")
+        assert (await w.client.get_policy()).ready
