@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HEAD = "lm_head.weight"
+BASE_DIGEST = "base_digest"
+"""Key under which an adapter's file says whose adapter it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

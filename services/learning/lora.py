@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ADAPTER = "adapter_model.safetensors"
-"""The file of a PEFT directory that holds the adapter; adapter_config.json says what it is of."""
+"""The file of a PEFT directory that holds the adapter."""
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file beside it: rank, alpha, target modules, and the directory of the base."""
 
 _NAME = "default"
 _PREFIX = "base_model.model."

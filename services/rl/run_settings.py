@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -33,6 +35,8 @@ class LoraSettings(_Shared):
     """Scale of the adapters times their rank; 0: twice the rank."""
     targets: tuple[str, ...] = ()
     """Names of the linear layers, as "q_proj"; empty: all between embedding and head."""
+    publish: Literal["", "adapter", "merged"] = ""
+    """Publish the adapter alone, or the sum; empty: the adapter, but over nccl and ipc the sum."""
 
 
 class TrackerSettings(_Shared):
