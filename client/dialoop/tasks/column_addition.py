@@ -17,10 +17,9 @@ from dialoop.chat import Message
 from dialoop.environments.arithmetic_tasks import ArithmeticTasks
 from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.endings import EndWhenIncomplete
-from dialoop.environments.episode import Episode, Outcome, TaskData
-from dialoop.environments.rewards import Rewards
+from dialoop.environments.episode import Episode, Outcome, Score, TaskData
 from dialoop.environments.stamps import StepCounter
-from dialoop.environments.transform import Transform
+from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
 from dialoop.trajectory import DoneReason, Reward
 
@@ -53,18 +52,24 @@ class EndOnNumber(Transform):
         return outcome if found is None else outcome.terminate(DoneReason.CONTENT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinalNumber:
-    """1 when the episode ended with `#### N` and N is the task's answer, else 0."""
+@dataclass(frozen=True, slots=True)
+class FinalNumber(Transform):
+    """Reward 1 when the episode ended with `#### N` and N is the task's answer, else 0."""
 
     name: str = "result"
-    weight: float = 1.0
 
-    def __call__(self, episode: Episode) -> Reward:
+    @property
+    def traits(self) -> Traits:
+        """The one component."""
+        return Traits(reward_names=(self.name,))
+
+    async def score(self, episode: Episode) -> Score:
         """Compare; a message that was cut off has no answer."""
+        if not episode.done:
+            return Score()
         given = final_number(episode.answer_text)
         right = episode.done_reason is DoneReason.CONTENT and given == episode.task.answer
-        return Reward(name=self.name, value=float(right), weight=self.weight, success=right)
+        return Score(rewards=(Reward(name=self.name, value=float(right), success=right),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +97,6 @@ def column_addition(*, num_heldout: int = 256, direct: float = 0.6) -> ChatEnv:
         name="column_addition",
         description="Sums of two numbers, column by column or guessed, in one turn.",
         tasks=ArithmeticTasks(num_heldout=num_heldout),
-        transforms=(EndWhenIncomplete(), EndOnNumber(), StepCounter(1), Rewards([FinalNumber()])),
+        transforms=(EndWhenIncomplete(), EndOnNumber(), StepCounter(1), FinalNumber()),
         demonstrate=ColumnDemonstrations(direct=direct),
     )
