@@ -150,7 +150,7 @@ def _step(
 def _save(job: Job, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: Ranks) -> None:
     directory = Path(job.save)
     if job.is_sharded:
-        save_sharded(directory, policy, optimizer, ranks)
+        save_sharded(directory, policy, {"train": optimizer}, ranks)
         return
     weights = gathered_weights(policy, ranks)
     if job.lora_rank:
@@ -167,7 +167,7 @@ def _save(job: Job, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: Ran
 def _resume(job: Job, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: Ranks) -> None:
     directory = Path(job.resume)
     if job.is_sharded:
-        load_sharded(directory, policy, optimizer, ranks)
+        load_sharded(directory, policy, {"train": optimizer}, ranks)
         return
     load_weights(policy, load_file(directory / "model.safetensors"))
     state = torch.load(directory / "optimizer.pt", mmap=True, weights_only=True)

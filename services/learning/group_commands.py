@@ -10,16 +10,16 @@
             commands.serve()                   # returns when the first rank closes
 
     def train_step_of(learner, data):
-        sequences = decode(data)                            # may refuse: all ranks go on
-        return lambda: encode(learner.train_step(sequences))    # collective; an error ends the run
+        rows = learner.rows_to_train(decode(data))      # may refuse: all ranks go on
+        return lambda: learner.train(rows)              # collective; an error ends the run
 
-So the trainer's job needs to know nothing of ranks: a `ParallelLearner` with Learner's methods
-encodes the arguments (sequences as protobuf bytes, the rest as JSON), calls, and decodes what its
-own rank answered. Only the first rank has a queue, a port, a tracker and a run directory to write.
-The others need the model's directory, checkpoints (every rank reads whole state by itself) and the
-same settings. Inside a command: `own_rows` for this rank's share of the sequences, then the
-collective `update(..., ranks=ranks)`, `score_rows`, `gathered_weights`, `gathered_optimizer`. Files
-are written by the first rank alone. Random orders are drawn on every rank from one seed.
+So the trainer's job needs to know nothing of ranks: services.trainer.parallel_learner has Learner's
+methods, encodes the arguments (sequences as protobuf bytes, the rest as JSON), calls, and returns
+what its own rank answered. Only the first rank has a queue, a port, a tracker and a run directory
+to write. The others need the model's directory and checkpoints, which every rank reads by itself.
+Inside a command: `own_rows` for this rank's share of the sequences, then the collective
+`update(..., ranks=ranks)`, `score_rows`, `gathered_weights`, `gathered_optimizer`. Files are
+written by the first rank alone. Random orders are drawn on every rank from one seed.
 
 With one process `call` runs the function and nothing else. Calls come from one thread at a time.
 """
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import DialoopError, InvalidInput, PreconditionFailed, Unavailable
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from services.learning.parallel import Ranks, Store
 
-Command = Callable[[bytes], Callable[[], bytes]]
+Command = Callable[[bytes], Callable[[], Any]]
 """Reads the bytes of a call, or refuses them with a DialoopError, and says what is to be done.
 
 Reading may not wait for other ranks; what is to be done may.
@@ -61,7 +61,7 @@ class GroupCommands:
         self._num_calls = 0
         self._is_open = True
 
-    def call(self, name: str, data: bytes = b"") -> bytes:
+    def call(self, name: str, data: bytes = b"") -> Any:
         """Run a command on all ranks, from the first; what it gave on the first.
 
         Raises what the command refused with, on this rank or (RANK_REFUSED) on another. Any other
@@ -108,7 +108,7 @@ class GroupCommands:
             self._ranks.store.set(self._key(), _CLOSE)
         self._is_open = False
 
-    def _run(self, name: str, data: bytes) -> bytes:
+    def _run(self, name: str, data: bytes) -> Any:
         """Read and, when no rank refuses, do; the part of a call that every rank runs."""
         self._num_calls += 1
         data = self._ranks.broadcast(data)

@@ -74,6 +74,11 @@ class Ranks:
         """Whether this process writes files and speaks to the outside."""
         return self.rank == 0
 
+    @property
+    def loading_device(self) -> torch.device:
+        """Where a policy is loaded: one that is to be sharded goes to the device in parts."""
+        return self.device if self.size == 1 else torch.device("cpu")
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's plain JSON value, in the order of ranks, on every rank."""
         if self.size == 1:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from services.learning.optim import GuardedOptimizer
     from services.learning.parallel import Ranks
 
-_COUNTS = "optimizer/counts"
+_OPTIMIZER, _COUNTS = "optimizer", "counts"
 
 
 def policy_tensors(policy: PolicyModel) -> dict[str, Tensor]:
@@ -77,7 +77,7 @@ def load_weights(policy: PolicyModel, tensors: Mapping[str, Tensor]) -> None:
             remedy="Resume with the model directory the run was started with.",
         )
     for name, tensor in own.items():
-        tensor.copy_(_cut(tensors[name], tensor))
+        tensor.copy_(cut(tensors[name], tensor))
 
 
 def gathered_optimizer(optimizer: GuardedOptimizer, ranks: Ranks) -> dict[str, Any]:
@@ -95,34 +95,45 @@ def load_optimizer(optimizer: GuardedOptimizer, state: Mapping[str, Any]) -> Non
     """Continue from a whole state, of which each rank keeps its part."""
     if len(state["optimizers"]) != len(optimizer.torch_optimizers):
         optimizer.load_state_dict(dict(state))  # which refuses it
-    cut = []
+    parts = []
     for part, parameters in zip(state["optimizers"], _parameters(optimizer), strict=True):
         values = {
-            index: {name: _cut(value, parameters[index]) for name, value in of_parameter.items()}
+            index: {name: cut(value, parameters[index]) for name, value in of_parameter.items()}
             for index, of_parameter in part["state"].items()
         }
-        cut.append({**part, "state": values})
-    optimizer.load_state_dict({**state, "optimizers": cut})
+        parts.append({**part, "state": values})
+    optimizer.load_state_dict({**state, "optimizers": parts})
 
 
 def save_sharded(
-    directory: Path, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: Ranks
+    directory: Path,
+    policy: PolicyModel,
+    optimizers: Mapping[str, GuardedOptimizer],
+    ranks: Ranks,
 ) -> None:
-    """Every rank writes its part into `directory`, which all of them must reach."""
-    state = _flat(policy, optimizer.state_dict())
+    """Every rank writes its part into `directory`, which all of them must reach.
+
+    What is frozen, as the weights under adapters, is left out.
+    """
+    states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
     with _quiet_alone(ranks):
-        save(state, checkpoint_id=directory, no_dist=ranks.size == 1)
+        save(_flat(policy, states), checkpoint_id=directory, no_dist=ranks.size == 1)
 
 
 def load_sharded(
-    directory: Path, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: Ranks
+    directory: Path,
+    policy: PolicyModel,
+    optimizers: Mapping[str, GuardedOptimizer],
+    ranks: Ranks,
 ) -> None:
     """Continue from what any number of ranks wrote with `save_sharded`."""
     names: dict[str, Any] = FileSystemReader(directory).read_metadata().state_dict_metadata
-    state = optimizer.state_dict()
-    for number, parameters in enumerate(_parameters(optimizer)):
-        state["optimizers"][number]["state"] = _rooms(names, f"optimizer/{number}", parameters)
-    found = _flat(policy, state)
+    states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
+    for name, optimizer in optimizers.items():
+        for number, parameters in enumerate(_parameters(optimizer)):
+            rooms = _rooms(names, f"{_OPTIMIZER}/{name}/{number}", parameters)
+            states[name]["optimizers"][number]["state"] = rooms
+    found = _flat(policy, states)
     sizes = {name: tuple(value.shape) for name, value in found.items()}
     if sizes != {name: tuple(kept.size) for name, kept in names.items()}:
         raise InvalidConfig(
@@ -132,8 +143,10 @@ def load_sharded(
         )
     with _quiet_alone(ranks):
         load(found, checkpoint_id=directory, no_dist=ranks.size == 1)
-    state["num_steps"], state["num_refused"] = (int(count) for count in found[_COUNTS])
-    optimizer.load_state_dict(state)
+    for name, optimizer in optimizers.items():
+        counts = (int(count) for count in found[f"{_OPTIMIZER}/{name}/{_COUNTS}"])
+        states[name]["num_steps"], states[name]["num_refused"] = counts
+        optimizer.load_state_dict(states[name])
 
 
 @contextmanager
@@ -158,13 +171,17 @@ def _rooms(
     return rooms
 
 
-def _flat(policy: PolicyModel, state: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(policy: PolicyModel, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Everything as tensors by name, as torch.distributed.checkpoint takes it."""
-    flat: dict[str, Any] = {f"model/{k}": v for k, v in policy_tensors(policy).items()}
-    for number, part in enumerate(state["optimizers"]):
-        for index, values in part["state"].items():
-            flat |= {f"optimizer/{number}/{index}/{k}": v for k, v in values.items()}
-    flat[_COUNTS] = torch.tensor([state["num_steps"], state["num_refused"]])
+    frozen = {name for name, p in policy.causal_lm.named_parameters() if not p.requires_grad}
+    kept = ((k, v) for k, v in policy_tensors(policy).items() if k not in frozen)
+    flat: dict[str, Any] = {f"model/{name}": tensor for name, tensor in kept}
+    for name, state in states.items():
+        start = f"{_OPTIMIZER}/{name}"
+        for number, part in enumerate(state["optimizers"]):
+            for index, values in part["state"].items():
+                flat |= {f"{start}/{number}/{index}/{k}": v for k, v in values.items()}
+        flat[f"{start}/{_COUNTS}"] = torch.tensor([state["num_steps"], state["num_refused"]])
     return flat
 
 
@@ -182,7 +199,7 @@ def _whole(value: Any, ranks: Ranks) -> Any:
     return full.detach().cpu().contiguous() if isinstance(full, torch.Tensor) else full
 
 
-def _cut(value: Any, like: Tensor) -> Any:
+def cut(value: Any, like: Tensor | None) -> Any:
     """This rank's part of a whole tensor that is laid out as `like`; anything else as it is."""
     if not isinstance(like, DTensor) or getattr(value, "shape", None) != like.shape:
         return value

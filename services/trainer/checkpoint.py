@@ -91,13 +91,20 @@ class Checkpoints:
     def __init__(self, run_dir: Path) -> None:
         self._root = run_dir / "checkpoints"
 
+    @property
+    def newest(self) -> Path | None:
+        """The folder of the checkpoint that counts; None when there is none."""
+        pointer = self._root / "latest.json"
+        if not pointer.is_file():
+            return None
+        return self._root / str(json.loads(pointer.read_text("utf-8"))["name"])
+
     def save(self, learner: Learner, progress: Progress) -> Path:
         """Write a checkpoint; it counts from the moment the pointer names it."""
         directory = self._fresh_directory(
             f"{progress.policy_version}-{progress.num_train_steps:06d}"
         )
-        learner.save_weights(directory)
-        learner.save_state(directory / "learner.pt")
+        learner.save(directory)
         write_json(directory / "progress.json", progress.to_json())
         write_json(self._root / "latest.json", {"name": directory.name})
         self._forget_all_but(directory.name)
@@ -105,12 +112,10 @@ class Checkpoints:
 
     def restore(self, learner: Learner) -> Progress | None:
         """Load the newest checkpoint into the learner; None when there is none."""
-        pointer = self._root / "latest.json"
-        if not pointer.is_file():
+        directory = self.newest
+        if directory is None:
             return None
-        directory = self._root / json.loads(pointer.read_text("utf-8"))["name"]
-        learner.restore_weights(directory)
-        learner.load_state(directory / "learner.pt")
+        learner.restore(directory)
         return Progress.from_json(json.loads((directory / "progress.json").read_text("utf-8")))
 
     def _fresh_directory(self, name: str) -> Path:

@@ -17,14 +17,19 @@ from services.learning.corrections import Correction
 from services.learning.lora import add_lora
 from services.learning.loss_loading import load_objective
 from services.learning.models import DTYPES, load_policy
+from services.learning.moving import move_training
 from services.learning.objective import mean_metrics
 from services.learning.optim import GuardedOptimizer, OptimizerSettings
-from services.learning.packing import TokenRow, pack_rows
+from services.learning.packing import TokenRow
+from services.learning.parallel import ALONE, Ranks, sharded
+from services.learning.parallel_rows import own_rows, score_rows
+from services.learning.trainable import require_trainable
 from services.learning.training import UpdateReport, update
 from services.rl.packing_plan import plan_rows
 from services.trainer.learner_files import ExportedWeights, LearnerFiles
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from collections.abc import Sequence as Rows
     from pathlib import Path
 
@@ -33,7 +38,6 @@ if TYPE_CHECKING:
 
     from services.learning.models import PolicyModel
     from services.learning.objective import Objective
-    from services.learning.packing import PackedBatch
     from services.trainer.batches import TrainedSequence
     from services.trainer.settings import TrainerSettings
 
@@ -56,36 +60,30 @@ class TrainStepReport:
 
 
 class Learner:
-    """Owns the policy model and its optimisers."""
+    """Owns the policy model and its optimisers, or this rank's part of them.
 
-    def __init__(self, settings: TrainerSettings) -> None:
+    With several ranks every method is collective, and answers the same on each of them.
+    """
+
+    def __init__(self, settings: TrainerSettings, ranks: Ranks | None = None) -> None:
         torch.set_num_threads(settings.torch_threads)
         torch.manual_seed(settings.seed)
         self._settings = settings
+        self._ranks = ranks = ranks or Ranks(device=torch.device(settings.device))
         self._random = random.Random(settings.seed)
-        self._policy = policy_of(settings)
+        self._ask_before_computing: Callable[[], None] | None = None
+        self._policy = sharded(policy_of(settings, ranks), ranks)
         self._objective = objective_of(settings)
         self._sft = load_objective("sft")
-        parameters = list(self._policy.parameters())
-        self._warm_start_optimizer = GuardedOptimizer(
-            parameters,
-            OptimizerSettings(
-                name=settings.optimizer,
-                learning_rate=settings.warm_start_learning_rate,
-                max_grad_norm=settings.max_grad_norm,
-                warmup_steps=settings.warm_start_warmup_steps,
-                total_steps=max(1, settings.warm_start_steps),
-            ),
-            matrices=self._policy.hidden_matrices(),
-        )
-        self._optimizer = GuardedOptimizer(
-            parameters, optimizer_of(settings), matrices=self._policy.hidden_matrices()
-        )
-        self._files = LearnerFiles(
+        self._warm_start_optimizer = self._optimizer_of(warm_start_optimizer_of(settings))
+        self._optimizer = self._optimizer_of(optimizer_of(settings))
+        self.files = LearnerFiles(
             self._policy,
             {"warm_start": self._warm_start_optimizer, "train": self._optimizer},
             self._random,
             model_dir=settings.model_dir,
+            is_sharded=settings.sharded_checkpoints,
+            ranks=ranks,
         )
 
     @property
@@ -103,24 +101,62 @@ class Learner:
         """Rows of the output embedding."""
         return int(self._policy.causal_lm.get_output_embeddings().weight.shape[0])
 
+    def ask_before_computing(self, ask: Callable[[], None]) -> None:
+        """From now on, call `ask` before anything is computed; it may block."""
+        self._ask_before_computing = ask
+
+    def move_to(self, device: str) -> None:
+        """Move the policy and the optimisers' state there, and leave nothing behind."""
+        move_training(self._policy, (self._warm_start_optimizer, self._optimizer), device)
+
+    def rows_to_imitate(self, demonstrations: Rows[Sequence]) -> list[TokenRow]:
+        """Demonstrations as rows; a DialoopError where one cannot be packed."""
+        rows = [
+            TokenRow.from_demonstration(s.token_ids.tolist(), s.response_mask().tolist())
+            for s in demonstrations
+        ]
+        self._require_fitting(rows)
+        return rows
+
+    def rows_to_train(
+        self, sequences: Rows[TrainedSequence], *, current: PolicyVersion
+    ) -> list[TokenRow]:
+        """Sequences as rows; a DialoopError where one does not fit or lacks what the loss needs.
+
+        `current` is the policy's version, from which staleness is counted.
+        """
+        rows = [
+            TokenRow.from_sequence(s.sequence, prompt=s.prompt, current=current) for s in sequences
+        ]
+        self._require_fitting(rows)
+        require_trainable(rows, self._objective)
+        return rows
+
     def warm_start_step(self, demonstrations: Rows[Sequence]) -> UpdateReport:
         """One SFT update on demonstrations."""
-        rows = self._packed(_imitated(demonstrations))
-        return update(self._policy, self._warm_start_optimizer, rows, self._sft)
+        return self.warm_start_rows(self.rows_to_imitate(demonstrations))
+
+    def warm_start_rows(self, rows: list[TokenRow]) -> UpdateReport:
+        """One SFT update on rows to imitate."""
+        return self._update(rows, self._warm_start_optimizer, self._sft)
 
     def sft_step(self, demonstrations: Rows[Sequence]) -> UpdateReport:
         """One update of SFT as a mode, with the optimiser and schedule of training."""
-        rows = self._packed(_imitated(demonstrations))
-        return update(self._policy, self._optimizer, rows, self._sft)
+        return self.sft_rows(self.rows_to_imitate(demonstrations))
 
-    @torch.no_grad()
+    def sft_rows(self, rows: list[TokenRow]) -> UpdateReport:
+        """The same on rows to imitate."""
+        return self._update(rows, self._optimizer, self._sft)
+
     def heldout_loss(self, demonstrations: Rows[Sequence]) -> tuple[float, int]:
         """Mean negative log-likelihood of a demonstrated token in nats, and how many there are."""
-        total, count = 0.0, 0
-        for batch in self._packed(_imitated(demonstrations)):
-            logprobs = self._policy(batch).logprobs
-            total, count = total - float(logprobs.double().sum()), count + len(logprobs)
-        return total / max(1, count), count
+        return self.heldout_loss_of(self.rows_to_imitate(demonstrations))
+
+    def heldout_loss_of(self, rows: list[TokenRow]) -> tuple[float, int]:
+        """The same of rows to imitate."""
+        scores = self._scores(rows)
+        count = sum(len(values) for values in scores)
+        return -sum(float(values.double().sum()) for values in scores) / max(1, count), count
 
     def train_step(
         self, sequences: Rows[TrainedSequence], *, current: PolicyVersion, temperature: float
@@ -129,23 +165,21 @@ class Learner:
 
         `current` is the policy's version, from which staleness is counted.
         """
-        rows = [
-            TokenRow.from_sequence(s.sequence, prompt=s.prompt, current=current) for s in sequences
-        ]
+        return self.train_rows(
+            self.rows_to_train(sequences, current=current), temperature=temperature
+        )
+
+    def train_rows(self, rows: list[TokenRow], *, temperature: float) -> TrainStepReport:
+        """The same on rows to train."""
         if self._objective.needs_proximal or self._settings.objective.proximal:
             rows = self._with_proximal(rows, temperature)
+        num_tokens = sum(int(row.response_mask.sum()) for row in rows)
         num = min(self._settings.num_minibatches, len(rows))
         reports = []
         for _ in range(self._settings.objective.num_epochs):
             self._random.shuffle(rows)
             reports += [
-                update(
-                    self._policy,
-                    self._optimizer,
-                    self._packed(rows[start::num]),
-                    self._objective,
-                    temperature=temperature,
-                )
+                self._update(rows[start::num], self._optimizer, self._objective, temperature)
                 for start in range(num)
             ]
         return TrainStepReport(
@@ -154,81 +188,87 @@ class Learner:
             grad_norm=float(np.mean([r.step.grad_norm for r in reports])),
             num_updates=sum(r.step.applied for r in reports),
             num_refused=sum(not r.step.applied for r in reports),
-            num_trained_tokens=sum(s.sequence.num_model_tokens for s in sequences),
+            num_trained_tokens=num_tokens,
             fresh_mismatch_kl=_fresh_mismatch(reports[0]),
         )
 
-    @torch.no_grad()
-    def _with_proximal(self, rows: list[TokenRow], temperature: float) -> list[TokenRow]:
-        """The rows with the log-probs of the policy as it is now."""
-        lengths = [len(row.token_ids) for row in rows]
-        plan = plan_rows(lengths, max_tokens=self._settings.max_row_tokens)
-        known = list(rows)
-        for indices in plan.rows:
-            batch = pack_rows([rows[index] for index in indices])
-            logprobs = self._policy(batch.to(self._device), temperature=temperature).logprobs
-            scores = batch.split(logprobs.cpu())
-            for index, logprobs in zip(indices, scores, strict=True):
-                known[index] = replace(rows[index], proximal_logprobs=logprobs)
-        return known
-
-    @torch.no_grad()
     def logprobs(
         self, rows: Rows[Rows[int]], *, temperature: float = 1.0
     ) -> list[NDArray[np.float32]]:
         """Log-probs float32 [L - 1] of each row's tokens from position 1 on."""
-        packed = [
+        wanted = [
             TokenRow.from_demonstration(list(ids), [False] + [True] * (len(ids) - 1))
             for ids in rows
         ]
-        batch = pack_rows(packed)
-        scores = self._policy(batch.to(self._device), temperature=temperature).logprobs
-        return [values.numpy() for values in batch.split(scores.cpu())]
+        longest = max(len(ids) for ids in rows)
+        return [scores.numpy() for scores in self._scores(wanted, temperature, longest)]
 
     def export(self, path: Path) -> ExportedWeights:
         """Write the weights as they are now; the file appears whole or not at all."""
-        return self._files.export(path)
+        return self.files.export(path)
 
     def load_weights(self, path: Path) -> None:
         """Take weights that `export` wrote; InvalidConfig when they are another model's."""
-        self._files.load_weights(path)
+        self.files.load_weights(path)
 
-    def save_weights(self, directory: Path) -> None:
-        """Write what is trained to a checkpoint: the weights, or with LoRA a PEFT directory."""
-        self._files.save_weights(directory)
+    def save(self, directory: Path) -> None:
+        """Write all that a checkpoint keeps of this learner into a directory."""
+        self.files.save(directory)
 
-    def restore_weights(self, directory: Path) -> None:
-        """Take what `save_weights` wrote; InvalidConfig when it is another model's."""
-        self._files.restore_weights(directory)
+    def restore(self, directory: Path) -> None:
+        """Continue from what `save` wrote, as if never stopped; InvalidConfig for another model."""
+        self.files.restore(directory)
 
-    def save_state(self, path: Path) -> None:
-        """Write optimisers and random state, for `load_state`."""
-        self._files.save_state(path)
+    def _with_proximal(self, rows: list[TokenRow], temperature: float) -> list[TokenRow]:
+        """The rows with the log-probs of the policy as it is now."""
+        scores = self._scores(rows, temperature)
+        pairs = zip(rows, scores, strict=True)
+        return [replace(row, proximal_logprobs=logprobs) for row, logprobs in pairs]
 
-    def load_state(self, path: Path) -> None:
-        """Continue as if never stopped."""
-        self._files.load_state(path)
+    def _scores(
+        self, rows: Rows[TokenRow], temperature: float = 1.0, longest: int = 0
+    ) -> list[torch.Tensor]:
+        self._ask()
+        most = max(longest, self._settings.max_row_tokens)
+        return score_rows(self._policy, rows, self._ranks, max_tokens=most, temperature=temperature)
 
-    def _packed(self, rows: list[TokenRow]) -> list[PackedBatch]:
+    def _update(
+        self,
+        rows: Rows[TokenRow],
+        optimizer: GuardedOptimizer,
+        loss: Objective,
+        temperature: float = 1.0,
+    ) -> UpdateReport:
+        self._ask()
+        own = own_rows(rows, self._ranks, max_tokens=self._settings.max_row_tokens)
+        return update(
+            self._policy, optimizer, own, loss, temperature=temperature, ranks=self._ranks
+        )
+
+    def _ask(self) -> None:
+        if self._ask_before_computing is not None:
+            self._ask_before_computing()
+
+    def _require_fitting(self, rows: Rows[TokenRow]) -> None:
         lengths = [len(row.token_ids) for row in rows]
-        plan = plan_rows(lengths, max_tokens=self._settings.max_row_tokens)
-        packed = (pack_rows([rows[index] for index in indices]) for indices in plan.rows)
-        return [batch.to(self._device) for batch in packed]
+        plan_rows(lengths, max_tokens=self._settings.max_row_tokens)
 
-    @property
-    def _device(self) -> torch.device:
-        return self._policy.head_weight.device
+    def _optimizer_of(self, settings: OptimizerSettings) -> GuardedOptimizer:
+        parameters, matrices = self._policy.parameters(), self._policy.hidden_matrices()
+        return GuardedOptimizer(parameters, settings, matrices=matrices)
 
 
-def policy_of(settings: TrainerSettings) -> PolicyModel:
-    """The model as the settings have it; InvalidConfig (NEEDS_CUDA) without the device."""
+def policy_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel:
+    """The model as the settings have it, whole; InvalidConfig (NEEDS_CUDA) without the device."""
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise InvalidConfig(
             "The trainer's device is cuda, and this machine has no CUDA device.",
             reason="NEEDS_CUDA",
             remedy='Set device = "cpu" in [train], or run where there is one.',
         )
-    policy = load_policy(settings.model_dir, dtype=settings.dtype, device=settings.device)
+    # A device that is shared may not be ours yet.
+    device = ranks.loading_device if settings.device_lock is None else "cpu"
+    policy = load_policy(settings.model_dir, dtype=settings.dtype, device=device)
     lora = settings.lora
     if lora.rank:
         add_lora(policy.causal_lm, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
@@ -236,13 +276,6 @@ def policy_of(settings: TrainerSettings) -> PolicyModel:
         policy.checkpoint_activations()
     policy.autocast = DTYPES[settings.autocast] if settings.autocast else None
     return policy
-
-
-def _imitated(demonstrations: Rows[Sequence]) -> list[TokenRow]:
-    return [
-        TokenRow.from_demonstration(s.token_ids.tolist(), s.response_mask().tolist())
-        for s in demonstrations
-    ]
 
 
 def _fresh_mismatch(first: UpdateReport) -> float | None:
@@ -268,6 +301,17 @@ def objective_of(settings: TrainerSettings) -> Objective:
         kl_to=asked.kl_to,
         entropy_coeff=asked.entropy_coeff,
         correction=correction,
+    )
+
+
+def warm_start_optimizer_of(settings: TrainerSettings) -> OptimizerSettings:
+    """SFT's optimiser before RL: up, then down to a tenth over its steps."""
+    return OptimizerSettings(
+        name=settings.optimizer,
+        learning_rate=settings.warm_start_learning_rate,
+        max_grad_norm=settings.max_grad_norm,
+        warmup_steps=settings.warm_start_warmup_steps,
+        total_steps=max(1, settings.warm_start_steps),
     )
 
 

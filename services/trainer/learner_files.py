@@ -1,24 +1,44 @@
-"""What a learner writes and reads: the policy's weights, and all that a checkpoint keeps of it."""
+"""What a learner writes and reads: the policy's weights, and all that a checkpoint keeps of it.
+
+Everything here is collective: all ranks call it, the first one writes (of a sharded checkpoint each
+its own part), and every rank reads by itself.
+"""
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from dialoop.clients.weights import WeightsKind
 from dialoop.errors import InvalidConfig
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from services.learning.base_weights import BASE_DIGEST, BaseWeights, require_base
 from services.learning.lora import (
     ADAPTER,
+    ADAPTER_CONFIG,
     adapter_tensors,
     has_lora,
     load_adapter,
     merged_tensors,
     save_adapter_config,
+)
+from services.learning.parallel import ALONE, Ranks, reshard
+from services.learning.parallel_state import (
+    cut,
+    gathered,
+    gathered_optimizer,
+    gathered_weights,
+    load_optimizer,
+    load_sharded,
+    load_weights,
+    save_sharded,
 )
 
 if TYPE_CHECKING:
@@ -28,16 +48,19 @@ if TYPE_CHECKING:
     from services.learning.models import PolicyModel
     from services.learning.optim import GuardedOptimizer
 
-_WEIGHTS = "model.safetensors"
+WEIGHTS, _STATE, _PARTS = "model.safetensors", "learner.pt", "parts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedWeights:
-    """A safetensors file of the whole policy."""
+    """A safetensors file of the whole policy, or of the adapter that the base needs to be it."""
 
     path: Path
     sha256: str
     num_bytes: int
+    kind: WeightsKind = WeightsKind.WHOLE
+    adapter_config_json: str = ""
+    base_digest: str = ""
 
 
 class LearnerFiles:
@@ -50,83 +73,142 @@ class LearnerFiles:
         orders: random.Random,
         *,
         model_dir: Path,
+        is_sharded: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._policy = policy
         self._optimizers = dict(optimizers)
         self._orders = orders
         self._model_dir = model_dir
+        self._is_sharded = is_sharded
+        self._ranks = ranks
+        self._base_digest = ""
 
     def export(self, path: Path) -> ExportedWeights:
-        """Write the weights as they are now; the file appears whole or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        save_file(self._tensors(), temporary, metadata={"format": "pt"})
-        temporary.replace(path)
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return ExportedWeights(path=path, sha256=digest, num_bytes=path.stat().st_size)
+        """Write the weights as they are now; the file appears whole or not at all.
+
+        With LoRA a file of PEFT's name is the adapter alone, in a directory that PEFT loads.
+        """
+        is_adapter = path.name == ADAPTER
+        tensors = self._adapter() if is_adapter else self._whole_weights()
+        facts = b""
+        if self._ranks.is_first:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            said = self._write_adapter_config(path.parent) if is_adapter else {}
+            temporary = path.with_suffix(".tmp")
+            base = {BASE_DIGEST: said["base_digest"]} if is_adapter else {}
+            save_file(tensors, temporary, metadata={"format": "pt", **base})
+            temporary.replace(path)
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            facts = json.dumps(
+                {"sha256": digest, "num_bytes": path.stat().st_size, **said}
+            ).encode()
+        kind = WeightsKind.ADAPTER if is_adapter else WeightsKind.WHOLE
+        return ExportedWeights(path=path, kind=kind, **json.loads(self._ranks.broadcast(facts)))
 
     def load_weights(self, path: Path) -> None:
         """Take weights that `export` wrote; InvalidConfig when they are another model's."""
-        tensors = load_file(path)
-        own = self._tensors()
-        if {k: v.shape for k, v in tensors.items()} != {k: v.shape for k, v in own.items()}:
+        load_weights(self._policy, load_file(path))
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint into a directory: weights (with LoRA adapters), optimisers, random."""
+        if self._is_sharded:
+            save_sharded(directory / _PARTS, self._policy, self._optimizers, self._ranks)
+            state: dict[str, Any] = {}
+        else:
+            self._save_weights(directory)
+            state = {n: gathered_optimizer(o, self._ranks) for n, o in self._optimizers.items()}
+        if self._ranks.is_first:
+            random_state = {
+                "torch_random": torch.get_rng_state(),
+                "python_random": repr(self._orders.getstate()),
+            }
+            torch.save({**state, **random_state}, directory / _STATE)
+        self._ranks.gather(None)  # whoever goes on may rely on the files
+
+    def restore(self, directory: Path) -> None:
+        """Go on as if never stopped, from what any number of ranks saved, whole or in parts.
+
+        InvalidConfig when it is another model's.
+        """
+        self.require_readable(directory)
+        state: dict[str, Any] = torch.load(
+            directory / _STATE, map_location="cpu", weights_only=True, mmap=True
+        )
+        if (directory / _PARTS).is_dir():
+            load_sharded(directory / _PARTS, self._policy, self._optimizers, self._ranks)
+        else:
+            self._restore_weights(directory)
+            for name, one in self._optimizers.items():
+                load_optimizer(one, state[name])
+        torch.set_rng_state(state["torch_random"].clone())
+        self._orders.setstate(ast.literal_eval(state["python_random"]))
+
+    def require_readable(self, directory: Path) -> None:
+        """InvalidConfig when this rank does not see the checkpoint, or it is of another kind."""
+        if not (directory / _STATE).is_file():
             raise InvalidConfig(
-                f"The weights {path.name} are not of the model in {self._model_dir}.",
-                reason="WEIGHTS_MISMATCH",
-                remedy="Resume with the model directory the run was started with.",
+                f"There is no checkpoint in {directory.name}.",
+                reason="NO_CHECKPOINT",
+                remedy="Put the run's directory where every rank of the trainer reads it.",
             )
-        self._policy.causal_lm.load_state_dict(tensors, strict=False)
-        self._policy.causal_lm.tie_weights()
-
-    def save_weights(self, directory: Path) -> None:
-        """Write what is trained to a checkpoint: the weights, or with LoRA a PEFT directory."""
-        model = self._policy.causal_lm
-        if not has_lora(model):
-            self.export(directory / _WEIGHTS)
-            return
-        tensors = {name: tensor.cpu() for name, tensor in adapter_tensors(model).items()}
-        save_file(tensors, directory / ADAPTER, metadata={"format": "pt"})
-        save_adapter_config(model, directory, base=self._model_dir)
-
-    def restore_weights(self, directory: Path) -> None:
-        """Take what `save_weights` wrote; InvalidConfig when it is another model's."""
-        is_adapter, model = (directory / ADAPTER).is_file(), self._policy.causal_lm
-        if is_adapter != has_lora(model):
+        is_adapter = (directory / ADAPTER).is_file()
+        is_whole = (directory / WEIGHTS).is_file()
+        if (is_adapter or is_whole) and is_adapter != has_lora(self._policy.causal_lm):
             raise InvalidConfig(
                 f"The checkpoint {directory.name} is {'' if is_adapter else 'not '}one of LoRA.",
                 reason="WEIGHTS_MISMATCH",
                 remedy="Resume with the lora_rank the run was started with.",
             )
-        if is_adapter:
-            load_adapter(model, load_file(directory / ADAPTER))
-        else:
-            self.load_weights(directory / _WEIGHTS)
 
-    def save_state(self, path: Path) -> None:
-        """Write optimisers and random state, for `load_state`."""
-        state = {name: one.state_dict() for name, one in self._optimizers.items()}
-        random_state = {
-            "torch_random": torch.get_rng_state(),
-            "python_random": repr(self._orders.getstate()),
-        }
-        torch.save({**state, **random_state}, path)
-
-    def load_state(self, path: Path) -> None:
-        """Continue as if never stopped."""
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        for name, one in self._optimizers.items():
-            one.load_state_dict(state[name])
-        torch.set_rng_state(state["torch_random"])
-        self._orders.setstate(ast.literal_eval(state["python_random"]))
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters by their Hugging Face names, adapters merged; a tied head is not repeated."""
+    def _save_weights(self, directory: Path) -> None:
+        """What is trained: the weights, or with LoRA a PEFT directory."""
         model = self._policy.causal_lm
-        tied = model.config.tie_word_embeddings
-        tensors = merged_tensors(model) if has_lora(model) else model.state_dict()
-        return {
-            name: tensor.detach().cpu().contiguous()
-            for name, tensor in tensors.items()
-            if not (tied and name == "lm_head.weight")
-        }
+        if not has_lora(model):
+            self.export(directory / WEIGHTS)
+            return
+        self.export(directory / ADAPTER)
+
+    def _restore_weights(self, directory: Path) -> None:
+        model = self._policy.causal_lm
+        if not has_lora(model):
+            self.load_weights(directory / WEIGHTS)
+            return
+        with safe_open(directory / ADAPTER, framework="pt") as file:
+            base = (file.metadata() or {}).get(BASE_DIGEST, "")
+        if base:  # checkpoints of before said none
+            require_base(self._digest_of_base(), base)
+        own = adapter_tensors(model)
+        tensors = load_file(directory / ADAPTER)
+        load_adapter(model, {name: cut(tensor, own.get(name)) for name, tensor in tensors.items()})
+
+    def _write_adapter_config(self, directory: Path) -> dict[str, str]:
+        """What the adapter is of: its config, which is left beside it, and its base's digest."""
+        save_adapter_config(self._policy.causal_lm, directory, base=self._model_dir)
+        config = (directory / ADAPTER_CONFIG).read_text("utf-8")
+        return {"adapter_config_json": config, "base_digest": self._digest_of_base()}
+
+    def _digest_of_base(self) -> str:
+        if not self._base_digest:
+            self._base_digest = BaseWeights.of(self._model_dir).digest()
+        return self._base_digest
+
+    def _adapter(self) -> dict[str, torch.Tensor]:
+        """The adapters by PEFT's names; {} on later ranks."""
+        reshard(self._policy)
+        return gathered(adapter_tensors(self._policy.causal_lm), self._ranks)
+
+    def _whole_weights(self) -> dict[str, torch.Tensor]:
+        """The policy's parameters by their Hugging Face names, adapters merged; {} on later ranks.
+
+        A tied head is not repeated.
+        """
+        model = self._policy.causal_lm
+        if not has_lora(model):
+            return gathered_weights(self._policy, self._ranks)
+        reshard(self._policy)
+        merged = merged_tensors(model)
+        if model.config.tie_word_embeddings:
+            merged.pop("lm_head.weight", None)
+        return gathered(merged, self._ranks)

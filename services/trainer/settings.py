@@ -13,6 +13,8 @@ from services.rl.objective_settings import ObjectiveSettings
 from services.rl.run_settings import LoraSettings, SftSettings, TrackerSettings
 from services.runtime.settings import ServerSettings
 
+_DEVICE_PLANES = ("nccl", "ipc")
+
 
 class TrainerSettings(ServerSettings):
     """What to train, on what, how, and where to write it."""
@@ -125,6 +127,8 @@ class TrainerSettings(ServerSettings):
 
     checkpoint_every: int = Field(default=10, ge=1)
     """Train steps between checkpoints."""
+    sharded_checkpoints: bool = False
+    """Every process writes its own part of a checkpoint; either kind resumes on any number."""
     keep_policies: int = Field(default=0, ge=0)
     """Published policies to keep on disk; 0 keeps all, which re-scoring needs."""
     max_logprob_difference: float = Field(default=1e-4, gt=0)
@@ -133,6 +137,10 @@ class TrainerSettings(ServerSettings):
     """Parameter type of the trained model."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the model is trained."""
+    device_lock: Path | None = None
+    """File lock of the device that is shared with the replicas, by turns; absent: it is ours."""
+    sleep_drain_s: float = Field(default=30.0, gt=0)
+    """Seconds that a replica's answers under way have to end when it is put to sleep."""
     autocast: Literal["", "bfloat16"] = ""
     """Compute the layers in this format while the weights stay in `dtype`; empty for not."""
     activation_checkpointing: bool = False
@@ -151,6 +159,8 @@ class TrainerSettings(ServerSettings):
                 f"max_staleness is {self.max_staleness} and pipeline_depth {self.pipeline_depth}.",
                 remedy="Set max_staleness at least to pipeline_depth, or all data ends up stale.",
             )
+        if self.device_lock is not None:
+            self._require_turns()
         if self.lora.rank and self.optimizer == "muon":
             raise InvalidConfig(
                 "Muon does not train LoRA: it makes an update of full rank out of every matrix, "
@@ -158,7 +168,44 @@ class TrainerSettings(ServerSettings):
                 reason="MUON_WITH_LORA",
                 remedy='Set optimizer = "adamw", or lora_rank = 0.',
             )
+        self._require_publishable()
         return self
+
+    def _require_publishable(self) -> None:
+        if self.lora.publish == "adapter" and not self.lora.rank:
+            raise InvalidConfig(
+                "Without LoRA there is no adapter to publish.",
+                reason="NO_ADAPTER",
+                remedy="Set lora_rank, or leave publish out.",
+            )
+        if self.lora.publish == "adapter" and self.data_plane in _DEVICE_PLANES:
+            raise InvalidConfig(
+                f"An adapter is not published over {self.data_plane}: it moves whole tensors only.",
+                reason="ADAPTER_OVER_TRANSFER",
+                remedy='Set publish = "merged", or data_plane to shared_memory or chunks.',
+            )
+
+    @property
+    def publishes_adapters(self) -> bool:
+        """Whether replicas get the LoRA adapter alone, and add it into their base weights."""
+        asked = self.lora.publish or ("merged" if self.data_plane in _DEVICE_PLANES else "adapter")
+        return bool(self.lora.rank) and asked == "adapter"
+
+    def _require_turns(self) -> None:
+        """What two who take turns on one device cannot do."""
+        if self.mode == "rl" and self.pipeline_depth:
+            raise InvalidConfig(
+                f"pipeline_depth is {self.pipeline_depth} on a shared device: nothing is generated "
+                "while the trainer has it.",
+                reason="SHARED_DEVICE",
+                remedy="Set pipeline_depth to 0, or give the trainer a device of its own.",
+            )
+        if self.data_plane in ("nccl", "ipc"):
+            raise InvalidConfig(
+                f"{self.data_plane} needs trainer and replica on their devices at the same time.",
+                reason="SHARED_DEVICE",
+                remedy="Set data_plane to shared_memory, or give the trainer a device of its own.",
+            )
 
     @property
     def max_outstanding_groups(self) -> int:

@@ -298,7 +298,7 @@ def test_parts_of_another_optimizer_are_refused(root: Path, pair: Path) -> None:
         policy.parameters(), OptimizerSettings(name="muon"), matrices=policy.hidden_matrices()
     )
     with pytest.raises(InvalidConfig) as caught:
-        load_sharded(pair / "parts", policy, muon, ALONE)
+        load_sharded(pair / "parts", policy, {"train": muon}, ALONE)
     assert caught.value.reason == "CHECKPOINT_MISMATCH"
 
 

@@ -15,25 +15,19 @@ VERSION = PolicyVersion(lineage="main", number=3)
 
 
 class FakeLearner:
-    """Its weights are one line of text; `killed` dies while it writes its state."""
+    """Its weights are one line of text; `killed` dies while it writes them."""
 
     def __init__(self, weights: str = "", *, killed: bool = False) -> None:
         self.weights = weights
         self._killed = killed
 
-    def save_weights(self, directory: Path) -> None:
-        (directory / "weights").write_text(self.weights, "utf-8")
-
-    def restore_weights(self, directory: Path) -> None:
-        self.weights = (directory / "weights").read_text("utf-8")
-
-    def save_state(self, path: Path) -> None:
-        path.write_text("half" if self._killed else "whole", "utf-8")
+    def save(self, directory: Path) -> None:
+        (directory / "weights").write_text("" if self._killed else self.weights, "utf-8")
         if self._killed:
             raise KeyboardInterrupt
 
-    def load_state(self, path: Path) -> None:
-        assert path.read_text("utf-8") == "whole"
+    def restore(self, directory: Path) -> None:
+        self.weights = (directory / "weights").read_text("utf-8")
 
 
 def learner(weights: str = "", **options: Any) -> Learner:

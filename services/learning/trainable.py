@@ -1,0 +1,32 @@
+"""Whether rows have what a loss reads, asked before any forward and without the policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from services.learning.packing import pack_rows
+from services.learning.training import loss_inputs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from services.learning.objective import Objective
+    from services.learning.packing import TokenRow
+
+
+@torch.no_grad()
+def require_trainable(rows: Sequence[TokenRow], objective: Objective) -> None:
+    """InvalidInput where rows lack what the loss reads (LOSS_INPUT_MISSING), or only some have it.
+
+    The loss is a function of its inputs, so it is asked itself, about a policy of probability 1.
+    """
+    if not any(bool(row.response_mask.any()) for row in rows):
+        return
+    batch = pack_rows(rows)
+    nothing = torch.zeros(batch.num_loss_tokens)
+    if batch.proximal_logprobs is None and objective.needs_proximal:
+        batch = replace(batch, proximal_logprobs=batch.scatter(nothing))
+    objective(loss_inputs(batch, nothing, entropy=nothing))
