@@ -103,17 +103,11 @@ class FakeLearner:
         path.write_text(str(self.weights), "utf-8")
         return ExportedWeights(path=path, sha256="", num_bytes=1)
 
-    def save_weights(self, directory: Path) -> None:
+    def save(self, directory: Path) -> None:
         self.export(directory / "model.safetensors")
 
-    def restore_weights(self, directory: Path) -> None:
+    def restore(self, directory: Path) -> None:
         self.weights = int((directory / "model.safetensors").read_text("utf-8"))
-
-    def save_state(self, path: Path) -> None:
-        path.touch()
-
-    def load_state(self, path: Path) -> None:
-        pass
 
 
 def _update() -> Any:
