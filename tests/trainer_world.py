@@ -21,6 +21,7 @@ from services.trainer.evaluation import Evaluation
 from services.trainer.job import TrainingJob
 from services.trainer.learner import TrainStepReport
 from services.trainer.learner_files import ExportedWeights
+from services.trainer.placement import Split
 from services.trainer.publisher import Published
 from services.trainer.records import RunRecords
 from services.trainer.settings import TrainerSettings
@@ -234,6 +235,7 @@ class World:
             checkpoints=self.checkpoints,
             records=self.records,
             board=self.board,
+            placement=Split(),
         )
         self.job = TrainingJob(self.settings, cast("JobParts", parts), supervised)
 

@@ -25,6 +25,8 @@ PARENT_VARIABLE = "DIALOOP_PARENT_PID"
 class ServiceSpec:
     """How to start a service and how to tell that it is there.
 
+    While `is_held_up` says so, the time it has to become ready does not run.
+
     ServiceSpec(name="replay", command=("python", "-m", "services.replay"), is_ready=...)
     """
 
@@ -35,6 +37,7 @@ class ServiceSpec:
     rest_address: str = ""
     is_ready: Callable[[], Awaitable[bool]]
     ready_timeout_s: float = 120.0
+    is_held_up: Callable[[], bool] | None = None
     stop_grace_s: float = 20.0
     stop_rank: int = 0
 

@@ -293,6 +293,8 @@ class JobConfig(_Section):
     """Number format of trainer and engine; log-probs agree to 1e-4 in float32 only."""
     store: Literal["redis", "memory"] = "redis"
     """Where the queue lives; memory forgets when the replay service ends."""
+    placement: Literal["split", "shared"] = "split"
+    """Engine and trainer on devices of their own, or on one device by turns."""
     model: ModelSection = ModelSection()
     environment: EnvironmentSection = EnvironmentSection()
     environments: tuple[EnvironmentSection, ...] = ()
@@ -319,6 +321,34 @@ class JobConfig(_Section):
         if len(set(names)) != len(names):
             raise ValueError(
                 f"two environments have one name: {', '.join(names)}; give each its own"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _require_one_device(self) -> JobConfig:
+        """What two who take turns on one device cannot do."""
+        if self.placement == "split":
+            return self
+        train, inference = self.train, self.inference
+        if train.mode == "rl" and train.pipeline_depth:
+            raise ValueError(
+                f'placement = "shared" with pipeline_depth = {train.pipeline_depth}: nothing is '
+                "generated while the trainer has the device; set pipeline_depth = 0 in [train]"
+            )
+        if inference.tensor_parallel_size > 1:
+            raise ValueError(
+                'placement = "shared" is for one device, and tensor_parallel_size is '
+                f"{inference.tensor_parallel_size}; set it to 1, or placement to split"
+            )
+        if inference.data_plane in ("nccl", "ipc"):
+            raise ValueError(
+                f'placement = "shared" with data_plane = "{inference.data_plane}", which needs '
+                "both on their devices at once; set data_plane to shared_memory"
+            )
+        if self.engine == "transformers" and train.device == "cuda":
+            raise ValueError(
+                'placement = "shared" with engine = "transformers", which samples on the CPU, and '
+                'device = "cuda": they have a device each; set placement to split'
             )
         return self
 

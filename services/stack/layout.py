@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from services.runtime.device_lock import DEVICE_LOCK, is_owned
 from services.stack.advantages import advantages_of
 from services.stack.child import ServiceSpec
 from services.stack.ports import HOST, choose_ports
 from services.stack.readiness import grpc_ready
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from services.stack.config import EnvironmentSection, JobConfig
     from services.stack.run_dir import RunDir
@@ -82,6 +84,7 @@ class Layout:
             rest_address=self.rest_address(name),
             is_ready=grpc_ready(self.address(name)),
             ready_timeout_s=_READY_TIMEOUT_S.get(service, 120.0),
+            is_held_up=self._held_up(service),
             stop_grace_s=_STOP_GRACE_S.get(service, 20.0),
             stop_rank=STOP_ORDER.index(service),
         )
@@ -134,7 +137,21 @@ class Layout:
             "update_mode": section.update_mode,
             "max_new_tokens": self.config.collector.max_new_tokens,
             "dtype": self.config.dtype,
+            **self._device_lock(),
         }
+
+    def _held_up(self, service: str) -> Callable[[], bool] | None:
+        """A replica that starts waits while the trainer has the device, however long."""
+        lock = self._device_lock().get("device_lock")
+        if service != "inference" or not isinstance(lock, Path):
+            return None
+        return partial(is_owned, lock)
+
+    def _device_lock(self) -> dict[str, object]:
+        """What trainer and replicas share a device by."""
+        if self.config.placement == "split":
+            return {}
+        return {"device_lock": self.run_dir.path.resolve() / DEVICE_LOCK}
 
     def _weights(self) -> dict[str, object]:
         plane = self.config.inference.data_plane
@@ -268,6 +285,7 @@ class Layout:
             "update_mode": self.config.inference.update_mode,
             "data_plane": self.config.inference.data_plane,
             "inference_world_size": self.config.inference.tensor_parallel_size,
+            **self._device_lock(),
             **({"shared_memory_dir": self.memory} if self.memory else {}),
         }
 

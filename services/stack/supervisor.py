@@ -153,10 +153,13 @@ class Supervisor:
 
     async def _becomes_ready(self, spec: ServiceSpec, child: Child) -> bool:
         try:
-            async with asyncio.timeout(spec.ready_timeout_s):
+            async with asyncio.timeout(spec.ready_timeout_s) as limit:
                 while child.exit_code is None:
                     if await spec.is_ready():
                         return True
+                    if spec.is_held_up is not None and spec.is_held_up():
+                        now = asyncio.get_running_loop().time()
+                        limit.reschedule(now + spec.ready_timeout_s)
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise Unavailable(

@@ -24,6 +24,7 @@ from services.trainer.demonstration_set import DemonstrationSet, demonstration_s
 from services.trainer.evaluation import Evaluator
 from services.trainer.job import TrainingJob
 from services.trainer.learner import Learner
+from services.trainer.placement import placement_of
 from services.trainer.publisher import Publisher
 from services.trainer.records import RunRecords
 from services.trainer.servicer import TrainerServicer
@@ -75,7 +76,9 @@ async def serve_in(host: Host, settings: TrainerSettings) -> None:
         replay = ReplayClient(await open_channel(settings.replay_address, _PATIENT))
         environment = EnvironmentClient(await open_channel(settings.environment_address))
         replicas = [InferenceClient(await open_channel(a)) for a in settings.inference_addresses]
-        publisher = Publisher(settings, learner, replicas, replay)
+        placement = placement_of(settings, learner, replicas)
+        exits.push_async_callback(placement.leave)
+        publisher = Publisher(settings, learner, replicas, replay, placement)
         parts = JobParts(
             learner=learner,
             demonstrations=warm_start,
@@ -85,6 +88,7 @@ async def serve_in(host: Host, settings: TrainerSettings) -> None:
             checkpoints=Checkpoints(settings.run_dir),
             records=records,
             board=board,
+            placement=placement,
         )
         job = TrainingJob(settings, parts, supervised)
         servicer = TrainerServicer(settings, job, board, records, learner.num_parameters)

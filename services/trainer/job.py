@@ -101,7 +101,8 @@ class TrainingJob:
     async def evaluate(self, plan: EvaluationPlan) -> Evaluation:
         """Evaluate the live policy and record the result under the plan's label."""
         step = self._standing.progress.num_train_steps
-        result = await self._parts.evaluator.evaluate(plan, train_step=step)
+        async with self._parts.placement.engines_awake(self._standing.between_steps):
+            result = await self._parts.evaluator.evaluate(plan, train_step=step)
         row = result.row()
         self._parts.records.metric(
             "evaluation",
@@ -163,7 +164,9 @@ class TrainingJob:
             if to_evaluate and self._supervised is not None:
                 await self._evaluate_supervised(self._supervised)
         if to_evaluate:
-            background.create_task(self._evaluate_while_training())
+            evaluating = background.create_task(self._evaluate_while_training())
+            if self._parts.placement.is_shared:
+                await evaluating  # while it runs the device is the engines'
 
     async def _evaluate_supervised(self, supervised: SupervisedSteps) -> None:
         """The loss of held-out demonstrations; and a publish, where tasks are evaluated on."""

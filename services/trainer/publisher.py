@@ -18,6 +18,7 @@ from dialoop.errors import DialoopError, PreconditionFailed, Unavailable
 from dialoop.sequences import PolicyVersion
 
 from services.trainer.data_planes import data_plane_of
+from services.trainer.placement import Split
 from services.trainer.records import write_json
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from services.trainer.learner import Learner
     from services.trainer.learner_files import ExportedWeights
+    from services.trainer.placement import Placement
     from services.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -59,11 +61,13 @@ class Publisher:
         learner: Learner,
         replicas: Sequence[InferenceClient],
         replay: ReplayClient,
+        placement: Placement | None = None,
     ) -> None:
         self._settings = settings
         self._learner = learner
         self._replicas = tuple(replicas)
         self._replay = replay
+        self._placement = placement or Split()
         self._root = settings.run_dir / "policies"
         self._plane = data_plane_of(settings)
         self._publishing = asyncio.Lock()
@@ -84,13 +88,15 @@ class Publisher:
         started = time.perf_counter()
         path = self._root / str(version) / "model.safetensors"
         weights = await asyncio.to_thread(self._learner.export, path)
+        own = await asyncio.to_thread(self._learner.logprobs, self._probes)
+        await self._placement.leave()  # a replica wakes where we have been
         # Announced first: its tokens may reach the queue before the last replica has loaded it.
         await self.announce(version)
         async with self._publishing:
             manifest = self._manifest(version, weights)
             await self._plane.offer(manifest, weights)
             self._point_to(version, weights)
-            num_replicas, difference = await self._load_and_prove(manifest, weights)
+            num_replicas, difference = await self._load_and_prove(manifest, weights, own)
             self._newest = manifest, weights
         # And now that it is live, what it was trained on gives its credits back.
         await self.announce(version, trained_lease_ids)
@@ -124,7 +130,7 @@ class Publisher:
         write_json(self._root / "latest.json", pointer)
 
     async def _load_and_prove(
-        self, manifest: WeightsManifest, weights: ExportedWeights
+        self, manifest: WeightsManifest, weights: ExportedWeights, own: Sequence[Floats]
     ) -> tuple[int, float]:
         """How many replicas have it, and the largest difference of those that could be asked."""
         version = manifest.policy_version
@@ -132,7 +138,7 @@ class Publisher:
             loads = (self._load(replica, manifest, weights) for replica in self._replicas)
             has_it = await asyncio.gather(*loads)
             loaded = [r for r, has in zip(self._replicas, has_it, strict=True) if has]
-            difference = await self._probe(version, loaded) if loaded else None
+            difference = await self._probe(version, loaded, own) if loaded else None
             if difference is not None:
                 return len(loaded), difference
             await asyncio.sleep(_RETRY_S)
@@ -189,13 +195,15 @@ class Publisher:
             return False
 
     async def _probe(
-        self, version: PolicyVersion, replicas: Sequence[InferenceClient]
+        self,
+        version: PolicyVersion,
+        replicas: Sequence[InferenceClient],
+        own: Sequence[Floats],
     ) -> float | None:
         """Largest difference in log-prob between the learner and any of the replicas, in nats.
 
         None when no replica that has the version could be asked: nothing is proved then.
         """
-        own = await asyncio.to_thread(self._learner.logprobs, self._probes)
         found: list[float] = []
         deadline_s = self._settings.publish_deadline_s
         for replica in replicas:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from dialoop.clients.replay import ReturnItem
@@ -18,6 +18,7 @@ from dialoop.sequences import PolicyVersion
 from services.trainer.checkpoint import Progress, lineage_after_restore, published_version
 from services.trainer.leases import HeldLeases
 from services.trainer.phases import PhaseClock
+from services.trainer.placement import Split
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from services.trainer.checkpoint import Checkpoints
     from services.trainer.evaluation import Evaluator
     from services.trainer.learner import Learner
+    from services.trainer.placement import Placement
     from services.trainer.publisher import Published, Publisher
     from services.trainer.records import RunRecords
     from services.trainer.settings import TrainerSettings
@@ -52,6 +54,7 @@ class JobParts:
     checkpoints: Checkpoints
     records: RunRecords
     board: StatusBoard
+    placement: Placement = field(default_factory=Split)
 
 
 class Standing:
