@@ -9,6 +9,10 @@ secretly brings you off-policy RL training", 2025). icepop: exp(m) inside [low, 
 (arXiv 2510.18855). token_mask: 1 inside, else 0. sequence_mask: 1 where exp(mean m) of the whole
 sequence lies inside, else 0. kl_mask: 1 where m^2 / 2 is at most high, else 0 (torchrl's
 kl_mask_threshold; of the present policy to the sampler).
+
+TRL's "token_truncate" is tis and its "token_mask" icepop. Its sequence modes take the ratio of the
+whole sequence, exp(sum m), and multiply the loss by it, where sequence_mask here takes exp(mean m)
+and only keeps or drops. torchrl divides what kl_mask keeps by the tokens kept, we by all.
 """
 
 from __future__ import annotations

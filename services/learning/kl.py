@@ -7,6 +7,10 @@ unbiased and never negative.
 As a loss only k2's gradient is that of the KL (in expectation, on-policy); k1's is zero in
 expectation and k3's that of the KL with its sides changed (Tang and Munos, arXiv 2506.09477). As a
 penalty in a reward k1 is the right one.
+
+TRL's GRPOTrainer adds k3 times the policy's ratio unless use_bias_correction_kl is off, then k3 as
+here; its RLOOTrainer takes k1 from the rewards, as our scorer does. torchrl adds k3 divided by all
+positions of the batch, those that nobody trains and padding among them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Loss = Callable[["LossInputs"], "LossOutput"]
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20 nats before exp, which else overflows."""
+"""Log-ratios are clamped to +-20 nats before exp, which else overflows; TRL and torchrl do not."""
 
 Aggregation = Literal["token", "sequence", "prompt", "constant", "sum"]
 """How token losses become one number.
@@ -29,6 +29,10 @@ token: their mean over the train step (DAPO, arXiv 2503.14476). sequence: the me
 sequence's own mean (GRPO, arXiv 2402.03300). prompt: the mean of the token means of each prompt's
 group. constant: the mean over sequences of sums divided by one constant, as the longest answer
 (Dr. GRPO, arXiv 2503.20783). sum: plain.
+
+The train step is all that one update learns from. TRL's "bnpo" counts each micro-batch by itself,
+and its "dapo" takes the mean of all updates made from one generation. torchrl calls sequence
+"prompt_mean".
 """
 
 

@@ -11,18 +11,16 @@ A loss of your own is ten lines in a file of yours, named in the config as "pack
 entropy bonuses and corrections for sampler mismatch are `services.learning.objective`'s part: they
 go with any loss. Below r = exp(inputs.log_ratio()) = policy / inference, or policy / proximal where
 the train step's first policy is known, and A is the advantage.
+
+"TRL" and "torchrl" below are what their 1.16 and 0.14 compute on the same tensors, as
+tests/parity/test_learning_peers.py shows; the one that a loss does not name has none like it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from services.learning.loss_inputs import MAX_LOG_RATIO, LossInputs, LossOutput
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["LossInputs", "LossOutput"]
 
@@ -34,6 +32,10 @@ def grpo(
 
     GRPO (arXiv 2402.03300), with PPO's clip (1707.06347); clip_high 0.28 is DAPO's (2503.14476).
     dual_clip c > 1 bounds the term of negative advantages at c A (1912.09729); 0 is without.
+
+    TRL: loss_type "grpo" is this by sequence, "bnpo" and "dapo" by token, "dr_grpo" by constant.
+    Its delta is dual_clip from 1 + clip_high upwards; below, it also stops good tokens at delta.
+    torchrl: GRPOLoss and DAPO are this by token, and by sequence with "prompt_mean".
     """
     ratio, advantages = inputs.log_ratio().exp(), inputs.require("advantages")
     objective = torch.minimum(
@@ -51,6 +53,8 @@ def cispo(inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 4.0) 
     """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy: weights are clipped, not gradients.
 
     CISPO (MiniMax-M1, arXiv 2506.13585), which has no lower bound; 5 is the cap of 2510.13786.
+    TRL: the same, its epsilon_high being the cap, our 1 + clip_high. torchrl: CISPOLoss
+    differentiates clip(r) A itself, so clipped tokens learn nothing there; the others as here.
     """
     ratio, advantages = inputs.log_ratio().exp().detach(), inputs.require("advantages")
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -61,7 +65,8 @@ def cispo(inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 4.0) 
 def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossOutput:
     """-min(s A, clip(s) A) with one ratio per sequence: s = exp(mean over its tokens of log r).
 
-    GSPO (arXiv 2507.18071); to be aggregated by sequence.
+    GSPO (arXiv 2507.18071); to be aggregated by sequence. TRL: importance_sampling_level
+    "sequence" with "grpo"; its "luspo" is this by constant 1.
     """
     advantages = inputs.require("advantages")
     ratio = inputs.sequence_mean(inputs.log_ratio()).exp()
@@ -75,6 +80,8 @@ def reinforce(inputs: LossInputs) -> LossOutput:
     """-r A, not clipped: the policy gradient with importance sampling token by token.
 
     With leave-one-out advantages RLOO (arXiv 2402.14740), of which this is the token form.
+    TRL: RLOOTrainer has one ratio for the whole sequence, the product of its tokens', and clips it;
+    its gradient on-policy is this one's by constant 1.
     """
     ratio = inputs.log_ratio().exp()
     return LossOutput(inputs.mean(-ratio * inputs.require("advantages")), {})
@@ -107,7 +114,8 @@ def decoupled_ppo(
     """-w min(r A, clip(r) A), r = policy / proximal, w = min(max_weight, proximal / sampler).
 
     The trust region is around the policy as the train step began, however stale the data
-    (arXiv 2110.00641; AReaL, 2505.24298).
+    (arXiv 2110.00641; AReaL, 2505.24298). TRL: its clip with the sampler ratios of mode
+    "token_truncate", clip_max being max_weight.
     """
     mismatch = inputs.require("proximal_logprobs") - inputs.require("inference_logprobs")
     weight = mismatch.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=max_weight)
@@ -122,7 +130,8 @@ def distill(inputs: LossInputs) -> LossOutput:
     """-r sg(log teacher - log policy): the gradient of KL(policy || teacher) on sampled tokens.
 
     On-policy distillation (arXiv 2306.13649) with the teacher's log-probs as ref_logprobs; rewards
-    play no part.
+    play no part. torchrl: DistillationLoss differentiates the k3 estimate instead, which here is
+    kl_coeff 1 by sequence and no other loss. TRL's distillation needs the teacher's distributions.
     """
     gain = -inputs.log_ratio_to("ref_logprobs").detach()
     ratio = inputs.log_ratio().exp()
@@ -130,7 +139,11 @@ def distill(inputs: LossInputs) -> LossOutput:
 
 
 def sft(inputs: LossInputs) -> LossOutput:
-    """Negative log-likelihood of the demonstrated tokens."""
+    """Negative log-likelihood of the demonstrated tokens.
+
+    TRL: SFTTrainer's "nll" is this by token. torchrl: SFTLoss is this by sequence, and with
+    normalize_by_seq_length off by constant 1; its KL term is divided by prompt tokens too.
+    """
     nll = -inputs.policy_logprobs
     return LossOutput(inputs.mean(nll), {"nll": inputs.token_mean(nll).detach()})
 
@@ -139,6 +152,7 @@ def minor_sft(inputs: LossInputs, *, beta: float = 0.1) -> LossOutput:
     """-log sigmoid(beta (log policy - log ref)) of each sequence's mean log-probs; by sequence.
 
     MinorSFT (arXiv 2408.10642) holds back what already is likelier than under the reference.
+    torchrl: the same; with normalize_by_seq_length off, beta times the sequence's length.
     """
     gain = inputs.sequence_mean(inputs.log_ratio_to("ref_logprobs"))
     loss = inputs.mean(-torch.nn.functional.logsigmoid(beta * gain))

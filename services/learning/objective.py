@@ -31,6 +31,7 @@ class Objective:
 
     kl_coeff times the KL estimate to kl_to is added (0: none); entropy_coeff times the entropy is
     taken away; whiten normalises advantages over the train step (REINFORCE++, arXiv 2501.03262).
+    KL and entropy are aggregated as the loss is; TRL's entropy bonus is always a mean over tokens.
     """
 
     loss: Loss

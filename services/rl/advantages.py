@@ -48,6 +48,9 @@ def group_advantages(
 ) -> GroupAdvantages:
     """Advantages of one group: (r_i - baseline) / max(std, eps), std over n - 1.
 
+    TRL divides by std + 1e-4; its RLOOTrainer leaves one out as here, but normalises (where asked
+    to) over the whole batch's sequences. torchrl: `services.rl.monte_carlo`.
+
     Raises InvalidInput (GROUP_TOO_SMALL) for a group of one, whose baseline does not exist, and
     (NON_FINITE_REWARD) for a reward that is not a number.
     """

@@ -72,6 +72,7 @@ GRPO_CASES: dict[str, dict[str, Any]] = {
     "sequence_truncate": {"loss_type": "grpo", "use_vllm": True, **_SEQUENCE_TRUNCATE},
     "dapo_micro_batches": {"loss_type": "dapo", "num_micro_batches": 2},
     "bnpo_micro_batches": {"loss_type": "bnpo", "num_micro_batches": 2},
+    "dapo_two_steps": {"loss_type": "dapo", "steps_per_generation": 2},
     "wild": {"loss_type": "grpo", "variant": "wild"},
 }
 """GRPOConfig's settings, and ours: variant of the tensors, use_vllm, num_micro_batches."""
@@ -188,7 +189,8 @@ def _loss_of_grpo(tensors: dict[str, Any], given: dict[str, Any]) -> dict[str, A
     trainer, rows = _grpo_trainer(tensors, settings)
     scored = _scored(trainer, rows)
     policy = GivenModel(tensors["policy"], tensors["entropy"])
-    pieces = split_tensor_dict(scored, settings.get("num_micro_batches", 1))
+    num_pieces = settings.get("num_micro_batches", settings.get("steps_per_generation", 1))
+    pieces = split_tensor_dict(scored, num_pieces)
     return _result(given, policy, [trainer.compute_loss(policy, piece) for piece in pieces])
 
 
@@ -253,7 +255,9 @@ def _grpo_trainer(tensors: dict[str, Any], settings: dict[str, Any]) -> Any:
     own = {k: v for k, v in settings.items() if k not in ("use_vllm", "num_micro_batches")}
     pieces = settings.get("num_micro_batches", 1)
     arguments = GRPOConfig(
-        **_training(len(tensors["lengths"]) // pieces, pieces),
+        **_training(
+            len(tensors["lengths"]) // settings.get("steps_per_generation", pieces), pieces
+        ),
         num_generations=GROUP_SIZE,
         num_iterations=2,  # so that log-probs of the policy before the step are asked for
         max_completion_length=MAX_COMPLETION_LENGTH,

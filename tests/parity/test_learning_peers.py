@@ -191,6 +191,18 @@ def test_trls_bnpo_divides_each_micro_batch_by_its_own_tokens() -> None:
     assert abs(whole - peers[0]) > 1e-3
 
 
+def test_trls_dapo_divides_each_step_by_the_mean_tokens_of_its_generations_steps() -> None:
+    inputs = peer_inputs(TRL, "dapo_two_steps")
+    loss, gradient = 0.0, torch.zeros_like(inputs.policy_logprobs)
+    for rows in ([0, 1, 2], [3, 4, 5]):
+        step = of_sequences(inputs, rows)
+        own, moved = loss_and_gradient(load("grpo"), step)
+        share = step.num_tokens / (inputs.num_tokens / 2)
+        assert share != 1
+        loss, gradient = loss + share * own, gradient + share * moved
+    assert_same((loss, gradient), theirs(TRL, "dapo_two_steps"))
+
+
 @pytest.mark.parametrize("golden", [TRL, TORCHRL], ids=["trl", "torchrl"])
 def test_peers_do_not_clamp_log_ratios(golden: dict[str, Any]) -> None:
     # The wild token has a log-ratio of 25 and A < 0, where nothing else bounds the ratio.
