@@ -6,6 +6,7 @@ temperature 1.
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,11 +35,18 @@ def sample_rows(
 ) -> torch.Tensor:
     """One token per row, int64 [B]: p / Exponential(1) is largest at i with probability p_i."""
     greedy = torch.tensor([s.temperature == 0 for s in sampling])
-    noise = torch.stack(
-        [torch.empty(logprobs.shape[-1]).exponential_(generator=g) for g in generators]
-    )
+    noise = _exponential(logprobs.shape[-1], generators)
     drawn = (logprobs.exp() / noise.clamp_min_(torch.finfo(noise.dtype).tiny)).argmax(dim=-1)
     return torch.where(greedy, logprobs.argmax(dim=-1), drawn)
+
+
+def _exponential(width: int, generators: Sequence[torch.Generator]) -> torch.Tensor:
+    """Noise [B, width] of each row's generator; rows in a row that share one are drawn at once."""
+    drawn = []
+    for _, rows in groupby(generators, key=id):
+        same = list(rows)
+        drawn.append(torch.empty(len(same), width).exponential_(generator=same[0]))
+    return torch.cat(drawn)
 
 
 def _truncated(scaled: torch.Tensor, sampling: Sequence[SamplingParams]) -> torch.Tensor:

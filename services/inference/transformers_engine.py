@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_ADMIT_SHARE = 4
+
 
 class TransformersEngine:
     """An engine on a transformers model."""
@@ -352,10 +354,16 @@ class TransformersEngine:
             row.tell()
 
     def _take_waiting(self) -> list[Row]:
+        """New rows, as many as fit; while more wait than fit, a quarter of all places at a time.
+
+        An admission costs a pass of the model however few it takes in.
+        """
         taken: list[Row] = []
-        if not self._may_admit.is_set():
+        num_free = self._max_num_seqs - len(self._running)
+        num_worthwhile = min(len(self._waiting), max(1, self._max_num_seqs // _ADMIT_SHARE))
+        if not self._may_admit.is_set() or num_free < num_worthwhile:
             return taken
-        while self._waiting and len(self._running) + len(taken) < self._max_num_seqs:
+        while self._waiting and len(taken) < num_free:
             row = self._waiting.popleft()
             if not row.is_over:
                 row.admitted()
