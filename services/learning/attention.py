@@ -23,6 +23,8 @@ from transformers import AttentionInterface
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from services.learning.prefixes import SharedPrefixes
+
 PACKED_ATTENTION = "dialoop_packed"
 """The `attn_implementation` under which `packed_attention` is known to transformers."""
 
@@ -31,10 +33,10 @@ _ALTERING = ("softcap", "s_aux", "position_bias", "cache")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionPlan:
-    """How a packed row of T tokens is laid out for attention, made once per batch.
+    """How a packed row is laid out for attention, made once per batch.
 
-    buckets: per bucket the packed positions int64 [n, longest]; filling repeats a real position.
-    restore: int64 [T], where each token's result stands in the concatenated bucket results.
+    buckets: per bucket the computed tokens int64 [n, longest]; filling repeats a real one.
+    restore: int64 [K], where each computed token's result stands in the concatenated results.
     """
 
     buckets: tuple[Tensor, ...]
@@ -43,9 +45,16 @@ class AttentionPlan:
 
 
 def plan_attention(
-    lengths: tuple[int, ...], *, device: torch.device | str = "cpu", fill: float = 0.25
+    lengths: tuple[int, ...],
+    *,
+    shared: SharedPrefixes | None = None,
+    device: torch.device | str = "cpu",
+    fill: float = 0.25,
 ) -> AttentionPlan:
-    """Buckets of sequences so that at most a share of `fill` of any row is filling."""
+    """Buckets of sequences so that at most a share of `fill` of any row is filling.
+
+    Sequences that share a beginning read its keys and values from the same computed tokens.
+    """
     starts = [0, *accumulate(lengths)]
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     buckets: list[list[int]] = []
@@ -53,7 +62,7 @@ def plan_attention(
         if not buckets or lengths[i] < (1 - fill) * lengths[buckets[-1][0]]:
             buckets.append([])
         buckets[-1].append(i)
-    restore = torch.empty(starts[-1], dtype=torch.int64)
+    standing = torch.empty(starts[-1], dtype=torch.int64)
     layouts, offset = [], 0
     for bucket in buckets:
         width = lengths[bucket[0]]
@@ -62,9 +71,10 @@ def plan_attention(
         steps = torch.arange(width)
         real = steps < size
         layout = first + torch.minimum(steps, size - 1)
-        restore[layout[real]] = offset + real.flatten().nonzero().squeeze(-1)
+        standing[layout[real]] = offset + real.flatten().nonzero().squeeze(-1)
         offset += layout.numel()
-        layouts.append(layout.to(device))
+        layouts.append((layout if shared is None else shared.places[layout]).to(device))
+    restore = standing if shared is None else standing[shared.kept]
     return AttentionPlan(
         buckets=tuple(layouts), restore=restore.to(device), longest=max(lengths, default=0)
     )

@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from services.learning.attention import PACKED_ATTENTION, plan_attention
 from services.learning.logprobs import DEFAULT_CHUNK_ROWS, TokenScores, token_logprobs
 from services.learning.packing import TokenRow, pack_rows
+from services.learning.prefixes import share_prefixes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from services.learning.packing import PackedBatch
+    from services.learning.prefixes import SharedPrefixes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The number formats a setting may name."""
@@ -50,7 +52,9 @@ class PolicyModel(nn.Module):
     ) -> TokenScores:
         """Scores of the M tokens under the batch's loss mask, in packed order."""
         positions = batch.trained_positions
-        hidden = self._hidden_states(batch).index_select(0, positions - 1)
+        shared = share_prefixes(batch.packed_tokens, batch.attention_lengths)
+        predictors = shared.places.to(positions.device)[positions - 1]
+        hidden = self._hidden_states(batch, shared).index_select(0, predictors)
         return token_logprobs(
             hidden,
             self.head_weight,
@@ -83,15 +87,16 @@ class PolicyModel(nn.Module):
         """Write config.json and model.safetensors, as transformers and vLLM load them."""
         self.causal_lm.save_pretrained(directory)
 
-    def _hidden_states(self, batch: PackedBatch) -> Tensor:
-        """[T, H] after the last layer and its norm."""
+    def _hidden_states(self, batch: PackedBatch, shared: SharedPrefixes) -> Tensor:
+        """[K, H] of the computed tokens, after the last layer and its norm."""
         device = batch.packed_tokens.device
-        plan = plan_attention(batch.attention_lengths, device=device)
+        plan = plan_attention(batch.attention_lengths, shared=shared, device=device)
+        kept = shared.kept.to(device)
         # The head is left out of it: log-probs are of the weights in their own precision.
         with torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None):
             output = self.causal_lm.base_model(
-                input_ids=batch.packed_tokens[None],
-                position_ids=batch.position_ids[None],
+                input_ids=batch.packed_tokens[kept][None],
+                position_ids=batch.position_ids[kept][None],
                 attention_plan=plan,
                 use_cache=False,
             )
