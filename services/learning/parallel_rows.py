@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 def own_rows(rows: Sequence[TokenRow], ranks: Ranks, *, max_tokens: int) -> list[PackedBatch]:
     """This rank's share of `rows`, packed, on its device; all ranks give the same rows."""
-    plan = plan_ranks([len(r.token_ids) for r in rows], max_tokens=max_tokens, num_ranks=ranks.size)
+    plan = plan_ranks(
+        [len(r.token_ids) for r in rows],
+        max_tokens=max_tokens,
+        num_ranks=ranks.size,
+        groups=[r.prompt for r in rows],
+    )
     return [
         pack_rows([rows[i] for i in indices]).to(ranks.device)
         for indices in plan.rows_of(ranks.rank)
@@ -59,7 +64,8 @@ def score_rows(
 ) -> list[Tensor]:
     """Log-probs float32 [M] of each row's response tokens, on every rank, each scored by one."""
     lengths = [len(row.token_ids) for row in rows]
-    plan = plan_ranks(lengths, max_tokens=max_tokens, num_ranks=ranks.size)
+    groups = [row.prompt for row in rows]
+    plan = plan_ranks(lengths, max_tokens=max_tokens, num_ranks=ranks.size, groups=groups)
     own = plan.rows_of(ranks.rank)
     scores = [
         policy(pack_rows([rows[i] for i in indices]).to(ranks.device), temperature=temperature)

@@ -31,27 +31,50 @@ def plan_rows(
     max_tokens: int,
     oversize: Oversize = "error",
     names: Sequence[str] | None = None,
+    groups: Sequence[int] | None = None,
 ) -> PackingPlan:
     """Rows of at most `max_tokens` tokens; the same lengths always give the same plan.
 
     First-fit-decreasing needs at most 11/9 of the best number of rows, plus one (Johnson 1973).
+    With `groups` (one number for each sequence) those of a group are kept together, as many as a
+    row holds: what they have in common is computed once for a row.
     A longer sequence raises InvalidInput (SEQUENCE_TOO_LONG, naming it by `names` or its index)
     or, with oversize="drop", is listed in `dropped`.
     """
     fitting, dropped = _split_oversize(lengths, max_tokens)
     if dropped and oversize == "error":
         raise _too_long(dropped[0], lengths, max_tokens, names)
+    longest_first = sorted(fitting, key=lambda i: (-lengths[i], i))
+    bundles = [[i] for i in longest_first]
+    if groups is not None:
+        bundles = _bundles(longest_first, lengths, max_tokens, groups)
     rows: list[list[int]] = []
     free: list[int] = []
-    for index in sorted(fitting, key=lambda i: (-lengths[i], i)):
-        row = next((r for r, room in enumerate(free) if room >= lengths[index]), None)
+    for bundle in bundles:
+        size = sum(lengths[i] for i in bundle)
+        row = next((r for r, room in enumerate(free) if room >= size), None)
         if row is None:
             row = len(rows)
             rows.append([])
             free.append(max_tokens)
-        rows[row].append(index)
-        free[row] -= lengths[index]
+        rows[row] += bundle
+        free[row] -= size
     return PackingPlan(rows=tuple(map(tuple, rows)), dropped=tuple(dropped))
+
+
+def _bundles(
+    longest_first: Sequence[int], lengths: Sequence[int], max_tokens: int, groups: Sequence[int]
+) -> list[list[int]]:
+    """Sequences of one group in bundles that fill a row each, the largest bundle first."""
+    bundles: list[list[int]] = []
+    last: dict[int, list[int]] = {}
+    for index in longest_first:
+        bundle = last.get(groups[index])
+        if bundle is None or sum(lengths[i] for i in bundle) + lengths[index] > max_tokens:
+            bundle = last[groups[index]] = []
+            bundles.append(bundle)
+        bundle.append(index)
+    return sorted(bundles, key=lambda bundle: (-sum(lengths[i] for i in bundle), bundle[0]))
 
 
 def _split_oversize(lengths: Sequence[int], max_tokens: int) -> tuple[list[int], list[int]]:
@@ -102,22 +125,30 @@ def row_cost(lengths: Sequence[int], *, hidden_size: int = 1024) -> float:
     return sum(length * (1 + length / (12 * hidden_size)) for length in lengths)
 
 
-def plan_ranks(
+def plan_ranks(  # noqa: PLR0913 - what to pack, over what, and what to do with misfits
     lengths: Sequence[int],
     *,
     max_tokens: int,
     num_ranks: int,
     oversize: Oversize = "error",
     names: Sequence[str] | None = None,
+    groups: Sequence[int] | None = None,
     hidden_size: int = 1024,
 ) -> RankPlan:
     """Rows of at most `max_tokens` tokens for `num_ranks`, of similar cost; none is split.
 
     No rank has more rows than first-fit-decreasing needs, and the k-th rows of all ranks, which
     wait for each other, cost about the same. plan_ranks([6, 4, 3, 2], max_tokens=8, num_ranks=2)
-    is ((0, 3),) and ((1, 2),). Errors and `oversize` are those of `plan_rows`.
+    is ((0, 3),) and ((1, 2),). Errors and `oversize` are those of `plan_rows`, and so are `groups`
+    for one rank; several balance sequences, wherever their group is.
     """
-    plan = plan_rows(lengths, max_tokens=max_tokens, oversize=oversize, names=names)
+    plan = plan_rows(
+        lengths,
+        max_tokens=max_tokens,
+        oversize=oversize,
+        names=names,
+        groups=groups if num_ranks == 1 else None,
+    )
     if num_ranks == 1:
         return RankPlan(ranks=(plan.rows,), dropped=plan.dropped)
     num_rows = -(-len(plan.rows) // num_ranks)

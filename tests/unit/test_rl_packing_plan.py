@@ -8,6 +8,20 @@ from hypothesis import strategies as st
 from services.rl.packing_plan import RankPlan, plan_ranks, plan_rows, row_cost
 
 
+def test_sequences_of_a_group_share_rows_as_far_as_they_fit() -> None:
+    # Two groups of 4 + 3 + 2 and of 4 + 1: by length alone the two 4s would share the first row.
+    plan = plan_rows([4, 3, 2, 4, 1], max_tokens=9, groups=[0, 0, 0, 1, 1])
+    assert plan.rows == ((0, 1, 2), (3, 4))
+    assert plan_rows([4, 3, 2, 4, 1], max_tokens=9).rows == ((0, 3, 4), (1, 2))
+    full = plan_rows([4, 3, 2, 4, 1], max_tokens=5, groups=[0, 0, 0, 1, 1])
+    assert full.rows == ((1, 2), (3, 4), (0,))
+
+
+def test_groups_of_one_are_planned_as_without_groups() -> None:
+    lengths = [5, 3, 4, 2, 7, 7, 1]
+    assert plan_rows(lengths, max_tokens=8, groups=range(7)) == plan_rows(lengths, max_tokens=8)
+
+
 def test_longest_first_into_the_first_row_with_room() -> None:
     assert plan_rows([5, 3, 4, 2], max_tokens=7).rows == ((0, 3), (2, 1))
 
