@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from dialoop.chat import History, Message
-from dialoop.clients.replay import GroupLease
+from dialoop.clients.replay import GroupLease, ReopenedLeases
 from dialoop.errors import Unavailable
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.trajectory import Group, SamplingParams, Task, Trajectory
@@ -126,6 +126,9 @@ class FakeReplay:
         self.dropped: dict[str, str] = {}
         self.extended: list[tuple[str, ...]] = []
         self.given_back: list[str] = []
+        # What an earlier trainer held, and of that what can be reopened.
+        self.held: tuple[str, ...] = ()
+        self.kept: dict[str, GroupLease] = {}
 
     async def get_stats(self, run: str) -> Any:
         return SimpleNamespace(cursor="", policy_version=self.policy_version)
@@ -144,6 +147,14 @@ class FakeReplay:
 
     async def give_back(self, run: str, items: Any) -> None:
         self.given_back += [item.lease_id for item in items]
+
+    async def list_leases(self, run: str, stage: Any, *, worker: str) -> tuple[str, ...]:
+        return self.held
+
+    async def reopen_leases(self, run: str, lease_ids: Any, *, lease_s: float) -> ReopenedLeases:
+        lost = tuple(one for one in lease_ids if one not in self.kept)
+        leases = () if lost else tuple(self.kept[one] for one in lease_ids)
+        return ReopenedLeases(leases=leases, lost=lost)
 
     async def extend(self, run: str, lease_ids: list[str], *, lease_s: float) -> tuple[str, ...]:
         self.extended.append(tuple(lease_ids))

@@ -40,6 +40,11 @@ class Batch:
         return tuple(lease.group for lease in self.train)
 
     @property
+    def trained_lease_ids(self) -> tuple[str, ...]:
+        """The leases of the groups to train."""
+        return tuple(lease.lease_id for lease in self.train)
+
+    @property
     def sequences(self) -> tuple[TrainedSequence, ...]:
         """The token rows to train: those with a signal."""
         return tuple(

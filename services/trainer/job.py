@@ -20,6 +20,7 @@ from dialoop.errors import DialoopError
 
 from services.trainer.early_stop import EarlyStop
 from services.trainer.evaluation import Evaluation, EvaluationPlan
+from services.trainer.redo import Redo
 from services.trainer.standing import JobParts, Standing
 from services.trainer.supervised import SupervisedSteps, WarmStart
 from services.trainer.train_steps import TrainSteps
@@ -59,7 +60,9 @@ class TrainingJob:
         self._standing = Standing(settings, parts)
         self._warm_start = WarmStart(settings, parts, self._standing)
         self._supervised: SupervisedSteps | None = None
-        self._steps: Steps = TrainSteps(settings, parts, self._standing)
+        steps = TrainSteps(settings, parts, self._standing)
+        self._redo = Redo(settings, parts, self._standing, steps)
+        self._steps: Steps = steps
         if demonstrations is not None:
             supervised = SupervisedSteps(settings, parts, self._standing, demonstrations)
             self._steps = self._supervised = supervised
@@ -117,9 +120,9 @@ class TrainingJob:
         """Restore, or warm start and publish; before it there is nothing to publish or save."""
         standing = self._standing
         async with standing.between_steps:
-            if await standing.restore() and standing.progress.num_policy_versions:
+            if await standing.restore():
                 with standing.phase(Phase.EVALUATING, "publish_restored"):
-                    await standing.publish_again()
+                    await self._redo.run()
             with standing.phase(Phase.WARM_START, "warm_start"):
                 await self._warm_start.run()
             if not (standing.progress.num_policy_versions or self._board.is_stopping):
@@ -193,10 +196,12 @@ class TrainingJob:
             log.warning("A running evaluation failed.", extra={"reason": error.reason})
         else:
             if found is not None and found.num_trajectories:
-                self._judge(found.mean_reward)
+                async with self._standing.between_steps:
+                    self._judge(found.mean_reward)
 
     def _judge(self, value: float) -> None:
         EarlyStop.of(self._settings).observe(value, self._standing.progress)
+        self._standing.note(judged=value)
 
     async def _evaluate_before(self) -> None:
         with self._standing.phase(Phase.EVALUATING, "evaluate_before"):

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+WORKER = "trainer"
+"""The name a trainer leases under: the next process of the run has what this one holds."""
+
 
 class HeldLeases:
     """Leases of groups that are trained or wait to be; extended however long a train step takes."""

@@ -44,8 +44,8 @@ class RunRecords:
         self._run_dir = run_dir
         self._trackers = trackers
         self._part_bytes = max_trajectory_bytes // _NUM_PARTS
-        self._metrics = _opened(run_dir / "metrics.jsonl")
-        self._trajectories = _opened(run_dir / TRAJECTORIES)
+        self._metrics = opened(run_dir / "metrics.jsonl")
+        self._trajectories = opened(run_dir / TRAJECTORIES)
         self._writing = threading.Lock()
         self.newest: dict[str, float] = {}
 
@@ -68,6 +68,15 @@ class RunRecords:
         prefix = f"{kind}/{values['label']}" if "label" in values else kind
         numbers = {f"{prefix}/{k}": float(v) for k, v in values.items() if _is_number(v)}
         self.newest.update(numbers)
+
+    def newest_train_step(self) -> int:
+        """The newest train step that has a row, after what restores took back; 0 for none."""
+        newest = 0
+        with (self._run_dir / "metrics.jsonl").open(encoding="utf-8", newline="\n") as lines:
+            for row in map(json.loads, lines):
+                if row["kind"] in ("train", "restore"):
+                    newest = int(row["train_step"])
+        return newest
 
     def rewind(
         self, *, num_train_steps: int, num_warm_start_steps: int, evaluations: Iterable[str] = ()
@@ -104,7 +113,7 @@ class RunRecords:
         number = number_of(older[-1]) + 1 if older else 1
         current = self._run_dir / TRAJECTORIES
         current.rename(self._run_dir / f"trajectories.{number:06d}.jsonl")
-        self._trajectories = _opened(current)
+        self._trajectories = opened(current)
         for part in trajectory_files(self._run_dir)[:-_NUM_PARTS]:
             part.unlink()
 
@@ -120,8 +129,8 @@ class RunRecords:
             tracker.close()
 
 
-def _opened(path: Path) -> TextIO:
-    """The file, to append to; what a kill left of a last line is cut off."""
+def opened(path: Path) -> TextIO:
+    """A file of lines, to append to; what a kill left of a last line is cut off."""
     if path.is_file():
         with path.open("rb+") as file:
             file.truncate(_end_of_last_line(file))

@@ -16,6 +16,7 @@ from dialoop.clients.replay import ReturnItem
 from dialoop.sequences import PolicyVersion
 
 from services.trainer.checkpoint import Progress, lineage_after_restore, published_version
+from services.trainer.journal import Entry, Journal
 from services.trainer.leases import HeldLeases
 from services.trainer.phases import PhaseClock
 from services.trainer.placement import Split
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from dialoop.clients.replay import ReplayClient
     from dialoop.clients.trainer import Phase
 
+    from services.trainer.batches import Batch
     from services.trainer.checkpoint import Checkpoints
     from services.trainer.evaluation import Evaluator
     from services.trainer.learner import Learner
@@ -69,54 +71,86 @@ class Standing:
         # Leases of groups whose gradient is in the weights but not yet in a checkpoint.
         self._unsaved_leases: list[str] = []
         self._clock = PhaseClock()
+        self.journal = Journal(parts.checkpoints)
         self.progress = Progress(policy_version=PolicyVersion(lineage=FIRST_LINEAGE, number=0))
         self.held = HeldLeases(settings.run, parts.replay, lease_s=settings.lease_s)
         # Held by a train step and by whoever wants the weights to stand still between two.
         self.between_steps = asyncio.Lock()
 
     async def restore(self) -> bool:
-        """Go on from the newest checkpoint, if there is one, under a version nobody has seen."""
-        live = published_version(self._settings.run_dir)
+        """Load the newest checkpoint, if there is one, and let go of what it contains."""
         restored = await asyncio.to_thread(self._parts.checkpoints.restore, self._parts.learner)
         if restored is None:
             # Killed before its first checkpoint: what was published may have been sampled from.
+            live = published_version(self._settings.run_dir)
             version = lineage_after_restore(self.progress.policy_version, live)
             self.progress.policy_version = version
             self._parts.records.rewind(num_train_steps=0, num_warm_start_steps=0)
             return False
-        # A publish is announced to the queue first, so the queue may know one that no file names.
-        announced = (await self._replay.get_stats(self._settings.run)).policy_version
-        version = lineage_after_restore(restored.policy_version, live, announced)
         self.progress = restored
-        self.progress.policy_version = version
+        self._unsaved_leases.clear()
+        self.held.let_go(self.held.lease_ids)
         self._board.num_train_steps = restored.num_train_steps
         self._board.num_warm_start_steps = restored.num_warm_start_steps
-        self._parts.records.rewind(
-            num_train_steps=restored.num_train_steps,
-            num_warm_start_steps=restored.num_warm_start_steps,
-            evaluations=restored.evaluations,
-        )
         await self._replay.acknowledge(self._settings.run, restored.consumed_lease_ids)
-        log.info(
-            "Resuming.", extra={"train_step": restored.num_train_steps, "policy": str(version)}
-        )
         return True
+
+    def go_on(self, announced: PolicyVersion | None) -> None:
+        """Go on under a version that nobody has seen with other weights.
+
+        `announced` is the newest that the queue knows.
+        """
+        progress, live = self.progress, published_version(self._settings.run_dir)
+        progress.policy_version = lineage_after_restore(progress.policy_version, live, announced)
+        self._parts.records.rewind(
+            num_train_steps=progress.num_train_steps,
+            num_warm_start_steps=progress.num_warm_start_steps,
+            evaluations=progress.evaluations,
+        )
+        log.info(
+            "Resuming.",
+            extra={
+                "train_step": progress.num_train_steps,
+                "policy": str(progress.policy_version),
+            },
+        )
 
     async def publish_again(self) -> None:
         """Publish the restored weights under the version they go on as."""
-        self._announce(await self._publisher.publish(self.progress.policy_version))
+        version, trained = self.progress.policy_version, tuple(self._unsaved_leases)
+        self._announce(await self._publisher.publish(version, trained_lease_ids=trained))
 
-    async def publish_next(self, trained_lease_ids: tuple[str, ...] = ()) -> Published:
-        """Publish the present weights as a new version; the leases are settled by a checkpoint."""
+    async def publish_next(self, batch: Batch | None = None) -> Published:
+        """Publish the present weights, of a batch just trained, as a new version."""
         version = self.progress.policy_version
         version = replace(version, number=version.number + 1)
         # Claimed whatever comes: a number that failed never comes back with other weights.
         self.progress.policy_version = version
-        self.settle(trained_lease_ids)
-        published = await self._publisher.publish(version, trained_lease_ids=trained_lease_ids)
+        trained = () if batch is None else batch.trained_lease_ids
+        self.settle(trained)
+        self.note(batch)
+        published = await self._publisher.publish(version, trained_lease_ids=trained)
         self.progress.num_policy_versions += 1
         self._announce(published)
         return published
+
+    def note(self, batch: Batch | None = None, *, judged: float | None = None) -> None:
+        """Write into the journal what has been done, before anybody outside hears of it.
+
+        Only RL redoes its steps, and begins with its first policy.
+        """
+        if self._settings.mode != "rl" or not self.progress.num_policy_versions:
+            return
+        dropped = () if batch is None else batch.dropped.items()
+        self.journal.add(
+            Entry(
+                train_step=self.progress.num_train_steps,
+                policy_version=self.progress.policy_version,
+                trained=() if batch is None else batch.trained_lease_ids,
+                dropped={why: tuple(one.lease_id for one in leases) for why, leases in dropped},
+                judged=judged,
+            )
+        )
 
     def settle(self, lease_ids: tuple[str, ...]) -> None:
         """The gradient of these groups is in the weights: the next checkpoint lets go of them."""
@@ -152,7 +186,7 @@ class Standing:
             untrained = self.held.lease_ids
             if untrained:
                 items = [
-                    ReturnItem(lease_id=lease, reason="trainer stopped") for lease in untrained
+                    ReturnItem(lease_id=lease, reason="trainer_stopped") for lease in untrained
                 ]
                 await self._replay.give_back(self._settings.run, items)
                 self.held.let_go(untrained)

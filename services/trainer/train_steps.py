@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from dialoop.trajectory import Stage
 
 from services.trainer.batches import sort_batch
+from services.trainer.leases import WORKER
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from dialoop.clients.replay import GroupLease
     from dialoop.sequences import PolicyVersion
@@ -56,7 +57,7 @@ class TrainSteps:
             leased = await self._replay.lease_groups(
                 self._settings.run,
                 Stage.SCORED,
-                worker="trainer",
+                worker=WORKER,
                 max_groups=self._settings.groups_per_train_step,
                 min_groups=self._settings.groups_per_train_step,
                 lease_s=self._settings.lease_s,
@@ -86,30 +87,32 @@ class TrainSteps:
             await self._standing.checkpoint()
         if not (batch.train or batch.dropped):
             return
+        row = await self.learn(batch) | {"lease_s": lease_s}
+        if batch.train:
+            published = await self._standing.publish_next(batch)
+            row["publish_s"] = published.publish_s
+        else:
+            self._standing.note(batch)
+        await self.record(batch, row)
+        # After the publish: a refunded credit starts a group, which is to be of the new policy.
+        await self.drop(batch)
+
+    async def learn(self, batch: Batch) -> dict[str, Any]:
+        """Train a batch as the next train step; its row. Nobody outside hears of it yet."""
+        progress, version = self._standing.progress, self._standing.progress.policy_version
+        row = _row_of(batch)
+        if batch.train:
+            temperature = batch.groups[0].trajectories[0].sampling.temperature or 1.0
+            started = time.perf_counter()
+            report = await asyncio.to_thread(
+                self._learner.train_step, batch.sequences, current=version, temperature=temperature
+            )
+            self._count(batch, report, version)
+            row |= _row_of_report(report) | _row_of_staleness(batch, version)
+            row |= self._alarm(report, version) | {"train_s": time.perf_counter() - started}
         progress.num_train_steps += 1
         self._board.num_train_steps = progress.num_train_steps
-        if batch.train:
-            await self._update(batch, version, lease_s)
-        else:
-            self._record(version, _row_of(batch) | {"lease_s": lease_s})
-        # After the publish: a refunded credit starts a group, which is to be of the new policy.
-        for reason, dropped in batch.dropped.items():
-            await self._drop(dropped, reason)
-
-    async def _update(self, batch: Batch, version: PolicyVersion, lease_s: float) -> None:
-        temperature = batch.groups[0].trajectories[0].sampling.temperature or 1.0
-        started = time.perf_counter()
-        report = await asyncio.to_thread(
-            self._learner.train_step, batch.sequences, current=version, temperature=temperature
-        )
-        train_s = time.perf_counter() - started
-        self._count(batch, report, version)
-        alarm = self._alarm(report, version)
-        published = await self._standing.publish_next(tuple(one.lease_id for one in batch.train))
-        await self._record_groups(list(batch.groups), "trained")
-        seconds = {"lease_s": lease_s, "train_s": train_s, "publish_s": published.publish_s}
-        trained = _row_of_report(report) | _row_of_staleness(batch, version)
-        self._record(published.policy_version, _row_of(batch) | trained | alarm | seconds)
+        return row
 
     def _alarm(self, report: TrainStepReport, version: PolicyVersion) -> dict[str, Any]:
         """Say so when engine and trainer disagree on what the present policy has sampled.
@@ -128,11 +131,21 @@ class TrainSteps:
             )
         return {"fresh_mismatch_kl": found, "fresh_mismatch_alarm": is_off}
 
-    async def _drop(self, leases: tuple[GroupLease, ...], reason: str) -> None:
-        lease_ids = [lease.lease_id for lease in leases]
-        await self._replay.drop(self._settings.run, lease_ids, reason)
-        self._standing.held.let_go(lease_ids)
-        await self._record_groups([lease.group for lease in leases], reason)
+    async def record(self, batch: Batch, row: dict[str, Any]) -> None:
+        """Write down what the newest train step trained."""
+        if batch.train:
+            await self._record_groups(batch.groups, "trained")
+        progress = self._standing.progress
+        version, step = progress.policy_version, progress.num_train_steps
+        self._records.metric("train", train_step=step, policy_version=version, **row)
+
+    async def drop(self, batch: Batch) -> None:
+        """Let go of what cannot be trained, under its reasons."""
+        for reason, leases in batch.dropped.items():
+            lease_ids = [lease.lease_id for lease in leases]
+            await self._replay.drop(self._settings.run, lease_ids, reason)
+            self._standing.held.let_go(lease_ids)
+            await self._record_groups([lease.group for lease in leases], reason)
 
     def _count(self, batch: Batch, report: TrainStepReport, version: PolicyVersion) -> None:
         progress = self._standing.progress
@@ -144,7 +157,7 @@ class TrainSteps:
         progress.num_trained_trajectories += sum(g.num_trajectories for g in batch.groups)
         progress.consumed_group_ids.extend(g.group_id for g in batch.groups)
 
-    async def _record_groups(self, groups: list[Group], outcome: str) -> None:
+    async def _record_groups(self, groups: Sequence[Group], outcome: str) -> None:
         await asyncio.to_thread(
             self._records.trajectories,
             [t for group in groups for t in group.trajectories],
@@ -153,18 +166,15 @@ class TrainSteps:
             train_step=self._standing.progress.num_train_steps,
         )
 
-    def _record(self, version: PolicyVersion, row: dict[str, Any]) -> None:
-        step = self._standing.progress.num_train_steps
-        self._records.metric("train", train_step=step, policy_version=version, **row)
-
 
 def _row_of(batch: Batch) -> dict[str, Any]:
     """What the batch was, whether or not something of it could be trained."""
     dropped = [lease.group for leases in batch.dropped.values() for lease in leases]
     trajectories = [t for g in (*batch.groups, *dropped) for t in g.trajectories]
     return {
-        "reward": sum(t.reward for t in trajectories) / len(trajectories),
-        "tool_call_rate": sum(t.num_tool_calls > 0 for t in trajectories) / len(trajectories),
+        "reward": sum(t.reward for t in trajectories) / max(1, len(trajectories)),
+        "tool_call_rate": sum(t.num_tool_calls > 0 for t in trajectories)
+        / max(1, len(trajectories)),
         "num_groups_trained": len(batch.train),
         "num_groups_dropped": len(dropped),
         "num_trained_tokens": 0,

@@ -1,0 +1,162 @@
+"""Doing again, on the same groups, what a killed trainer did after its newest checkpoint.
+
+The journal says what that was and the queue still has the groups, so the weights come out bit for
+bit as they were published: no policy is taken back, and what was sampled from it stays fresh. Where
+a group is gone, the run goes on from what could be redone, in a new lineage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import TYPE_CHECKING
+
+from dialoop.clients.replay import ReturnItem
+from dialoop.sequences import PolicyVersion
+from dialoop.trajectory import Stage
+
+from services.trainer.batches import Batch
+from services.trainer.early_stop import EarlyStop
+from services.trainer.leases import WORKER
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from dialoop.clients.replay import GroupLease
+
+    from services.trainer.journal import Entry
+    from services.trainer.settings import TrainerSettings
+    from services.trainer.standing import JobParts, Standing
+    from services.trainer.train_steps import TrainSteps
+
+log = logging.getLogger(__name__)
+
+
+class Redo:
+    """Used once, between a restore and the next train step."""
+
+    def __init__(
+        self, settings: TrainerSettings, parts: JobParts, standing: Standing, steps: TrainSteps
+    ) -> None:
+        self._settings = settings
+        self._learner = parts.learner
+        self._replay = parts.replay
+        self._records = parts.records
+        self._standing = standing
+        self._steps = steps
+
+    async def run(self) -> None:
+        """Catch up with the journal, give back what was in work, and publish where that leads."""
+        standing = self._standing
+        if not standing.progress.num_policy_versions:  # killed in its warm start
+            standing.go_on(await self._published())
+            return
+        entries = standing.journal.entries()
+        async with standing.held.kept():
+            num_redone = await self._redo_all(entries)
+            if self._settings.mode == "rl":
+                await self._return_the_rest(entries)
+            redone = standing.progress.policy_version
+            standing.go_on(await self._published())
+            await standing.publish_again()
+        if num_redone < len(entries) or standing.progress.policy_version != redone:
+            # What the journal says is no longer what was done.
+            await standing.checkpoint()
+
+    async def _redo_all(self, entries: Sequence[Entry]) -> int:
+        """How many entries were redone; 0 with the checkpoint's weights where they came out other.
+
+        Rows and trajectories of all but the newest train step have been written down before.
+        """
+        num_recorded = self._records.newest_train_step()
+        live, digest = published_policy(self._settings.run_dir) or (None, "")
+        for number, entry in enumerate(entries):
+            if not await self._redo(entry, is_recorded=entry.train_step <= num_recorded):
+                log.warning("A group to redo is gone.", extra={"train_step": entry.train_step})
+                return number
+            if entry.policy_version == live and await self._digest() != digest:
+                log.error("Redone weights differ.", extra={"policy_version": str(live)})
+                await self._standing.restore()
+                return 0
+        return len(entries)
+
+    async def _redo(self, entry: Entry, *, is_recorded: bool) -> bool:
+        """Do once more what one entry says; False where the queue has lost its groups."""
+        progress = self._standing.progress
+        if entry.judged is not None:
+            EarlyStop.of(self._settings).observe(entry.judged, progress)
+            return True
+        batch = await self._batch(entry)
+        if batch is None:
+            return False
+        row = await self._steps.learn(batch) if entry.lease_ids else {}
+        self._standing.settle(entry.trained)
+        if entry.policy_version != progress.policy_version:
+            progress.policy_version = entry.policy_version
+            progress.num_policy_versions += 1
+        if row and not is_recorded:
+            await self._steps.record(batch, row)
+        await self._steps.drop(batch)
+        return True
+
+    async def _batch(self, entry: Entry) -> Batch | None:
+        """The batch as it was, but for dropped groups that the queue has let go of since."""
+        trained = await self._reopened(entry.trained)
+        if trained is None:
+            return None
+        dropped = {why: await self._reopened(ids) or () for why, ids in entry.dropped.items()}
+        return Batch(
+            train=trained,
+            already_consumed=(),
+            dropped={why: leases for why, leases in dropped.items() if leases},
+            needs_advantages=self._learner.needs_advantages,
+        )
+
+    async def _reopened(self, lease_ids: tuple[str, ...]) -> tuple[GroupLease, ...] | None:
+        """The groups of leases that are still the trainer's; None when one is lost."""
+        if not lease_ids:
+            return ()
+        found = await self._replay.reopen_leases(
+            self._settings.run, lease_ids, lease_s=self._settings.lease_s
+        )
+        if found.lost:
+            return None
+        self._standing.held.hold(lease_ids)
+        return found.leases
+
+    async def _return_the_rest(self, entries: Sequence[Entry]) -> None:
+        """Give back, to its place in the queue, what the killed trainer held and nobody redid.
+
+        What was in work when it was killed may be what killed it: that counts as a failure.
+        """
+        run = self._settings.run
+        listed = await self._replay.list_leases(run, Stage.SCORED, worker=WORKER)
+        done = {lease_id for entry in entries for lease_id in entry.lease_ids}
+        items = [
+            ReturnItem(lease_id=one, reason="trainer_restarted", failed=one not in done)
+            for one in listed
+            if one not in self._standing.held.lease_ids
+        ]
+        if items:
+            await self._replay.give_back(run, items)
+
+    async def _published(self) -> PolicyVersion | None:
+        """The newest version that the queue knows: a publish is announced to it first."""
+        return (await self._replay.get_stats(self._settings.run)).policy_version
+
+    async def _digest(self) -> str:
+        path = self._settings.run_dir / "redone.safetensors"
+        weights = await asyncio.to_thread(self._learner.export, path)
+        path.unlink()
+        return weights.sha256
+
+
+def published_policy(run_dir: Path) -> tuple[PolicyVersion, str] | None:
+    """The version that `policies/latest.json` names and the digest of its weights, if any."""
+    pointer = run_dir / "policies" / "latest.json"
+    if not pointer.is_file():
+        return None
+    data = json.loads(pointer.read_text("utf-8"))
+    return PolicyVersion(lineage=data["lineage"], number=data["number"]), data["sha256"]
