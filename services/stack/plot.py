@@ -22,20 +22,22 @@ def draw_learning(metrics: Path, target: Path) -> None:
     heldout = [r for r in rows if r["kind"] == "evaluation" and r.get("label") in _LABELS]
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
-    steps = [row["train_step"] for row in train]
-    above.plot(steps, [row["reward"] for row in train], label="reward (training)")
-    above.plot(steps, [row["tool_call_rate"] for row in train], label="tool-call rate (training)")
-    above.plot(
-        [row["train_step"] for row in heldout],
-        [row["mean_reward"] for row in heldout],
-        "o-",
-        label="held-out accuracy (sampled)",
-    )
+    _line(above, train, "reward", label="reward (training)")
+    _line(above, train, "tool_call_rate", label="tool-call rate (training)")
+    _line(above, heldout, "mean_reward", "o-", label="held-out accuracy (sampled)")
     above.set_ylim(-0.02, 1.02)
-    above.legend(loc="lower right")
+    if above.lines:
+        above.legend(loc="best")
     _draw_below(below, rows)
     below.set_xlabel("train step")
     figure.savefig(target, dpi=120)
+
+
+def _line(axes: Any, rows: list[dict[str, Any]], key: str, style: str = "-", *, label: str) -> None:
+    """One curve over train steps; none, and no entry in the legend, where there are no rows."""
+    if rows:
+        steps = [row["train_step"] for row in rows]
+        axes.plot(steps, [row[key] for row in rows], style, label=label)
 
 
 def _draw_below(axes: Any, rows: list[dict[str, Any]]) -> None:
@@ -44,9 +46,8 @@ def _draw_below(axes: Any, rows: list[dict[str, Any]]) -> None:
     supervised = [row for row in rows if row["kind"] == "train" and "epoch" in row]
     heldout = [row for row in rows if row["kind"] == "heldout"]
     if supervised:
-        for label, found in (("loss (training)", supervised), ("loss (held-out)", heldout)):
-            steps = [row["train_step"] for row in found]
-            axes.plot(steps, [row["loss"] for row in found], label=label)
+        _line(axes, supervised, "loss", label="loss (training)")
+        _line(axes, heldout, "loss", label="loss (held-out)")
         axes.set_ylabel("loss")
         axes.legend(loc="upper right")
         return

@@ -85,6 +85,7 @@ async def test_sft_trains_epochs_and_publishes_at_the_end(
     found = metrics(tmp_path, "train")
     assert [row["epoch"] for row in found] == [0, 0, 0, 1, 1, 1]
     draw_learning(tmp_path / "metrics.jsonl", tmp_path / "learning.png")
+    assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
 
 
 async def test_a_restarted_sft_goes_on_with_the_batches_it_has_not_trained(
