@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from dialoop.errors import InvalidInput
 
+from services.learning.fused_head import cut_kernel, cut_logprobs, refuse_entropy
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from services.learning.fused_head import LogprobKernel
 
 DEFAULT_CHUNK_ROWS = 1024
 """How many rows of logits exist at one time, at most."""
@@ -43,14 +47,21 @@ def token_logprobs(  # noqa: PLR0913 - what is scored, and three ways to trade m
     with_entropy: bool = False,
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
     kept_bytes: int = DEFAULT_KEPT_BYTES,
+    kernel: LogprobKernel = "chunked",
 ) -> TokenScores:
     """The value log softmax(hidden @ weight.T / temperature)[targets], in float32 or better.
 
     hidden [M, H], weight [V, H], targets int64 [M]; temperature, one number or [M], must be the
     one the tokens were sampled with: the policy is the tempered distribution. At most `chunk_rows`
     rows of logits exist at one time, and `kept_bytes` of probabilities until backward.
+    The kernel "cut" is `services.learning.fused_head`'s: on CUDA, in half precision, no entropy.
     """
     scale = _inverse_temperature(temperature, hidden)
+    if kernel == "cut":
+        if with_entropy:
+            refuse_entropy()
+        fused = cut_kernel(hidden.device)
+        return TokenScores(cut_logprobs(hidden, weight, targets, scale, kernel=fused))
     options = _Options(with_entropy=with_entropy, chunk_rows=chunk_rows, kept_bytes=kept_bytes)
     logprobs, entropy = _ChunkedLogProbs.apply(hidden, weight, targets, scale, options)  # type: ignore[no-untyped-call]
     return TokenScores(logprobs, entropy if with_entropy else None)

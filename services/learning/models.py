@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.learning.attention import PACKED_ATTENTION, plan_attention
+from services.learning.fused_head import cut_kernel, require_half
 from services.learning.logprobs import DEFAULT_CHUNK_ROWS, TokenScores, token_logprobs
 from services.learning.packing import TokenRow, pack_rows
 from services.learning.prefixes import share_prefixes
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from services.learning.fused_head import LogprobKernel
     from services.learning.packing import PackedBatch
     from services.learning.prefixes import SharedPrefixes
 
@@ -42,6 +44,7 @@ class PolicyModel(nn.Module):
         self.causal_lm = causal_lm
         self.chunk_rows = chunk_rows
         self.autocast: torch.dtype | None = None
+        self.logprob_kernel: LogprobKernel = "chunked"
 
     def forward(
         self,
@@ -62,6 +65,7 @@ class PolicyModel(nn.Module):
             temperature=temperature,
             with_entropy=with_entropy,
             chunk_rows=self.chunk_rows,
+            kernel=self.logprob_kernel,
         )
 
     def hidden_matrices(self) -> list[nn.Parameter]:
@@ -74,6 +78,13 @@ class PolicyModel(nn.Module):
             )
         }
         return [p for p in self.parameters() if p.ndim == 2 and id(p) not in outer]
+
+    def take_kernel(self, kernel: LogprobKernel) -> None:
+        """Compute log-probs by this kernel from now on; InvalidConfig where it cannot run."""
+        if kernel == "cut":
+            cut_kernel(self.head_weight.device)
+            require_half(self.autocast or self.head_weight.dtype)
+        self.logprob_kernel = kernel
 
     def checkpoint_activations(self) -> None:
         """Keep only what enters each layer, and compute the rest anew in the backward pass."""
@@ -101,7 +112,9 @@ class PolicyModel(nn.Module):
                 use_cache=False,
             )
         states: Tensor = output.last_hidden_state[0]
-        return states if self.autocast is None else states.to(self.head_weight.dtype)
+        if self.autocast is None or self.logprob_kernel == "cut":
+            return states  # that kernel takes half precision and a head in any
+        return states.to(self.head_weight.dtype)
 
     @property
     def head_weight(self) -> Tensor:

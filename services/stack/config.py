@@ -200,6 +200,8 @@ class TrainSection(_Section):
     """Where the trainer has its model."""
     autocast: Literal["", "bfloat16"] = ""
     """Compute the layers in this format while weights keep `dtype`; empty for not."""
+    logprob_kernel: Literal["chunked", "cut"] = "chunked"
+    """Log-probs in chunks, or by cut-cross-entropy: CUDA, bfloat16, no entropy, extra `gpu`."""
     activation_checkpointing: bool = False
     """Compute activations anew in the backward pass: less memory for a third more time."""
     max_trajectories_mb: int = Field(default=4096, ge=0)

@@ -261,6 +261,7 @@ class Layout:
             "trackers": self.config.trackers.model_dump(),
             "device": section.device,
             "autocast": section.autocast,
+            "logprob_kernel": section.logprob_kernel,
             "activation_checkpointing": section.activation_checkpointing,
             "max_trajectories_mb": section.max_trajectories_mb,
             "num_train_steps": section.num_steps,

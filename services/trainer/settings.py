@@ -143,6 +143,11 @@ class TrainerSettings(ServerSettings):
     """Seconds that a replica's answers under way have to end when it is put to sleep."""
     autocast: Literal["", "bfloat16"] = ""
     """Compute the layers in this format while the weights stay in `dtype`; empty for not."""
+    logprob_kernel: Literal["chunked", "cut"] = "chunked"
+    """How log-probs are computed: in chunks anywhere, or by cut-cross-entropy on CUDA in bfloat16.
+
+    The latter is the extra `gpu`, and gives no entropy.
+    """
     activation_checkpointing: bool = False
     """Compute activations anew in the backward pass: less memory for a third more time."""
     lora: LoraSettings = LoraSettings()
@@ -161,6 +166,12 @@ class TrainerSettings(ServerSettings):
             )
         if self.device_lock is not None:
             self._require_turns()
+        if self.logprob_kernel == "cut" and self.objective.entropy_coeff:
+            raise InvalidConfig(
+                "entropy_coeff asks for the entropy, and the log-prob kernel cut gives none.",
+                reason="KERNEL_WITHOUT_ENTROPY",
+                remedy='Set logprob_kernel = "chunked", or entropy_coeff = 0.',
+            )
         if self.lora.rank and self.optimizer == "muon":
             raise InvalidConfig(
                 "Muon does not train LoRA: it makes an update of full rank out of every matrix, "

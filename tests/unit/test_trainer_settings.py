@@ -19,6 +19,7 @@ CONFIG = {
         "mode": "sft",
         "device": "cuda",
         "autocast": "bfloat16",
+        "logprob_kernel": "cut",
         "activation_checkpointing": True,
         "max_trajectories_mb": 7,
     },
@@ -47,6 +48,7 @@ def test_the_trainer_is_told_what_the_config_says(
     assert (found.mode, found.sft.file, found.sft.num_epochs) == ("sft", "chats.jsonl", 3)
     assert (found.device, found.autocast) == ("cuda", "bfloat16")
     assert found.activation_checkpointing
+    assert found.logprob_kernel == "cut"
     assert (found.stop_at, found.stop_without_gain) == (0.9, 5)
     assert found.trackers.tensorboard
     assert found.max_trajectories_mb == 7
@@ -68,3 +70,10 @@ def test_muon_and_lora_are_refused_together() -> None:
     with pytest.raises(InvalidConfig) as caught:
         settings.require_consistent()
     assert caught.value.reason == "MUON_WITH_LORA"
+
+
+def test_an_entropy_bonus_and_the_kernel_that_has_no_entropy_are_refused_together() -> None:
+    settings = TrainerSettings(logprob_kernel="cut", objective={"entropy_coeff": 0.01})
+    with pytest.raises(InvalidConfig) as caught:
+        settings.require_consistent()
+    assert caught.value.reason == "KERNEL_WITHOUT_ENTROPY"

@@ -1,0 +1,95 @@
+"""The head as one fused kernel on a GPU: cut cross-entropy (arXiv 2411.09009), the extra `gpu`.
+
+Logits are never written to memory, in forward or backward. It computes in half precision: products
+of bfloat16 summed in float32, gradients of the head summed in float32 where the installed release
+can. No entry of a gradient is left out, which is its default (`filter_eps`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+import torch
+from dialoop.errors import InvalidConfig, Unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+LogprobKernel = Literal["chunked", "cut"]
+"""How log-probs are computed: in chunks on any device, or by the fused kernel on a GPU."""
+
+_HALF = (torch.bfloat16, torch.float16)
+_PRECISE = ("accum_e_fp32", "accum_c_fp32")
+_CHUNKED = 'Set logprob_kernel = "chunked" in [train], which runs anywhere'
+
+
+def cut_kernel(device: torch.device) -> Callable[..., Tensor]:
+    """`cut_cross_entropy.linear_cross_entropy`; InvalidConfig where it cannot run.
+
+    NEEDS_CUDA without a CUDA device, KERNEL_NOT_INSTALLED without the package.
+    """
+    if device.type != "cuda":
+        raise InvalidConfig(
+            f"The log-prob kernel cut runs on CUDA devices, and the model is on {device.type}.",
+            reason="NEEDS_CUDA",
+            remedy=f'{_CHUNKED}, or train with device = "cuda".',
+        )
+    try:
+        module = importlib.import_module("cut_cross_entropy")
+    except ImportError as error:
+        raise InvalidConfig(
+            "The log-prob kernel cut needs the package cut-cross-entropy.",
+            reason="KERNEL_NOT_INSTALLED",
+            remedy=f"pip install 'dialoop-services[trainer,gpu]'. Or: {_CHUNKED}.",
+        ) from error
+    found: Callable[..., Tensor] = module.linear_cross_entropy
+    return found
+
+
+def cut_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    *,
+    kernel: Callable[..., Tensor],
+) -> Tensor:
+    """Log-probs float32 [M]; the arguments are those of `token_logprobs`, hidden in half precision.
+
+    scale, 1 / temperature, float32 [M] or [1], is folded into the hidden states. `kernel` has the
+    signature of `linear_cross_entropy` and takes a gradient for each token.
+    """
+    require_half(hidden.dtype)
+    tempered = hidden if len(scale) == 1 and float(scale) == 1.0 else _tempered(hidden, scale)
+    if not len(targets):  # a grid of no blocks is no kernel
+        return (tempered.sum() + weight.sum()).float() * torch.zeros(0, device=hidden.device)
+    options = {name: True for name in _PRECISE if name in inspect.signature(kernel).parameters}
+    nll = kernel(tempered, weight, targets, reduction="none", filter_eps=None, **options)
+    return -nll.float()
+
+
+def require_half(dtype: torch.dtype) -> None:
+    """Unsupported (KERNEL_NEEDS_HALF_PRECISION) for what the kernel does not compute."""
+    if dtype not in _HALF:
+        raise Unsupported(
+            f"The log-prob kernel cut computes in half precision, not in {dtype}.",
+            reason="KERNEL_NEEDS_HALF_PRECISION",
+            remedy=f'Set dtype or autocast to "bfloat16" in [train]. Or: {_CHUNKED}.',
+        )
+
+
+def refuse_entropy() -> NoReturn:
+    """The kernel never holds a distribution, so it has no entropy to give."""
+    raise Unsupported(
+        "The log-prob kernel cut gives no entropy.",
+        reason="KERNEL_WITHOUT_ENTROPY",
+        remedy=f"Set entropy_coeff to 0. Or: {_CHUNKED} and computes it.",
+    )
+
+
+def _tempered(hidden: Tensor, scale: Tensor) -> Tensor:
+    return (hidden.float() * scale[:, None]).to(hidden.dtype)
