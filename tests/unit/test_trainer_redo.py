@@ -1,0 +1,213 @@
+"""A trainer that was killed redoes what its journal says, or says where it cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dialoop.clients.replay import ReturnItem
+from dialoop.sequences import PolicyVersion
+
+from services.stack.plot import read_metrics
+from services.trainer.journal import Entry
+from tests.trainer_world import World, lease
+
+FIRST = PolicyVersion(lineage="main", number=1)
+
+
+class Killed(Exception):
+    """What ends the process in these tests."""
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(**settings: Any) -> World:
+        made.append(World(tmp_path, **{"num_train_steps": 3, "checkpoint_every": 100} | settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.records.close()
+
+
+async def killed_after(here: World, *batches: str) -> None:
+    """Train batches of groups of one letter each, then die while the next is waited for."""
+    for names in batches:
+        here.offer(*names)
+    here.replay.batches.append(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ExceptionGroup):
+        await here.run()
+
+
+def after(here: World, again: World, *, lost: str = "", in_work: str = "") -> World:
+    """What the queue still has of an earlier trainer's groups when the next one comes."""
+    journal = here.job._standing.journal.entries()
+    held = [one for entry in journal for one in entry.lease_ids]
+    again.replay.kept = {
+        one: lease(one.removeprefix("lease-"), FIRST)
+        for one in held
+        if one.removeprefix("lease-") not in lost
+    }
+    again.replay.held = (*again.replay.kept, *(f"lease-{name}" for name in in_work))
+    again.replay.policy_version = here.job._standing.progress.policy_version
+    return again
+
+
+def kept_rows(here: World) -> list[dict[str, Any]]:
+    rows = read_metrics(here.settings.run_dir / "metrics.jsonl")
+    return [row for row in rows if row["kind"] == "train"]
+
+
+async def test_what_was_trained_since_the_checkpoint_is_trained_again_and_stays_published(
+    world: Callable[..., World],
+) -> None:
+    here = world()
+    await killed_after(here, "ab", "cd")
+    again = after(here, world(), in_work="ef")
+    again.offer("e", "f")
+    await again.run()
+    assert again.learner.trained == [4, 4, 4]
+    assert again.publisher.published == [("main-3", 2), ("main-4", 3)]
+    assert again.replay.given_back == ["lease-e", "lease-f"]
+    assert again.replay.acknowledged == [f"lease-{name}" for name in "abcdef"]
+    assert [row["train_step"] for row in kept_rows(again)] == [1, 2, 3]
+
+
+async def test_only_what_was_in_work_at_the_kill_is_returned_as_a_failure(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=4)
+    await killed_after(here, "ab", "cd")
+    again = after(here, world(num_train_steps=1), lost="a", in_work="e")
+    returned: list[ReturnItem] = []
+
+    async def give_back(run: str, items: list[ReturnItem]) -> None:
+        returned.extend(items)
+
+    again.replay.give_back = give_back  # type: ignore[method-assign]
+    again.offer("x", "y")
+    await again.run()
+    assert {item.lease_id: item.failed for item in returned} == {
+        "lease-b": False,
+        "lease-c": False,
+        "lease-d": False,
+        "lease-e": True,
+    }
+
+
+async def test_where_a_group_is_gone_the_run_goes_on_from_there_in_a_new_lineage(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=4)
+    await killed_after(here, "ab", "cd", "ef")
+    again = after(here, world(num_train_steps=3), lost="d")
+    again.offer("x", "y")
+    again.offer("v", "w")
+    await again.run()
+    assert again.publisher.published == [("main.1-2", 1), ("main.1-3", 2), ("main.1-4", 3)]
+    assert [row["lineage"] for row in kept_rows(again)] == ["main", "main.1", "main.1"]
+    # Saved at once: the journal spoke of steps that will not be redone.
+    assert again.replay.acknowledged[:2] == ["lease-a", "lease-b"]
+
+
+async def test_weights_that_come_out_other_than_published_go_back_to_the_checkpoint(
+    world: Callable[..., World], caplog: pytest.LogCaptureFixture
+) -> None:
+    here = world(num_train_steps=3)
+    await killed_after(here, "ab", "cd")
+    pointer = here.settings.run_dir / "policies" / "latest.json"
+    pointer.parent.mkdir()
+    pointer.write_text(json.dumps({"lineage": "main", "number": 3, "sha256": "other"}))
+    again = after(here, world(num_train_steps=1))
+    again.offer("x", "y")
+    await again.run()
+    assert "Redone weights differ." in caplog.text
+    assert again.publisher.published == [("main.1-1", 0), ("main.1-2", 1)]
+    assert again.replay.given_back == [f"lease-{name}" for name in "abcd"]
+    assert [row["lineage"] for row in kept_rows(again)] == ["main.1"]
+
+
+async def test_a_step_that_was_killed_before_its_row_was_written_gets_it(
+    world: Callable[..., World],
+) -> None:
+    here = world()
+    here.offer("a", "b")
+    publish = here.publisher.publish
+
+    async def killed(version: PolicyVersion, **options: Any) -> Any:
+        if version.number == 2:
+            raise Killed
+        return await publish(version, **options)
+
+    here.publisher.publish = killed  # type: ignore[method-assign]
+    with pytest.raises(ExceptionGroup):
+        await here.run()
+    assert not kept_rows(here)
+    again = after(here, world(num_train_steps=1))
+    await again.run()
+    assert again.publisher.published == [("main-2", 1)]
+    assert [row["train_step"] for row in kept_rows(again)] == [1]
+
+
+async def test_a_drop_that_a_kill_cut_short_is_made_up_for(world: Callable[..., World]) -> None:
+    here = world(max_staleness=0, pipeline_depth=0)
+    here.replay.batches.append(
+        lambda: [lease("a", FIRST), lease("b", replace(FIRST, lineage="other"))]
+    )
+
+    async def killed(*_: Any) -> Any:
+        raise Killed
+
+    here.replay.drop = killed  # type: ignore[method-assign]
+    with pytest.raises(ExceptionGroup):
+        await here.run()
+    again = after(here, world(num_train_steps=1))
+    await again.run()
+    assert again.replay.dropped == {"lease-b": "stale"}
+
+
+async def test_publishes_and_evaluations_since_the_checkpoint_are_remembered(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=2, evaluate_every=1, num_evaluation_tasks=1, stop_without_gain=2)
+    here.evaluator.rewards = [0.5]
+    await killed_after(here, "ab")
+    standing = here.job._standing
+    standing.note(judged=0.25)
+    await standing.publish_next()
+    again = after(here, world(num_train_steps=1, num_evaluation_tasks=1, stop_without_gain=2))
+    await again.run()
+    progress = again.job._standing.progress
+    assert again.publisher.published[0] == ("main-3", 1)
+    assert progress.num_policy_versions == 3
+    assert progress.best_evaluation == standing.progress.best_evaluation
+    assert progress.num_evaluations_without_gain > 0
+
+
+async def test_a_new_checkpoint_begins_a_new_journal(world: Callable[..., World]) -> None:
+    here = world(checkpoint_every=2)
+    await killed_after(here, "ab", "cd")
+    assert not here.job._standing.journal.entries()
+
+
+def test_a_line_that_a_kill_cut_short_is_not_read_and_not_built_upon(
+    world: Callable[..., World],
+) -> None:
+    here = world()
+    directory = here.settings.run_dir / "checkpoints" / "one"
+    directory.mkdir(parents=True)
+    (directory.parent / "latest.json").write_text('{"name": "one"}')
+    journal = here.job._standing.journal
+    entry = Entry(train_step=1, policy_version=FIRST, trained=("a",), dropped={"stale": ("b",)})
+    journal.add(entry)
+    with (directory / "journal.jsonl").open("a") as file:
+        file.write('{"train_step": 2, "lin')
+    assert journal.entries() == (entry,)
+    journal.add(replace(entry, train_step=2))
+    assert [one.train_step for one in journal.entries()] == [1, 2]
