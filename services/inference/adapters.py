@@ -29,13 +29,13 @@ from dialoop.errors import (
 )
 
 from services.inference.adapter_files import (
-    AdapterConfig,
     AdapterSpace,
     is_visible,
     require_fitting,
     write_folder,
 )
 from services.inference.engine import LoadTimes, VersionSpan
+from services.learning.adapter_config import AdapterConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence

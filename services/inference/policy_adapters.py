@@ -10,13 +10,9 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.inference.adapter_files import (
-    AdapterConfig,
-    finite_tensors,
-    fitting_modules,
-    modules_of,
-)
+from services.inference.adapter_files import finite_tensors, fitting_modules, modules_of
 from services.inference.publications import require_intact
+from services.learning.adapter_config import AdapterConfig
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidConfig, PreconditionFailed
 from safetensors import safe_open
+from safetensors.torch import load_file
 
-from services.learning.lora import factors_of, merged_weight
+from services.learning.adapter_config import AdapterConfig
+from services.learning.lora import ADAPTER, ADAPTER_CONFIG, factors_of, merged_weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -92,6 +94,21 @@ class BaseWeights:
                     tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
                     factors = factors_of(adapter, name)
                     yield name, merged_weight(tensor, *factors, scaling) if factors else tensor
+
+
+def adapted_tensors(directory: Path, base: BaseWeights, *, digest: str) -> dict[str, Tensor]:
+    """The policy that a PEFT directory makes of its base, as it was served.
+
+    PreconditionFailed (BASE_MISMATCH) where the adapter says that it is of another than `digest`;
+    InvalidInput or Unsupported for a config that is not plain LoRA's.
+    """
+    path = directory / ADAPTER
+    with safe_open(path, framework="pt") as file:
+        said = (file.metadata() or {}).get(BASE_DIGEST, "")
+    if said:  # PEFT's own files do not say
+        require_base(digest, said)
+    config = AdapterConfig.from_json((directory / ADAPTER_CONFIG).read_text("utf-8"))
+    return dict(base.with_adapter(load_file(path), scaling=config.scaling))
 
 
 def require_base(found: str, expected: str) -> None:

@@ -36,7 +36,7 @@ class LoraSettings(_Shared):
     targets: tuple[str, ...] = ()
     """Names of the linear layers, as "q_proj"; empty: all between embedding and head."""
     publish: Literal["", "adapter", "merged"] = ""
-    """Publish the adapter alone, or the sum; empty: the adapter, but over nccl and ipc the sum."""
+    """What is published; empty: the adapter alone, but the sum over nccl and ipc."""
 
 
 class TrackerSettings(_Shared):

@@ -7,7 +7,7 @@
 | nccl, ipc | vLLM's own weight transfer, between GPUs | CUDA, see `vllm_transfer` |
 
 Whatever the way, the file under `policies/` is written first: it is what is exported, re-scored and
-proved against.
+proved against. A LoRA adapter goes the first two ways as it is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from __future__ import annotations
 import asyncio
 import shutil
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dialoop.clients.weights import WeightsKind
 
 from services.trainer.records import write_json
 
@@ -24,12 +26,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dialoop.clients.inference import InferenceClient, WeightsManifest
+    from dialoop.sequences import PolicyVersion
 
     from services.trainer.learner_files import ExportedWeights
     from services.trainer.settings import TrainerSettings
 
 _CHUNK_BYTES = 1 << 20
-_FILE = "model.safetensors"
 # The newest, and the one before it, which a replica may be reading.
 _KEPT_IN_MEMORY = 2
 
@@ -81,27 +83,17 @@ class SharedMemory:
         deadline_s: float,
     ) -> None:
         """Name the file."""
-        named = replace(manifest, path=self._path(manifest))
+        named = replace(manifest, path=_path(manifest, weights))
         await replica.load_weights(named, deadline_s=deadline_s)
 
-    def _path(self, manifest: WeightsManifest) -> str:
-        return f"{manifest.policy_version}/{_FILE}"
-
     def _copy(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
-        target = self._root / self._path(manifest)
+        path, version = _path(manifest, weights), manifest.policy_version
+        target = self._root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_suffix(".tmp")
         shutil.copyfile(weights.path, temporary)
         temporary.replace(target)
-        version = manifest.policy_version
-        pointer = {
-            "lineage": version.lineage,
-            "number": version.number,
-            "path": self._path(manifest),
-            "sha256": weights.sha256,
-            "num_bytes": weights.num_bytes,
-        }
-        write_json(self._root / "latest.json", pointer)
+        write_json(self._root / "latest.json", pointer_of(version, path, weights))
         policies = [path for path in self._root.iterdir() if path.is_dir()]
         policies.sort(key=lambda path: path.stat().st_mtime, reverse=True)
         for old in policies[_KEPT_IN_MEMORY:]:
@@ -139,6 +131,29 @@ def data_plane_of(settings: TrainerSettings) -> DataPlane:
     from services.trainer.vllm_transfer import VllmTransfer
 
     return VllmTransfer(settings.data_plane, num_workers=settings.inference_world_size)
+
+
+def pointer_of(version: PolicyVersion, path: str, weights: ExportedWeights) -> dict[str, Any]:
+    """What latest.json says: the manifest of the newest policy, for replicas that start now."""
+    pointer: dict[str, Any] = {
+        "lineage": version.lineage,
+        "number": version.number,
+        "path": path,
+        "sha256": weights.sha256,
+        "num_bytes": weights.num_bytes,
+    }
+    if weights.kind is WeightsKind.WHOLE:
+        return pointer
+    return {
+        **pointer,
+        "kind": weights.kind.name.lower(),
+        "adapter_config_json": weights.adapter_config_json,
+        "base_digest": weights.base_digest,
+    }
+
+
+def _path(manifest: WeightsManifest, weights: ExportedWeights) -> str:
+    return f"{manifest.policy_version}/{weights.path.name}"
 
 
 async def _chunks(path: Path) -> AsyncIterator[bytes]:

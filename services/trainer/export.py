@@ -12,7 +12,7 @@ import json
 import shutil
 import sys
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -150,22 +150,21 @@ def _write_adapter(policy: Path, model_dir: Path, out: Path) -> None:
 
 
 def _write_merged(policy: Path, model_dir: Path, base: Path | None, out: Path) -> None:
-    """The adapter added into the weights, by PEFT."""
-    from peft import PeftModel
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
+    """The adapter added into the weights, in the arithmetic of the replicas that served it."""
+    from safetensors.torch import save_file
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto", local_files_only=True)
+    from services.learning.base_weights import BaseWeights, adapted_tensors
+
+    weights = BaseWeights.of(model_dir)
     if base is not None:
-        model.load_state_dict(load_file(base), strict=False)
-        model.tie_weights()
-    merged = PeftModel.from_pretrained(model, str(policy)).merge_and_unload()
+        weights = replace(weights, files=(base,))
     scratch = out.with_name(f"{out.name}.merged")
     try:
-        merged.save_pretrained(scratch, max_shard_size="1000GB")
-        _write_model(scratch / WEIGHTS, model_dir, out)
+        tensors = adapted_tensors(policy, weights, digest=weights.digest())
+        save_file(tensors, scratch, metadata={"format": "pt"})
+        _write_model(scratch, model_dir, out)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.unlink(missing_ok=True)
 
 
 def _dtype(weights: Path) -> str:

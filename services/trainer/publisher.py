@@ -17,7 +17,9 @@ from dialoop.episode import UpdateMode
 from dialoop.errors import DialoopError, PreconditionFailed, Unavailable
 from dialoop.sequences import PolicyVersion
 
-from services.trainer.data_planes import data_plane_of
+from services.learning.lora import ADAPTER
+from services.trainer.data_planes import data_plane_of, pointer_of
+from services.trainer.learner_files import WEIGHTS
 from services.trainer.placement import Split
 from services.trainer.records import write_json
 
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
     from dialoop.clients.replay import ReplayClient
     from dialoop.sequences import Floats
 
-    from services.trainer.learner import Learner
     from services.trainer.learner_files import ExportedWeights
+    from services.trainer.parallel_learner import AnyLearner
     from services.trainer.placement import Placement
     from services.trainer.settings import TrainerSettings
 
@@ -58,7 +60,7 @@ class Publisher:
     def __init__(
         self,
         settings: TrainerSettings,
-        learner: Learner,
+        learner: AnyLearner,
         replicas: Sequence[InferenceClient],
         replay: ReplayClient,
         placement: Placement | None = None,
@@ -70,6 +72,7 @@ class Publisher:
         self._placement = placement or Split()
         self._root = settings.run_dir / "policies"
         self._plane = data_plane_of(settings)
+        self._file = ADAPTER if settings.publishes_adapters else WEIGHTS
         self._publishing = asyncio.Lock()
         self._newest: tuple[WeightsManifest, ExportedWeights] | None = None
         # Random ids visit the whole vocabulary, so no part of the weights goes unnoticed.
@@ -86,7 +89,7 @@ class Publisher:
         than `publish_deadline_s`, is reported and left to reload the newest policy by itself.
         """
         started = time.perf_counter()
-        path = self._root / str(version) / "model.safetensors"
+        path = self._root / str(version) / self._file
         weights = await asyncio.to_thread(self._learner.export, path)
         own = await asyncio.to_thread(self._learner.logprobs, self._probes)
         await self._placement.leave()  # a replica wakes where we have been
@@ -120,14 +123,8 @@ class Publisher:
 
     def _point_to(self, version: PolicyVersion, weights: ExportedWeights) -> None:
         """Say which policy a replica that starts now is to load."""
-        pointer = {
-            "lineage": version.lineage,
-            "number": version.number,
-            "path": str(weights.path.relative_to(self._root)),
-            "sha256": weights.sha256,
-            "num_bytes": weights.num_bytes,
-        }
-        write_json(self._root / "latest.json", pointer)
+        path = str(weights.path.relative_to(self._root))
+        write_json(self._root / "latest.json", pointer_of(version, path, weights))
 
     async def _load_and_prove(
         self, manifest: WeightsManifest, weights: ExportedWeights, own: Sequence[Floats]
@@ -167,6 +164,9 @@ class Publisher:
             sha256=weights.sha256,
             num_bytes=weights.num_bytes,
             update_mode=UpdateMode[self._settings.update_mode.upper()],
+            kind=weights.kind,
+            adapter_config_json=weights.adapter_config_json,
+            base_digest=weights.base_digest,
         )
 
     async def keep_up(self) -> None:
@@ -244,5 +244,5 @@ def _largest_difference(own: Floats, theirs: Floats) -> float:
 
 def _exported_at(policy: Path) -> float:
     """When its weights were written; a policy whose export was cut short is the oldest."""
-    weights = policy / "model.safetensors"
-    return weights.stat().st_mtime if weights.is_file() else 0.0
+    files = (policy / name for name in (WEIGHTS, ADAPTER))
+    return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)

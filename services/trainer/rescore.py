@@ -23,9 +23,12 @@ from dialoop.errors import DataLost
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
+from services.learning.base_weights import BaseWeights, adapted_tensors
+from services.learning.lora import ADAPTER
 from services.learning.models import PolicyModel, load_policy
 from services.learning.packing import TokenRow, pack_rows
 from services.runtime.run_files import trajectory_files
+from services.trainer.export import WEIGHTS, Run
 
 _ROWS_AT_ONCE = 256
 
@@ -116,17 +119,10 @@ def rescore(run_dir: Path, model_dir: Path) -> dict[str, float]:
     """Re-score what is left of `trajectories.jsonl`; DataLost when a version's weights are gone."""
     stored = sampled_by_version(*trajectory_files(run_dir))
     found = stored.sampled
-    policy = load_policy(model_dir)
+    policy, weights = load_policy(model_dir), _Weights(run_dir, model_dir)
     worst, num_tokens = 0.0, 0
     for (version, temperature), rows in sorted(found.items()):
-        path = run_dir / "policies" / version / "model.safetensors"
-        if not path.is_file():
-            raise DataLost(
-                f"The weights of policy {version} are gone.",
-                reason="POLICY_GONE",
-                remedy="Run with keep_policies = 0 to re-score everything.",
-            )
-        policy.causal_lm.load_state_dict(load_file(path), strict=False)
+        policy.causal_lm.load_state_dict(weights.of(version), strict=False)
         policy.causal_lm.tie_weights()
         worst = max(worst, largest_difference(policy, rows, temperature))
         num_tokens += sum(len(sampled.positions) for sampled in rows)
@@ -139,13 +135,38 @@ def rescore(run_dir: Path, model_dir: Path) -> dict[str, float]:
     }
 
 
+class _Weights:
+    """The published policies of a run; an adapter is added into the weights it was trained on."""
+
+    def __init__(self, run_dir: Path, model_dir: Path) -> None:
+        self._policies = run_dir / "policies"
+        self._model_dir = model_dir
+        self._base: tuple[BaseWeights, str] | None = None
+
+    def of(self, version: str) -> dict[str, torch.Tensor]:
+        """DataLost (POLICY_GONE) when they were deleted."""
+        directory = self._policies / version
+        if (directory / ADAPTER).is_file():
+            if self._base is None:
+                base = BaseWeights.of(self._model_dir)
+                self._base = base, base.digest()
+            return adapted_tensors(directory, self._base[0], digest=self._base[1])
+        if not (directory / WEIGHTS).is_file():
+            raise DataLost(
+                f"The weights of policy {version} are gone.",
+                reason="POLICY_GONE",
+                remedy="Run with keep_policies = 0 to re-score everything.",
+            )
+        return dict(load_file(directory / WEIGHTS))
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Re-score a run's trajectories.")
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--model-dir", type=Path, help="default: RUN_DIR/model")
+    parser.add_argument("--model-dir", type=Path, help="default: the one the run started from")
     arguments = parser.parse_args()
-    model_dir = arguments.model_dir or arguments.run_dir / "model"
+    model_dir = arguments.model_dir or Run.of(arguments.run_dir).model_dir
     print(json.dumps(rescore(arguments.run_dir, model_dir)))  # noqa: T201
 
 

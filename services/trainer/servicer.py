@@ -128,5 +128,7 @@ def _watch_response(published: Published, settings: TrainerSettings) -> pb.Watch
             path=str(weights.path.relative_to(settings.run_dir / "policies")),
             sha256=weights.sha256,
             num_bytes=weights.num_bytes,
+            kind=int(weights.kind),  # type: ignore[arg-type]  # enums are ints
+            base_digest=weights.base_digest,
         ),
     )

@@ -1,0 +1,115 @@
+"""A LoRA adapter's adapter_config.json, as far as every part of Dialoop computes the same with it.
+
+AdapterConfig.from_json('{"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}').scaling  # 2.0
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dialoop.errors import InvalidInput, Unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_ALL_LINEAR = "all-linear"
+# Options of PEFT that change what an adapter computes and that an engine would ignore or refuse.
+_UNSUPPORTED = (
+    "use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
+    "layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "target_parameters",
+    "trainable_token_indices", "layers_to_transform", "exclude_modules", "megatron_config",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """What adapter_config.json says; the adapter adds `scaling` * B @ A to a layer's weight."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    targets: str | tuple[str, ...]
+
+    @classmethod
+    def from_json(cls, text: str) -> AdapterConfig:
+        """InvalidInput when it is no LoRA config, Unsupported for options an engine would miss."""
+        config = _object(text)
+        used = [name for name in _UNSUPPORTED if config.get(name)]
+        if config.get("bias", "none") != "none":
+            used.append("bias")
+        if isinstance(config.get("init_lora_weights"), str):
+            used.append("init_lora_weights")
+        if used:
+            raise Unsupported(
+                f"The adapter uses {', '.join(used)}.",
+                reason="ADAPTER_UNSUPPORTED",
+                remedy="Train a plain LoRA adapter: one rank, no bias, no further modules.",
+            )
+        return _plain(config)
+
+    @property
+    def scaling(self) -> float:
+        """The alpha over the rank, or over its root if rank-stabilised (arXiv:2312.03732)."""
+        return float(self.alpha / (self.rank**0.5 if self.use_rslora else self.rank))
+
+    def to_json(self, modules: Iterable[str]) -> str:
+        """The config with its target modules by their whole names: one meaning in every engine."""
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "inference_mode": True,
+            "bias": "none",
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "use_rslora": self.use_rslora,
+            "lora_dropout": 0.0,
+            "target_modules": sorted(modules),
+        }
+        return json.dumps(config, indent=2)
+
+    def names(self, module: str) -> bool:
+        """Whether the config's target modules name this one, as PEFT reads them."""
+        if isinstance(self.targets, str):
+            return self.targets == _ALL_LINEAR or bool(re.fullmatch(self.targets, module))
+        return any(module == t or module.endswith(f".{t}") for t in self.targets)
+
+
+def _object(text: str) -> Mapping[str, Any]:
+    try:
+        config = json.loads(text)
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise _invalid("it is no JSON object")
+    return config
+
+
+def _plain(config: Mapping[str, Any]) -> AdapterConfig:
+    rank, alpha, targets = (config.get(n) for n in ("r", "lora_alpha", "target_modules"))
+    if config.get("peft_type", "LORA") != "LORA":
+        raise _invalid(f"peft_type is {config['peft_type']!r}, not 'LORA'")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise _invalid(f"r is {rank!r}, not a positive integer")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool):
+        raise _invalid(f"lora_alpha is {alpha!r}, not a number")
+    if isinstance(targets, list) and targets and all(isinstance(t, str) for t in targets):
+        targets = tuple(targets)
+    if not targets or not isinstance(targets, str | tuple):
+        raise _invalid(f"target_modules is {targets!r}, not names")
+    return AdapterConfig(
+        rank=rank,
+        alpha=alpha,
+        use_rslora=bool(config.get("use_rslora")),
+        targets=targets,
+    )
+
+
+def _invalid(what: str) -> InvalidInput:
+    return InvalidInput(
+        f"adapter_config_json: {what}.",
+        reason="INVALID_ADAPTER_CONFIG",
+        remedy="Send the adapter_config.json that PEFT's save_pretrained writes.",
+    )
