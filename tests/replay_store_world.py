@@ -99,9 +99,21 @@ async def ack(
 
 
 async def return_(
-    store: Store, run: str, lease_id: str, *, failed: bool = False, played: int = 0
+    store: Store,
+    run: str,
+    lease_id: str,
+    *,
+    failed: bool = False,
+    played: int = 0,
+    set_aside: bool = False,
 ) -> tuple[int, int]:
-    item = GivenBack(lease_id=lease_id, reason="broken", num_trajectories=played, failed=failed)
+    item = GivenBack(
+        lease_id=lease_id,
+        reason="broken",
+        num_trajectories=played,
+        failed=failed,
+        set_aside=set_aside,
+    )
     returned = await store.give_back(run, [item])
     return returned.num_returned, returned.num_dropped
 

@@ -149,6 +149,8 @@ def give_back(state: Run, item: GivenBack) -> tuple[bool, bool]:
     if held is None or item.lease_id not in state.deadlines:
         return False, False
     record, stage, entry = held
-    dropped = state.redeliver(record, stage, item.reason, failed=item.failed)
+    dropped = state.redeliver(
+        record, stage, item.reason, failed=item.failed, set_aside=item.set_aside
+    )
     entry.lease_id = ""
     return True, dropped

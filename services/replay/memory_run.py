@@ -201,7 +201,15 @@ class Run:
         entry.is_present = False
         entry.payload = b""
 
-    def redeliver(self, record: Record, stage: Stage, reason: str, *, failed: bool) -> bool:
+    def redeliver(
+        self,
+        record: Record,
+        stage: Stage,
+        reason: str,
+        *,
+        failed: bool,
+        set_aside: bool = False,
+    ) -> bool:
         """Make a leased group leasable again; True if it became a dead letter instead."""
         entry = record.entries[stage]
         self.deadlines.pop(entry.lease_id, None)
@@ -210,7 +218,7 @@ class Run:
             self.remove_entry(record, stage)
             return False
         entry.num_failures += failed
-        if entry.num_failures >= self.limits.max_deliveries:
+        if set_aside or entry.num_failures >= self.limits.max_deliveries:
             self.bury(record, stage, reason)
             return True
         if record.state in (State.TRAINING, State.TRAINED):

@@ -179,6 +179,7 @@ class RedisStore:
                 "reason": item.reason,
                 "n": item.num_trajectories,
                 "failed": item.failed,
+                "aside": item.set_aside,
             }
             for item in items
         ]

@@ -149,11 +149,16 @@ def given_back_of(item: pb.ReturnItem) -> GivenBack:
             "num_trajectories counts what was played, and a group lease plays nothing.",
             remedy="Leave num_trajectories out.",
         )
+    if item.set_aside and name and name.kind is Kind.TASK:
+        raise InvalidInput(
+            "set_aside is for groups, and this is a task's lease.", remedy="Leave set_aside out."
+        )
     return GivenBack(
         lease_id=item.lease_id,
         reason=_reason(item.reason),
         num_trajectories=num_trajectories,
         failed=item.failed,
+        set_aside=item.set_aside,
     )
 
 

@@ -213,12 +213,16 @@ class Acknowledgement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenBack:
-    """The work under a lease is not done; `num_trajectories` were played for nothing."""
+    """The work under a lease is not done; `num_trajectories` were played for nothing.
+
+    A group that is `set_aside` is delivered no more: it becomes a dead letter.
+    """
 
     lease_id: str
     reason: str
     num_trajectories: int = 0
     failed: bool = False
+    set_aside: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

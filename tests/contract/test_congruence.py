@@ -179,6 +179,8 @@ async def replay_script(call: Call) -> None:
         await of("Acknowledge", rep.AcknowledgeRequest(run="r", items=items))
     await of("Return", rep.ReturnRequest(run="r", items=[{"lease_id": "x", "reason": "Bad R"}]))
     await of("Return", rep.ReturnRequest(run="r", items=[{"lease_id": "x", "reason": "gone"}]))
+    aside = {"lease_id": "task/1/a", "reason": "gone", "set_aside": True}
+    await of("Return", rep.ReturnRequest(run="r", items=[aside]))
     await of("Extend", rep.ExtendRequest(run="r", lease_ids=["x"], lease_s=5))
     await of("Extend", rep.ExtendRequest(run="r", lease_ids=["x"], lease_s=-5))
     await of("ListLeases", rep.ListLeasesRequest(run="r", stage=to_train, worker="nobody"))

@@ -145,6 +145,19 @@ async def test_only_failed_returns_lead_to_the_dead_letters(store: Store, run: s
     assert (await store.dead_letters(run, 5))[0].reason == "broken"
 
 
+async def test_a_group_that_is_set_aside_is_a_dead_letter_at_once(store: Store, run: str) -> None:
+    await ready_to_train(store, run, "a", "b")
+    held, other = (await lease(store, run, Stage.SCORED, num=2)).leases
+    assert await return_(store, run, held.lease_id, set_aside=True) == (1, 1)
+    assert await return_(store, run, held.lease_id, set_aside=True) == (0, 0)
+    assert await return_(store, run, other.lease_id) == (1, 0)
+    (letter,) = await store.dead_letters(run, 5)
+    assert (letter.group_id, letter.reason, letter.payload) == ("a#1", "broken", held.payload)
+    assert (await store.stats(run)).training.groups_dropped == {"dead_letter": 1}
+    (again,) = (await lease(store, run, Stage.SCORED, num=5)).leases
+    assert again.payload == other.payload
+
+
 async def test_an_acknowledgement_is_idempotent_and_final(store: Store, run: str) -> None:
     await ready_to_train(store, run, "a", "b")
     first, second = (await lease(store, run, Stage.SCORED, num=2)).leases

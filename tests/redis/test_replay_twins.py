@@ -159,6 +159,7 @@ class Schedule:
                 reason="broken",
                 num_trajectories=self.random.randint(0, 2),
                 failed=self.random.random() < 0.6,
+                set_aside=self.random.random() < 0.1,
             )
             for lease_id in self.some_leases()
         ]

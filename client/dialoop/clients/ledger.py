@@ -107,12 +107,16 @@ class ReopenedLeases:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnItem:
-    """A lease given back; `num_trajectories` were played under it and are thrown away."""
+    """A lease given back; `num_trajectories` were played under it and are thrown away.
+
+    `failed` counts towards the limit of attempts; `set_aside` makes a group a dead letter at once.
+    """
 
     lease_id: str
     reason: str
     num_trajectories: int = 0
     failed: bool = False
+    set_aside: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -224,7 +224,7 @@ class ReplayClient:
         return tuple(found.lease_id for found in answer.outcomes if not found.acknowledged)
 
     async def give_back(self, run: str, items: Sequence[ReturnItem]) -> Returned:
-        """Return leases: tasks are re-issued, groups delivered again."""
+        """Return leases: tasks are re-issued, groups delivered again or set aside."""
         request = pb.ReturnRequest(
             run=run,
             items=[
@@ -233,6 +233,7 @@ class ReplayClient:
                     reason=item.reason,
                     num_trajectories=item.num_trajectories,
                     failed=item.failed,
+                    set_aside=item.set_aside,
                 )
                 for item in items
             ],

@@ -228,16 +228,18 @@ class ReturnRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., items: _Optional[_Iterable[_Union[ReturnItem, _Mapping]]] = ...) -> None: ...
 
 class ReturnItem(_message.Message):
-    __slots__ = ("lease_id", "reason", "num_trajectories", "failed")
+    __slots__ = ("lease_id", "reason", "num_trajectories", "failed", "set_aside")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    SET_ASIDE_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     reason: str
     num_trajectories: int
     failed: bool
-    def __init__(self, lease_id: _Optional[str] = ..., reason: _Optional[str] = ..., num_trajectories: _Optional[int] = ..., failed: bool = ...) -> None: ...
+    set_aside: bool
+    def __init__(self, lease_id: _Optional[str] = ..., reason: _Optional[str] = ..., num_trajectories: _Optional[int] = ..., failed: bool = ..., set_aside: bool = ...) -> None: ...
 
 class ReturnResponse(_message.Message):
     __slots__ = ("num_returned", "num_dropped")

@@ -1,4 +1,4 @@
--- call: items = {{lease, reason, n, failed}}
+-- call: items = {{lease, reason, n, failed, aside}}
 local num_returned, num_dropped = 0, 0
 
 local function give_back(item)
@@ -14,7 +14,7 @@ local function give_back(item)
   end
   local held, stage, entry = held_group(item.lease)
   if not held or not redis.call('ZSCORE', key('deadlines'), item.lease) then return false, false end
-  local dropped = redeliver(held, stage, item.reason, item.failed)
+  local dropped = redeliver(held, stage, item.reason, item.failed, item.aside)
   entry.l = ''
   save(held)
   return true, dropped

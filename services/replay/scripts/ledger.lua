@@ -146,7 +146,7 @@ local function bury(rec, stage, reason)
   drop(rec, 'dead_letter')
 end
 
-local function redeliver(rec, stage, reason, failed)
+local function redeliver(rec, stage, reason, failed, aside)
   local entry = rec.e[stage]
   end_lease(entry.l)
   if stage == 'unscored' and rec.sc then
@@ -155,7 +155,7 @@ local function redeliver(rec, stage, reason, failed)
     return false
   end
   if failed then entry.f = entry.f + 1 end
-  if entry.f >= call.max_deliveries then
+  if aside or entry.f >= call.max_deliveries then
     bury(rec, stage, reason)
     return true
   end

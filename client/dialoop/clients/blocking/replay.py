@@ -100,7 +100,7 @@ class BlockingReplayClient:
         return self._loop.run(self._client.drop(run, lease_ids, reason))
 
     def give_back(self, run: str, items: Sequence[ReturnItem]) -> Returned:
-        """Return leases: tasks are re-issued, groups delivered again."""
+        """Return leases: tasks are re-issued, groups delivered again or set aside."""
         return self._loop.run(self._client.give_back(run, items))
 
     def extend(self, run: str, lease_ids: Sequence[str], *, lease_s: float) -> tuple[str, ...]:
