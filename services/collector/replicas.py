@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from dialoop.trajectory import SamplingParams
 
 
+# The trainer has the replica's device, for as long as its step takes: that is no outage.
+_ASLEEP = "ASLEEP"
+
+
 @dataclass(slots=True)
 class _Replica:
     """A replica and how it has been: left alone until `back_at` after it failed."""
@@ -70,6 +74,8 @@ class Replicas:
                 if not is_worth_retrying(error):
                     raise
                 self._set_aside(replica)
+                if error.reason == _ASLEEP:
+                    ends_at = time.monotonic() + self._patience.total_s
                 if time.monotonic() > ends_at:
                     raise service_away(error) from error
             else:

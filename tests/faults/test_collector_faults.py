@@ -219,6 +219,21 @@ async def test_replicas_are_asked_in_turn_and_one_that_fails_is_left_alone():
     assert len(bad.asked) == 1
 
 
+async def test_sleep_is_no_outage_however_long_the_trainer_has_the_device():
+    policy, naps = ScriptedPolicy(), iter(range(12))
+    generate = policy.generate
+
+    async def asleep(*arguments, **named):
+        if next(naps, None) is not None:
+            raise Unavailable("the trainer has the device", reason="ASLEEP")
+        return await generate(*arguments, **named)
+
+    policy.generate = asleep
+    short = Patience(total_s=0.05, first_s=0.02, longest_s=0.02)
+    await Replicas([policy], short).generate(PROMPT)
+    assert next(naps, None) is None
+
+
 async def test_patience_with_all_replicas_away_ends():
     bad = ScriptedPolicy()
 
