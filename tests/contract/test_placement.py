@@ -50,7 +50,7 @@ class Record:
             self._timed(monkeypatch, TransformersEngine, name, self.engine)
         for name in ("_update", "_scores"):
             # What the learner waits for the device is no work of its.
-            self._timed(monkeypatch, Learner, name, self.trainer, first=Learner._ask)
+            self._timed(monkeypatch, Learner, name, self.trainer, first=getattr(Learner, "_ask", None))
 
     def _timed(
         self,
