@@ -11,6 +11,7 @@ from dialoop import Dialoop
 from dialoop.clients.trainer import Phase
 
 from services.stack.in_process import in_process
+from services.trainer.rescore import rescore
 
 SMALL = {
     "run": "small",
@@ -83,4 +84,11 @@ async def test_a_stopped_lora_job_has_saved_every_step_it_took_and_goes_on(tmp_p
     assert [row["train_step"] for row in rows(run_dir, "restore")] == [taken]
     steps = [row["train_step"] for row in rows(run_dir, "train")]
     assert steps == list(range(1, len(steps) + 1))
-    assert max(row["max_logprob_difference"] for row in rows(run_dir, "publish")) < 1e-4
+    published = rows(run_dir, "publish")
+    assert max(row["max_logprob_difference"] for row in published) < 1e-4
+    # Adapters alone were published, and they and the base are every policy there was.
+    assert not list((run_dir / "policies").glob("*/model.safetensors"))
+    assert max(row["num_bytes"] for row in published) < 200_000
+    found = await asyncio.to_thread(rescore, run_dir, run_dir / "model")
+    assert found["num_tokens"] > 0
+    assert found["max_difference"] < 1e-4
