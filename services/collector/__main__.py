@@ -75,6 +75,7 @@ async def make_collector(
         max_turns=settings.max_turns,
         patience=patience,
         agents=Agents(agents, host),
+        groups=environment,
     )
     return Collector(
         settings,

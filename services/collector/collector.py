@@ -19,7 +19,7 @@ from services.collector.player import MemberFailed, Round
 from services.runtime.patience import SERVICE_AWAY, Patience, patiently
 
 if TYPE_CHECKING:
-    from dialoop.clients.environment import EnvironmentClient
+    from dialoop.clients.environment import EnvironmentClient, EnvironmentInfo
     from dialoop.clients.replay import ReplayClient, TaskLease
     from dialoop.trajectory import Group
 
@@ -56,7 +56,7 @@ class Collector:
         self._rounds: dict[str, Round] = {}
         self._playing: dict[str, asyncio.Task[None]] = {}
         self._slot_freed = asyncio.Event()
-        self._stops: dict[str, tuple[str, ...]] = {}
+        self._infos: dict[str, EnvironmentInfo] = {}
 
     async def run(self) -> None:
         """Collect until cancelled; then give back what is not finished."""
@@ -109,9 +109,9 @@ class Collector:
     async def _collect(self, round_: Round) -> None:
         """Play one round to its end in the ledger: appended or given back."""
         try:
-            stop = await self._stop_of(round_.task.environment)
-            sampling = self._settings.sampling_of(round_.task, stop)
-            group = await self._player.play(round_, sampling)
+            info = await self._info_of(round_.task.environment)
+            sampling = self._settings.sampling_of(round_.task, info.stop)
+            group = await self._player.play(round_, sampling, has_one_turn=info.max_turns == 1)
             await self._append(round_, group)
         except MemberFailed as failed:
             log.warning("A member failed: %s", failed, extra={"group_id": round_.group_id})
@@ -124,14 +124,13 @@ class Collector:
             log.exception("A group failed.", extra={"group_id": round_.group_id})
             await self._give_back(round_, "collector_failed", failed=True)
 
-    async def _stop_of(self, environment: str) -> tuple[str, ...]:
-        """The environment's stop strings, asked for once."""
-        if environment not in self._stops:
-            info = await patiently(
+    async def _info_of(self, environment: str) -> EnvironmentInfo:
+        """The environment's stop strings and limits, asked for once."""
+        if environment not in self._infos:
+            self._infos[environment] = await patiently(
                 lambda: self._environment.get_environment(environment), self._patience
             )
-            self._stops[environment] = info.stop
-        return self._stops[environment]
+        return self._infos[environment]
 
     async def _append(self, round_: Round, group: Group) -> None:
         purpose = round_.task.purpose

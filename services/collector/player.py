@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dialoop.rollout import play, seeded
 from dialoop.trajectory import Failure, Group, Owner, SamplingParams, Task, Trajectory
 
+from services.collector.together import Together
 from services.runtime.patience import SERVICE_AWAY, Patience
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
     from services.collector.agents import Agents
     from services.collector.counters import Counters
+    from services.collector.together import Groups
+
+_SEVERAL = 2
 
 
 class MemberFailed(Exception):
@@ -72,8 +76,10 @@ class Player:
         max_turns: int,
         patience: Patience,
         agents: Agents | None = None,
+        groups: Groups | None = None,
     ) -> None:
         self._agents = agents
+        self._groups = groups
         self._sessions = sessions
         self._policy = policy
         self._counters = counters
@@ -81,12 +87,20 @@ class Player:
         self._max_turns = max_turns
         self._patience = patience
 
-    async def play(self, round_: Round, sampling: SamplingParams) -> Group:
-        """The whole group; MemberFailed when one member cannot be had (the others are stopped)."""
+    async def play(
+        self, round_: Round, sampling: SamplingParams, *, has_one_turn: bool = False
+    ) -> Group:
+        """The whole group; MemberFailed when one member cannot be had (the others are stopped).
+
+        Members of an environment that `has_one_turn` ask together.
+        """
+        together = self._together(round_.task, sampling) if has_one_turn else None
         try:
             async with asyncio.TaskGroup() as members:
                 playing = [
-                    members.create_task(self._play_member(round_, seeded(sampling, member)))
+                    members.create_task(
+                        self._play_member(round_, seeded(sampling, member), together)
+                    )
                     for member in range(round_.task.num_trajectories)
                 ]
         except BaseExceptionGroup as errors:
@@ -94,9 +108,20 @@ class Player:
         trajectories = tuple(member.result() for member in playing)
         return Group(group_id=round_.group_id, task=round_.task, trajectories=trajectories)
 
-    async def _play_member(self, round_: Round, sampling: SamplingParams) -> Trajectory:
+    def _together(self, task: Task, sampling: SamplingParams) -> Together | None:
+        """What several members ask with, who sample alike and have no agent to ask for them."""
+        has_agent = self._agents is not None and task.environment in self._agents
+        alone = task.num_trajectories < _SEVERAL or sampling.seed is not None or has_agent
+        if self._groups is None or alone:
+            return None
+        return Together(task, self._groups, self._policy, self._patience)
+
+    async def _play_member(
+        self, round_: Round, sampling: SamplingParams, together: Together | None
+    ) -> Trajectory:
         for attempt in range(1, self._member_retries + 2):
-            trajectory = await self._played(round_, sampling)
+            # A second attempt is one member's own.
+            trajectory = await self._played(round_, sampling, together if attempt == 1 else None)
             round_.finished.append(trajectory)
             self._counters.played(trajectory, round_.task.purpose)
             failure = _blameless_failure(trajectory)
@@ -108,15 +133,17 @@ class Player:
             await asyncio.sleep(self._patience.pause_s(attempt))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _played(self, round_: Round, sampling: SamplingParams) -> Trajectory:
+    async def _played(
+        self, round_: Round, sampling: SamplingParams, together: Together | None
+    ) -> Trajectory:
         """One episode, by the environment's agent or else by the policy itself."""
         task, group_id = round_.task, round_.group_id
         if self._agents is not None and task.environment in self._agents:
             return await self._agents.play(task, group_id=group_id, sampling=sampling)
         return await play(
             task,
-            sessions=self._sessions,
-            policy=self._policy,
+            sessions=together or self._sessions,
+            policy=together or self._policy,
             group_id=group_id,
             sampling=sampling,
             max_turns=self._max_turns,
