@@ -24,7 +24,7 @@ from rich.console import Console
 from services.stack.__main__ import ROOT
 from services.stack.__main__ import main as stack
 from services.stack.config_file import load_config
-from services.stack.learn_report import Outcome, kept_outcomes, table_of
+from services.stack.learn_report import Outcome, failures_of, kept_outcomes, table_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -99,6 +99,8 @@ class Course:
             outcomes.append(self._outcome(lesson, code))
             self._write(outcomes)
         self.console.print(table_of(outcomes))
+        for failure in failures_of(outcomes):
+            self.console.print(f"FAILS: {failure}", style="bold red", soft_wrap=True)
         self.console.print(f"{self.root / FOLDER}/summary.json", highlight=False)
         return 0 if all(one.holds for one in outcomes) else 1
 

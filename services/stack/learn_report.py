@@ -27,16 +27,7 @@ _FIGURES = (
     "wall_s",
     "cpu_s",
 )
-_COLUMNS = (
-    "config",
-    "sampled",
-    "gain",
-    "greedy",
-    "tool calls",
-    "train steps",
-    "seconds",
-    "gates",
-)
+_COLUMNS = ("config", "sampled", "gain", "greedy", "tool calls", "steps", "s", "gates")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,17 +77,29 @@ def kept_outcomes(path: Path, new: Sequence[Outcome], *, start: str) -> list[Out
 
 def table_of(outcomes: Iterable[Outcome]) -> Table:
     """One line per config; shares before and after training on the held-out tasks."""
-    table = Table(*_COLUMNS, title="From one warm start, held-out tasks")
+    title = "Held-out accuracy and tool calls, before and after training"
+    table = Table(*_COLUMNS, title=title, box=None, padding=(0, 2, 0, 0))
+    for column in table.columns[:-1]:
+        column.no_wrap = True  # eighty columns hold it
     for one in outcomes:
         table.add_row(*_cells(one))
     return table
 
 
+def failures_of(outcomes: Iterable[Outcome]) -> list[str]:
+    """One line for each gate that does not hold."""
+    return [
+        f"{one.name}, seed {one.seed}: {gate}"
+        for one in outcomes
+        for gate, holds in one.gates.items()
+        if not holds
+    ]
+
+
 def _cells(one: Outcome) -> tuple[str | Text, ...]:
     found = one.figures
     if not found:
-        return (one.name, *("-" for _ in _COLUMNS[2:]), Text("DID NOT END", style="bold red"))
-    failing = [name for name, holds in one.gates.items() if not holds]
+        return (one.name, *("-" for _ in _COLUMNS[2:]), Text("no end", style="bold red"))
     return (
         one.name,
         _change(found, "heldout_sampled"),
@@ -105,9 +108,7 @@ def _cells(one: Outcome) -> tuple[str | Text, ...]:
         _change(found, "tool_call_rate"),
         f"{found['num_train_steps'] or 0:.0f}",
         f"{found['wall_s'] or 0:.0f}",
-        Text(f"FAILS: {', '.join(failing)}", style="bold red")
-        if failing
-        else Text("hold", style="green"),
+        Text("hold", style="green") if one.holds else Text("FAIL", style="bold red"),
     )
 
 
@@ -116,4 +117,4 @@ def _change(found: Mapping[str, float | None], name: str) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    return "-" if value is None else f"{value:.2f}"

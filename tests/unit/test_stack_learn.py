@@ -16,7 +16,7 @@ from services.stack.config import JobConfig
 from services.stack.config_file import load_config
 from services.stack.gates import gates_of
 from services.stack.learn import Course, lessons_of
-from services.stack.learn_report import Outcome, table_of
+from services.stack.learn_report import Outcome, failures_of, table_of
 from services.trainer.settings import TrainerSettings
 
 CONFIGS = Path(__file__).parents[2] / "infra" / "configs"
@@ -234,9 +234,11 @@ def test_the_table_shows_gain_and_what_failed() -> None:
     good = Outcome.of("grpo", summary() | {"gates": {"gain": True}}, start="d", seed=0)
     bad = Outcome.of("rloo", summary(0.1) | {"gates": {"gain": False}}, start="d", seed=0)
     gone = Outcome.of("dapo", None, start="d", seed=0)
-    console = Console(width=140, record=True, file=io.StringIO())
+    console = Console(width=80, record=True, file=io.StringIO())
     console.print(table_of([good, bad, gone]))
     text = console.export_text()
-    assert "0.400 -> 0.900" in text
-    assert "FAILS: gain" in text
-    assert "DID NOT END" in text
+    assert "0.40 -> 0.90" in text
+    assert failures_of([good, bad, gone]) == ["rloo, seed 0: gain"]
+    assert "FAIL" in text
+    assert "…" not in text
+    assert "no end" in text
