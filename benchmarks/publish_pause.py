@@ -2,7 +2,9 @@
 
 Sixteen answers run while new weights are loaded. `pause_ms` is what the engine says, from pausing
 to going on; `longest_gap_ms` is what a stream sees between two of its tokens when a load falls
-there, against `step_ms`, its usual gap.
+there, against `step_ms`, its usual gap. `adapter` is a publish of a LoRA adapter of rank 8 on all
+linear layers, which the replica adds into its base weights; `export_ms` is what the trainer takes
+to write it, or `whole_export_ms` the merged weights.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +28,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from benchmarks.servers.models import SIZES, make_model
-from services.inference.engine import Engine, Piece, StopTokens
+from services.inference.engine import Engine, LoadTimes, Piece, StopTokens
+from services.inference.policy_adapters import PolicyAdapter
 from services.inference.vllm_environment import prepare
+from services.learning.lora import ADAPTER
+from services.rl.run_settings import LoraSettings
+from services.trainer.learner import Learner
+from services.trainer.settings import TrainerSettings
 
 IN_FLIGHT, MAX_MODEL_LEN = 16, 448
 
@@ -60,7 +68,7 @@ async def _engine(kind: str, model_dir: Path) -> Engine:
 
 
 async def _publish_under_load(
-    engine: Engine, path: Path, mode: UpdateMode, numbers: range
+    engine: Engine, load: Callable[[PolicyVersion], Awaitable[LoadTimes]], numbers: range
 ) -> dict[str, Any]:
     at: list[float] = []
 
@@ -83,7 +91,7 @@ async def _publish_under_load(
             await asyncio.sleep(0.001)
         begun = time.perf_counter()
         version = PolicyVersion(lineage="bench", number=number)
-        times = await engine.load_weights(path, version, mode=mode)
+        times = await load(version)
         ended = time.perf_counter()
         await asyncio.gather(*running)
         between = np.diff(at) * 1e3
@@ -100,19 +108,45 @@ async def _publish_under_load(
     }
 
 
+def _exported(model_dir: Path, folder: Path, times: int) -> tuple[PolicyAdapter, dict[str, Any]]:
+    """An adapter as the trainer writes it, and the milliseconds that takes beside the whole."""
+    learner = Learner(TrainerSettings(model_dir=model_dir, lora=LoraSettings(rank=8)))
+    taken: dict[str, list[float]] = {ADAPTER: [], "whole.safetensors": []}
+    sizes = {}
+    for name in [*taken] * times:
+        begun = time.perf_counter()
+        sizes[name] = learner.export(folder / name).num_bytes
+        taken[name].append((time.perf_counter() - begun) * 1e3)
+    adapter, whole = (round(float(np.median(values)), 1) for values in taken.values())
+    megabytes = round(sizes[ADAPTER] / 1e6, 2)
+    share = round(sizes[ADAPTER] / sizes["whole.safetensors"], 4)
+    return PolicyAdapter(path=folder / ADAPTER, scaling=2.0), {
+        "megabytes": megabytes,
+        "share_of_whole": share,
+        "export_ms": adapter,
+        "whole_export_ms": whole,
+    }
+
+
 async def _measure(kind: str, size: str, times: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", size)
         path = Path(folder) / "next.safetensors"
         state = load_file(model_dir / "model.safetensors")
         save_file({name: tensor + 0.001 for name, tensor in state.items()}, path)
+        adapter, exported = _exported(model_dir, Path(folder), times)
         engine = await _engine(kind, model_dir)
         try:
             found = {}
-            for index, mode in enumerate((UpdateMode.RECOMPUTE, UpdateMode.KEEP_KV)):
+            loads: dict[str, Callable[[PolicyVersion], Awaitable[LoadTimes]]] = {
+                "recompute": lambda v: engine.load_weights(path, v),
+                "keep_kv": lambda v: engine.load_weights(path, v, mode=UpdateMode.KEEP_KV),
+                "adapter": lambda v: engine.load_onto_base(adapter, v),
+            }
+            for index, (name, load) in enumerate(loads.items()):
                 numbers = range(1 + index * times, 1 + (index + 1) * times)
-                under_load = await _publish_under_load(engine, path, mode, numbers)
-                found[mode.name.lower()] = under_load
+                found[name] = await _publish_under_load(engine, load, numbers)
+            found["adapter"] |= exported
             copies = _plain_copy_ms(path, times)
         finally:
             await engine.close()
