@@ -36,12 +36,18 @@ class DecodingBatch:
         """Forget all keys."""
         self._layers, self._mask = [], torch.empty(0, 0, dtype=torch.int64)
 
-    def admit(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Compute the keys of new rows, put them after the others; next-token logits [n, V]."""
+    def admit(
+        self, rows: Sequence[Sequence[int]], which: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Compute the keys of new rows, put them after the others; next-token logits [n, V].
+
+        `which` names the row that each of n new ones is: samples of one prompt are computed once.
+        """
+        copies = torch.arange(len(rows)) if which is None else torch.tensor(which)
         lengths = torch.tensor([len(row) for row in rows])
         width = int(lengths.max())
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
-        lasts, which = torch.unique(lengths - 1, return_inverse=True)
+        lasts, place = torch.unique(lengths - 1, return_inverse=True)
         # Padding stands on the right and attention is causal: no real token sees it.
         output = self._model(
             input_ids=ids, use_cache=True, past_key_values=DynamicCache(), logits_to_keep=lasts
@@ -49,12 +55,12 @@ class DecodingBatch:
         shift = torch.arange(width)[None, :] - (width - lengths)[:, None]
         index = shift.clamp_min(0)[:, None, :, None]
         layers = [
-            (k.take_along_dim(index, dim=2), v.take_along_dim(index, dim=2))
+            (k.take_along_dim(index, dim=2)[copies], v.take_along_dim(index, dim=2)[copies])
             for k, v in _layers_of(output.past_key_values)
         ]
-        self._join(layers, (shift >= 0).long())
-        logits: torch.Tensor = output.logits[torch.arange(len(rows)), which]
-        return logits
+        self._join(layers, (shift >= 0).long()[copies])
+        logits: torch.Tensor = output.logits[torch.arange(len(rows)), place]
+        return logits[copies]
 
     def step(self, last_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """Feed one token per row, at its position; next-token logits [B, V]."""

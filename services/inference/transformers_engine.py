@@ -42,7 +42,7 @@ from services.inference.engine import (
 from services.inference.sampler import processed_logprobs, sample_rows
 from services.inference.transformers_adapters import AdaptedModel, require_peft
 from services.inference.transformers_batch import DecodingBatch
-from services.inference.transformers_rows import Row
+from services.inference.transformers_rows import Row, distinct
 from services.inference.weights import HEAD, is_tied, model_shapes, require_same_parameters
 from services.learning.base_weights import BaseWeights
 
@@ -383,8 +383,9 @@ class TransformersEngine:
             with self._adapted.rows_of([row.adapter for row in old]):
                 logits.append(self._batch.step(last, [len(row.ids) - 1 for row in old]))
         if new:
-            with self._adapted.rows_of([row.adapter for row in new]):
-                logits.append(self._batch.admit([row.ids for row in new]))
+            firsts, which = distinct(new)
+            with self._adapted.rows_of([row.adapter for row in firsts]):
+                logits.append(self._batch.admit([row.ids for row in firsts], which))
         if not logits:
             return
         rows = old + new

@@ -118,6 +118,14 @@ class Row:
         )
 
 
+def distinct(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
+    """Rows that differ in their tokens or their adapter, and which of them each row is like."""
+    places: dict[tuple[tuple[int, ...], str | None], int] = {}
+    keys = [(tuple(row.ids), row.adapter.key if row.adapter else None) for row in rows]
+    which = [places.setdefault(key, len(places)) for key in keys]
+    return [rows[which.index(place)] for place in range(len(places))], which
+
+
 def spans_of(versions: Sequence[PolicyVersion]) -> tuple[VersionSpan, ...]:
     """Runs of equal versions."""
     starts = [i for i, v in enumerate(versions) if i == 0 or v != versions[i - 1]]

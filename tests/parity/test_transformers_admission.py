@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from dialoop.trajectory import SamplingParams
+from transformers import AutoModelForCausalLM
 
 from services.inference.sampler import sample_rows
 from services.inference.transformers_batch import DecodingBatch
@@ -24,9 +25,11 @@ def admitted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     admit = DecodingBatch.admit
 
-    def counted(batch: DecodingBatch, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        sizes.append(len(rows))
-        return admit(batch, rows)
+    def counted(
+        batch: DecodingBatch, rows: Sequence[Sequence[int]], which: Sequence[int]
+    ) -> torch.Tensor:
+        sizes.append(len(which))
+        return admit(batch, rows, which)
 
     monkeypatch.setattr(DecodingBatch, "admit", counted)
     return sizes
@@ -77,3 +80,45 @@ def test_each_row_is_drawn_with_its_own_generators_noise() -> None:
     ]
     assert drawn(7, 8, 9) == alone
     assert drawn(4, 4, 9)[2] == alone[2]
+
+
+def test_rows_of_one_prompt_are_computed_once_and_are_those_computed_each(
+    tmp_path: Path,
+) -> None:
+    save_model(tmp_path, seed=0, tied=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    rows, which = [[5, 6, 7], [9, 8]], [0, 1, 0, 0]
+    each, once = DecodingBatch(model), DecodingBatch(model)
+    with torch.inference_mode():
+        wanted = [each.admit([rows[i] for i in which])]
+        found = [once.admit(rows, which)]
+        lengths = [len(rows[i]) for i in which]
+        for last in ([1, 2, 3, 4], [4, 3, 2, 1]):
+            wanted.append(each.step(last, lengths))
+            found.append(once.step(last, lengths))
+            lengths = [length + 1 for length in lengths]
+    for one, other in zip(wanted, found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+async def test_the_samples_of_a_prompt_are_taken_in_as_one_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[tuple[int, int]] = []
+    admit = DecodingBatch.admit
+
+    def seen(
+        batch: DecodingBatch, rows: Sequence[Sequence[int]], which: Sequence[int]
+    ) -> torch.Tensor:
+        taken.append((len(rows), len(which)))
+        return admit(batch, rows, which)
+
+    monkeypatch.setattr(DecodingBatch, "admit", seen)
+    engine = await TransformersEngine.start(
+        save_model(tmp_path, seed=0, tied=True), max_model_len=64, max_num_seqs=PLACES
+    )
+    sampling = SamplingParams(max_new_tokens=4, seed=3)
+    sampled = await engine.sample([5, 6, 7], sampling, stop=NO_STOP, num_samples=4)
+    await engine.close()
+    assert taken == [(1, 4)]
+    assert len({one.token_ids for one in sampled}) > 1
