@@ -69,7 +69,8 @@ def _tensors(path: str, *, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _sum(base: BaseWeights, adapter: str, scaling: float) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from base.with_adapter(load_file(adapter), scaling=scaling)
+    device = current_platform.device_type  # on a GPU the sum costs nothing beside the copy
+    yield from base.with_adapter(load_file(adapter), scaling=scaling, device=device)
 
 
 @torch.inference_mode()

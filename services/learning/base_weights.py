@@ -77,11 +77,11 @@ class BaseWeights:
         return f"sha256:{summed.hexdigest()}"
 
     def with_adapter(
-        self, adapter: Mapping[str, Tensor], *, scaling: float
+        self, adapter: Mapping[str, Tensor], *, scaling: float, device: str = "cpu"
     ) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the model by name, in the adapter's number format, with it added in.
 
-        One at a time: what holds them all is the caller's affair.
+        One at a time, on `device`: what holds them all is the caller's affair.
         """
         dtype = next(iter(adapter.values())).dtype
         for file in self.files:
@@ -91,9 +91,11 @@ class BaseWeights:
                         continue
                     tensor: Tensor = opened.get_tensor(name)
                     # The trainer holds the base in this format, and its sum is what is served.
-                    tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
-                    factors = factors_of(adapter, name)
-                    yield name, merged_weight(tensor, *factors, scaling) if factors else tensor
+                    tensor = tensor.to(device, dtype if tensor.is_floating_point() else None)
+                    if factors := factors_of(adapter, name):
+                        down, up = (factor.to(device) for factor in factors)
+                        tensor = merged_weight(tensor, down, up, scaling)
+                    yield name, tensor
 
 
 def adapted_tensors(directory: Path, base: BaseWeights, *, digest: str) -> dict[str, Tensor]:
