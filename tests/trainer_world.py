@@ -68,6 +68,8 @@ class FakeLearner:
     def __init__(self) -> None:
         self.weights = 0
         self.trained: list[int] = []
+        self.vocab_size = 100
+        self.refuses: Callable[[Any], None] = lambda _: None
         self.while_training: Callable[[], None] = lambda: None
         self.fresh_mismatch_kl: float | None = None
         self.warm_started: list[Any] = []
@@ -85,6 +87,11 @@ class FakeLearner:
 
     def heldout_loss(self, demonstrations: Any) -> tuple[float, int]:
         return 1.0 / (1 + self.weights), len(demonstrations)
+
+    def rows_to_train(self, sequences: Any, *, current: Any) -> None:
+        """Refuses whatever a test says; a real learner looks at the rows."""
+        for one in sequences:
+            self.refuses(one.sequence)
 
     def train_step(self, sequences: Any, *, current: Any, temperature: float) -> TrainStepReport:
         self.while_training()
@@ -126,6 +133,7 @@ class FakeReplay:
         self.dropped: dict[str, str] = {}
         self.extended: list[tuple[str, ...]] = []
         self.given_back: list[str] = []
+        self.set_aside: dict[str, str] = {}
         # What an earlier trainer held, and of that what can be reopened.
         self.held: tuple[str, ...] = ()
         self.kept: dict[str, GroupLease] = {}
@@ -147,6 +155,7 @@ class FakeReplay:
 
     async def give_back(self, run: str, items: Any) -> None:
         self.given_back += [item.lease_id for item in items]
+        self.set_aside |= {item.lease_id: item.reason for item in items if item.set_aside}
 
     async def list_leases(self, run: str, stage: Any, *, worker: str) -> tuple[str, ...]:
         return self.held

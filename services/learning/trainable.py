@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,20 @@ if TYPE_CHECKING:
 
     from services.learning.objective import Objective
     from services.learning.packing import TokenRow
+
+
+def alike(rows: Sequence[TokenRow]) -> list[TokenRow]:
+    """The rows without those values that only some of them have, for a row packs all or none.
+
+    A loss that needs them says so of rows that had none: see `require_trainable`.
+    """
+    speaking = [row for row in rows if bool(row.response_mask.any())]
+    partial: dict[str, Any] = {
+        name: None
+        for name in ("ref_logprobs", "advantages")
+        if any(getattr(row, name) is None for row in speaking)
+    }
+    return [replace(row, **partial) for row in rows] if partial else list(rows)
 
 
 @torch.no_grad()

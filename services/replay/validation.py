@@ -36,7 +36,9 @@ def check_group(group: pb.Group, *, stage: Stage, vocab_size: int) -> Rejection 
             num_model_tokens += _num_model_tokens(sequence)
     # An evaluation is not trained on: a policy that sampled nothing is a result like any other.
     if num_model_tokens == 0 and stage is not Stage.EVALUATION:
-        return Rejection(reason="NO_TRAINABLE_TOKEN", message="No token was sampled.")
+        return Rejection(
+            reason="NO_TRAINABLE_TOKEN", message=f"Group {group.group_id}: no token was sampled."
+        )
     return None
 
 

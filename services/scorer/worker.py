@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.replay import ReturnItem
-from dialoop.errors import DialoopError
+from dialoop.errors import DialoopError, InvalidInput
 from dialoop.trajectory import Stage
 
 from services.runtime.patience import Patience, patiently
@@ -84,6 +84,9 @@ class Worker:
         group_id = lease.group.group_id
         try:
             scored = await self._desk.score(lease.group)
+        except InvalidInput as error:
+            log.warning("A group is set aside: %s", error, extra={"group_id": group_id})
+            await self._set_aside(lease, error.reason.lower())
         except DialoopError as error:
             log.warning("A group is dropped: %s", error, extra={"group_id": group_id})
             await self._drop(lease, error.reason.lower())
@@ -105,7 +108,7 @@ class Worker:
             log.info("Somebody else scores that group.", extra={"group_id": scored.group_id})
         elif outcome.reason:
             log.error("A scored group was rejected: %s", outcome.message)
-            await self._drop(lease, outcome.reason.lower())
+            await self._set_aside(lease, outcome.reason.lower())
         else:
             run, ids = self._settings.run, [lease.lease_id]
             await patiently(lambda: self._replay.acknowledge(run, ids), self._patience)
@@ -114,9 +117,16 @@ class Worker:
         run, ids = self._settings.run, [lease.lease_id]
         await patiently(lambda: self._replay.drop(run, ids, reason), self._patience)
 
+    async def _set_aside(self, lease: GroupLease, reason: str) -> None:
+        """Nobody can score it: it is kept as a dead letter, to be looked at."""
+        await self._give_back(ReturnItem(lease_id=lease.lease_id, reason=reason, set_aside=True))
+
     async def _return_failed(self, lease: GroupLease) -> None:
         """Try again elsewhere; a group that fails everywhere becomes a dead letter."""
         item = ReturnItem(lease_id=lease.lease_id, reason="scorer_failed", failed=True)
+        await self._give_back(item)
+
+    async def _give_back(self, item: ReturnItem) -> None:
         run = self._settings.run
         await patiently(lambda: self._replay.give_back(run, [item]), self._patience)
 

@@ -111,6 +111,8 @@ def _reason_to_drop(
     group: Group, current: PolicyVersion, max_staleness: int, needs_advantages: bool
 ) -> str:
     versions = group.policy_versions
+    if not versions:
+        return "no_trainable_token"
     if any(version.lineage != current.lineage for version in versions):
         return "stale"
     if current.staleness_of(min(versions)) > max_staleness:

@@ -23,7 +23,7 @@ from services.learning.optim import GuardedOptimizer, OptimizerSettings
 from services.learning.packing import TokenRow
 from services.learning.parallel import ALONE, Ranks, sharded
 from services.learning.parallel_rows import own_rows, score_rows
-from services.learning.trainable import require_trainable
+from services.learning.trainable import alike, require_trainable
 from services.learning.training import UpdateReport, update
 from services.rl.packing_plan import plan_rows
 from services.trainer.learner_files import ExportedWeights, LearnerFiles
@@ -129,6 +129,7 @@ class Learner:
             TokenRow.from_sequence(s.sequence, prompt=s.prompt, current=current) for s in sequences
         ]
         self._require_fitting(rows)
+        rows = alike(rows)
         require_trainable(rows, self._objective)
         return rows
 

@@ -8,9 +8,11 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dialoop.clients.replay import ReturnItem
 from dialoop.trajectory import Stage
 
 from services.trainer.batches import sort_batch
+from services.trainer.faults import faults_of
 from services.trainer.leases import WORKER
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from dialoop.trajectory import Group
 
     from services.trainer.batches import Batch
+    from services.trainer.faults import Fault
     from services.trainer.learner import TrainStepReport
     from services.trainer.settings import TrainerSettings
     from services.trainer.standing import JobParts, Standing
@@ -66,21 +69,61 @@ class TrainSteps:
             )
             if leased.leases:
                 self._standing.held.hold(lease.lease_id for lease in leased.leases)
-                return leased.leases
+                if await self._are_trainable(leased.leases):
+                    return leased.leases
+                continue
             # A queue that lost all it knew gives out no work until it hears of a policy again.
             await self._publisher.announce(self._standing.progress.policy_version)
         return ()
 
-    async def _train_step(self, leases: tuple[GroupLease, ...], lease_s: float) -> None:
+    async def _are_trainable(self, leases: tuple[GroupLease, ...]) -> bool:
+        """Whether a train step can take them; if not, those at fault become dead letters.
+
+        The others go back to their places, so that no batch is short for a group that is bad.
+        """
+        version = self._standing.progress.policy_version
+        faults = await asyncio.to_thread(faults_of, self._sorted(leases), self._learner, version)
+        if not faults:
+            return True
+        reasons = {fault.lease.lease_id: fault.reason for fault in faults}
+        ids = [lease.lease_id for lease in leases]
+        items = [
+            ReturnItem(
+                lease_id=one, reason=reasons.get(one, "batch_refused"), set_aside=one in reasons
+            )
+            for one in ids
+        ]
+        await self._replay.give_back(self._settings.run, items)
+        self._standing.held.let_go(ids)
+        for fault in faults:
+            self._say(fault)
+        return False
+
+    def _say(self, fault: Fault) -> None:
         progress = self._standing.progress
-        version = progress.policy_version
-        batch = sort_batch(
+        named = {"group_id": fault.lease.group.group_id, "trajectory_id": fault.trajectory_id}
+        log.error("A group is set aside: %s", fault.error, extra={**named, "reason": fault.reason})
+        self._records.metric(
+            "set_aside",
+            train_step=progress.num_train_steps,
+            policy_version=progress.policy_version,
+            reason=fault.reason,
+            message=str(fault.error),
+            **named,
+        )
+
+    def _sorted(self, leases: tuple[GroupLease, ...]) -> Batch:
+        progress = self._standing.progress
+        return sort_batch(
             leases,
-            current=version,
+            current=progress.policy_version,
             max_staleness=self._settings.max_staleness,
             consumed_group_ids=set(progress.consumed_group_ids),
             needs_advantages=self._learner.needs_advantages,
         )
+
+    async def _train_step(self, leases: tuple[GroupLease, ...], lease_s: float) -> None:
+        batch = self._sorted(leases)
         if batch.already_consumed:
             # Their gradient is in the weights, and only a checkpoint may let go of them.
             self._standing.settle(tuple(lease.lease_id for lease in batch.already_consumed))

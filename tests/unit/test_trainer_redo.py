@@ -164,7 +164,7 @@ async def test_a_drop_that_a_kill_cut_short_is_made_up_for(world: Callable[..., 
     async def killed(*_: Any) -> Any:
         raise Killed
 
-    here.replay.drop = killed  # type: ignore[method-assign]
+    here.replay.drop = killed  # type: ignore[method-assign, assignment]
     with pytest.raises(ExceptionGroup):
         await here.run()
     again = after(here, world(num_train_steps=1))

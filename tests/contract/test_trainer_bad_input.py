@@ -1,0 +1,207 @@
+"""Groups that cannot be trained: each is named and kept, and the others are trained as if alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from dialoop.clients.replay import GroupLease
+from dialoop.sequences import Sequence, Source, sequence_of
+from dialoop.trajectory import Group
+
+from services.learning.tiny import make_tiny_model
+from services.replay.memory_store import MemoryStore
+from services.replay.store import Limits
+from services.runtime.hosting import OwnProcess
+from services.trainer.__main__ import serve_in
+from services.trainer.batches import sort_batch
+from services.trainer.faults import faults_of
+from services.trainer.learner import Learner
+from services.trainer.settings import TrainerSettings
+from tests.recorded_world import FIRST, Recorded, record_groups, recorded
+
+Spoil = Callable[[Sequence], Sequence]
+
+
+def with_reference(row: Sequence) -> Sequence:
+    return replace(row, ref_logprobs=row.inference_logprobs.copy())
+
+
+def without_reference(row: Sequence) -> Sequence:
+    return replace(row, ref_logprobs=np.zeros(0, dtype=np.float32))
+
+
+def too_long(row: Sequence) -> Sequence:
+    return sampled([5] * 90, [6, 7])
+
+
+def without_prompt(row: Sequence) -> Sequence:
+    return sampled([], [6, 7])
+
+
+def of_another_vocabulary(row: Sequence) -> Sequence:
+    return sampled([5, 6], [100_000, 7])
+
+
+def sampled(prompt: list[int], answer: list[int]) -> Sequence:
+    pieces: list[tuple[list[int], dict[str, Any]]] = [
+        (prompt, {"source": Source.PROMPT}),
+        (answer, {"source": Source.MODEL, "policy_version": FIRST}),
+    ]
+    row = sequence_of(pieces, logprobs=[-1.0] * len(answer))
+    return replace(with_reference(row), advantage=1.0)
+
+
+BAD: dict[str, tuple[Spoil, str]] = {
+    "loss_input_missing": (without_reference, "This loss needs ref_logprobs."),
+    "sequence_too_long": (too_long, "has 92 tokens, more than the 64 of a row."),
+    "empty_prompt": (without_prompt, "must begin with a token that nobody trains"),
+    "token_out_of_range": (of_another_vocabulary, "Token id 100000 is outside a vocabulary of 314"),
+}
+SETTINGS: dict[str, Any] = {"max_row_tokens": 64, "objective": {"kl_coeff": 0.1}}
+
+
+def changed(group: Group, spoil: Spoil, *, member: int | None = None) -> Group:
+    """The group with other sequences, of one member or all."""
+    trajectories = tuple(
+        replace(one, sequences=tuple(map(spoil, one.sequences))) if member in (None, index) else one
+        for index, one in enumerate(group.trajectories)
+    )
+    return replace(group, trajectories=trajectories)
+
+
+def good(groups: list[Group]) -> list[Group]:
+    """With a reference, and none of them uniform."""
+    signal = [one for one in groups if one.trajectories[0].sequences[0].advantage]
+    return [changed(group, with_reference) for group in signal]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("bad_input") / "model", seed=0)
+
+
+@pytest.fixture(scope="module")
+def groups(model_dir: Path) -> list[Group]:
+    return good(record_groups(model_dir, 14))
+
+
+@asynccontextmanager
+async def training(world: Recorded, **settings: Any) -> AsyncIterator[None]:
+    """A trainer in this process."""
+    given = TrainerSettings(
+        port=0,
+        run=world.run,
+        run_dir=world.run_dir,
+        model_dir=world.model_dir,
+        replay_address=world.replay_address,
+        inference_addresses=[world.inference_address],
+        num_evaluation_tasks=0,
+        groups_per_train_step=2,
+        max_staleness=100,
+        pipeline_depth=1,
+        **SETTINGS | settings,
+    )
+    host = OwnProcess(given)
+    running = asyncio.create_task(serve_in(host, given))
+    try:
+        yield
+    finally:
+        host.server.stop()
+        await running
+
+
+async def until_done(world: Recorded) -> None:
+    async with asyncio.timeout(60):
+        while not (world.run_dir / "trainer.json").is_file():
+            await asyncio.sleep(0.02)
+
+
+async def test_bad_groups_are_set_aside_with_their_data_and_the_others_are_trained(
+    tmp_path: Path, model_dir: Path, groups: list[Group]
+) -> None:
+    spoilt = dict(zip((1, 2, 5, 8), BAD, strict=True))
+    given = [
+        changed(group, BAD[spoilt[number]][0], member=1) if number in spoilt else group
+        for number, group in enumerate(groups[:12])
+    ]
+    store = MemoryStore(Limits())
+    async with recorded(tmp_path, model_dir, store, given) as world:
+        async with training(world, num_train_steps=4):
+            await until_done(world)
+        stats = await world.replay.get_stats(world.run)
+        letters = await world.replay.list_dead_letters(world.run)
+    assert {one.group_id: one.reason for one in letters} == {
+        given[number].group_id: reason for number, reason in spoilt.items()
+    }
+    kept = {one.group_id: one.group for one in letters}
+    for number in spoilt:
+        whole = kept[given[number].group_id]
+        assert [t.sequences[0].token_ids.tolist() for t in whole.trajectories] == [
+            t.sequences[0].token_ids.tolist() for t in given[number].trajectories
+        ]
+    rows = [row for row in world.metrics if row["kind"] == "set_aside"]
+    for row in rows:
+        words = BAD[row["reason"]][1]
+        assert row["trajectory_id"] == f"{row['group_id']}.1"
+        assert words in row["message"]
+    assert len(rows) == len(BAD)
+    assert [row["num_groups_trained"] for row in world.train_rows] == [2, 2, 2, 2]
+    assert stats.training.num_groups_consumed == 8
+    assert stats.training.num_groups_dropped == {"dead_letter": 4}
+    trained = (world.run_dir / "trajectories.jsonl").read_text("utf-8").splitlines()
+    order = [json.loads(line)["group_id"] for line in trained]
+    expected = [group.group_id for number, group in enumerate(given) if number not in spoilt]
+    assert order[::2] == expected
+
+
+async def test_what_the_loss_does_not_need_may_be_missing_from_some(
+    tmp_path: Path, model_dir: Path, groups: list[Group]
+) -> None:
+    """A loss that needs no reference takes groups with one and groups without."""
+    given = [changed(groups[0], without_reference), groups[1]]
+    async with recorded(tmp_path, model_dir, MemoryStore(Limits()), given) as world:
+        async with training(world, num_train_steps=1, objective={}):
+            await until_done(world)
+        letters = await world.replay.list_dead_letters(world.run)
+    assert len(world.train_rows) == 1
+    assert not letters
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_a_fault_names_the_trajectory_and_changes_nothing(
+    model_dir: Path, groups: list[Group], reason: str
+) -> None:
+    learner = Learner(TrainerSettings(model_dir=model_dir, **SETTINGS))
+    before = {name: values.clone() for name, values in learner._policy.state_dict().items()}
+    spoil, words = BAD[reason]
+    bad = changed(groups[1], spoil, member=1)
+    leases = [
+        GroupLease(lease_id=group.group_id, group=group, num_deliveries=1, expires_in_s=60)
+        for group in (groups[0], bad, groups[2])
+    ]
+    batch = sort_batch(leases, current=FIRST, max_staleness=0, consumed_group_ids=())
+    (fault,) = faults_of(batch, learner, FIRST)
+    assert (fault.lease.group, fault.reason) == (bad, reason)
+    assert fault.trajectory_id == bad.trajectories[1].trajectory_id
+    assert words in str(fault.error)
+    assert fault.error.remedy
+    after = learner._policy.state_dict()
+    assert all(bool((after[name] == values).all()) for name, values in before.items())
+
+
+def test_a_group_without_a_sampled_token_is_dropped_by_name(groups: list[Group]) -> None:
+    def silent(_: Sequence) -> Sequence:
+        return sequence_of([([5, 6], {"source": Source.PROMPT})])
+
+    group = changed(groups[0], silent)
+    lease = GroupLease(lease_id="x", group=group, num_deliveries=1, expires_in_s=60)
+    batch = sort_batch([lease], current=FIRST, max_staleness=0, consumed_group_ids=())
+    assert list(batch.dropped) == ["no_trainable_token"]
