@@ -208,6 +208,7 @@ class Standing:
             publish_s=published.publish_s,
             max_logprob_difference=published.max_logprob_difference,
             num_replicas=published.num_replicas,
+            num_bytes=published.weights.num_bytes,
         )
 
     @contextmanager
