@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dialoop.errors import InvalidConfig
+from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from safetensors.torch import load_file
 
+from services.learning.base_weights import BaseWeights, adapted_tensors
 from services.learning.models import load_policy
 from services.learning.packing import TokenRow, pack_rows
 from services.learning.tiny import make_tiny_model
@@ -122,6 +123,36 @@ def test_a_checkpoint_of_another_kind_is_refused(
     Checkpoints(tmp_path).save(learner(lora=LORA), Progress(policy_version=VERSION))
     with pytest.raises(InvalidConfig, match="lora"):
         Checkpoints(tmp_path).restore(learner(**other))
+
+
+def test_a_checkpoint_of_another_base_is_refused(
+    learner: Callable[..., Learner], tmp_path: Path
+) -> None:
+    Checkpoints(tmp_path).save(learner(lora=LORA), Progress(policy_version=VERSION))
+    other = make_tiny_model(tmp_path / "other", seed=5)
+    theirs = Learner(TrainerSettings(model_dir=other, lora=LORA))
+    with pytest.raises(PreconditionFailed) as caught:
+        Checkpoints(tmp_path).restore(theirs)
+    assert caught.value.reason == "BASE_MISMATCH"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_added_into_its_base_is_the_merged_policy_bit_for_bit(
+    learner: Callable[..., Learner], model_dir: Path, tmp_path: Path, dtype: str
+) -> None:
+    trained = learner(lora=LORA, dtype=dtype, learning_rate=5e-2)
+    for seed in range(3):
+        step(trained, seed)
+    whole = load_file(trained.export(tmp_path / "whole.safetensors").path)
+    trained.export(tmp_path / "adapter_model.safetensors")
+    base = BaseWeights.of(model_dir)
+    added = adapted_tensors(tmp_path, base, digest=base.digest())
+    assert added.keys() == whole.keys()
+    assert all(torch.equal(added[name], whole[name]) for name in whole)
+    assert {tensor.dtype for tensor in added.values()} == {getattr(torch, dtype)}
+    start = load_file(model_dir / "model.safetensors")
+    moved = sum(not torch.equal(added[name], start[name].to(added[name].dtype)) for name in added)
+    assert moved == 4 * 7  # layers, and linear ones in each
 
 
 def test_targets_are_chosen_and_unknown_ones_refused(learner: Callable[..., Learner]) -> None:

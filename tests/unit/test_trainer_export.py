@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 from dialoop.cli.main import main as dialoop
-from dialoop.errors import AlreadyExists, InvalidInput, NotFound
+from dialoop.errors import AlreadyExists, InvalidInput, NotFound, PreconditionFailed
 from safetensors.torch import load_file, save_file
 
 from services.learning.tiny import make_tiny_model
@@ -45,12 +45,12 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def moved(model_dir: Path, number: int) -> Learner:
+def moved(model_dir: Path, number: int, **settings: Any) -> Learner:
     """The learner after something was learned."""
-    learner = Learner(TrainerSettings(model_dir=model_dir))
+    learner = Learner(TrainerSettings(model_dir=model_dir, **settings))
     generator = torch.Generator().manual_seed(number)
     with torch.no_grad():
-        for parameter in learner._policy.parameters():
+        for parameter in (p for p in learner._policy.parameters() if p.requires_grad):
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     return learner
 
@@ -169,3 +169,31 @@ def test_the_module_runs_as_a_program(run_dir: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "o" / "model.safetensors").is_file()
+
+
+def test_a_published_lora_version_exports_as_what_was_served(tmp_path: Path) -> None:
+    """As a PEFT directory of the run's model, and merged to the bytes that merging publishes."""
+    from peft import AutoPeftModelForCausalLM
+
+    run_dir = tmp_path / "run"
+    model_dir = make_tiny_model(run_dir / "model", seed=0)
+    (run_dir / "run.json").write_text(json.dumps({"config": {"model": {"directory": ""}}}))
+    trained = moved(model_dir, 3, lora={"rank": 4})
+    trained.export(run_dir / "policies" / "main-3" / "adapter_model.safetensors")
+    out = export_policy(Run.of(run_dir), "latest", tmp_path / "adapter")
+    model = AutoPeftModelForCausalLM.from_pretrained(out)
+    with torch.inference_mode():
+        rows = torch.log_softmax(model(torch.tensor(IDS)).logits[0, :-1].float(), -1)
+    found = rows.gather(-1, torch.tensor(IDS[0][1:])[:, None])[:, 0].numpy()
+    assert np.abs(found - trained.logprobs(IDS)[0]).max() < 1e-5
+    assert np.abs(found - scored(model_dir)).max() > 0.05
+    merged = export_policy(Run.of(run_dir), "3", tmp_path / "merged", merged=True)
+    served = load_file(trained.export(tmp_path / "whole.safetensors").path)
+    exported = load_file(merged / "model.safetensors")
+    assert exported.keys() == served.keys()
+    assert all(torch.equal(exported[name], served[name]) for name in served)
+    make_tiny_model(run_dir / "model", seed=1)
+    with pytest.raises(PreconditionFailed, match="trained on weights") as caught:
+        export_policy(Run.of(run_dir), "3", tmp_path / "other", merged=True)
+    assert caught.value.reason == "BASE_MISMATCH"
+    assert not (tmp_path / "other").exists()
