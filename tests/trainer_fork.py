@@ -13,8 +13,8 @@ import sys
 
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - so that children have it
 
-from services.runtime.process import run
-from services.trainer.__main__ import serve
+from services.runtime.process import run_blocking
+from services.trainer.__main__ import main as train
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def _become_trainer(environment: dict[str, str], log: str) -> None:
     for number in (1, 2):
         os.dup2(file, number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    run(serve, name="trainer")
+    run_blocking(train, name="trainer")
     os._exit(0)
 
 

@@ -32,11 +32,16 @@ _ORPHAN_GRACE_S = 15.0
 
 def run(service: Callable[[], Coroutine[Any, Any, None]], *, name: str) -> None:
     """Run a service to its end; a wrong setting exits 2 and any other known error 1."""
+    run_blocking(lambda: asyncio.run(service()), name=name)
+
+
+def run_blocking(work: Callable[[], None], *, name: str) -> None:
+    """The same for one that is more than its event loop."""
     try:
         die_with_parent()
         configure_logs(name)
         owns_process.set(True)
-        asyncio.run(service())
+        work()
     except Exception as error:
         known = _known_error(error)
         if known is None:

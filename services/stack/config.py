@@ -192,10 +192,14 @@ class TrainSection(_Section):
     """Policy versions that the oldest trained token may lag."""
     checkpoint_every: int = Field(default=10, ge=1)
     """Train steps between checkpoints."""
+    sharded_checkpoints: bool = False
+    """Every process writes its own part of a checkpoint; either kind resumes on any number."""
     keep_policies: int = Field(default=0, ge=0)
     """Published policies to keep on disk; 0 keeps all, which re-scoring needs."""
+    num_processes: int = Field(default=1, ge=1, le=64)
+    """Processes that share the model (FSDP2); on CUDA each has a device of its own."""
     num_threads: int = Field(default=1, ge=1)
-    """CPU threads of the trainer."""
+    """CPU threads of the trainer, of each of its processes."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the trainer has its model."""
     autocast: Literal["", "bfloat16"] = ""

@@ -191,6 +191,11 @@ def _job(given: Mapping[str, Any]) -> JobConfig:
             "An agent calls the inference service over HTTP, which one process does not have.",
             remedy="Leave environment.agent out, or run `dialoop up`.",
         )
+    if given.get("train", {}).get("num_processes", 1) > 1:
+        raise InvalidConfig(
+            "Several processes train the model, and this is one process.",
+            remedy="Leave train.num_processes out, or run `dialoop up`.",
+        )
     defaults = {"run": "in-process", "train": {"num_steps": 0}, "evaluation": {"num_tasks": 0}}
     job = parse_config({**defaults, **needed, **given}, source="the config")
     preflight.check(job)

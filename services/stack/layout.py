@@ -76,9 +76,11 @@ class Layout:
         if service == "inference":  # replicas with one seed would sample the same
             seed = self.config.seed + 7919 * int(index or 0)
             variables["DIALOOP_INFERENCE_SEED"] = str(seed)
+        if service == "trainer":  # whatever a job of torchrun's, which may be around us, says
+            variables |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         return ServiceSpec(
             name=name,
-            command=(sys.executable, "-m", f"services.{service}"),
+            command=(sys.executable, "-m", *self._program(service)),
             environment=variables,
             address=self.address(name),
             rest_address=self.rest_address(name),
@@ -88,6 +90,13 @@ class Layout:
             stop_grace_s=_STOP_GRACE_S.get(service, 20.0),
             stop_rank=STOP_ORDER.index(service),
         )
+
+    def _program(self, service: str) -> tuple[str, ...]:
+        """The module that is run, with its arguments."""
+        num_processes = self.config.train.num_processes
+        if service == "trainer" and num_processes > 1:
+            return ("services.trainer.launch", str(num_processes))
+        return (f"services.{service}",)
 
     def environment_of(self, service: str) -> dict[str, str]:
         """The variables of a service, without its port."""
@@ -279,6 +288,7 @@ class Layout:
             "pipeline_depth": section.pipeline_depth,
             "max_staleness": section.max_staleness,
             "checkpoint_every": section.checkpoint_every,
+            "sharded_checkpoints": section.sharded_checkpoints,
             "keep_policies": section.keep_policies,
             "torch_threads": section.num_threads,
             "dtype": self.config.dtype,

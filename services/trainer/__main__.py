@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from typing import TYPE_CHECKING
 
 from dialoop.clients.channel import RetryPolicy
@@ -17,15 +17,17 @@ from dialoop.tokenizer import Tokenizer
 from dialoop.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 
 from services.runtime.hosting import OwnProcess
-from services.runtime.process import run
+from services.runtime.logs import configure_logs
+from services.runtime.process import run_blocking
 from services.runtime.settings import load
 from services.trainer.checkpoint import Checkpoints
 from services.trainer.demonstration_set import DemonstrationSet, demonstration_set
 from services.trainer.evaluation import Evaluator
 from services.trainer.job import TrainingJob
-from services.trainer.learner import Learner
+from services.trainer.parallel_learner import ParallelLearner
 from services.trainer.placement import placement_of
 from services.trainer.publisher import Publisher
+from services.trainer.ranks import RankSettings, joined, leave_stopping_to_the_first
 from services.trainer.records import RunRecords
 from services.trainer.servicer import TrainerServicer
 from services.trainer.settings import TrainerSettings
@@ -46,21 +48,37 @@ log = logging.getLogger(__name__)
 _PATIENT = RetryPolicy(max_attempts=1000)
 
 
-async def serve() -> None:
+def main() -> None:
+    """One rank of the trainer, to its end; the first one is the service."""
+    found, settings = load(RankSettings), load(TrainerSettings)
+    with joined(found, settings) as ranks:
+        learner = ParallelLearner(ranks)
+        if ranks.is_first:
+            with closing(learner):
+                asyncio.run(serve(settings, learner))
+        else:
+            configure_logs(f"trainer-{ranks.rank}")
+            leave_stopping_to_the_first()
+            learner.serve()
+
+
+async def serve(settings: TrainerSettings, learner: ParallelLearner) -> None:
     """Train to the end, then stay to be asked until told to stop."""
-    settings = load(TrainerSettings)
-    await serve_in(OwnProcess(settings), settings)
+    await serve_in(OwnProcess(settings), settings, learner)
 
 
-async def serve_in(host: Host, settings: TrainerSettings) -> None:
-    """Train to the end, then stay to be asked until the host says stop."""
+async def serve_in(
+    host: Host, settings: TrainerSettings, learner: ParallelLearner | None = None
+) -> None:
+    """Train to the end, then stay to be asked until the host says stop; by default alone."""
     settings = settings.require_consistent()
     builder = _builder(settings)
     warm_start = _warm_start(settings, builder)
     supervised = demonstration_set(settings, builder) if settings.mode == "sft" else None
     if supervised is not None:
         settings = with_steps_of(settings, supervised)
-    learner = await asyncio.to_thread(Learner, settings)
+    learner = learner or ParallelLearner()
+    await asyncio.to_thread(learner.make, settings)
     records = RunRecords(
         settings.run_dir,
         max_trajectory_bytes=settings.max_trajectories_mb * 1_000_000,
@@ -155,4 +173,4 @@ def _warm_start(settings: TrainerSettings, builder: TokenBuilder) -> Demonstrati
 
 
 if __name__ == "__main__":
-    run(serve, name="trainer")
+    run_blocking(main, name="trainer")

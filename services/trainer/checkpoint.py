@@ -17,7 +17,7 @@ from services.trainer.records import write_json
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from services.trainer.learner import Learner
+    from services.trainer.parallel_learner import AnyLearner
 
 _FORMAT = 1
 
@@ -99,7 +99,7 @@ class Checkpoints:
             return None
         return self._root / str(json.loads(pointer.read_text("utf-8"))["name"])
 
-    def save(self, learner: Learner, progress: Progress) -> Path:
+    def save(self, learner: AnyLearner, progress: Progress) -> Path:
         """Write a checkpoint; it counts from the moment the pointer names it."""
         directory = self._fresh_directory(
             f"{progress.policy_version}-{progress.num_train_steps:06d}"
@@ -110,7 +110,7 @@ class Checkpoints:
         self._forget_all_but(directory.name)
         return directory
 
-    def restore(self, learner: Learner) -> Progress | None:
+    def restore(self, learner: AnyLearner) -> Progress | None:
         """Load the newest checkpoint into the learner; None when there is none."""
         directory = self.newest
         if directory is None:

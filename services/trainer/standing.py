@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from services.trainer.batches import Batch
     from services.trainer.checkpoint import Checkpoints
     from services.trainer.evaluation import Evaluator
-    from services.trainer.learner import Learner
+    from services.trainer.parallel_learner import AnyLearner
     from services.trainer.placement import Placement
     from services.trainer.publisher import Published, Publisher
     from services.trainer.records import RunRecords
@@ -48,7 +48,7 @@ FIRST_LINEAGE = "main"
 class JobParts:
     """What a job works with."""
 
-    learner: Learner
+    learner: AnyLearner
     demonstrations: Demonstrations | None
     replay: ReplayClient
     publisher: Publisher
