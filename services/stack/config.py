@@ -34,6 +34,8 @@ class ModelSection(_Section):
     """Scale of the adapters times their rank; 0: twice the rank."""
     lora_targets: tuple[str, ...] = ()
     """Linear layers with adapters, as ["q_proj", "v_proj"]; empty: all of them."""
+    publish: Literal["", "adapter", "merged"] = ""
+    """What LoRA publishes; empty: the adapter alone, but the sum over nccl and ipc."""
 
 
 class EnvironmentSection(_Section):
@@ -327,6 +329,17 @@ class JobConfig(_Section):
         if len(set(names)) != len(names):
             raise ValueError(
                 f"two environments have one name: {', '.join(names)}; give each its own"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _require_an_adapter_to_publish(self) -> JobConfig:
+        if self.model.publish == "adapter" and not self.model.lora_rank:
+            raise ValueError('publish = "adapter" in [model] needs a lora_rank')
+        if self.model.publish == "adapter" and self.inference.data_plane in ("nccl", "ipc"):
+            raise ValueError(
+                f"data_plane {self.inference.data_plane} moves whole tensors only: set publish = "
+                '"merged" in [model]'
             )
         return self
 

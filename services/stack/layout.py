@@ -248,7 +248,12 @@ class Layout:
     def _lora(self) -> dict[str, object]:
         model = self.config.model
         targets = list(model.lora_targets)
-        return {"rank": model.lora_rank, "alpha": model.lora_alpha, "targets": targets}
+        return {
+            "rank": model.lora_rank,
+            "alpha": model.lora_alpha,
+            "targets": targets,
+            "publish": model.publish,
+        }
 
     def _warm_start(self) -> dict[str, object]:
         section = self.config.warm_start

@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from services.learning.base_weights import BaseWeights
 from services.learning.tiny import make_tiny_model
 from services.stack.config import JobConfig
+from services.stack.layout import Layout, ports_of
+from services.stack.run_dir import RunDir
 from services.trainer import publisher as publisher_module
 from services.trainer.learner import Learner
 from services.trainer.publisher import Publisher
@@ -307,3 +309,14 @@ def test_lora_publishes_the_adapter_unless_only_tensors_can_travel():
     assert not of(lora=lora, data_plane="nccl")
     assert not of(lora={**lora, "publish": "merged"})
     assert not of()
+
+
+def test_everyone_in_a_lora_run_has_the_base_from_one_directory(tmp_path):
+    """What is published is the trainer's to know; the scorer's reference is the base itself."""
+    config = JobConfig.model_validate({"model": {"lora_rank": 4, "publish": "merged"}})
+    run_dir = RunDir(path=tmp_path, run_id="r-1")
+    layout = Layout(config=config, run_dir=run_dir, ports=ports_of(config, with_redis=False))
+    services = ("trainer", "inference", "scorer")
+    assert len({layout.values_of(service)["model_dir"] for service in services}) == 1
+    told = TrainerSettings.model_validate({"lora": layout.values_of("trainer")["lora"]})
+    assert (told.lora.rank, told.lora.publish) == (4, "merged")
