@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -13,7 +15,7 @@ from dialoop.clients.inference import WeightsKind
 from dialoop.errors import DataLost, InvalidConfig, InvalidInput, PreconditionFailed, Unsupported
 from dialoop.sequences import PolicyVersion
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 from services.learning.base_weights import BaseWeights
 from services.learning.tiny import make_tiny_model
@@ -150,75 +152,54 @@ async def test_an_adapter_of_another_base_is_refused_and_the_old_policy_serves_o
         assert largest(await served(w), before) == 0
 
 
+def faulty(good: Any, weights: ExportedWeights) -> list[tuple[Any, bytes, type, str]]:
+    """What may be wrong with an adapter: its manifest, its bytes, and the error that says so."""
+    data, tensors = weights.path.read_bytes(), load_file(weights.path)
+
+    def config(**changes: Any) -> Any:
+        told = json.dumps({**json.loads(good.adapter_config_json), **changes})
+        return replace(good, adapter_config_json=told)
+
+    def rewritten(name: str, tensor: torch.Tensor) -> tuple[Any, bytes]:
+        bad = save({**tensors, name: tensor})
+        digest = hashlib.sha256(bad).hexdigest()
+        return replace(good, num_bytes=len(bad), sha256=digest), bad
+
+    name = next(name for name in tensors if ".lora_A." in name)
+    nan, wide = tensors[name] * float("nan"), torch.zeros(8, tensors[name].shape[1])
+    flipped = data[:-1] + bytes([data[-1] ^ 1])
+    nowhere = "base_model.model.no.lora_A.weight"
+    return [
+        (good, flipped, DataLost, "CHECKSUM_MISMATCH"),
+        (good, data[:-4], InvalidInput, "MANIFEST_MISMATCH"),
+        (config(r=8), data, PreconditionFailed, "ADAPTER_MISMATCH"),
+        (config(use_dora=True), data, Unsupported, "ADAPTER_UNSUPPORTED"),
+        (replace(good, adapter_config_json="{}"), data, InvalidInput, "INVALID_ADAPTER_CONFIG"),
+        (replace(good, base_digest=""), data, InvalidInput, "MANIFEST_MISMATCH"),
+        (replace(good, adapter="style"), data, InvalidInput, "MANIFEST_MISMATCH"),
+        (*rewritten(name, wide), PreconditionFailed, "ADAPTER_MISMATCH"),
+        (*rewritten(name, nan), InvalidInput, "ADAPTER_NOT_FINITE"),
+        (*rewritten(nowhere, wide), PreconditionFailed, "ADAPTER_MISMATCH"),
+    ]
+
+
 async def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(model_dir, tmp_path):
-    root = tmp_path / "policies"
-    async with world(model_dir, root) as w:
+    async with world(model_dir, tmp_path / "policies") as w:
         trainer = Trainer(w, model_dir)
         await trainer.publish()
         before = await served(w)
         good, weights = trainer.manifest(tmp_path / "next" / "adapter_model.safetensors")
-        data, tensors = weights.path.read_bytes(), load_file(weights.path)
-
-        def config(**changes: Any) -> str:
-            return json.dumps({**json.loads(good.adapter_config_json), **changes})
-
-        async def send(manifest: Any, payload: bytes) -> None:
-            await w.client.load_weights(manifest, [payload])
-
-        def rewritten(name: str, tensor: torch.Tensor) -> tuple[Any, bytes]:
-            path = tmp_path / "wrong.safetensors"
-            save_file({**tensors, name: tensor}, path)
-            import hashlib
-
-            bad = path.read_bytes()
-            digest = hashlib.sha256(bad).hexdigest()
-            return replace(good, num_bytes=len(bad), sha256=digest), bad
-
-        a_name = next(name for name in tensors if ".lora_A." in name)
-        nan = tensors[a_name] * float("nan")
-        wide = torch.zeros(8, tensors[a_name].shape[1])
-        flipped = data[:-1] + bytes([data[-1] ^ 1])
-        faults = [
-            (send(good, flipped), DataLost, "CHECKSUM_MISMATCH"),
-            (send(good, data[:-4]), InvalidInput, "MANIFEST_MISMATCH"),
-            (
-                send(replace(good, adapter_config_json=config(r=8)), data),
-                PreconditionFailed,
-                "ADAPTER_MISMATCH",
-            ),
-            (
-                send(replace(good, adapter_config_json=config(use_dora=True)), data),
-                Unsupported,
-                "ADAPTER_UNSUPPORTED",
-            ),
-            (
-                send(replace(good, adapter_config_json="{}"), data),
-                InvalidInput,
-                "INVALID_ADAPTER_CONFIG",
-            ),
-            (send(replace(good, base_digest=""), data), InvalidInput, "MANIFEST_MISMATCH"),
-            (send(replace(good, adapter="style"), data), InvalidInput, "MANIFEST_MISMATCH"),
-            (send(*rewritten(a_name, wide)), PreconditionFailed, "ADAPTER_MISMATCH"),
-            (send(*rewritten(a_name, nan)), InvalidInput, "ADAPTER_NOT_FINITE"),
-            (
-                send(*rewritten("base_model.model.no.lora_A.weight", wide)),
-                PreconditionFailed,
-                "ADAPTER_MISMATCH",
-            ),
-        ]
-        for call, kind, reason in faults:
-            await refused(call, kind, reason)
+        for manifest, data, kind, reason in faulty(good, weights):
+            await refused(w.client.load_weights(manifest, [data]), kind, reason)
             assert (await w.client.get_policy()).ready
             assert largest(await served(w), before) == 0
-        await send(good, data)
+        await w.client.load_weights(good, [weights.path.read_bytes()])
         assert largest(await served(w), trainer.learner.logprobs(IDS)) < 1e-5
 
 
 async def test_a_replica_that_was_away_is_sent_the_adapter_in_chunks(
     model_dir, tmp_path, monkeypatch
 ):
-    import asyncio
-
     monkeypatch.setattr(publisher_module, "_LOOK_EVERY_S", 0.02)
     async with world(model_dir, tmp_path / "policies", reads_root=False) as w:
         trainer = Trainer(w, model_dir, data_plane="chunks")
