@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from dialoop.episode import UpdateMode
-from dialoop.errors import InternalError, InvalidConfig, Unsupported
+from dialoop.errors import InvalidConfig, Unsupported
 from dialoop.tokenizer import Tokenizer
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from services.inference.adapter_files import NO_ADAPTERS, AdapterLimits, AdapterSpace
 from services.inference.engine import (
@@ -42,8 +41,9 @@ from services.inference.engine import (
 from services.inference.sampler import processed_logprobs, sample_rows
 from services.inference.transformers_adapters import AdaptedModel, require_peft
 from services.inference.transformers_batch import DecodingBatch
-from services.inference.transformers_rows import Row, distinct
-from services.inference.weights import HEAD, is_tied, model_shapes, require_same_parameters
+from services.inference.transformers_model import copy_weights, load_model, score, summed
+from services.inference.transformers_rows import Row, distinct, generator_of
+from services.inference.weights import is_tied, model_shapes, require_same_parameters
 from services.learning.base_weights import BaseWeights
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class TransformersEngine:
         """Load the model and start decoding; `dtype` is float32 or bfloat16."""
         if adapters.max_adapters:
             await asyncio.to_thread(require_peft)
-        model = await asyncio.to_thread(_load_model, model_dir, getattr(torch, dtype))
+        model = await asyncio.to_thread(load_model, model_dir, getattr(torch, dtype))
         limit = int(model.config.get_text_config().max_position_embeddings)
         if max_model_len > limit:
             raise InvalidConfig(
@@ -175,7 +175,7 @@ class TransformersEngine:
                 sampling,
                 stop=stop,
                 room=room,
-                generator=self._generator_for(sampling, index),
+                generator=generator_of(sampling, index, shared=self._generator),
                 on_tokens=on_tokens,
                 adapter=adapter,
             )
@@ -192,7 +192,7 @@ class TransformersEngine:
         require_fit(token_ids, self.max_model_len)
         # A held engine still scores: nothing is sampled.
         async with self._model_lock:
-            values = await asyncio.to_thread(self._score, list(token_ids), adapter)
+            values = await asyncio.to_thread(score, self._adapted, list(token_ids), adapter)
             return Scored(logprobs=values.numpy(), policy_version=self._policy_version)
 
     async def load_weights(
@@ -213,7 +213,7 @@ class TransformersEngine:
     ) -> LoadTimes:
         """As `load_weights`, of the base weights with the adapter added in."""
         begun = time.monotonic()
-        tensors = await asyncio.to_thread(_sum, self.base_weights, adapter)
+        tensors = await asyncio.to_thread(summed, self.base_weights, adapter)
         return await self._exchange(tensors, version, mode=mode, begun=begun)
 
     async def _exchange(
@@ -261,7 +261,7 @@ class TransformersEngine:
         self, tensors: dict[str, torch.Tensor], version: PolicyVersion, *, keeps_keys: bool
     ) -> None:
         try:
-            await asyncio.to_thread(self._copy, tensors)
+            await asyncio.to_thread(copy_weights, self._model, tensors, tied=self._tied)
         except BaseException:
             self._fail_all(weights_bad())
             raise
@@ -320,11 +320,6 @@ class TransformersEngine:
         await asyncio.gather(self._runner, return_exceptions=True)
         self._is_drained.set()
         self._fail_all(engine_stopped())
-
-    def _generator_for(self, sampling: SamplingParams, index: int) -> torch.Generator:
-        if sampling.seed is None:
-            return self._generator
-        return torch.Generator().manual_seed(sampling.seed + index)
 
     async def _run(self) -> None:
         while True:
@@ -396,36 +391,9 @@ class TransformersEngine:
         for row, token, logprob in zip(rows, tokens.tolist(), chosen.tolist(), strict=True):
             row.append(token, logprob, self._policy_version, decode=self._tokenizer.decode)
 
-    @torch.inference_mode()
-    def _score(self, token_ids: list[int], adapter: Adapter | None) -> torch.Tensor:
-        with self._adapted.rows_of([adapter]):
-            output = self._adapted(input_ids=torch.tensor([token_ids]), use_cache=False)
-        logits = output.logits[0, :-1]
-        logprobs = torch.log_softmax(logits.float(), dim=-1)
-        return logprobs.gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
-
-    @torch.inference_mode()
-    def _copy(self, tensors: dict[str, torch.Tensor]) -> None:
-        if self._tied:
-            tensors.pop(HEAD, None)
-        outcome = self._model.load_state_dict(tensors, strict=False)
-        missing = set(outcome.missing_keys) - ({HEAD} if self._tied else set())
-        if missing or outcome.unexpected_keys:
-            raise InternalError("The model's parameter names are not those of its files.")
-
     def _fail_all(self, error: Exception) -> None:
         for row in [*self._running, *self._waiting]:
             row.fail(error)
         self._running = []
         self._waiting.clear()
         self._batch.clear()
-
-
-def _sum(base: BaseWeights, adapter: PolicyAdapter) -> dict[str, torch.Tensor]:
-    return dict(base.with_adapter(load_file(adapter.path), scaling=adapter.scaling))
-
-
-def _load_model(model_dir: Path, dtype: torch.dtype) -> Any:
-    transformers.utils.logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
-    return model.eval().requires_grad_(False)

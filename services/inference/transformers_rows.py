@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from dialoop.trajectory import SamplingParams, StopReason
 
 from services.inference.engine import Piece, Sampled, StopTokens, VersionSpan
 
 if TYPE_CHECKING:
-    import torch
     from dialoop.sequences import PolicyVersion
 
     from services.inference.adapters import Adapter
@@ -116,6 +116,15 @@ class Row:
             stop_string=self._stop_string,
             queue_s=self._queue_s,
         )
+
+
+def generator_of(
+    sampling: SamplingParams, index: int, *, shared: torch.Generator
+) -> torch.Generator:
+    """What sample number `index` of a request is drawn with: its own seed's, or the engine's."""
+    if sampling.seed is None:
+        return shared
+    return torch.Generator().manual_seed(sampling.seed + index)
 
 
 def distinct(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
