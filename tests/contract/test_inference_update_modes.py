@@ -66,7 +66,9 @@ async def test_a_load_that_waits_lets_answers_end_and_holds_new_ones(model_dir, 
         await asyncio.sleep(0.05)
         manifest = replace(publish(w.root, model_dir, number=1), update_mode=UpdateMode.WAIT)
         loading = asyncio.create_task(w.client.load_weights(manifest))
-        await asyncio.sleep(0.02)
+        # Not by the clock: on a busy machine reading the file alone takes longer than any sleep.
+        while w.replica.engine._may_admit.is_set() and not loading.done():
+            await asyncio.sleep(0.001)
         (after,) = await w.client.generate(QUESTION)
         loaded = await loading
         for task in running:
