@@ -117,7 +117,7 @@ def test_neither_takes_the_device_from_the_other_when_one_is_killed(tmp_path: Pa
 @pytest.mark.heavy(reason="starts vLLM twice")
 @pytest.mark.vllm
 @pytest.mark.timeout(540)
-def test_nor_does_vllm(tmp_path: Path) -> None:
+def test_neither_takes_it_from_the_other_with_vllm(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed: see `make setup`")
     play(tmp_path, "vllm")
 
