@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -178,12 +178,13 @@ async def recorded(
     server.add(add_ReplayServiceServicer_to_server, servicer, "dialoop.v1.ReplayService")
     run_dir = directory / "run"
     run_dir.mkdir(parents=True)
-    async with (
-        replica_world(model_dir, run_dir / "policies") as replica,
-        server,
-        Channel(server.address) as channel,
-    ):
-        replay = ReplayClient(channel)
+    async with AsyncExitStack() as exits:
+        exits.push_async_callback(store.close)
+        world = replica_world(model_dir, run_dir / "policies")
+        replica = await exits.enter_async_context(world)
+        await exits.enter_async_context(server)
+        exits.callback(queue.stop_waiting)
+        replay = ReplayClient(await exits.enter_async_context(Channel(server.address)))
         run = new_run()
         await fill(replay, run, groups)
         yield Recorded(
@@ -194,8 +195,6 @@ async def recorded(
             model_dir=model_dir,
             run_dir=run_dir,
         )
-        queue.stop_waiting()
-    await store.close()
 
 
 class Trainer:
