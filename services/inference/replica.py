@@ -237,10 +237,10 @@ class Replica(Sleeper):
         async with self._loading:
             self._require_newer(version)
             self._require_drainable(mode)
-            await self._require_device()
-            keeps_keys = mode is UpdateMode.KEEP_KV
             # One that does not fit is refused before anything has changed.
             adapter = await self._policy_adapter(arrived, manifest)
+            await self._require_device()
+            keeps_keys = mode is UpdateMode.KEEP_KV
             try:
                 if arrived.path is not None and adapter is None:
                     await asyncio.to_thread(require_intact, arrived.path, manifest)
