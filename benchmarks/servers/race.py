@@ -130,7 +130,7 @@ def contend(name: str, model: Path, folder: Path, recipe: Recipe, *, trl_python:
         stdout=sys.stderr,
         check=False,
     )
-    run = _read_trl(folder, started) if is_trl else _read_ours(folder, started)
+    run = read_trl(folder, started) if is_trl else read_ours(folder, started)
     if len(run.policies) < recipe.num_steps:
         raise RuntimeError(f"{name} ended after {len(run.policies)} train steps ({done})")
     return replace(run, cpu_s=_cpu_s() - before)
@@ -180,7 +180,7 @@ def _command_of(name: str, model: Path, folder: Path, recipe: Recipe) -> list[st
     return [sys.executable, "-m", "services.stack", "train", "job.toml", "--fresh"]
 
 
-def _read_ours(folder: Path, started: float) -> Run:
+def read_ours(folder: Path, started: float) -> Run:
     """RL begins when the first policy is live on the engine: from then on episodes are played."""
     run_dir = folder / "runs" / "race"
     lines = (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()
@@ -213,7 +213,8 @@ def _trl_command(model: Path, folder: Path, recipe: Recipe, python: str, threads
     return [str(Path(python).absolute()), *arguments]
 
 
-def _read_trl(folder: Path, started: float) -> Run:
+def read_trl(folder: Path, started: float) -> Run:
+    """RL begins with the training: the first batch of prompts is not sampled yet."""
     found = json.loads((folder / "trl.json").read_text("utf-8"))
     policies = tuple(
         Ready(
