@@ -13,7 +13,7 @@ from dialoop.clients.trainer import Phase
 from dialoop.trajectory import Group, SamplingParams
 
 from services.collector.collector import Collector
-from services.inference.transformers_engine import TransformersEngine
+from services.inference.transformers_adapters import AdaptedModel
 from services.stack.in_process import in_process
 from services.trainer.learner import Learner
 from services.trainer.publisher import Publisher
@@ -46,11 +46,12 @@ class Record:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine: list[Interval] = []
         self.trainer: list[Interval] = []
-        for name in ("_advance", "_score"):
-            self._timed(monkeypatch, TransformersEngine, name, self.engine)
+        self._timed(monkeypatch, AdaptedModel, "__call__", self.engine)
         for name in ("_update", "_scores"):
             # What the learner waits for the device is no work of its.
-            self._timed(monkeypatch, Learner, name, self.trainer, first=getattr(Learner, "_ask", None))
+            self._timed(
+                monkeypatch, Learner, name, self.trainer, first=getattr(Learner, "_ask", None)
+            )
 
     def _timed(
         self,
