@@ -186,7 +186,8 @@ async def recorded(
         exits.callback(queue.stop_waiting)
         replay = ReplayClient(await exits.enter_async_context(Channel(server.address)))
         run = new_run()
-        await fill(replay, run, groups)
+        if groups:
+            await fill(replay, run, groups)
         yield Recorded(
             run=run,
             replay=replay,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from dialoop.clients.replay import GroupLease
 from dialoop.sequences import Sequence, Source, sequence_of
-from dialoop.trajectory import Group
+from dialoop.trajectory import Group, Stage
 
 from services.learning.tiny import make_tiny_model
 from services.replay.memory_store import MemoryStore
@@ -106,8 +106,7 @@ async def training(world: Recorded, **settings: Any) -> AsyncIterator[None]:
         num_evaluation_tasks=0,
         groups_per_train_step=2,
         max_staleness=100,
-        pipeline_depth=1,
-        **SETTINGS | settings,
+        **{"pipeline_depth": 1} | SETTINGS | settings,
     )
     host = OwnProcess(given)
     running = asyncio.create_task(serve_in(host, given))
@@ -173,6 +172,47 @@ async def test_what_the_loss_does_not_need_may_be_missing_from_some(
         letters = await world.replay.list_dead_letters(world.run)
     assert len(world.train_rows) == 1
     assert not letters
+
+
+async def play(world: Recorded, groups: list[Group]) -> None:
+    """A collector and a scorer in one, who play a group only when there is a credit for it."""
+    by_task = {group.task.task_id: group for group in groups}
+    run, replay = world.run, world.replay
+    await replay.offer_tasks(run, [group.task for group in groups])
+    while by_task:
+        for held in (await replay.lease_tasks(run, worker="c", max_tasks=1, wait_s=0.1)).leases:
+            group = by_task.pop(held.task.task_id)
+            await replay.append_group(run, Stage.UNSCORED, group, lease_id=held.lease_id)
+            (unscored,) = (
+                await replay.lease_groups(run, Stage.UNSCORED, worker="s", max_groups=1)
+            ).leases
+            await replay.append_group(run, Stage.SCORED, group, lease_id=unscored.lease_id)
+            await replay.acknowledge(run, [unscored.lease_id])
+
+
+async def test_uniform_and_bad_groups_give_their_credits_back_so_that_nothing_stalls(
+    tmp_path: Path, model_dir: Path, groups: list[Group]
+) -> None:
+    """With exactly one batch of credits, whoever kept one would wait for ever."""
+
+    def flat(row: Sequence) -> Sequence:
+        return replace(row, advantage=0.0)
+
+    given = list(groups)
+    given[:5] = [changed(group, flat) for group in given[:5]]  # two batches, and half of one
+    given[7] = changed(given[7], too_long)
+    async with recorded(tmp_path, model_dir, MemoryStore(Limits()), []) as world:
+        async with training(world, num_train_steps=5, pipeline_depth=0):
+            async with asyncio.timeout(60):
+                await play(world, given[:11])
+            await until_done(world)
+        stats = await world.replay.get_stats(world.run)
+    rows = world.train_rows
+    assert [row["num_groups_trained"] for row in rows] == [0, 0, 1, 2, 2]
+    assert [row["num_groups_dropped"] for row in rows] == [2, 2, 1, 0, 0]
+    assert [row["policy_version"] for row in rows] == [1, 1, 2, 3, 4]
+    assert stats.training.num_groups_dropped == {"uniform_reward": 5, "dead_letter": 1}
+    assert (stats.training.num_groups_consumed, stats.credits) == (5, 2)
 
 
 @pytest.mark.parametrize("reason", BAD)
