@@ -36,6 +36,13 @@ SHARED: dict[str, Any] = {"placement": "shared", "train": {"pipeline_depth": 0}}
             },
             "set placement to split",
         ),
+        (
+            {
+                "placement": "shared",
+                "train": {"pipeline_depth": 0, "device": "cuda", "num_processes": 2},
+            },
+            "each of num_processes = 2 has one",
+        ),
         ({"placement": "both"}, "'split' or 'shared'"),
     ],
 )
