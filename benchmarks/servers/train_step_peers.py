@@ -1,0 +1,180 @@
+"""A train step as TRL and torchrl ship it, on a batch that is already generated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from benchmarks.servers.train_step_batch import (
+    CLIP,
+    ENTROPY_COEFF,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    Sequence,
+    load_batch,
+    load_model,
+)
+
+Took = Callable[[Any, float], None]
+"""Told (model, loss) once gradients are there and before the optimiser takes them."""
+
+
+def _padded(rows: list[torch.Tensor], *, left: bool = False, fill: float = 0) -> torch.Tensor:
+    side = "left" if left else "right"
+    return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side=side)
+
+
+def trl_inputs(batch: list[Sequence]) -> dict[str, torch.Tensor]:
+    """What GRPOTrainer generates and scores: prompts padded on the left, answers on the right."""
+    prompts = [s.ids[: s.num_prompt] for s in batch]
+    answers = [s.ids[s.num_prompt :] for s in batch]
+    return {
+        "prompt_ids": _padded(prompts, left=True),
+        "prompt_mask": _padded([torch.ones_like(p) for p in prompts], left=True),
+        "completion_ids": _padded(answers),
+        "completion_mask": _padded([torch.ones_like(a) for a in answers]),
+        "advantages": torch.tensor([s.advantage for s in batch]),
+        "old_per_token_logps": _padded([s.inference_logprobs for s in batch]),
+        "num_items_in_batch": torch.tensor(float(sum(s.num_trained for s in batch))),
+    }
+
+
+class Finished(Exception):
+    """Ends TRL's training loop from inside."""
+
+
+def run_trl(folder: Path, between: Callable[[], None], took: Took, options: dict[str, Any]) -> None:
+    """GRPOTrainer.train, without its generation; `between` is called before every step.
+
+    Every setting is TRL's default but for what is named here: the device, the number of sequences
+    and of answers to a prompt, no files and logs, and `options`.
+    """
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    batch = load_batch(folder)
+    ready = trl_inputs(batch)
+    losses: list[float] = []
+
+    class OnReadyBatch(GRPOTrainer):  # type: ignore[misc]
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
+            return dict(ready)
+
+        def compute_loss(self, *given: Any, **named: Any) -> Any:
+            loss = super().compute_loss(*given, **named)
+            losses.append(float(loss.detach()))
+            return loss
+
+    class Steps(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            losses.clear()
+            between()
+
+        def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
+            took(model, sum(losses))
+
+    given = {"per_device_train_batch_size": 8, "num_generations": 8, **options}
+    accumulated = len(batch) // given["per_device_train_batch_size"]
+    settings = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        use_cpu=True,
+        report_to="none",
+        logging_strategy="no",
+        save_strategy="no",
+        disable_tqdm=True,
+        max_steps=10**6,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        max_completion_length=1024,
+        gradient_accumulation_steps=accumulated,
+        **given,
+    )
+    trainer = OnReadyBatch(
+        model=load_model(folder),
+        reward_funcs=lambda prompts, **_: [0.0] * len(prompts),
+        args=settings,
+        train_dataset=Dataset.from_dict({"prompt": ["1+1"] * len(batch)}),
+        processing_class=AutoTokenizer.from_pretrained(folder / "tokenizer", padding_side="left"),
+        callbacks=[Steps()],
+    )
+    try:
+        trainer.train()
+    except Finished:
+        return
+
+
+class TorchrlStep:
+    """torchrl's GRPOLoss over its TransformersWrapper, AdamW, clipping, micro-batches of four.
+
+    A micro-batch's mean counts by its share of the tokens, so that their sum is the batch's mean.
+    """
+
+    def __init__(self, folder: Path, *, entropy_bonus: bool, micro_batch: int = 4) -> None:
+        from torchrl.modules.llm import TransformersWrapper
+        from torchrl.objectives.llm.grpo import GRPOLoss
+        from transformers import AutoTokenizer
+
+        self.model = load_model(folder)
+        policy = TransformersWrapper(
+            self.model,
+            tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"),
+            input_mode="tokens",
+            generate=False,
+            return_log_probs=True,
+            pad_output=False,
+            pad_model_input=True,
+        )
+        policy.model.eval()
+        self._loss = GRPOLoss(policy, clip_epsilon=CLIP, entropy_bonus=entropy_bonus)
+        assert not entropy_bonus or self._loss.entropy_coeff == ENTROPY_COEFF
+        batch = load_batch(folder)
+        total = sum(s.num_trained for s in batch)
+        self._parts = [
+            (_tensordict(part), sum(s.num_trained for s in part) / total)
+            for part in (batch[i : i + micro_batch] for i in range(0, len(batch), micro_batch))
+        ]
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+
+    def step(self, took: Took) -> None:
+        """One update."""
+        total = 0.0
+        for batch, share in self._parts:
+            found = self._loss(batch.clone())
+            loss = found.loss_objective.mean()
+            if self._loss.entropy_bonus:
+                loss = loss + found.loss_entropy.mean()
+            loss = loss * share
+            loss.backward()
+            total += float(loss.detach())
+        took(self.model, total)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def _tensordict(batch: list[Sequence]) -> Any:
+    """Sequences as torchrl's collectors leave them: ragged, the prompt's log-probs not a number."""
+    from tensordict import TensorDict, lazy_stack
+
+    rows = []
+    for s in batch:
+        logprobs = torch.cat([torch.full((s.num_prompt,), math.nan), s.inference_logprobs])
+        rows.append(
+            TensorDict(
+                {
+                    "tokens": TensorDict({"full": s.ids, "prompt": s.ids[: s.num_prompt]}),
+                    "masks": TensorDict(
+                        {"all_attention_mask": torch.ones_like(s.ids, dtype=torch.bool)}
+                    ),
+                    "log_probs": TensorDict({"full": logprobs}),
+                    "advantage": torch.full((len(s.ids), 1), s.advantage),
+                }
+            )
+        )
+    return lazy_stack(rows)

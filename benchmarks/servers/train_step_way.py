@@ -1,0 +1,232 @@
+"""One way to make a train step, in a process of its own: makes one whenever a line asks for it.
+
+python -m benchmarks.servers.train_step_way WAY FOLDER THREADS
+
+reads `prove PATH` (write loss and clipped gradients), `step` (answer wall and CPU seconds) or
+`memory` (answer the bytes that a step takes at its peak above model, gradients and optimiser), and
+answers with JSON lines.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.servers import train_step_peers as peers
+from benchmarks.servers.train_step_batch import (
+    CLIP,
+    ENTROPY_COEFF,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    load_batch,
+    load_model,
+)
+
+TRL = {
+    "trl": {},
+    "trl_fp32": {"bf16": False, "gradient_checkpointing": False},
+    "trl_bf16": {"bf16": True, "gradient_checkpointing": False},
+}
+TORCHRL = {"torchrl": True, "torchrl_no_entropy": False}
+OURS = ("ours", "ours_entropy", "ours_entropy_bonus")
+SORTED = {"sorted_1": 1, "sorted_2": 2, "sorted_4": 4}
+
+
+class OurStep:
+    """services.learning.training.update, as the trainer calls it."""
+
+    def __init__(self, folder: Path, way: str) -> None:
+        from services.learning.attention import PACKED_ATTENTION
+        from services.learning.loss_loading import load_objective
+        from services.learning.models import PolicyModel
+        from services.learning.optim import GuardedOptimizer, OptimizerSettings
+        from services.learning.packing import TokenRow
+
+        self.model = load_model(folder, attention=PACKED_ATTENTION)
+        self._policy = PolicyModel(self.model)
+        settings = OptimizerSettings(learning_rate=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM)
+        self._optimizer = GuardedOptimizer(self.model.parameters(), settings)
+        options = {"clip_low": CLIP, "clip_high": CLIP}
+        coeff = ENTROPY_COEFF if way == "ours_entropy_bonus" else 0.0
+        self._loss = load_objective("grpo", options, aggregation="token", entropy_coeff=coeff)
+        self._with_entropy = way == "ours_entropy"
+        self._rows = [
+            TokenRow(
+                token_ids=s.ids,
+                response_mask=torch.arange(len(s.ids)) >= s.num_prompt,
+                inference_logprobs=s.inference_logprobs,
+                advantages=torch.full((s.num_trained,), s.advantage),
+                prompt=s.prompt,
+            )
+            for s in load_batch(folder)
+        ]
+
+    def step(self, took: peers.Took) -> None:
+        """One update, rows planned and packed anew."""
+        from services.learning.parallel import ALONE
+        from services.learning.parallel_rows import own_rows
+        from services.learning.training import update
+
+        optimizer = _Watched(self._optimizer, lambda loss: took(self.model, loss))
+        rows = own_rows(self._rows, ALONE, max_tokens=int(os.environ.get("ROW_TOKENS", "2048")))
+        update(
+            self._policy,
+            optimizer,  # type: ignore[arg-type]
+            rows,
+            self._loss,
+            with_entropy=self._with_entropy,
+        )
+
+
+class _Watched:
+    """An optimiser that tells of a step before it makes it."""
+
+    def __init__(self, optimizer: Any, told: Callable[[float], None]) -> None:
+        self._optimizer, self._told = optimizer, told
+
+    def step(self, loss: float) -> Any:
+        self._told(loss)
+        return self._optimizer.step(loss)
+
+
+class SortedStep:
+    """A plain loop over transformers: sorted by length, right-padded, logits of answers only.
+
+    No attention mask is needed: under a causal mask no token sees the filling on its right.
+    """
+
+    def __init__(self, folder: Path, micro_batch: int) -> None:
+        self.model = load_model(folder)
+        batch = sorted(load_batch(folder), key=lambda s: -len(s.ids))
+        self._total = sum(s.num_trained for s in batch)
+        self._parts = [batch[i : i + micro_batch] for i in range(0, len(batch), micro_batch)]
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
+        )
+
+    def step(self, took: peers.Took) -> None:
+        """One update."""
+        total = 0.0
+        for part in self._parts:
+            ids = torch.nn.utils.rnn.pad_sequence([s.ids for s in part], batch_first=True)
+            mask = torch.zeros_like(ids, dtype=torch.bool)
+            for row, s in zip(mask, part, strict=True):
+                row[s.num_prompt : len(s.ids)] = True
+            states = self.model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+            logits = self.model.lm_head(states[mask[:, 1:]])
+            chosen = logits.gather(-1, ids[mask][:, None]).squeeze(-1)
+            old = torch.cat([s.inference_logprobs for s in part])
+            advantages = torch.cat([torch.full((s.num_trained,), s.advantage) for s in part])
+            ratio = (chosen - logits.logsumexp(-1) - old).exp()
+            clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+            loss = -torch.minimum(ratio * advantages, clipped * advantages).sum() / self._total
+            loss.backward()
+            total += float(loss.detach())
+        took(self.model, total)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class MatmulPeak:
+    """No train step: large float32 products, the most this machine does."""
+
+    def __init__(self) -> None:
+        self._one, self._other = torch.randn(2, 2048, 2048)
+
+    def step(self, _: peers.Took) -> None:
+        """Ten products of 2 * 2048^3 operations."""
+        for _ in range(10):
+            self._one @ self._other
+
+
+class Desk:
+    """Takes orders from stdin between two steps, and answers on what was stdout."""
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # libraries print; the answers stay clean
+        self._order: list[str] = []
+        self._wall = self._cpu = self._before = 0.0
+        self._gradient_bytes = 0
+
+    def took(self, model: Any, loss: float) -> None:
+        """Gradients are complete: write them, as they are clipped, where the order asks for it."""
+        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        self._gradient_bytes = sum(g.nbytes for g in found.values())
+        if self._order[0] != "prove":
+            return
+        norm = torch.stack([g.float().norm() for g in found.values()]).norm()
+        share = min(1.0, MAX_GRAD_NORM / (float(norm) + 1e-6))
+        clipped = {name: g.float() * share for name, g in found.items()}
+        torch.save({"loss": loss, "gradients": clipped}, self._order[1])
+
+    def between(self) -> None:
+        """Answer the step that was made, and wait for the next; peers.Finished at the end."""
+        if self._order:
+            self._answer()
+        line = sys.stdin.readline()
+        if not line:
+            raise peers.Finished
+        self._order = line.split()
+        if self._order[0] == "memory":
+            gc.collect()
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")
+            self._before = _status("VmRSS")
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def _answer(self) -> None:
+        answer = {
+            "wall_s": time.perf_counter() - self._wall,
+            "cpu_s": time.process_time() - self._cpu,
+        }
+        if self._order[0] == "memory":
+            answer = {"bytes": _status("VmHWM") - self._before - self._gradient_bytes}
+        print(json.dumps(answer), file=self._out, flush=True)
+
+
+def _status(name: str) -> int:
+    """A size of this process in bytes: VmRSS now, or VmHWM at its highest since it was reset."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(name)
+
+
+def main() -> None:
+    way, folder, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    desk = Desk()
+    try:
+        if way in TRL:
+            peers.run_trl(folder, desk.between, desk.took, TRL[way])
+            return
+        made: Any
+        if way in TORCHRL:
+            made = peers.TorchrlStep(folder, entropy_bonus=TORCHRL[way])
+        elif way in SORTED:
+            made = SortedStep(folder, SORTED[way])
+        else:
+            made = MatmulPeak() if way == "peak" else OurStep(folder, way)
+        while True:
+            desk.between()
+            made.step(desk.took)
+    except peers.Finished:
+        return
+
+
+if __name__ == "__main__":
+    main()
