@@ -108,6 +108,7 @@ class FakeLearner:
         )
 
     def export(self, path: Path) -> ExportedWeights:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(str(self.weights), "utf-8")
         return ExportedWeights(path=path, sha256="", num_bytes=1)
 

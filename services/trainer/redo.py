@@ -10,6 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from dialoop.clients.replay import ReturnItem
@@ -71,13 +74,13 @@ class Redo:
         Rows and trajectories of all but the newest train step have been written down before.
         """
         num_recorded = self._records.newest_train_step()
-        live, digest = published_policy(self._settings.run_dir) or (None, "")
+        live = published_policy(self._settings.run_dir)
         for number, entry in enumerate(entries):
             if not await self._redo(entry, is_recorded=entry.train_step <= num_recorded):
                 log.warning("A group to redo is gone.", extra={"train_step": entry.train_step})
                 return number
-            if entry.policy_version == live and await self._digest() != digest:
-                log.error("Redone weights differ.", extra={"policy_version": str(live)})
+            if live is not None and not await self._is_as_published(live):
+                log.error("Redone weights differ.", extra={"policy_version": str(live.version)})
                 await self._standing.restore()
                 return 0
         return len(entries)
@@ -146,17 +149,34 @@ class Redo:
         """The newest version that the queue knows: a publish is announced to it first."""
         return (await self._replay.get_stats(self._settings.run)).policy_version
 
-    async def _digest(self) -> str:
-        path = self._settings.run_dir / "redone.safetensors"
-        weights = await asyncio.to_thread(self._learner.export, path)
-        path.unlink()
-        return weights.sha256
+    async def _is_as_published(self, live: PublishedPolicy) -> bool:
+        """Whether the present weights are those of the live version, or of another version."""
+        if self._standing.progress.policy_version != live.version:
+            return True
+        # Next to the published ones, and of the same name: of LoRA that is the adapter alone.
+        directory = self._settings.run_dir / "redone"
+        weights = await asyncio.to_thread(self._learner.export, directory / live.file_name)
+        shutil.rmtree(directory)
+        return weights.sha256 == live.sha256
 
 
-def published_policy(run_dir: Path) -> tuple[PolicyVersion, str] | None:
-    """The version that `policies/latest.json` names and the digest of its weights, if any."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedPolicy:
+    """What `policies/latest.json` says of the newest policy that went out."""
+
+    version: PolicyVersion
+    file_name: str
+    sha256: str
+
+
+def published_policy(run_dir: Path) -> PublishedPolicy | None:
+    """The newest policy that went out, if any."""
     pointer = run_dir / "policies" / "latest.json"
     if not pointer.is_file():
         return None
     data = json.loads(pointer.read_text("utf-8"))
-    return PolicyVersion(lineage=data["lineage"], number=data["number"]), data["sha256"]
+    return PublishedPolicy(
+        version=PolicyVersion(lineage=data["lineage"], number=data["number"]),
+        file_name=PurePath(data["path"]).name,
+        sha256=data["sha256"],
+    )

@@ -87,16 +87,16 @@ def progress_of(world: Recorded) -> dict[str, object]:
     return {name: value for name, value in progress.items() if name not in volatile}
 
 
-async def train_through(world: Recorded, start: Trainers) -> None:
+async def train_through(world: Recorded, start: Trainers, **settings: Any) -> None:
     """From the first step to the last in one process."""
-    trainer = start.start(world.environment(**SETTINGS), world.run_dir / "log")
+    trainer = start.start(world.environment(**SETTINGS, **settings), world.run_dir / "log")
     await until(lambda: is_done(world), trainer, every_s=0.02)
     trainer.stop()
 
 
-async def train_with_kills(world: Recorded, start: Trainers) -> None:
+async def train_with_kills(world: Recorded, start: Trainers, **settings: Any) -> None:
     """Killed with steps behind its checkpoint, then while it writes the next one."""
-    environment, log = world.environment(**SETTINGS), world.run_dir / "log"
+    environment, log = world.environment(**SETTINGS, **settings), world.run_dir / "log"
     first = start.start(environment, log)
     await until(lambda: len(world.train_rows) >= 5, first)
     first.kill()
@@ -105,7 +105,7 @@ async def train_with_kills(world: Recorded, start: Trainers) -> None:
     await until(lambda: is_saving(world, 2), second)
     second.kill()
     assert is_saving(world, 2), "it was quicker than the kill"
-    await train_through(world, start)
+    await train_through(world, start, **settings)
 
 
 def num_serving(log: Path) -> int:
@@ -153,7 +153,8 @@ async def compare(
         assert progress_of(world) == progress_of(worlds[0])
         assert counted.training == stats[0].training
         assert counted.num_dead_letters == 0
-    assert set(digests(worlds[0])) >= {"model.safetensors", "learner.pt"}
+    assert set(digests(worlds[0])) & {"model.safetensors", "adapter_model.safetensors"}
+    assert "learner.pt" in digests(worlds[0])
     assert [row["train_step"] for row in read_rows(worlds[0])] == list(range(1, NUM_STEPS + 1))
     assert stats[0].training.num_groups_dropped["uniform_reward"] > 0
     return worlds
@@ -164,6 +165,16 @@ async def test_a_killed_trainer_ends_with_the_bits_of_one_that_was_not(tmp_path:
     trains = (train_through, train_with_kills)
     _, killed = await compare(tmp_path, memory_store, *trains, are_forked=True)
     assert killed.train_rows == read_rows(killed), "no step has a second row"
+    assert [row["kind"] for row in killed.metrics].count("restore") == 2
+    assert {row["lineage"] for row in killed.train_rows} == {"main"}
+
+
+@pytest.mark.heavy(reason="kills a trainer of adapters, as the test above one of all weights")
+@pytest.mark.timeout(240)
+async def test_a_killed_trainer_of_adapters_redoes_them_too(tmp_path: Path) -> None:
+    lora = {"lora": json.dumps({"rank": 4})}
+    trains = tuple(partial(train, **lora) for train in (train_through, train_with_kills))
+    _, killed = await compare(tmp_path, memory_store, *trains, are_forked=True)
     assert [row["kind"] for row in killed.metrics].count("restore") == 2
     assert {row["lineage"] for row in killed.train_rows} == {"main"}
 

@@ -123,7 +123,11 @@ async def test_weights_that_come_out_other_than_published_go_back_to_the_checkpo
     await killed_after(here, "ab", "cd")
     pointer = here.settings.run_dir / "policies" / "latest.json"
     pointer.parent.mkdir()
-    pointer.write_text(json.dumps({"lineage": "main", "number": 3, "sha256": "other"}))
+    pointer.write_text(
+        json.dumps(
+            {"lineage": "main", "number": 3, "path": "main-3/model.safetensors", "sha256": "other"}
+        )
+    )
     again = after(here, world(num_train_steps=1))
     again.offer("x", "y")
     await again.run()
