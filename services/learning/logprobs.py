@@ -104,7 +104,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         logprobs = hidden.new_empty(rows, dtype=_precision(hidden))
         normalisers = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs) if options.with_entropy else logprobs.new_empty(0)
-        room = options.kept_bytes if any(ctx.needs_input_grad[:2]) else 0
+        room = options.kept_bytes
         kept = []
         for part in _parts(rows, _chunk_rows(options, weight)):
             logits = _logits(hidden[part], weight, scale, part)
@@ -124,11 +124,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, scale, normalisers, entropy = ctx.saved_tensors
+        kept, ctx.kept = ctx.kept, []  # let go as they are used; a second pass computes all anew
+        kept.reverse()
         grad_hidden = torch.empty_like(hidden)
         # Summed in float32 whatever the weights are: chunks of bfloat16 would round away.
         grad_weight = torch.zeros_like(weight, dtype=_precision(weight))
-        for number, part in enumerate(_parts(hidden.shape[0], _chunk_rows(ctx.options, weight))):
-            probs = ctx.kept[number] if number < len(ctx.kept) else None
+        for part in _parts(hidden.shape[0], _chunk_rows(ctx.options, weight)):
+            probs = kept.pop() if kept else None
             if probs is None or grads[1] is not None:
                 logits = _logits(hidden[part], weight, scale, part)
                 logprobs = logits.sub_(normalisers[part, None])

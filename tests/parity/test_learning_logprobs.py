@@ -118,3 +118,27 @@ def test_temperature_that_is_not_positive_is_rejected(temperature: float) -> Non
     with pytest.raises(InvalidInput) as caught:
         token_logprobs(*_problem(), temperature=temperature)
     assert caught.value.reason == "INVALID_TEMPERATURE"
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 2 * 4 * VOCABULARY * 8, 1 << 20])
+def test_what_is_kept_and_what_is_computed_again_have_the_same_gradients(kept_bytes: int) -> None:
+    hidden, weight, targets = _problem(torch.float64)
+    coefficients = torch.linspace(-1, 1, ROWS).double()
+    full = (hidden @ weight.T / 0.7).log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+    expected = torch.autograd.grad((full * coefficients).sum(), (hidden, weight))
+    scores = token_logprobs(
+        hidden, weight, targets, temperature=0.7, chunk_rows=4, kept_bytes=kept_bytes
+    )
+    loss = (scores.logprobs * coefficients).sum()
+    for _ in range(2):  # the second pass finds nothing kept
+        found = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+        torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-7)
+
+
+def test_a_token_of_no_probability_has_its_logprob_and_gradient() -> None:
+    # logits (200, 0): p of the second underflows float32, its log-prob is -200.
+    hidden, weight = torch.tensor([[200.0]]), torch.tensor([[1.0], [0.0]]).requires_grad_()
+    logprobs = token_logprobs(hidden, weight, torch.tensor([1])).logprobs
+    logprobs.sum().backward()
+    assert float(logprobs.detach()) == -200.0
+    assert weight.grad.flatten().tolist() == [-200.0, 200.0]
