@@ -1,0 +1,219 @@
+"""The trainer as several processes: the curve of one, and they end together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dialoop.trajectory import Group
+from safetensors.torch import load_file
+
+from services.learning.tiny import make_tiny_model
+from services.replay.memory_store import MemoryStore
+from services.replay.store import Limits
+from tests.recorded_world import ROOT, Recorded, record_groups, recorded
+
+pytestmark = [
+    pytest.mark.timeout(480),  # processes start slowly on a busy machine
+    pytest.mark.heavy(reason="starts trainers of several processes"),
+]
+
+NUM_STEPS = 20
+SETTINGS = {"checkpoint_every": 50, "learning_rate": 3e-4}
+LORA = {"lora": json.dumps({"rank": 4, "publish": "merged"})}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def groups(model_dir: Path) -> list[Group]:
+    return record_groups(model_dir, 3 * NUM_STEPS)
+
+
+class Trainer:
+    """`python -m services.trainer`, or its launch with `size` processes."""
+
+    def __init__(self, world: Recorded, *, size: int, under_torchrun: bool = False, **given: Any):
+        module = ["services.trainer"]
+        if under_torchrun:
+            module = ["torch.distributed.run", "--standalone", f"--nproc-per-node={size}", "-m"]
+            module += ["services.trainer"]
+        elif size > 1:
+            module = ["services.trainer.launch", str(size)]
+        self.log = world.run_dir / f"log of {size}"
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("DIALOOP_")}
+        paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}", "OMP_NUM_THREADS": "1"}
+        with self.log.open("a") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *module],
+                env=inherited | paths | world.environment(**SETTINGS, **given),
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait for it while the trainer lives."""
+        async with asyncio.timeout(200):
+            while not condition():
+                assert self.process.poll() is None, self.log.read_text()[-4000:]
+                await asyncio.sleep(0.05)
+
+    async def end(self) -> int:
+        """Its exit code."""
+        return await asyncio.to_thread(self.process.wait, 60)
+
+    async def stop(self) -> None:
+        """Stop it in order; every rank must have left without a complaint."""
+        self.process.send_signal(signal.SIGTERM)
+        code, said = await self.end(), self.log.read_text()
+        assert code == 0, said[-4000:]
+        for complaint in ("Traceback", "terminate called", "not been destroyed", "Error"):
+            assert complaint not in said, said[-4000:]
+
+    def ranks(self) -> dict[int, int]:
+        """The pid of each rank that runs."""
+        found = {}
+        for directory in Path("/proc").glob("[0-9]*"):
+            try:
+                stat = (directory / "stat").read_text().rpartition(")")[2].split()
+                variables = (directory / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if int(stat[1]) == self.process.pid and stat[0] != "Z":
+                rank = next(v for v in variables if v.startswith(b"RANK="))
+                found[int(rank.removeprefix(b"RANK="))] = int(directory.name)
+        return found
+
+
+async def train(world: Recorded, *, size: int, num_steps: int = NUM_STEPS, **given: Any) -> None:
+    """From where the run stands to its end, and stop."""
+    (world.run_dir / "trainer.json").unlink(missing_ok=True)
+    trainer = Trainer(world, size=size, num_train_steps=num_steps, **given)
+    try:
+        await trainer.until((world.run_dir / "trainer.json").is_file)
+        await trainer.stop()
+    finally:
+        trainer.process.kill()
+
+
+async def run_of(
+    folder: Path, model_dir: Path, groups: list[Group], *parts: dict[str, Any]
+) -> Recorded:
+    """A world in which one trainer after the other has trained."""
+    async with recorded(folder, model_dir, MemoryStore(Limits()), groups) as world:
+        for part in parts:
+            await train(world, **part)
+        return world
+
+
+def curve(world: Recorded, name: str = "loss") -> torch.Tensor:
+    """A number of each train step that had something to train."""
+    rows = [row for row in world.train_rows if row["num_trained_tokens"]]
+    return torch.tensor([row[name] for row in rows], dtype=torch.float64)
+
+
+def final_weights(world: Recorded) -> dict[str, torch.Tensor]:
+    newest = json.loads((world.run_dir / "policies" / "latest.json").read_text())
+    weights: dict[str, torch.Tensor] = load_file(world.run_dir / "policies" / newest["path"])
+    return weights
+
+
+def assert_same(one: Recorded, other: Recorded, *, num_steps: int = NUM_STEPS) -> None:
+    assert [row["train_step"] for row in other.train_rows] == list(range(1, num_steps + 1))
+    torch.testing.assert_close(curve(other), curve(one), rtol=0, atol=1e-5)
+    norms = curve(other, "grad_norm"), curve(one, "grad_norm")
+    torch.testing.assert_close(*norms, rtol=1e-4, atol=0)
+    weights, expected = final_weights(other), final_weights(one)
+    assert weights.keys() == expected.keys()
+    assert max(float((weights[k] - expected[k]).abs().max()) for k in expected) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def alone(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: Path, groups: list[Group]
+) -> Recorded:
+    folder = tmp_path_factory.mktemp("alone")
+    return asyncio.run(run_of(folder, model_dir, groups, {"size": 1}))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+async def test_several_processes_reproduce_the_curve_of_one_and_exit_cleanly(
+    tmp_path: Path, model_dir: Path, groups: list[Group], alone: Recorded, size: int
+) -> None:
+    assert_same(alone, await run_of(tmp_path, model_dir, groups, {"size": size}))
+
+
+@pytest.mark.parametrize("sharded", ["true", "false"])
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+async def test_a_run_goes_on_with_another_number_of_processes(
+    tmp_path: Path,
+    model_dir: Path,
+    groups: list[Group],
+    alone: Recorded,
+    sizes: tuple[int, int],
+    sharded: str,
+) -> None:
+    first = {"size": sizes[0], "num_steps": NUM_STEPS // 2, "sharded_checkpoints": sharded}
+    world = await run_of(tmp_path, model_dir, groups, first, {"size": sizes[1]})
+    assert_same(alone, world)
+    parts = list((world.run_dir / "checkpoints").glob("*/parts"))
+    assert bool(parts) == (sharded == "true")
+
+
+async def test_two_processes_publish_the_same_merged_adapters_as_one(
+    tmp_path: Path, model_dir: Path, groups: list[Group]
+) -> None:
+    few = [
+        await run_of(tmp_path / f"{size}", model_dir, groups, {"size": size, "num_steps": 5} | LORA)
+        for size in (1, 2)
+    ]
+    assert_same(*few, num_steps=5)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_a_killed_rank_ends_all_and_the_next_trainer_goes_on(
+    tmp_path: Path, model_dir: Path, groups: list[Group], alone: Recorded, victim: int
+) -> None:
+    async with recorded(tmp_path, model_dir, MemoryStore(Limits()), groups) as world:
+        trainer = Trainer(world, size=2, num_train_steps=NUM_STEPS, checkpoint_every=5)
+        await trainer.until(lambda: len(world.train_rows) >= 7)
+        ranks = trainer.ranks()
+        assert sorted(ranks) == [0, 1]
+        os.kill(ranks[victim], signal.SIGKILL)
+        started = time.monotonic()
+        assert await trainer.end() == 1
+        assert time.monotonic() - started < 15
+        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+        assert f"dialoop trainer: Rank {victim} was ended by signal 9." in trainer.log.read_text()
+        await train(world, size=2)
+        assert_same(alone, world)
+
+
+async def test_torchrun_starts_it_too(tmp_path: Path, model_dir: Path, groups: list[Group]) -> None:
+    async with recorded(tmp_path, model_dir, MemoryStore(Limits()), groups) as world:
+        trainer = Trainer(world, size=2, under_torchrun=True, num_train_steps=3)
+        try:
+            await trainer.until((world.run_dir / "trainer.json").is_file)
+            ranks = trainer.ranks()
+            assert sorted(ranks) == [0, 1]
+        finally:
+            trainer.process.send_signal(signal.SIGTERM)
+            await trainer.end()
+        said = trainer.log.read_text()
+        assert "terminate called" not in said
+        assert "exitcode: -9" not in said
+        assert len(curve(world)) == 3
