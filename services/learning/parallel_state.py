@@ -67,12 +67,19 @@ def gathered(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_weights(policy: PolicyModel, tensors: Mapping[str, Tensor]) -> None:
+def load_weights(
+    policy: PolicyModel,
+    tensors: Mapping[str, Tensor],
+    *,
+    complaint: str = "These weights are of another model",
+) -> None:
     """Take whole weights, of which each rank keeps its part; InvalidConfig for another model's."""
     own = policy_tensors(policy)
-    if {k: v.shape for k, v in tensors.items()} != {k: v.shape for k, v in own.items()}:
+    theirs, ours = ({k: tuple(v.shape) for k, v in of.items()} for of in (tensors, own))
+    if theirs != ours:
+        name = min(n for n in theirs.keys() | ours.keys() if theirs.get(n) != ours.get(n))
         raise InvalidConfig(
-            "These weights are of another model.",
+            f"{complaint}: {name} is {theirs.get(name, 'missing')}, not {ours.get(name, 'there')}.",
             reason="WEIGHTS_MISMATCH",
             remedy="Resume with the model directory the run was started with.",
         )

@@ -109,7 +109,8 @@ class LearnerFiles:
 
     def load_weights(self, path: Path) -> None:
         """Take weights that `export` wrote; InvalidConfig when they are another model's."""
-        load_weights(self._policy, load_file(path))
+        complaint = f"{path.parent.name} is not of the model in {self._model_dir}"
+        load_weights(self._policy, load_file(path), complaint=complaint)
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint into a directory: weights (with LoRA adapters), optimisers, random."""

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from dialoop.clients.replay import GroupLease
+from dialoop.errors import InvalidConfig
 from dialoop.sequences import Sequence, Source, sequence_of
 from dialoop.trajectory import Group, Stage
+from transformers import Qwen2ForCausalLM
 
-from services.learning.tiny import make_tiny_model
+from services.learning.tiny import make_tiny_model, tiny_config
 from services.replay.memory_store import MemoryStore
 from services.replay.store import Limits
 from services.runtime.hosting import OwnProcess
@@ -93,10 +95,9 @@ def groups(model_dir: Path) -> list[Group]:
     return good(record_groups(model_dir, 14))
 
 
-@asynccontextmanager
-async def training(world: Recorded, **settings: Any) -> AsyncIterator[None]:
-    """A trainer in this process."""
-    given = TrainerSettings(
+def settings_of(world: Recorded, **settings: Any) -> TrainerSettings:
+    """Of a trainer on a world's groups."""
+    return TrainerSettings(
         port=0,
         run=world.run,
         run_dir=world.run_dir,
@@ -108,6 +109,12 @@ async def training(world: Recorded, **settings: Any) -> AsyncIterator[None]:
         max_staleness=100,
         **{"pipeline_depth": 1} | SETTINGS | settings,
     )
+
+
+@asynccontextmanager
+async def training(world: Recorded, **settings: Any) -> AsyncIterator[None]:
+    """A trainer in this process."""
+    given = settings_of(world, **settings)
     host = OwnProcess(given)
     running = asyncio.create_task(serve_in(host, given))
     try:
@@ -172,6 +179,41 @@ async def test_what_the_loss_does_not_need_may_be_missing_from_some(
         letters = await world.replay.list_dead_letters(world.run)
     assert len(world.train_rows) == 1
     assert not letters
+
+
+def other_model(directory: Path) -> Path:
+    """The tiny model with half of its layers."""
+    make_tiny_model(directory)
+    config = tiny_config()
+    config.num_hidden_layers = 2
+    config.layer_types = config.layer_types[:2]
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+async def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_touched(
+    tmp_path: Path, model_dir: Path, groups: list[Group]
+) -> None:
+    async with recorded(tmp_path / "w", model_dir, MemoryStore(Limits()), groups[:4]) as world:
+        async with training(world, num_train_steps=1):
+            await until_done(world)
+        root = world.run_dir / "checkpoints"
+        before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+        stats = await world.replay.get_stats(world.run)
+        other = replace(world, model_dir=other_model(tmp_path / "other"))
+        given = settings_of(other, num_train_steps=2)
+        with pytest.raises(InvalidConfig) as caught:
+            await serve_in(OwnProcess(given), given)
+        assert caught.value.reason == "WEIGHTS_MISMATCH"
+        assert str(tmp_path / "other") in str(caught.value)
+        assert caught.value.remedy
+        assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
+        assert await world.replay.get_stats(world.run) == stats
+        async with training(world, num_train_steps=2):
+            async with asyncio.timeout(60):
+                while len(world.train_rows) < 2:
+                    await asyncio.sleep(0.02)
+    assert [row["train_step"] for row in world.train_rows] == [1, 2]
 
 
 async def play(world: Recorded, groups: list[Group]) -> None:

@@ -290,6 +290,7 @@ def test_weights_of_another_model_are_refused(root: Path) -> None:
     with pytest.raises(InvalidConfig) as caught:
         load_weights(policy, {"other.weight": torch.zeros(3)})
     assert caught.value.reason == "WEIGHTS_MISMATCH"
+    assert "model.embed_tokens.weight is missing, not (" in str(caught.value)
 
 
 def test_parts_of_another_optimizer_are_refused(root: Path, pair: Path) -> None:
