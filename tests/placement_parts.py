@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from services.learning.losses import grpo
 from services.runtime.device_lock import is_owned
 
@@ -27,6 +29,8 @@ def token_sum(group: Group) -> list[float]:
 
 def held(inputs: LossInputs) -> LossOutput:
     """GRPO, in the trainer's process, which owns the device by now."""
+    if not torch.is_grad_enabled():
+        return grpo(inputs)  # what is tried on the host before a batch is taken
     assert is_owned(Path(os.environ["DIALOOP_TRAINER_DEVICE_LOCK"]))
     hold = Path(os.environ[HOLD])
     while hold.exists():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_t
 from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_server
 
 from services.inference.adapter_files import AdapterLimits
-from services.inference.device_turn import DeviceTurn
+from services.inference.device_turn import device_turn
 from services.inference.engine import engine_stopped
 from services.inference.openai_routes import OpenAiService, openai_routes
 from services.inference.recordings import RecordingBook, RecordingLimits
@@ -23,7 +22,6 @@ from services.inference.servicer import InferenceServicer
 from services.inference.settings import InferenceSettings
 from services.inference.template_servicer import TemplateServicer
 from services.inference.weights import num_parameters
-from services.runtime.device_lock import DeviceLock
 from services.runtime.hosting import OwnProcess
 from services.runtime.process import run
 from services.runtime.settings import load
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
 
     from services.inference.engine import Engine
     from services.runtime.hosting import Host, Server
-
-log = logging.getLogger(__name__)
 
 _SERVICE = "dialoop.v1.InferenceService"
 
@@ -54,7 +50,7 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
         )
     renderer = Renderer.of(settings.model_dir)
     server = host.server
-    async with _turn(settings) as turn, _engine(settings) as engine:
+    async with device_turn(settings.device_lock) as turn, _engine(settings) as engine:
 
         async def report(serving: bool) -> None:
             await server.set_serving(serving, _SERVICE)
@@ -124,22 +120,6 @@ async def _until_over(server: Server, replica: Replica, *, wake_after_s: float) 
         dying.cancel()
         following.cancel()
         waking.cancel()
-
-
-@asynccontextmanager
-async def _turn(settings: InferenceSettings) -> AsyncIterator[DeviceTurn]:
-    """The device, which nothing is built on before it is ours."""
-    if settings.device_lock is None:
-        yield DeviceTurn()
-        return
-    lock = DeviceLock(settings.device_lock)
-    if not lock.try_share():
-        log.info("Waiting for the device, which the trainer has.")
-        await lock.share()
-    try:
-        yield DeviceTurn(lock)
-    finally:
-        lock.release()
 
 
 @asynccontextmanager

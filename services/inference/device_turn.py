@@ -8,16 +8,19 @@ asks again. A replica with a device of its own has no lock, and never sleeps.
 from __future__ import annotations
 
 import asyncio
+import logging
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from dialoop.errors import PreconditionFailed, Unavailable
 
-from services.runtime.device_lock import is_owned
+from services.runtime.device_lock import DeviceLock, is_owned
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import AsyncIterator, Awaitable
+    from pathlib import Path
 
-    from services.runtime.device_lock import DeviceLock
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -97,6 +100,25 @@ class DeviceTurn:
         if self._lock is None or not self.is_over or self._lock.is_held:
             return False
         return not is_owned(self._lock.path)
+
+
+@asynccontextmanager
+async def device_turn(path: Path | None) -> AsyncIterator[DeviceTurn]:
+    """The turn of a replica that starts: nothing is built on the device before it is ours.
+
+    Without a path the device is its own.
+    """
+    if path is None:
+        yield DeviceTurn()
+        return
+    lock = DeviceLock(path)
+    if not lock.try_share():
+        log.info("Waiting for the device, which the trainer has.")
+        await lock.share()
+    try:
+        yield DeviceTurn(lock)
+    finally:
+        lock.release()
 
 
 def asleep() -> Unavailable:
