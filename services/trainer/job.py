@@ -127,8 +127,7 @@ class TrainingJob:
                 await self._warm_start.run()
             if not (standing.progress.num_policy_versions or self._board.is_stopping):
                 with standing.phase(Phase.EVALUATING, "publish_first"):
-                    await standing.publish_next()
-                    await standing.checkpoint()
+                    await standing.publish_first()
 
     async def _train(self) -> None:
         with self._standing.phase(Phase.TRAINING, "train"):

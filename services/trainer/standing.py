@@ -120,6 +120,15 @@ class Standing:
         version, trained = self.progress.policy_version, tuple(self._unsaved_leases)
         self._announce(await self._publisher.publish(version, trained_lease_ids=trained))
 
+    async def publish_first(self) -> None:
+        """Publish the run's first policy, which a checkpoint holds before anybody hears of it."""
+        progress = self.progress
+        version = progress.policy_version
+        progress.policy_version = replace(version, number=version.number + 1)
+        progress.num_policy_versions = 1
+        await self.checkpoint()
+        await self.publish_again()
+
     async def publish_next(self, batch: Batch | None = None) -> Published:
         """Publish the present weights, of a batch just trained, as a new version."""
         version = self.progress.policy_version

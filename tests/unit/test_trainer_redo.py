@@ -215,3 +215,21 @@ def test_a_line_that_a_kill_cut_short_is_not_read_and_not_built_upon(
     assert journal.entries() == (entry,)
     journal.add(replace(entry, train_step=2))
     assert [one.train_step for one in journal.entries()] == [1, 2]
+
+
+async def test_the_first_policy_is_saved_before_anybody_hears_of_it(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=1)
+
+    async def killed(*_: Any, **__: Any) -> Any:
+        raise Killed
+
+    here.publisher.publish = killed  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        await here.run()
+    again = world(num_train_steps=1)
+    again.replay.policy_version = FIRST
+    again.offer("a", "b")
+    await again.run()
+    assert again.publisher.published == [("main-1", 0), ("main-2", 1)]
