@@ -261,6 +261,12 @@ class Learner:
 
 def policy_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel:
     """The model as the settings have it, whole; InvalidConfig (NEEDS_CUDA) without the device."""
+    if settings.device_lock is not None and settings.device == "cuda" and ranks.size > 1:
+        raise InvalidConfig(
+            f"{ranks.size} processes have a device each, and one is to be shared.",
+            reason="SHARED_DEVICE",
+            remedy="Start one process, or leave DIALOOP_TRAINER_DEVICE_LOCK out.",
+        )
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise InvalidConfig(
             "The trainer's device is cuda, and this machine has no CUDA device.",

@@ -193,3 +193,37 @@ async def test_sft_keeps_the_device_and_engines_wake_for_evaluations(
     assert labels.count("running") == 2
     assert "asked" in labels
     assert [row["num_failed"] for row in rows(tmp_path / "sft", "evaluation")] == [0] * len(labels)
+
+
+async def test_a_publish_at_any_moment_costs_no_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = Record(monkeypatch)
+    config = {
+        **SMALL,
+        "run": "often",
+        "placement": "shared",
+        "inference": {"max_model_len": 128, "max_num_seqs": 4},
+        "collector": {"group_size": 4, "max_new_tokens": 24, "max_groups_in_flight": 2},
+        "train": {
+            "num_steps": 3,
+            "groups_per_train_step": 2,
+            "pipeline_depth": 0,
+            "max_staleness": 1000,
+        },
+    }
+    async with in_process(config, folder=tmp_path) as dialoop:
+        run = json.loads((tmp_path / "often" / "run.json").read_text("utf-8"))["run_id"]
+        num_published = 0
+        while (await dialoop.trainer.get_status()).phase is not Phase.DONE:
+            published = await dialoop.trainer.publish()
+            num_published += 1
+            assert published.max_logprob_difference < 1e-4
+            await asyncio.sleep(0.1)
+        stats = await dialoop.replay.get_stats(run)
+    assert num_published >= 3
+    assert record.overlaps() == []
+    assert stats.training.num_groups_dropped == {}
+    assert stats.training.num_trajectories_consumed >= 3 * 2 * 4
+    collected = json.loads(next((tmp_path / "often").glob("collector-*.json")).read_text("utf-8"))
+    assert collected["num_failures"] == {}

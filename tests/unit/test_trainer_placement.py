@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -12,6 +13,7 @@ from services.runtime.device_lock import DeviceLock
 from services.stack.config_file import parse_config
 from services.stack.layout import Layout, ports_of
 from services.stack.run_dir import RunDir
+from services.trainer.learner import policy_of
 from services.trainer.placement import Shared, Split
 from services.trainer.settings import TrainerSettings
 
@@ -63,6 +65,13 @@ def test_a_trainer_started_by_hand_is_told_too(given: dict[str, Any], tmp_path: 
         settings.require_consistent()
     assert caught.value.reason == "SHARED_DEVICE"
     assert caught.value.remedy
+
+
+def test_several_devices_are_not_shared(tmp_path: Path) -> None:
+    settings = TrainerSettings(device="cuda", device_lock=tmp_path / "lock", pipeline_depth=0)
+    with pytest.raises(InvalidConfig) as caught:
+        policy_of(settings, cast("Any", SimpleNamespace(size=2)))
+    assert caught.value.reason == "SHARED_DEVICE"
 
 
 def test_trainer_and_replicas_get_one_lock_and_only_where_they_share(tmp_path: Path) -> None:
