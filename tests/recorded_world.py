@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -256,16 +256,19 @@ class Trainers:
     ) -> subprocess.Popen[str]:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("DIALOOP_")}
         paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}", "OMP_NUM_THREADS": "1"}
-        output: Any = subprocess.PIPE if log is None else log.open("a")
-        process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            env=inherited | paths | environment,
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=None if log is None else subprocess.STDOUT,
-            text=True,
-        )
+        with ExitStack() as exits:
+            output: Any = subprocess.PIPE
+            if log is not None:
+                output = exits.enter_context(log.open("a"))
+            process = subprocess.Popen(
+                [sys.executable, "-m", module],
+                env=inherited | paths | environment,
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=None if log is None else subprocess.STDOUT,
+                text=True,
+            )
         self._started.append(process)
         return process
 
