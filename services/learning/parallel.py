@@ -240,8 +240,18 @@ def _cause(ranks: Ranks, error: Exception) -> str | None:
     try:
         told = known_failure(ranks)
         if told is None and ranks.store is not None:
+            if _is_lost_connection(error):
+                return f"Rank {ranks.rank} of {ranks.size} lost its connection to another one."
             own = f"Rank {ranks.rank} of {ranks.size} failed: {type(error).__name__}: {error}"
             ranks.store.set(_FAILURE, own)
         return told
     except RuntimeError:  # the store's own process is gone; this rank's error tells what is left
         return None
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Whether a collective says that a process is gone; gloo's errors have no type of their own."""
+    if isinstance(error, BaseExceptionGroup):  # of the service that the first rank is
+        return any(map(_is_lost_connection, error.exceptions))
+    is_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
+    return is_gloo or isinstance(error, dist.DistNetworkError | dist.DistBackendError)

@@ -1,4 +1,12 @@
-"""`python -m services.trainer`: train, and answer questions about it."""
+"""`python -m services.trainer`: train, and answer questions about it.
+
+As four processes of this machine, or as sixteen of two (each with the same DIALOOP_TRAINER_...
+variables, and the run's and the model's directory in reach), the first of which is the service:
+
+    python -m services.trainer.launch 4
+    torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400
+        -m services.trainer
+"""
 
 from __future__ import annotations
 
