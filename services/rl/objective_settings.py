@@ -24,6 +24,8 @@ class ObjectiveSettings(BaseModel):
     """KL to the scorer's reference model, or to the engine that sampled."""
     entropy_coeff: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus; 0 for none."""
+    entropy_metric: bool = True
+    """Measure the entropy where it is no part of the loss, too (never with kernel "cut")."""
     correction: Literal["", "tis", "icepop", "token_mask", "sequence_mask", "kl_mask"] = ""
     """Weights for tokens that engine and trainer see differently; empty for none."""
     correction_low: float = Field(default=0.5, ge=0)

@@ -180,7 +180,13 @@ class Learner:
         for _ in range(self._settings.objective.num_epochs):
             self._random.shuffle(rows)
             reports += [
-                self._update(rows[start::num], self._optimizer, self._objective, temperature)
+                self._update(
+                    rows[start::num],
+                    self._optimizer,
+                    self._objective,
+                    temperature,
+                    with_entropy=self._measures_entropy,
+                )
                 for start in range(num)
             ]
         return TrainStepReport(
@@ -239,12 +245,24 @@ class Learner:
         optimizer: GuardedOptimizer,
         loss: Objective,
         temperature: float = 1.0,
+        *,
+        with_entropy: bool = False,
     ) -> UpdateReport:
         self._ask()
-        own = own_rows(rows, self._ranks, max_tokens=self._settings.max_row_tokens)
         return update(
-            self._policy, optimizer, own, loss, temperature=temperature, ranks=self._ranks
+            self._policy,
+            optimizer,
+            own_rows(rows, self._ranks, max_tokens=self._settings.max_row_tokens),
+            loss,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            ranks=self._ranks,
         )
+
+    @property
+    def _measures_entropy(self) -> bool:
+        settings = self._settings
+        return settings.objective.entropy_metric and settings.logprob_kernel != "cut"
 
     def _ask(self) -> None:
         if self._ask_before_computing is not None:

@@ -104,6 +104,17 @@ def test_an_objective_with_epochs_and_a_correction_trains_around_the_proximal_po
     assert list(report.metrics["by_staleness"]) == [0]
 
 
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_entropy_is_measured_by_staleness_unless_it_is_not_wanted(
+    model_dir: Path, is_wanted: bool
+) -> None:
+    objective = ObjectiveSettings(entropy_metric=is_wanted)
+    trained = Learner(TrainerSettings(model_dir=model_dir, objective=objective))
+    report = trained.train_step(sequences(4, 5), current=VERSION, temperature=1.0)
+    assert ("entropy" in report.metrics) is is_wanted
+    assert all(("entropy" in m) is is_wanted for m in report.metrics["by_staleness"].values())
+
+
 @pytest.mark.parametrize("name", [n for n in PRESETS if n not in ("sft", "minor_sft", "distill")])
 def test_every_loss_takes_a_train_step(model_dir: Path, name: str) -> None:
     trained = Learner(TrainerSettings(model_dir=model_dir, loss=name))
