@@ -25,15 +25,25 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.1
 _LAST_WORDS_S = 5.0
-"""Time for ranks that have lost one to notice by themselves and say so."""
 _CONFIG_ERROR = 2
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class Launch:
-    """The processes, from start to end."""
+    """The processes, from start to end.
 
-    def __init__(self, command: Sequence[str], num_ranks: int, folder: Path) -> None:
+    Those that have lost one have `last_words_s` to notice by themselves and say so.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        num_ranks: int,
+        folder: Path,
+        *,
+        last_words_s: float = _LAST_WORDS_S,
+    ) -> None:
+        self._last_words_s = last_words_s
         self._command = tuple(command)
         self._folder = folder
         self._is_stopping = False
@@ -80,7 +90,7 @@ class Launch:
 
     def _end_the_others(self) -> None:
         """Only the first rank has anything to lose, and it saves before it exits."""
-        deadline = time.monotonic() + _LAST_WORDS_S
+        deadline = time.monotonic() + self._last_words_s
         while any(rank.poll() is None for rank in self._ranks) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         for rank in self._ranks:

@@ -79,18 +79,19 @@ else:
 """
 
 
-def launcher(command: list[str], size: int) -> subprocess.Popen[str]:
+def launcher(command: list[str], size: int, last_words_s: float = 5.0) -> subprocess.Popen[str]:
     """A process that launches `python command` so many times."""
     program = (
         "import sys, tempfile; from pathlib import Path\n"
         "from services.trainer.launch import Launch\n"
-        "size, command = int(sys.argv[1]), [sys.executable, *sys.argv[2:]]\n"
+        "last_words_s, size = float(sys.argv[1]), int(sys.argv[2])\n"
+        "command = [sys.executable, *sys.argv[3:]]\n"
         "with tempfile.TemporaryDirectory() as folder:\n"
-        "    sys.exit(Launch(command, size, Path(folder)).wait())"
+        "    sys.exit(Launch(command, size, Path(folder), last_words_s=last_words_s).wait())"
     )
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("DIALOOP_")}
     return subprocess.Popen(
-        [sys.executable, "-c", program, str(size), *command],
+        [sys.executable, "-c", program, str(last_words_s), str(size), *command],
         env=inherited | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -98,9 +99,9 @@ def launcher(command: list[str], size: int) -> subprocess.Popen[str]:
     )
 
 
-def launched(command: list[str], size: int) -> tuple[int, str]:
+def launched(command: list[str], size: int, last_words_s: float = 5.0) -> tuple[int, str]:
     """Exit code, and what was said beside progress bars."""
-    with launcher(command, size) as process:
+    with launcher(command, size, last_words_s) as process:
         _, said = process.communicate(timeout=180)
     lines = (line for line in said.splitlines() if "Loading weights" not in line)
     return process.returncode, "\n".join(lines).strip()
@@ -122,7 +123,7 @@ def launched(command: list[str], size: int) -> tuple[int, str]:
 )
 def test_all_end_with_one(what: str, code: int, said: str) -> None:
     started = time.monotonic()
-    assert launched(["-c", f"{TAIL}\n{what}"], 3) == (code, said)
+    assert launched(["-c", f"{TAIL}\n{what}"], 3, last_words_s=1.0) == (code, said)
     assert time.monotonic() - started < 30
 
 
