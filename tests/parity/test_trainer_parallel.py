@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from dialoop.errors import InvalidConfig
 from safetensors.torch import load_file
 
 from services.learning.tiny import make_tiny_model
 from services.trainer.learner import Learner
 from services.trainer.parallel_learner import ParallelLearner
+from services.trainer.ranks import RankSettings, joined
 from tests.parallel_learner_worker import lesson, settings_of
 
 pytestmark = pytest.mark.timeout(200)  # processes start slowly on a busy machine
@@ -135,3 +137,13 @@ def test_the_first_is_told_to_stop_and_the_others_leave_with_it() -> None:
         process.send_signal(signal.SIGTERM)
         assert process.communicate(timeout=60)[1] == ""
     assert process.returncode == 0
+
+
+def test_several_processes_do_not_share_a_device_by_turns(model_dir: Path, tmp_path: Path) -> None:
+    settings = settings_of(model_dir).model_copy(update={"device_lock": tmp_path / "lock"})
+    with (
+        pytest.raises(InvalidConfig, match="2 processes") as caught,
+        joined(RankSettings(rank=0, world_size=2), settings),
+    ):
+        pass
+    assert caught.value.reason == "SHARED_DEVICE"

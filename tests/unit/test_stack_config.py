@@ -115,3 +115,19 @@ def test_every_variable_is_a_valid_setting_of_its_service(
         monkeypatch.setenv(name, value)
     loaded = settings()
     assert loaded.model_dump()["port"] == ports[service]
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "program"), [(1, ["services.trainer"]), (3, ["services.trainer.launch", "3"])]
+)
+def test_the_trainer_is_started_as_so_many_processes(
+    tmp_path: Path, num_processes: int, program: list[str]
+) -> None:
+    config = JobConfig.model_validate({"train": {"num_processes": num_processes}})
+    layout = Layout(
+        config=config,
+        run_dir=RunDir(path=tmp_path, run_id="r-1"),
+        ports=ports_of(config, with_redis=True),
+    )
+    assert list(layout.spec("trainer").command[1:]) == ["-m", *program]
+    assert list(layout.spec("scorer").command[1:]) == ["-m", "services.scorer"]
