@@ -162,6 +162,7 @@ def _tensordict(batch: list[Sequence]) -> Any:
     """Sequences as torchrl's collectors leave them: ragged, the prompt's log-probs not a number."""
     from tensordict import TensorDict, lazy_stack
 
+    longest = max(len(s.ids) for s in batch)
     rows = []
     for s in batch:
         logprobs = torch.cat([torch.full((s.num_prompt,), math.nan), s.inference_logprobs])
@@ -173,7 +174,8 @@ def _tensordict(batch: list[Sequence]) -> Any:
                         {"all_attention_mask": torch.ones_like(s.ids, dtype=torch.bool)}
                     ),
                     "log_probs": TensorDict({"full": logprobs}),
-                    "advantage": torch.full((len(s.ids), 1), s.advantage),
+                    # GRPOLoss pads it on the right, and what it goes with on the left.
+                    "advantage": torch.full((longest, 1), s.advantage),
                 }
             )
         )
