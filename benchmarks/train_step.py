@@ -192,7 +192,7 @@ def peer_versions(python: str | None) -> dict[str, str]:
     return found
 
 
-def main() -> None:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5)
@@ -203,7 +203,11 @@ def main() -> None:
         "--peers-python", help="interpreter of the environment with trl and torchrl"
     )
     parser.add_argument("--ways", nargs="*", help="only these; ours and sorted_1 always")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = _arguments()
     load = os.getloadavg()[0]
     versions, peers = peer_versions(arguments.peers_python), PEERS if arguments.peers_python else []
     names = [MATMUL, *HERE, *peers]
