@@ -85,6 +85,7 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "InferenceService.GenerateStream": {"request": {"history": {"prompt": _PROMPT}}},
         "InferenceService.LogProb": {"token_ids": [{"values": [12, 7, 9]}]},
+        "InferenceService.Sleep": {"drain_s": 10.0},
         "TemplateService.Render": {"history": _PROMPT},
         "InferenceService.CreateRecording": {"recording_id": "r-1", "task": _TASK},
         "InferenceService.CloseRecording": {"labels": {"agent": "mine"}},
