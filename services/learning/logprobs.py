@@ -62,6 +62,7 @@ def token_logprobs(  # noqa: PLR0913 - what is scored, and three ways to trade m
             refuse_entropy()
         fused = cut_kernel(hidden.device)
         return TokenScores(cut_logprobs(hidden, weight, targets, scale, kernel=fused))
+    kept_bytes = kept_bytes if torch.is_grad_enabled() else 0  # there is no backward pass
     options = _Options(with_entropy=with_entropy, chunk_rows=chunk_rows, kept_bytes=kept_bytes)
     logprobs, entropy = _ChunkedLogProbs.apply(hidden, weight, targets, scale, options)  # type: ignore[no-untyped-call]
     return TokenScores(logprobs, entropy if with_entropy else None)
@@ -128,7 +129,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
         kept.reverse()
         grad_hidden = torch.empty_like(hidden)
         # Summed in float32 whatever the weights are: chunks of bfloat16 would round away.
-        grad_weight = torch.zeros_like(weight, dtype=_precision(weight))
+        grad_weight = None  # of a frozen head, as under LoRA, none is asked for
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=_precision(weight))
         for part in _parts(hidden.shape[0], _chunk_rows(ctx.options, weight)):
             probs = kept.pop() if kept else None
             if probs is None or grads[1] is not None:
@@ -140,8 +143,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 _add_product(grad_weight, slope.T, hidden[part])
             elif grads[0] is not None:
                 given = _Rows(hidden[part], targets[part], grads[0][part, None] * _of(scale, part))
-                grad_hidden[part] = _gradients(probs.to(weight.dtype), weight, given, grad_weight)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+                grad_hidden[part] = _gradients(probs, weight, given, grad_weight)
+        whole = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, whole, None, None, None
 
 
 class _Rows(NamedTuple):
@@ -152,20 +156,24 @@ class _Rows(NamedTuple):
     given: Tensor
 
 
-def _gradients(probs: Tensor, weight: Tensor, rows: _Rows, grad_weight: Tensor) -> Tensor:
+def _gradients(probs: Tensor, weight: Tensor, rows: _Rows, grad_weight: Tensor | None) -> Tensor:
     """The gradient at a chunk's hidden states; adds that of the weight to `grad_weight`.
 
     The factor g of a row is put on what has the size of hidden states, not of the vocabulary:
-    g (onehot - p) W = g (W[target] - p W), and (g (onehot - p))^T h = onehot^T (g h) - p^T (g h).
+    -g ((p - onehot) W) and -(p - onehot)^T (g h). The difference is taken in `probs`, which it
+    overwrites, before anything is rounded to the weights' format: near p = 1 nothing else is left.
     """
+    probs.scatter_add_(-1, rows.targets[:, None], -torch.ones_like(probs[:, :1]))
+    away = probs.to(weight.dtype)
     weighed = (rows.hidden.to(rows.given.dtype) * rows.given).to(weight.dtype)
-    _add_product(grad_weight, probs.T, -weighed)
-    grad_weight.index_add_(0, rows.targets, weighed.to(grad_weight.dtype))
-    return ((weight[rows.targets] - probs @ weight) * rows.given).to(weight.dtype)
+    _add_product(grad_weight, away.T, -weighed)
+    return ((away @ weight) * -rows.given).to(weight.dtype)
 
 
-def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """Add one @ other to total, in place where their precision is the same."""
+def _add_product(total: Tensor | None, one: Tensor, other: Tensor) -> None:
+    """Add one @ other to total, if it is wanted, in place where their precision is the same."""
+    if total is None:
+        return
     if total.dtype is one.dtype:
         total.addmm_(one, other)
     else:

@@ -135,6 +135,34 @@ def test_what_is_kept_and_what_is_computed_again_have_the_same_gradients(kept_by
         torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-7)
 
 
+def test_bfloat16_gradients_are_right_where_the_policy_is_sure() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(512, 64, generator=generator).bfloat16()
+    targets = torch.randint(512, (64,), generator=generator)
+    hidden = (0.3 * weight[targets].float()).bfloat16()
+
+    def gradients(dtype: torch.dtype, kept_bytes: int) -> list[torch.Tensor]:
+        given = [x.to(dtype).clone().requires_grad_() for x in (hidden, weight)]
+        scores = token_logprobs(*given, targets, kept_bytes=kept_bytes).logprobs
+        assert float(scores.detach().exp().mean()) > 0.99
+        return [g.double() for g in torch.autograd.grad(scores.sum(), given)]
+
+    exact = gradients(torch.float64, 0)
+    for kept_bytes in (0, 1 << 30):
+        for found, wanted in zip(gradients(torch.bfloat16, kept_bytes), exact, strict=True):
+            assert float((found - wanted).norm()) < 0.03 * float(wanted.norm())
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
+def test_a_frozen_head_gets_no_gradient_and_the_rest_the_same(kept_bytes: int) -> None:
+    hidden, weight, targets = _problem(torch.float64)
+    scores = token_logprobs(hidden, weight, targets, kept_bytes=kept_bytes).logprobs
+    (wanted,) = torch.autograd.grad(scores.sum(), (hidden,))
+    scores = token_logprobs(hidden, weight.detach(), targets, kept_bytes=kept_bytes).logprobs
+    (found,) = torch.autograd.grad(scores.sum(), (hidden,))
+    assert torch.equal(found, wanted)
+
+
 def test_a_token_of_no_probability_has_its_logprob_and_gradient() -> None:
     # logits (200, 0): p of the second underflows float32, its log-prob is -200.
     hidden, weight = torch.tensor([[200.0]]), torch.tensor([[1.0], [0.0]]).requires_grad_()
