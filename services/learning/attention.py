@@ -137,7 +137,8 @@ def packed_attention(
     """
     plan = _require_plan(query, attention_mask, kwargs)
     grouped = query.shape[1] != key.shape[1]
-    if plan.varlen is not None and takes_varlen(query.device, query.dtype):
+    # Under autocast values are in half precision, and rotated queries and keys are not.
+    if plan.varlen is not None and takes_varlen(value.device, value.dtype):
         return varlen_attention(query, key, value, plan, scale=kwargs.get("scaling")), None
     results = []
     for layout in plan.buckets:
@@ -163,9 +164,15 @@ def varlen_attention(
     scale: float | None,
     kernel: Callable[..., Any] = varlen_attn,
 ) -> Tensor:
-    """[1, T, H, D] by one call of `kernel`, which is torch's varlen_attn or has its signature."""
+    """[1, T, H, D] by one call of `kernel`, which is torch's varlen_attn or has its signature.
+
+    In the precision of `value`.
+    """
     assert plan.varlen is not None
-    rows = [x[0].transpose(0, 1).index_select(0, plan.varlen.tokens) for x in (query, key, value)]
+    rows = [
+        x[0].to(value.dtype).transpose(0, 1).index_select(0, plan.varlen.tokens)
+        for x in (query, key, value)
+    ]
     ends, longest = plan.varlen.cu_seqlens, plan.longest
     out: Tensor = kernel(
         *rows,

@@ -68,7 +68,9 @@ def cut_logprobs(
     if not len(targets):  # a grid of no blocks is no kernel
         return (tempered.sum() + weight.sum()).float() * torch.zeros(0, device=hidden.device)
     options = {name: True for name in _PRECISE if name in inspect.signature(kernel).parameters}
-    nll = kernel(tempered, weight, targets, reduction="none", filter_eps=None, **options)
+    # Some releases cast the head themselves, others take it for granted.
+    head = weight.to(hidden.dtype)
+    nll = kernel(tempered, head, targets, reduction="none", filter_eps=None, **options)
     return -nll.float()
 
 

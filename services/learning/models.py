@@ -79,10 +79,13 @@ class PolicyModel(nn.Module):
         }
         return [p for p in self.parameters() if p.ndim == 2 and id(p) not in outer]
 
-    def take_kernel(self, kernel: LogprobKernel) -> None:
-        """Compute log-probs by this kernel from now on; InvalidConfig where it cannot run."""
+    def take_kernel(self, kernel: LogprobKernel, *, device: torch.device) -> None:
+        """Compute log-probs by this kernel from now on; InvalidConfig where it cannot run.
+
+        `device` is where the model will compute, which need not be where it was loaded.
+        """
         if kernel == "cut":
-            cut_kernel(self.head_weight.device)
+            cut_kernel(device)
             require_half(self.autocast or self.head_weight.dtype)
         self.logprob_kernel = kernel
 

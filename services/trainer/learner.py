@@ -300,7 +300,7 @@ def policy_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel:
     if settings.activation_checkpointing:
         policy.checkpoint_activations()
     policy.autocast = DTYPES[settings.autocast] if settings.autocast else None
-    policy.take_kernel(settings.logprob_kernel)
+    policy.take_kernel(settings.logprob_kernel, device=torch.device(settings.device))
     return policy
 
 

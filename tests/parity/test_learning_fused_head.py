@@ -63,7 +63,8 @@ def test_fused_logprobs_and_gradients_equal_those_of_chunks(temperature: Any) ->
     scale = 1 / torch.as_tensor(temperature).reshape(-1).float()
     fused = cut_logprobs(hidden, weight, targets, scale, kernel=linear_cross_entropy)
     found = torch.autograd.grad((fused * coefficients).sum(), (hidden, weight))
-    plain = token_logprobs(hidden.float(), weight, targets, temperature=temperature).logprobs
+    head = weight.bfloat16().float()  # what a kernel in half precision reads
+    plain = token_logprobs(hidden.float(), head, targets, temperature=temperature).logprobs
     expected = torch.autograd.grad((plain * coefficients).sum(), (hidden, weight))
     torch.testing.assert_close(fused, plain, atol=0.05, rtol=0)
     for one, other in zip(found, expected, strict=True):
@@ -124,7 +125,7 @@ def test_float32_is_refused_by_the_fused_kernel() -> None:
 
 def test_a_policy_refuses_the_fused_kernel_before_any_work(tmp_path: Path) -> None:
     policy = load_policy(make_tiny_model(tmp_path, seed=0))
-    assert _reason(lambda: policy.take_kernel("cut")) == "NEEDS_CUDA"
+    assert _reason(lambda: policy.take_kernel("cut", device=torch.device("cpu"))) == "NEEDS_CUDA"
     assert policy.logprob_kernel == "chunked"
 
 
@@ -174,3 +175,7 @@ def test_varlen_attention_equals_that_of_buckets(key_heads: int) -> None:
     )
     found = varlen_attention(query, key, value, flat, scale=0.3, kernel=_varlen)
     torch.testing.assert_close(found, expected)
+    # As under autocast: rotated queries and keys come in float32, values in half precision.
+    half = varlen_attention(query, key, value.bfloat16(), flat, scale=0.3, kernel=_varlen)
+    assert half.dtype is torch.bfloat16
+    torch.testing.assert_close(half.double(), expected, atol=0.03, rtol=0.03)
