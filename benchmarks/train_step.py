@@ -238,7 +238,7 @@ def main() -> None:
         finally:
             for way in ways:
                 way.close()
-    versions = {
+    versions |= {
         "torch": metadata.version("torch"),
         "transformers": metadata.version("transformers"),
     }

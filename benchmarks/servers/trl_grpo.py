@@ -78,7 +78,8 @@ def config_of(given: dict[str, Any]) -> GRPOConfig:
         max_grad_norm=1.0,
         beta=0.0,
         epsilon=0.2,
-        loss_type="grpo",
+        loss_type="bnpo",  # over the tokens of an update, as ours
+        adam_beta2=0.95,  # ours
         bf16=False,
         use_cpu=True,
         gradient_checkpointing=False,

@@ -137,7 +137,7 @@ def plan_ranks(  # noqa: PLR0913 - what to pack, over what, and what to do with 
 ) -> RankPlan:
     """Rows of at most `max_tokens` tokens for `num_ranks`, of similar cost; none is split.
 
-    No rank has more rows than first-fit-decreasing needs, and the k-th rows of all ranks, which
+    No rank has more rows than `plan_rows` makes of all, and the k-th rows of all ranks, which
     wait for each other, cost about the same. plan_ranks([6, 4, 3, 2], max_tokens=8, num_ranks=2)
     is ((0, 3),) and ((1, 2),). Errors and `oversize` are those of `plan_rows`, and so are `groups`
     for one rank; several balance sequences, wherever their group is.
