@@ -7,6 +7,7 @@ merged_tensors(policy.causal_lm)          # the whole policy, under the names of
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,6 +127,10 @@ def save_adapter_config(causal_lm: Any, directory: Path, *, base: Path) -> None:
     config = causal_lm.peft_config[_NAME]
     config.base_model_name_or_path = str(base.resolve())
     config.save_pretrained(str(directory))
+    path = directory / ADAPTER_CONFIG
+    written = json.loads(path.read_text("utf-8"))
+    written["target_modules"] = sorted(written["target_modules"])  # of a set, in any order
+    path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _linear_layers(causal_lm: Any) -> set[str]:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from dialoop.clients.weights import WeightsKind
 from dialoop.errors import InvalidConfig
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from services.learning.base_weights import BASE_DIGEST, BaseWeights, require_base
@@ -96,8 +95,9 @@ class LearnerFiles:
             path.parent.mkdir(parents=True, exist_ok=True)
             said = self._write_adapter_config(path.parent) if is_adapter else {}
             temporary = path.with_suffix(".tmp")
-            base = {BASE_DIGEST: said["base_digest"]} if is_adapter else {}
-            save_file(tensors, temporary, metadata={"format": "pt", **base})
+            # One entry: safetensors writes several in any order, and bytes would differ.
+            metadata = {BASE_DIGEST: said["base_digest"]} if is_adapter else {"format": "pt"}
+            save_file(tensors, temporary, metadata=metadata)
             temporary.replace(path)
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -121,11 +121,13 @@ class LearnerFiles:
             self._save_weights(directory)
             state = {n: gathered_optimizer(o, self._ranks) for n, o in self._optimizers.items()}
         if self._ranks.is_first:
-            random_state = {
+            facts = {
                 "torch_random": torch.get_rng_state(),
                 "python_random": repr(self._orders.getstate()),
             }
-            torch.save({**state, **random_state}, directory / _STATE)
+            if has_lora(self._policy.causal_lm):
+                facts[BASE_DIGEST] = self._digest_of_base()
+            torch.save({**state, **facts}, directory / _STATE)
         self._ranks.gather(None)  # whoever goes on may rely on the files
 
     def restore(self, directory: Path) -> None:
@@ -137,6 +139,8 @@ class LearnerFiles:
         state: dict[str, Any] = torch.load(
             directory / _STATE, map_location="cpu", weights_only=True, mmap=True
         )
+        if base := state.get(BASE_DIGEST, ""):  # checkpoints of before said none
+            require_base(self._digest_of_base(), base)
         if (directory / _PARTS).is_dir():
             load_sharded(directory / _PARTS, self._policy, self._optimizers, self._ranks)
         else:
@@ -176,10 +180,6 @@ class LearnerFiles:
         if not has_lora(model):
             self.load_weights(directory / WEIGHTS)
             return
-        with safe_open(directory / ADAPTER, framework="pt") as file:
-            base = (file.metadata() or {}).get(BASE_DIGEST, "")
-        if base:  # checkpoints of before said none
-            require_base(self._digest_of_base(), base)
         own = adapter_tensors(model)
         tensors = load_file(directory / ADAPTER)
         load_adapter(model, {name: cut(tensor, own.get(name)) for name, tensor in tensors.items()})

@@ -16,6 +16,7 @@ from dialoop.sequences import PolicyVersion, Source, sequence_of
 from safetensors.torch import load_file
 
 from services.learning.base_weights import BaseWeights, adapted_tensors
+from services.learning.lora import ADAPTER
 from services.learning.models import load_policy
 from services.learning.packing import TokenRow, pack_rows
 from services.learning.tiny import make_tiny_model
@@ -125,10 +126,22 @@ def test_a_checkpoint_of_another_kind_is_refused(
         Checkpoints(tmp_path).restore(learner(**other))
 
 
-def test_a_checkpoint_of_another_base_is_refused(
+def test_an_adapter_is_the_same_bytes_whenever_it_is_written(
     learner: Callable[..., Learner], tmp_path: Path
 ) -> None:
-    Checkpoints(tmp_path).save(learner(lora=LORA), Progress(policy_version=VERSION))
+    trained = learner(lora=LORA)
+    digests = {trained.export(tmp_path / str(n) / ADAPTER).sha256 for n in range(12)}
+    assert len(digests) == 1
+    config = json.loads((tmp_path / "0" / "adapter_config.json").read_text("utf-8"))
+    assert config["target_modules"] == sorted(config["target_modules"])
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_of_another_base_is_refused(
+    learner: Callable[..., Learner], tmp_path: Path, sharded: bool
+) -> None:
+    ours = learner(lora=LORA, sharded_checkpoints=sharded)
+    Checkpoints(tmp_path).save(ours, Progress(policy_version=VERSION))
     other = make_tiny_model(tmp_path / "other", seed=5)
     theirs = Learner(TrainerSettings(model_dir=other, lora=LORA))
     with pytest.raises(PreconditionFailed) as caught:
