@@ -359,10 +359,10 @@ class JobConfig(_Section):
                 'placement = "shared" is for one device, and tensor_parallel_size is '
                 f"{inference.tensor_parallel_size}; set it to 1, or placement to split"
             )
-        if train.num_processes > 1 and train.device == "cuda":
+        if train.num_processes > 1:
             raise ValueError(
-                'placement = "shared" is for one device, and each of num_processes = '
-                f"{train.num_processes} has one; set it to 1, or placement to split"
+                'placement = "shared" is for one process of the trainer, and num_processes is '
+                f"{train.num_processes}; set it to 1, or placement to split"
             )
         if inference.data_plane in ("nccl", "ipc"):
             raise ValueError(

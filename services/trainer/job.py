@@ -103,8 +103,8 @@ class TrainingJob:
 
     async def evaluate(self, plan: EvaluationPlan) -> Evaluation:
         """Evaluate the live policy and record the result under the plan's label."""
-        step = self._standing.progress.num_train_steps
         async with self._parts.placement.engines_awake(self._standing.between_steps):
+            step = self._standing.progress.num_train_steps
             result = await self._parts.evaluator.evaluate(plan, train_step=step)
         row = result.row()
         self._parts.records.metric(

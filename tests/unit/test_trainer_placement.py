@@ -41,9 +41,9 @@ SHARED: dict[str, Any] = {"placement": "shared", "train": {"pipeline_depth": 0}}
         (
             {
                 "placement": "shared",
-                "train": {"pipeline_depth": 0, "device": "cuda", "num_processes": 2},
+                "train": {"pipeline_depth": 0, "num_processes": 2},
             },
-            "each of num_processes = 2 has one",
+            "num_processes is 2",
         ),
         ({"placement": "both"}, "'split' or 'shared'"),
     ],
