@@ -200,6 +200,7 @@ class Engine(Protocol):
     async def sleep(self, *, keep_weights: bool) -> None:
         """Stand still and give back what the device has room for; nothing may be under way.
 
+        Asleep already, it lets go of what a wake that failed may still hold of the device.
         Weights that are not kept may be lost: then a load of the policy is what wakes it.
         """
         ...

@@ -73,19 +73,22 @@ class Sleeper:
         left_s = 0.0
         while True:
             await asyncio.sleep(look_every_s)
-            left_s = left_s + look_every_s if self._turn.is_left else 0.0
-            if left_s < after_s:
-                continue
-            left_s = 0.0
-            log.warning("Nobody has the device: waking.", extra={"after_s": after_s})
             try:
+                left_s = left_s + look_every_s if self._turn.is_left else 0.0
+                if left_s < after_s:
+                    continue
+                left_s = 0.0
+                log.warning("Nobody has the device: waking.", extra={"after_s": after_s})
                 await self.wake()
             except DialoopError as error:
                 log.warning("The replica does not wake.", extra={"reason": error.reason})
+            except Exception:
+                log.exception("The replica does not wake.")
 
     async def _sleep_alone(self, drain_s: float) -> None:
         async with self._loading:
             if self._engine.is_asleep:
+                await self._leave_again()
                 return
             self._turn.close()
             await self._report(False)
@@ -101,6 +104,12 @@ class Sleeper:
             self._has_no_weights = not keep
             self._turn.let_go()
         log.info("Asleep.")
+
+    async def _leave_again(self) -> None:
+        """Hold nothing of the device: whoever failed to wake may have left a hold on it behind."""
+        self._turn.close()
+        await self._engine.sleep(keep_weights=not self._has_no_weights)
+        self._turn.let_go()
 
     async def _wake_alone(self) -> None:
         manifest = self._publications.latest()
@@ -119,14 +128,18 @@ class Sleeper:
 
     async def _be_awake(self) -> None:
         """The device is ours and the policy on it is good, or will be as soon as it wakes."""
-        if self._turn.is_over and self._engine.is_asleep:
-            await self._engine.wake()
+        try:
+            if self._turn.is_over and self._engine.is_asleep:
+                await self._engine.wake()
+        except BaseException:
+            self._settle_turn()
+            raise
         self._has_no_weights = False
         self._turn.begin()
         await self._report(not self._why_not())
 
     def _settle_turn(self) -> None:
-        """After a load that failed: the device is ours only if the engine woke."""
+        """After a load or a wake that failed: the device is ours only if the engine woke."""
         if self._turn.is_over and self._engine.is_asleep:
             self._turn.let_go()
         else:

@@ -13,6 +13,7 @@ against the installed vLLM's interface; they have not been run on a device.
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ from dialoop.errors import InternalError
 from services.runtime.device_lock import DeviceLock
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from services.inference.vllm_options import VllmOptions
@@ -47,8 +50,9 @@ class Sleep:
                 raise InternalError("vLLM's worker does not get the device that is ours.")
 
     async def begin(self, *, keep_weights: bool) -> None:
-        """Fall asleep, unless it sleeps."""
+        """Fall asleep; if it sleeps, the worker lets go of the device once more."""
         if self.is_asleep:
+            await self._leave_device()
             return
         if self._gives_memory_back:
             await self._llm.sleep(level=_KEEP if keep_weights else _DROP, mode="abort")
@@ -56,25 +60,26 @@ class Sleep:
         else:
             core = self._llm.engine_core
             await core.pause_scheduler_async(mode="abort", clear_cache=True)
-        if self._lock is not None:
-            await self._llm.collective_rpc("dialoop_leave_device")
+        await self._leave_device()
         self.is_asleep = True
 
     async def make_room_for_weights(self) -> None:
         """Take the device and the weights' memory on it, before new ones are copied there."""
         if not self.is_asleep:
             return
-        await self.hold_device()
-        if self._gives_memory_back:
-            await self._llm.wake_up(tags=["weights"])
+        async with self._or_leave():
+            await self.hold_device()
+            if self._gives_memory_back:
+                await self._llm.wake_up(tags=["weights"])
         self._is_half_awake = True
 
     async def end(self) -> None:
         """All of the memory is back; whether the weights in it are right is for others to say."""
         if not self._is_half_awake:
             return
-        if self._gives_memory_back:
-            await self._llm.wake_up(tags=["kv_cache"])
+        async with self._or_leave():
+            if self._gives_memory_back:
+                await self._llm.wake_up(tags=["kv_cache"])
         self.is_asleep = self._is_half_awake = self._has_lost_weights = False
 
     async def wake(self) -> None:
@@ -83,10 +88,30 @@ class Sleep:
             return
         if self._has_lost_weights:
             raise InternalError("vLLM's weights were dropped: only a load wakes it.")
-        await self.hold_device()
-        if self._gives_memory_back:
-            await self._llm.wake_up()
+        async with self._or_leave():
+            await self.hold_device()
+            if self._gives_memory_back:
+                await self._llm.wake_up()
         self.is_asleep = False
+
+    @asynccontextmanager
+    async def _or_leave(self) -> AsyncIterator[None]:
+        """A step of waking up; if it fails, the worker holds nothing of the device."""
+        try:
+            yield
+        except BaseException:
+            try:
+                if self._is_half_awake and self._gives_memory_back:  # the weights are there
+                    level = _DROP if self._has_lost_weights else _KEEP
+                    await self._llm.sleep(level=level, mode="abort")
+            finally:
+                self._is_half_awake = False
+                await self._leave_device()
+            raise
+
+    async def _leave_device(self) -> None:
+        if self._lock is not None:
+            await self._llm.collective_rpc("dialoop_leave_device")
 
 
 class SharedDevice:

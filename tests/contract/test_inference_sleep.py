@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-from dialoop.errors import PreconditionFailed, Unavailable
+from dialoop.errors import InternalError, PreconditionFailed, Unavailable
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
 
@@ -24,7 +24,7 @@ from tests.inference_world import (  # noqa: F401
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -158,6 +158,60 @@ async def test_it_wakes_by_itself_when_nobody_has_the_device(model_dir, tmp_path
             while not (await w.client.get_policy()).ready:
                 await asyncio.sleep(0.01)
         assert await w.client.generate(QUESTION)
+        waking.cancel()
+
+
+def failing_once(call: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """The same, but the first time there is no memory."""
+    failures = [RuntimeError("CUDA out of memory")]
+
+    async def tried(*arguments: object) -> None:
+        if failures:
+            raise failures.pop()
+        await call(*arguments)
+
+    return tried
+
+
+async def test_a_wake_that_fails_leaves_the_device_to_the_trainer(model_dir, tmp_path, monkeypatch):
+    async with sharing(model_dir, tmp_path) as (w, trainer):
+        engine = w.replica.engine
+        await w.client.sleep()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "wake", failing_once(engine.wake))
+            await refused(w.client.wake(), InternalError, "INTERNAL")
+            assert trainer.try_own()
+            trainer.release()
+            patch.setattr(engine, "wake", failing_once(engine.wake))
+            manifest = publish(w.root, model_dir, number=1)
+            await refused(w.client.load_weights(manifest), InternalError, "INTERNAL")
+            assert (await w.client.get_policy()).reason == "ASLEEP"
+            assert trainer.try_own()
+            trainer.release()
+        await w.client.wake()
+        assert not trainer.try_own()
+        (sample,) = await w.client.generate(QUESTION)
+        assert sample.sequence.policy_versions == (FIRST,)
+
+
+async def test_asked_to_sleep_again_it_lets_go_of_whatever_it_still_holds(model_dir, tmp_path):
+    async with sharing(model_dir, tmp_path) as (w, trainer):
+        await w.client.sleep()
+        await w.replica._turn.take()  # and nobody let go
+        assert not trainer.try_own()
+        await w.client.sleep()
+        assert trainer.try_own()
+
+
+async def test_who_could_not_wake_by_itself_tries_again(model_dir, tmp_path, monkeypatch):
+    async with sharing(model_dir, tmp_path) as (w, _):
+        await w.client.sleep()
+        monkeypatch.setattr(w.replica.engine, "wake", failing_once(w.replica.engine.wake))
+        waking = asyncio.create_task(w.replica.wake_when_left(after_s=0.04, look_every_s=0.02))
+        async with asyncio.timeout(5):
+            while not (await w.client.get_policy()).ready:
+                assert not waking.done()
+                await asyncio.sleep(0.01)
         waking.cancel()
 
 

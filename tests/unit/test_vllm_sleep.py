@@ -29,6 +29,7 @@ class FakeLlm:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.no_room_for: list[str] = []
         self.worker = SharedDevice()
         self.engine_core = SimpleNamespace(pause_scheduler_async=self._pause)
 
@@ -40,6 +41,8 @@ class FakeLlm:
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
         self.asked.append(f"wake {tags or 'all'}")
+        if (tags or ["all"]) == self.no_room_for:
+            raise RuntimeError("CUDA out of memory")
         return True
 
     async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[Any]:
@@ -77,7 +80,7 @@ async def test_weights_that_were_dropped_come_back_with_a_load_alone(
     await sleep.end()
     assert not sleep.is_asleep
     assert llm.asked == [
-        *("hold_device", "sleep 2 abort", "leave_device"),
+        *("hold_device", "sleep 2 abort", "leave_device", "leave_device"),
         *("hold_device", "wake ['weights']", "wake ['kv_cache']"),
     ]
 
@@ -103,6 +106,44 @@ async def test_the_worker_does_not_take_what_the_trainer_has(
         await sleep.wake()
     assert sleep.is_asleep
     assert "wake all" not in llm.asked
+
+
+@pytest.mark.parametrize("tag", ["weights", "kv_cache", "all"])
+async def test_a_wake_that_fails_leaves_the_device_and_can_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tag: str
+) -> None:
+    llm, sleep, trainer = sleeping(monkeypatch, tmp_path, cuda=True)
+
+    async def wake() -> None:
+        if tag == "all":
+            await sleep.wake()
+        else:
+            await sleep.make_room_for_weights()
+            await sleep.end()
+
+    await sleep.begin(keep_weights=tag == "all")
+    llm.no_room_for = [tag]
+    with pytest.raises(RuntimeError):
+        await wake()
+    assert sleep.is_asleep
+    assert trainer.try_own(), "the worker holds nothing"
+    given_back_again = llm.asked[-2:] == ["sleep 2 abort", "leave_device"]
+    assert given_back_again is (tag == "kv_cache"), "the weights had come back by then"
+    trainer.release()
+    llm.no_room_for = []
+    await wake()
+    assert not sleep.is_asleep
+    assert not trainer.try_own()
+
+
+async def test_asked_to_sleep_again_the_worker_lets_go_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _, sleep, trainer = sleeping(monkeypatch, tmp_path, cuda=True)
+    await sleep.begin(keep_weights=True)
+    await sleep.hold_device()  # and nobody let go
+    await sleep.begin(keep_weights=True)
+    assert trainer.try_own()
 
 
 async def test_on_a_cpu_the_core_stands_still_and_vllms_own_sleep_is_left_alone(
