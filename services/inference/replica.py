@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.clients.weights import WeightsKind
 from dialoop.episode import UpdateMode
-from dialoop.errors import DialoopError, InvalidConfig, PreconditionFailed, Unavailable
+from dialoop.errors import DialoopError, PreconditionFailed, Unavailable
 
 from services.inference.data_planes import Arrived, DataPlanes
 from services.inference.device_turn import DeviceTurn
@@ -177,13 +177,6 @@ class Replica(Sleeper):
                 self._followed, pause_s = manifest, look_every_s
             else:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    def _named(self) -> Manifest | None:
-        try:
-            return self._publications.latest()
-        except InvalidConfig as error:
-            log.warning("The latest policy is not known.", extra={"reason": error.reason})
-            return None
 
     async def _caught_up_with(self, manifest: Manifest) -> bool:
         """Whether the replica serves that policy or a newer one, now or already."""

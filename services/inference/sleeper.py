@@ -14,7 +14,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dialoop.errors import DialoopError
+from dialoop.errors import DialoopError, InvalidConfig
 
 from services.inference.adapters import Adapters
 from services.inference.data_planes import Arrived
@@ -90,11 +90,10 @@ class Sleeper:
             if self._engine.is_asleep:
                 await self._leave_again()
                 return
-            self._turn.close()
-            await self._report(False)
-            await self._turn.drain(drain_s)
             # Without a publication there is nothing to come back with.
-            keep = bool(self._adapters.versions) or self._publications.latest() is None
+            named = await asyncio.to_thread(self._named)
+            keep = bool(self._adapters.versions) or named is None
+            await self._end_turn(drain_s)
             try:
                 await self._engine.sleep(keep_weights=keep)
             except BaseException:
@@ -105,6 +104,17 @@ class Sleeper:
             self._turn.let_go()
         log.info("Asleep.")
 
+    async def _end_turn(self, drain_s: float) -> None:
+        """Nothing new, and what is under way ends; an error leaves the replica awake."""
+        self._turn.close()
+        try:
+            await self._report(False)
+            await self._turn.drain(drain_s)
+        except BaseException:
+            self._turn.begin()
+            await self._report(not self._why_not())
+            raise
+
     async def _leave_again(self) -> None:
         """Hold nothing of the device: whoever failed to wake may have left a hold on it behind."""
         self._turn.close()
@@ -112,10 +122,11 @@ class Sleeper:
         self._turn.let_go()
 
     async def _wake_alone(self) -> None:
-        manifest = self._publications.latest()
-        if self._has_no_weights and manifest is not None:
-            await self._load(self._named_file(manifest), manifest)
-            return
+        if self._has_no_weights:
+            manifest = await asyncio.to_thread(self._publications.latest)
+            if manifest is not None:
+                await self._load(self._named_file(manifest), manifest)
+                return
         async with self._loading:
             await self._require_device()
             await self._be_awake()
@@ -154,6 +165,14 @@ class Sleeper:
         self._fault = fault
         await self._report(False)
         log.error("Out of rotation until a load succeeds.", extra={"reason": fault})
+
+    def _named(self) -> Manifest | None:
+        """What latest.json names; None, said in the log, where it cannot be read."""
+        try:
+            return self._publications.latest()
+        except InvalidConfig as error:
+            log.warning("The latest policy is not known.", extra={"reason": error.reason})
+            return None
 
     def _named_file(self, manifest: Manifest) -> Arrived:
         return Arrived(path=self._publications.file_of(manifest))

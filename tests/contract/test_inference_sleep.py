@@ -161,6 +161,33 @@ async def test_it_wakes_by_itself_when_nobody_has_the_device(model_dir, tmp_path
         waking.cancel()
 
 
+async def test_where_latest_json_cannot_be_read_the_weights_are_kept(model_dir, tmp_path):
+    async with sharing(model_dir, tmp_path) as (w, trainer):
+        await w.client.load_weights(publish(w.root, model_dir, number=1))
+        (w.root / "latest.json").write_text("{broken")
+        await w.client.sleep()
+        assert trainer.try_own()
+        trainer.release()
+        await w.client.wake()
+        (sample,) = await w.client.generate(QUESTION)
+        assert sample.sequence.policy_versions == (FIRST,)
+        assert await w.health() == "SERVING"
+
+
+@pytest.mark.parametrize("broken", ["_report", "_turn.drain"])
+async def test_one_that_cannot_fall_asleep_stays_awake(model_dir, tmp_path, monkeypatch, broken):
+    async with sharing(model_dir, tmp_path) as (w, trainer):
+        *owner, name = broken.split(".")
+        whose = w.replica._turn if owner else w.replica
+        monkeypatch.setattr(whose, name, failing_once(getattr(whose, name)))
+        await refused(w.client.sleep(), InternalError, "INTERNAL")
+        assert not trainer.try_own()
+        assert await w.health() == "SERVING"
+        assert await w.client.generate(QUESTION)
+        await w.client.sleep()
+        assert trainer.try_own()
+
+
 def failing_once(call: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     """The same, but the first time there is no memory."""
     failures = [RuntimeError("CUDA out of memory")]
