@@ -122,6 +122,29 @@ async def test_an_error_arrives_as_the_class_that_was_raised(kind, call):
     assert (caught.value.reason, caught.value.remedy) == ("SOME_REASON", "Do this.")
 
 
+async def test_a_server_that_is_slow_to_greet_is_waited_for():
+    """A long way, or a machine that is busy: the first bytes come after a second."""
+
+    async def pass_on(reader, writer):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+        writer.close()
+
+    async def late(reader, writer):
+        await asyncio.sleep(1.0)
+        there = await asyncio.open_connection(*upstream.address.split(":"))
+        async with asyncio.TaskGroup() as both:
+            both.create_task(pass_on(reader, there[1]))
+            both.create_task(pass_on(there[0], writer))
+
+    async with connected(Answers()) as upstream:
+        server = await asyncio.start_server(late, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            async with Channel(f"127.0.0.1:{port}", retry=ONCE) as channel:
+                assert await close(channel)
+
+
 async def test_an_unexpected_error_arrives_as_an_internal_error_with_an_id():
     async with connected(Answers(RuntimeError("secret"))) as channel:
         with pytest.raises(errors.InternalError, match=r"Internal error [0-9a-f]{32}") as caught:

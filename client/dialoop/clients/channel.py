@@ -213,7 +213,8 @@ def _connection(address: str, max_message_bytes: int) -> grpc.aio.Channel:
             ("grpc.keepalive_timeout_ms", 10_000),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 100),
+            # Also how long a connection may take to come about, over a long way or a busy machine.
+            ("grpc.min_reconnect_backoff_ms", 5_000),
             ("grpc.max_reconnect_backoff_ms", 2_000),
             ("grpc.enable_retries", 0),  # retries are counted here, where they are seen
             ("grpc.use_local_subchannel_pool", 1),
