@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+import random
 import socket
 
 from dialoop.errors import InvalidConfig
 
 HOST = "127.0.0.1"
 
+# Below those that Linux and others hand out by themselves (32768 and up): nobody who asks for any
+# port, or connects somewhere, is given one of ours between the choice and a service's start.
+_FREE = range(20_000, 32_000)
+_NUM_TRIES = 200
+
 
 def choose_ports(wanted: dict[str, int]) -> dict[str, int]:
     """Give each name its wanted port, or a free one for 0; InvalidConfig when a port is taken.
 
-    choose_ports({"replay": 7003, "trainer": 0})   # {"replay": 7003, "trainer": 40123}
+    choose_ports({"replay": 7003, "trainer": 0})   # {"replay": 7003, "trainer": 24123}
     """
     probes: list[socket.socket] = []
     try:
         ports: dict[str, int] = {}
         # Fixed ones first, and all held until the last is chosen: no free one may collide.
         for name, port in sorted(wanted.items(), key=lambda item: item[1] == 0):
-            probes.append(_bound(name, port))
+            probes.append(_bound(name, port) if port else _any(name))
             ports[name] = probes[-1].getsockname()[1]
         return {name: ports[name] for name in wanted}
     finally:
         for probe in probes:
             probe.close()
+
+
+def _any(name: str) -> socket.socket:
+    """One of the free ports, at random: stacks that start at one time do not choose alike."""
+    candidates = random.SystemRandom().sample(_FREE, _NUM_TRIES)
+    for port in candidates[:-1]:
+        try:
+            return _bound(name, port)
+        except InvalidConfig:
+            continue
+    return _bound(name, candidates[-1])
 
 
 def _bound(name: str, port: int) -> socket.socket:
