@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dialoop.errors import PreconditionFailed, Unavailable
 
 from services.runtime.device_lock import DeviceLock, is_owned
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable
+    from collections.abc import AsyncIterator, Awaitable, Coroutine
     from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -119,6 +119,17 @@ async def device_turn(path: Path | None) -> AsyncIterator[DeviceTurn]:
         yield DeviceTurn(lock)
     finally:
         lock.release()
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Its result; once begun it ends before this does, whoever leaves and however often."""
+    working = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(working)
+    finally:
+        while not working.done():
+            with suppress(asyncio.CancelledError):  # one is on its way already
+                await asyncio.wait([working])
 
 
 def asleep() -> Unavailable:

@@ -12,10 +12,10 @@ from dialoop.episode import UpdateMode
 from dialoop.errors import DialoopError, PreconditionFailed, Unavailable
 
 from services.inference.data_planes import Arrived, DataPlanes
-from services.inference.device_turn import DeviceTurn
+from services.inference.device_turn import DeviceTurn, to_the_end
 from services.inference.policy_adapters import BaseDigest, PolicyAdapter, policy_adapter
 from services.inference.publications import Publications, require_intact
-from services.inference.sleeper import Sleeper, to_the_end
+from services.inference.sleeper import Sleeper
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

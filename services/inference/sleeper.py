@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from dialoop.errors import DialoopError, InvalidConfig
 
 from services.inference.adapters import Adapters
 from services.inference.data_planes import Arrived
-from services.inference.device_turn import ASLEEP
+from services.inference.device_turn import ASLEEP, to_the_end
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable
 
     from services.inference.device_turn import DeviceTurn
     from services.inference.engine import Engine, LoadTimes
     from services.inference.publications import Manifest, Publications
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Sleeper:
@@ -179,12 +177,3 @@ class Sleeper:
 
     async def _load(self, arrived: Arrived, manifest: Manifest) -> LoadTimes:
         raise NotImplementedError
-
-
-async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Its result; once begun it ends, whoever leaves."""
-    working = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(working)
-    finally:
-        await asyncio.wait([working])

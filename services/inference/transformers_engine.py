@@ -22,6 +22,7 @@ from dialoop.tokenizer import Tokenizer
 from safetensors.torch import load_file
 
 from services.inference.adapter_files import NO_ADAPTERS, AdapterLimits, AdapterSpace
+from services.inference.device_turn import to_the_end
 from services.inference.engine import (
     BASE_VERSION,
     LoadTimes,
@@ -187,12 +188,12 @@ class TransformersEngine:
         return tuple(await asyncio.gather(*(row.done for row in rows)))
 
     async def logprobs(self, token_ids: Sequence[int], *, adapter: Adapter | None = None) -> Scored:
-        """Score given ids under the loaded policy, with an adapter or without."""
+        """Score given ids under the loaded policy, with an adapter or without; held, too."""
         require_ids(token_ids, vocab_size=self.vocab_size)
         require_fit(token_ids, self.max_model_len)
-        # A held engine still scores: nothing is sampled.
         async with self._model_lock:
-            values = await asyncio.to_thread(score, self._adapted, list(token_ids), adapter)
+            scoring = asyncio.to_thread(score, self._adapted, list(token_ids), adapter)
+            values = await to_the_end(scoring)  # the lock is held for as long as the thread works
             return Scored(logprobs=values.numpy(), policy_version=self._policy_version)
 
     async def load_weights(

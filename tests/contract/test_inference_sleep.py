@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,9 @@ from dialoop.errors import InternalError, PreconditionFailed, Unavailable
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
 
+from services.inference import transformers_engine
 from services.inference.device_turn import DeviceTurn
+from services.inference.transformers_model import score
 from services.runtime.device_lock import DeviceLock
 from tests.inference_world import (  # noqa: F401
     QUESTION,
@@ -186,6 +189,33 @@ async def test_one_that_cannot_fall_asleep_stays_awake(model_dir, tmp_path, monk
         assert await w.client.generate(QUESTION)
         await w.client.sleep()
         assert trainer.try_own()
+
+
+async def test_a_caller_who_leaves_a_logprob_does_not_leave_it_on_the_device(
+    model_dir, tmp_path, monkeypatch
+):
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(*arguments):
+        begun.set()
+        assert may_end.wait(20)
+        ended.set()
+        return score(*arguments)
+
+    monkeypatch.setattr(transformers_engine, "score", slow)
+    async with sharing(model_dir, tmp_path) as (w, trainer):
+        asking = asyncio.create_task(w.replica.logprobs([[1, 2, 3], [4, 5]]))
+        await asyncio.to_thread(begun.wait, 20)
+        asking.cancel()
+        await asyncio.sleep(0)
+        asking.cancel()
+        sleeping = asyncio.create_task(w.client.sleep(drain_s=0.01))
+        await asyncio.sleep(0.1)
+        assert not trainer.try_own(), "a thread computes"
+        may_end.set()
+        await sleeping
+        assert trainer.try_own()
+        assert ended.is_set()
 
 
 def failing_once(call: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
