@@ -283,7 +283,7 @@ class Replica(Sleeper):
             )
 
     def _require_drainable(self, mode: UpdateMode) -> None:
-        if mode is UpdateMode.WAIT and self._is_held:
+        if mode is UpdateMode.WAIT and self._is_held and not self._turn.is_over:
             raise PreconditionFailed(
                 "The replica is paused: what it has under way cannot end.",
                 reason="PAUSED",

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from dialoop.clients.inference import InferenceClient
+from dialoop.episode import UpdateMode
 from dialoop.errors import InternalError, PreconditionFailed, Unavailable
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
@@ -216,6 +219,33 @@ async def test_a_caller_who_leaves_a_logprob_does_not_leave_it_on_the_device(
         await sleeping
         assert trainer.try_own()
         assert ended.is_set()
+
+
+async def test_a_publish_that_would_wait_wakes_one_that_is_held(model_dir, tmp_path):
+    async with sharing(model_dir, tmp_path) as (w, trainer):
+        waits = replace(publish(w.root, model_dir, number=1), update_mode=UpdateMode.WAIT)
+        await w.client.pause()
+        await refused(w.client.load_weights(waits), PreconditionFailed, "PAUSED")
+        await w.client.sleep()
+        await w.client.load_weights(waits)
+        assert not trainer.try_own()
+        await w.client.resume()
+        (sample,) = await w.client.generate(QUESTION)
+        assert sample.sequence.policy_versions == (FIRST,)
+
+
+async def test_a_sleep_may_last_as_long_as_what_is_under_way():
+    deadlines = []
+
+    class Heard:
+        async def call(self, rpc, request, *, deadline_s):
+            deadlines.append(deadline_s)
+
+    client = InferenceClient(Heard())
+    await client.sleep(drain_s=90.0)
+    await client.sleep()
+    await client.sleep(drain_s=90.0, deadline_s=5.0)
+    assert deadlines == [120.0, 60.0, 5.0]
 
 
 def failing_once(call: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:

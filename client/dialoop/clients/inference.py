@@ -99,6 +99,9 @@ RESUME = _rpc("Resume", pb.ResumeRequest, pb.ResumeResponse, is_retried=True)
 SLEEP = _rpc("Sleep", pb.SleepRequest, pb.SleepResponse)
 WAKE = _rpc("Wake", pb.WakeRequest, pb.WakeResponse)
 
+_DRAIN_S = 30.0  # the service's, where nobody says
+_ANSWER_S = 30.0
+
 
 class InferenceClient:
     """Asks one inference replica; satisfies `dialoop.episode.Policy`."""
@@ -304,8 +307,11 @@ class InferenceClient:
     async def sleep(self, *, drain_s: float = 0.0, deadline_s: float | None = None) -> None:
         """Make it give up the device it shares with a trainer; what it has under way ends first.
 
-        What is not done within `drain_s` seconds (0: 30) is sent away, to be asked again.
+        What is not done within `drain_s` seconds (0: 30) is sent away, to be asked again. The
+        deadline is 30 s later, where none is given.
         """
+        if deadline_s is None:
+            deadline_s = (drain_s or _DRAIN_S) + _ANSWER_S
         await self._channel.call(SLEEP, pb.SleepRequest(drain_s=drain_s), deadline_s=deadline_s)
 
     async def wake(self) -> None:

@@ -174,7 +174,8 @@ class BlockingInferenceClient:
     def sleep(self, *, drain_s: float = 0.0, deadline_s: float | None = None) -> None:
         """Make it give up the device it shares with a trainer; what it has under way ends first.
 
-        What is not done within `drain_s` seconds (0: 30) is sent away, to be asked again.
+        What is not done within `drain_s` seconds (0: 30) is sent away, to be asked again. The
+        deadline is 30 s later, where none is given.
         """
         return self._loop.run(self._client.sleep(drain_s=drain_s, deadline_s=deadline_s))
 
