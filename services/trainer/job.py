@@ -203,8 +203,18 @@ class TrainingJob:
         self._standing.note(judged=value)
 
     async def _evaluate_before(self) -> None:
+        """Evaluate the first policy, and save that before a step is taken from it.
+
+        A restart may begin with steps in its weights, and those are never evaluated as "before".
+        """
+        if self._standing.progress.num_train_steps:
+            return
+        known = len(self._standing.progress.evaluations)
         with self._standing.phase(Phase.EVALUATING, "evaluate_before"):
             await self._unless_stopped(self._evaluate_both("before"))
+            is_new = len(self._standing.progress.evaluations) > known
+            if is_new and not self._board.is_stopping:  # a job that stops saves anyway
+                await self.checkpoint()
 
     async def _evaluate_after(self) -> None:
         with self._standing.phase(Phase.EVALUATING, "evaluate_after"):

@@ -194,6 +194,71 @@ async def test_publishes_and_evaluations_since_the_checkpoint_are_remembered(
     assert progress.num_evaluations_without_gain > 0
 
 
+async def test_the_first_policy_is_never_evaluated_with_steps_in_its_weights(
+    world: Callable[..., World],
+) -> None:
+    evaluated: list[tuple[str, int]] = []
+
+    def watched() -> World:
+        made = world(num_evaluation_tasks=1)
+        evaluate = made.evaluator.evaluate
+
+        async def seen(plan: Any, **options: Any) -> Any:
+            evaluated.append((plan.label, made.learner.weights))
+            return await evaluate(plan, **options)
+
+        made.evaluator.evaluate = seen  # type: ignore[method-assign]
+        return made
+
+    here = watched()
+    await killed_after(here, "ab", "cd")
+    again = after(here, watched())
+    again.offer("e", "f")
+    await again.run()
+    assert evaluated == [
+        *(("before_greedy", 0), ("before_sampled", 0)),
+        *(("after_greedy", 3), ("after_sampled", 3)),
+    ]
+    result = json.loads((again.settings.run_dir / "trainer.json").read_text("utf-8"))
+    assert list(result["evaluations"]) == [label for label, _ in evaluated]
+
+
+async def test_a_run_that_has_begun_without_evaluations_has_none_from_before(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=1)
+    here.offer("a", "b")
+    await here.run()
+    again = world(num_train_steps=1, num_evaluation_tasks=1)
+    again.replay.policy_version = here.job._standing.progress.policy_version
+    await again.run()
+    assert list(again.job._standing.progress.evaluations) == ["after_greedy", "after_sampled"]
+
+
+async def test_killed_in_its_first_evaluation_a_run_has_it_all_again_of_the_first_policy(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=1, num_evaluation_tasks=1)
+    evaluate = here.evaluator.evaluate
+
+    async def killed(plan: Any, **options: Any) -> Any:
+        if plan.label == "before_sampled":
+            raise Killed
+        return await evaluate(plan, **options)
+
+    here.evaluator.evaluate = killed  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        await here.run()
+    again = after(here, world(num_train_steps=1, num_evaluation_tasks=1))
+    again.offer("a", "b")
+    await again.run()
+    assert again.publisher.published == [("main-1", 0), ("main-2", 1)]
+    rows = read_metrics(here.settings.run_dir / "metrics.jsonl")
+    assert [row["label"] for row in rows if row["kind"] == "evaluation"] == [
+        *("before_greedy", "before_sampled", "after_greedy", "after_sampled")
+    ]
+
+
 async def test_a_new_checkpoint_begins_a_new_journal(world: Callable[..., World]) -> None:
     here = world(checkpoint_every=2)
     await killed_after(here, "ab", "cd")
