@@ -160,11 +160,12 @@ class TrainingJob:
         since = standing.progress.num_train_steps
         async with standing.between_steps:
             await step()
-            if self._is_due(self._settings.checkpoint_every, since=since):
-                await standing.checkpoint()
             to_evaluate = self._is_due(self._settings.evaluate_every, since=since)
             if to_evaluate and self._supervised is not None:
                 await self._evaluate_supervised(self._supervised)
+            # Last: what it holds is not evaluated again, and SFT has no journal to say the result.
+            if self._is_due(self._settings.checkpoint_every, since=since):
+                await standing.checkpoint()
         if to_evaluate:
             evaluating = background.create_task(self._evaluate_while_training())
             if self._parts.placement.is_shared:

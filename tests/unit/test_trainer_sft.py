@@ -121,6 +121,29 @@ async def test_the_loss_of_held_out_demonstrations_is_taken_and_can_stop_it(
     assert "reached" in result["stopped_early"]
 
 
+async def test_a_killed_sft_remembers_what_its_checkpoint_was_evaluated_to(
+    world: Callable[..., World],
+) -> None:
+    settings = {"num_train_steps": 6, "checkpoint_every": 2, "evaluate_every": 2}
+    here = world(supervised=numbers(heldout=2), stop_without_gain=9, **settings)
+    step, losses = here.learner.sft_step, iter([1.0, 2.0])
+
+    def killed(batch: Any) -> Any:
+        if len(here.learner.supervised) == 5:
+            raise KeyError("killed")
+        return step(batch)
+
+    here.learner.sft_step = killed  # type: ignore[method-assign]
+    here.learner.heldout_loss = lambda rows: (next(losses), len(rows))  # type: ignore[method-assign]
+    with pytest.raises(ExceptionGroup):
+        await here.run()
+    again = world(supervised=numbers(heldout=2), stop_without_gain=9, **settings)
+    await again.run()
+    progress = again.job._standing.progress
+    assert progress.heldout_losses == {"2": 1.0, "4": 2.0, "6": 1 / 7}
+    assert (progress.best_evaluation, progress.num_evaluations_without_gain) == (-1.0, 1)
+
+
 async def test_where_tasks_are_evaluated_on_each_evaluation_has_a_policy_of_its_own(
     world: Callable[..., World],
 ) -> None:
