@@ -52,18 +52,23 @@ class HeldLeases:
             keeping.cancel()
             await asyncio.wait([keeping])
 
+    async def extend(self) -> None:
+        """Extend what is held, and let go of what is lost; a queue that is away is only a warning.
+
+        Leases that have expired are the trainer's again where nobody took the groups meanwhile.
+        """
+        if not self._held:
+            return
+        try:
+            lost = await self._replay.extend(self._run, self.lease_ids, lease_s=self._lease_s)
+        except DialoopError as error:
+            log.warning("Leases are not extended.", extra={"reason": error.reason})
+            return
+        if lost:
+            log.warning("Leases were lost.", extra={"num_leases": len(lost)})
+        self.let_go(lost)
+
     async def _keep(self) -> None:
         while True:
             await asyncio.sleep(self._lease_s / 3)
-            if not self._held:
-                continue
-            try:
-                lost = await self._replay.extend(
-                    self._run, sorted(self._held), lease_s=self._lease_s
-                )
-            except DialoopError as error:
-                log.warning("Leases are not extended.", extra={"reason": error.reason})
-                continue
-            if lost:
-                log.warning("Leases were lost.", extra={"num_leases": len(lost)})
-            self.let_go(lost)
+            await self.extend()

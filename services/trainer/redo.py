@@ -57,16 +57,21 @@ class Redo:
             standing.go_on(await self._published())
             return
         entries = standing.journal.entries()
+        # All at once: a lease that expired before its turn came is a failed delivery of its group.
+        standing.held.hold(one for entry in entries for one in entry.lease_ids)
         async with standing.held.kept():
+            await standing.held.extend()
             num_redone = await self._redo_all(entries)
+            standing.held.let_go(one for entry in entries[num_redone:] for one in entry.lease_ids)
             if self._settings.mode == "rl":
                 await self._return_the_rest(entries)
             redone = standing.progress.policy_version
             standing.go_on(await self._published())
             await standing.publish_again()
-        if num_redone < len(entries) or standing.progress.policy_version != redone:
-            # What the journal says is no longer what was done.
-            await standing.checkpoint()
+            if entries or standing.progress.policy_version != redone:
+                # Nobody has to redo this once more: each outage counts against the same groups,
+                # and where some are gone the journal no longer says what was done.
+                await standing.checkpoint()
 
     async def _redo_all(self, entries: Sequence[Entry]) -> int:
         """How many entries were redone; 0 with the checkpoint's weights where they came out other.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,44 @@ async def test_what_was_trained_since_the_checkpoint_is_trained_again_and_stays_
     assert again.replay.given_back == ["lease-e", "lease-f"]
     assert again.replay.acknowledged == [f"lease-{name}" for name in "abcdef"]
     assert [row["train_step"] for row in kept_rows(again)] == [1, 2, 3]
+
+
+async def test_all_that_is_to_be_redone_is_held_before_the_first_of_it_and_as_long_as_it_takes(
+    world: Callable[..., World],
+) -> None:
+    here = world()
+    await killed_after(here, "ab", "cd")
+    again = after(here, world(num_train_steps=2, lease_s=0.03))
+    extended, reopen = again.replay.extended, again.replay.reopen_leases
+    before: list[int] = []
+
+    async def watched(*given: Any, **options: Any) -> Any:
+        before.append(len(extended))
+        return await reopen(*given, **options)
+
+    again.replay.reopen_leases = watched  # type: ignore[method-assign]
+    again.learner.while_training = lambda: time.sleep(0.05)
+    await again.run()
+    assert before[0] == 1
+    assert before[1] > 1
+    everything = tuple(f"lease-{name}" for name in "abcd")
+    assert extended[: before[1]] == [everything] * before[1]
+
+
+async def test_what_was_redone_is_saved_so_that_the_next_kill_does_not_have_it_redone_again(
+    world: Callable[..., World],
+) -> None:
+    here = world()
+    await killed_after(here, "ab", "cd")
+    again = after(here, world())
+    await killed_after(again)
+    assert again.replay.acknowledged == [f"lease-{name}" for name in "abcd"]
+    assert not again.job._standing.journal.entries()
+    third = after(again, world())
+    third.offer("e", "f")
+    await third.run()
+    assert third.learner.trained == [4]
+    assert third.publisher.published == [("main-3", 2), ("main-4", 3)]
 
 
 async def test_only_what_was_in_work_at_the_kill_is_returned_as_a_failure(
