@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
     from services.runtime.patience import Patience
 
+# What still closes sessions that were opened when nobody waited for them any more.
+_closing: set[asyncio.Task[bool]] = set()
+
 A = TypeVar("A")
 R = TypeVar("R")
 
@@ -104,6 +107,7 @@ class Together:
         self._policy = policy
         self._patience = patience
         self._served: dict[str, str] = {}
+        self._opening: asyncio.Task[GroupOpening] | None = None
         num = task.num_trajectories
         self._resets: Meeting[str, Opening] = Meeting(num, self._open)
         self._answers: Meeting[History, Sample] = Meeting(num, self._generate)
@@ -147,24 +151,47 @@ class Together:
         return await self._steps.join(item)
 
     async def close_session(self, session_id: str) -> bool:
-        """Leave, so that the others need not wait for this member."""
+        """Leave, so that the others need not wait for this member.
+
+        A session that is being opened is closed as soon as it is there, also if the caller leaves.
+        """
         for meeting in (self._resets, self._answers, self._steps):
             meeting.leave()
+        if self._opening is None or self._opening.done():
+            return await self._close(session_id)
+        closing = asyncio.create_task(self._close_when_opened(session_id, self._opening))
+        _closing.add(closing)
+        closing.add_done_callback(_closing.discard)
+        return await asyncio.shield(closing)
+
+    async def _close_when_opened(
+        self, session_id: str, opening: asyncio.Task[GroupOpening]
+    ) -> bool:
+        await asyncio.wait({opening})
+        return await self._close(session_id)
+
+    async def _close(self, session_id: str) -> bool:
         served = self._served.get(session_id)
         return served is not None and await self._groups.close_session(served)
 
     async def _open(self, members: list[str]) -> tuple[Opening, ...]:
+        group_id = uuid.uuid4().hex
+
+        async def create() -> GroupOpening:
+            # Called off half-way, it would leave sessions open whose names nobody heard.
+            self._opening = asyncio.create_task(self._create(group_id, members))
+            return await asyncio.shield(self._opening)
+
+        return (await patiently(create, self._patience)).openings
+
+    async def _create(self, group_id: str, members: list[str]) -> GroupOpening:
         task = self._task
         choice = TaskChoice(split=task.split, task_key=task.key, seed=task.seed)
-        group_id = uuid.uuid4().hex
-        opened = await patiently(
-            lambda: self._groups.create_group(
-                group_id, task.environment, num_sessions=len(members), choice=choice
-            ),
-            self._patience,
+        opened = await self._groups.create_group(
+            group_id, task.environment, num_sessions=len(members), choice=choice
         )
         self._served = dict(zip(members, opened.session_ids, strict=True))
-        return opened.openings
+        return opened
 
     async def _generate(self, histories: list[History]) -> tuple[Sample, ...]:
         if all(history == histories[0] for history in histories):

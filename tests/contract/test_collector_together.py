@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from dialoop import rollout
 from dialoop.chat import History
 from dialoop.clients.replay import TaskLease
 from dialoop.episode import Sample
@@ -170,6 +171,40 @@ async def test_an_environment_that_is_not_there_fails_the_members(environment: C
     environment.create_session = refusing  # type: ignore[attr-defined]
     with pytest.raises(MemberFailed):
         await _play(environment, Policy())
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+async def test_a_group_called_off_while_it_is_opened_leaves_no_session_open(
+    environment: Counting, monkeypatch: pytest.MonkeyPatch, is_awaited: bool
+) -> None:
+    """Whether or not whoever called it off waits for as long as that takes."""
+    create_group = environment.create_group
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(*args: Any, **options: Any) -> Any:
+        begun.set()
+        await goes_on.wait()
+        return await create_group(*args, **options)
+
+    environment.create_group = slow  # type: ignore[attr-defined]
+    if not is_awaited:
+        monkeypatch.setattr(rollout, "_CLOSE_S", 0.01)
+    playing = asyncio.create_task(_play(environment, Policy()))
+    await begun.wait()
+    playing.cancel()
+    await asyncio.wait({playing}, timeout=0.2)
+    assert playing.done() != is_awaited
+    goes_on.set()
+    await asyncio.wait({playing}, timeout=5)
+    assert playing.cancelled()
+    async with asyncio.timeout(5):
+        while environment.calls["close_session"] < NUM or _num_open(environment):
+            await asyncio.sleep(0.002)
+    assert environment.calls["close_session"] == NUM
+
+
+def _num_open(environment: Counting) -> int:
+    return len(environment._client._sessions)
 
 
 async def test_a_meeting_that_all_have_left_calls_its_question_off() -> None:
