@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Why a replica is not ready that has given its device to us: it wakes by itself, or is woken.
+_ASLEEP = "ASLEEP"
 _RETRY_S = 1.0
 _LOOK_EVERY_S = 2.0
 _NUM_PROBES, _PROBE_TOKENS = 4, 48
@@ -183,7 +185,8 @@ class Publisher:
         manifest, weights = self._newest
         try:
             status = await replica.get_policy()
-            if status.policy_version != manifest.policy_version or not status.ready:
+            lacks_it = status.policy_version != manifest.policy_version
+            if lacks_it or not (status.ready or status.reason == _ASLEEP):
                 await self._load(replica, manifest, weights)
         except DialoopError as error:
             log.warning("A replica stays behind.", extra={"reason": error.reason})

@@ -46,9 +46,10 @@ class FakeReplica:
         self._version: PolicyVersion | None = None
         self.on_load: Callable[[], None] = lambda: None
         self.hangs = False
+        self.fault = ""
         self.manifests: list[Any] = []
 
-    async def load_weights(self, manifest: Any, *, deadline_s: float) -> None:
+    async def load_weights(self, manifest: Any, contents: Any = None, *, deadline_s: float) -> None:
         self.on_load()
         self.manifests.append(manifest)
         if self.hangs:
@@ -57,7 +58,9 @@ class FakeReplica:
         self._version = manifest.policy_version
 
     async def get_policy(self) -> Any:
-        return SimpleNamespace(policy_version=self._version)
+        return SimpleNamespace(
+            policy_version=self._version, ready=not self.fault, reason=self.fault
+        )
 
     async def logprobs(self, rows: list[list[int]], *, deadline_s: float) -> Any:
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
@@ -145,3 +148,34 @@ async def test_a_publish_says_what_becomes_of_answers_under_way(tmp_path: Path) 
     replica = FakeReplica(-1.0)
     await publisher(tmp_path, replica, update_mode="wait").publish(version(1))
     assert [manifest.update_mode for manifest in replica.manifests] == [UpdateMode.WAIT]
+
+
+@pytest.mark.parametrize(
+    ("fault", "has_restarted", "is_sent"),
+    [
+        ("", False, False),
+        ("ASLEEP", False, False),
+        ("WEIGHTS_BAD", False, True),
+        ("NOT_READY", True, True),
+        ("ASLEEP", True, True),
+    ],
+)
+async def test_a_policy_is_sent_again_to_whoever_lacks_it_and_not_to_whoever_sleeps_on_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    has_restarted: bool,
+    is_sent: bool,
+) -> None:
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.005)
+    replica = FakeReplica(-1.0)
+    shared = {"device_lock": tmp_path / "device.lock", "pipeline_depth": 0}
+    publishing = publisher(tmp_path, replica, data_plane="chunks", **shared)
+    await publishing.publish(version(1))
+    replica.fault = fault
+    if has_restarted:
+        replica._version = None
+    keeping = asyncio.create_task(publishing.keep_up())
+    await asyncio.sleep(0.1)
+    keeping.cancel()
+    assert (len(replica.manifests) > 1) == is_sent
