@@ -98,13 +98,24 @@ class RunRecords:
         self, trajectories: Iterable[Trajectory], *, outcome: str, label: str, train_step: int
     ) -> None:
         """Add trajectories with what became of them: trained, evaluation or a drop's reason."""
-        fate = {"outcome": outcome, "label": label, "train_step": train_step}
-        lines = [json.dumps({**fate, **as_row(t)}, ensure_ascii=False) for t in trajectories]
+        fate = _fate(outcome=outcome, label=label, train_step=train_step)
+        lines = [fate + json.dumps(as_row(t), ensure_ascii=False)[1:] for t in trajectories]
         with self._writing:
             self._trajectories.write("".join(line + "\n" for line in lines))
             self._trajectories.flush()
             if self._part_bytes and self._trajectories.tell() >= self._part_bytes:
                 self._begin_part()
+
+    def written(self, *, outcome: str, label: str, train_step: int) -> frozenset[str]:
+        """The ids of the trajectories that have been added so; reads all of the files."""
+        fate = _fate(outcome=outcome, label=label, train_step=train_step)
+        found: set[str] = set()
+        for part in trajectory_files(self._run_dir):
+            with part.open(encoding="utf-8", newline="\n") as lines:
+                found.update(
+                    json.loads(line)["trajectory_id"] for line in lines if line.startswith(fate)
+                )
+        return frozenset(found)
 
     def _begin_part(self) -> None:
         """Set the full part aside, and forget the oldest ones."""
@@ -127,6 +138,12 @@ class RunRecords:
         self._trajectories.close()
         for tracker in self._trackers:
             tracker.close()
+
+
+def _fate(*, outcome: str, label: str, train_step: int) -> str:
+    """How a line of trajectories.jsonl begins."""
+    fate = {"outcome": outcome, "label": label, "train_step": train_step}
+    return json.dumps(fate, ensure_ascii=False).removesuffix("}") + ", "
 
 
 def opened(path: Path) -> TextIO:

@@ -105,7 +105,7 @@ class Redo:
             progress.policy_version = entry.policy_version
             progress.num_policy_versions += 1
         if row and not is_recorded:
-            await self._steps.record(batch, row)
+            await self._steps.record(batch, row, is_redone=True)
         await self._steps.drop(batch)
         return True
 

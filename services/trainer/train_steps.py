@@ -174,10 +174,13 @@ class TrainSteps:
             )
         return {"fresh_mismatch_kl": found, "fresh_mismatch_alarm": is_off}
 
-    async def record(self, batch: Batch, row: dict[str, Any]) -> None:
-        """Write down what the newest train step trained."""
+    async def record(self, batch: Batch, row: dict[str, Any], *, is_redone: bool = False) -> None:
+        """Write down what the newest train step trained; of a redone one, what is not there yet.
+
+        The row comes last: a step that has one is written down whole.
+        """
         if batch.train:
-            await self._record_groups(batch.groups, "trained")
+            await self._record_groups(batch.groups, "trained", is_redone=is_redone)
         progress = self._standing.progress
         version, step = progress.policy_version, progress.num_train_steps
         self._records.metric("train", train_step=step, policy_version=version, **row)
@@ -200,14 +203,14 @@ class TrainSteps:
         progress.num_trained_trajectories += sum(g.num_trajectories for g in batch.groups)
         progress.consumed_group_ids.extend(g.group_id for g in batch.groups)
 
-    async def _record_groups(self, groups: Sequence[Group], outcome: str) -> None:
-        await asyncio.to_thread(
-            self._records.trajectories,
-            [t for group in groups for t in group.trajectories],
-            outcome=outcome,
-            label="training",
-            train_step=self._standing.progress.num_train_steps,
-        )
+    async def _record_groups(
+        self, groups: Sequence[Group], outcome: str, *, is_redone: bool = False
+    ) -> None:
+        step = self._standing.progress.num_train_steps
+        fate: dict[str, Any] = {"outcome": outcome, "label": "training", "train_step": step}
+        known = await asyncio.to_thread(self._records.written, **fate) if is_redone else ()
+        trajectories = [t for g in groups for t in g.trajectories if t.trajectory_id not in known]
+        await asyncio.to_thread(self._records.trajectories, trajectories, **fate)
 
 
 def _row_of(batch: Batch) -> dict[str, Any]:

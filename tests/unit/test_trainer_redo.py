@@ -198,6 +198,31 @@ async def test_a_step_that_was_killed_before_its_row_was_written_gets_it(
     assert [row["train_step"] for row in kept_rows(again)] == [1]
 
 
+async def test_a_step_that_was_killed_while_it_was_written_down_is_written_down_once(
+    world: Callable[..., World],
+) -> None:
+    here = world()
+    here.offer("a", "b")
+    metric = here.records.metric
+
+    def killed(kind: str, **values: Any) -> None:
+        if kind == "train":
+            raise Killed
+        metric(kind, **values)
+
+    here.records.metric = killed  # type: ignore[method-assign]
+    with pytest.raises(ExceptionGroup):
+        await here.run()
+    # The kill cut off the last of the lines, too.
+    path = here.settings.run_dir / "trajectories.jsonl"
+    lines = path.read_text("utf-8").splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]) + lines[-1][:20], "utf-8")
+    again = after(here, world(num_train_steps=1))
+    await again.run()
+    assert path.read_text("utf-8").splitlines(keepends=True) == lines
+    assert [row["train_step"] for row in kept_rows(again)] == [1]
+
+
 async def test_a_drop_that_a_kill_cut_short_is_made_up_for(world: Callable[..., World]) -> None:
     here = world(max_staleness=0, pipeline_depth=0)
     here.replay.batches.append(
