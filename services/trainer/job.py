@@ -198,6 +198,9 @@ class TrainingJob:
             if found is not None and found.num_trajectories:
                 async with self._standing.between_steps:
                     self._judge(found.mean_reward)
+                    if self._supervised is not None:
+                        # There is no journal to say it, and the step's checkpoint is older.
+                        await self._standing.checkpoint()
 
     def _judge(self, value: float) -> None:
         EarlyStop.of(self._settings).observe(value, self._standing.progress)

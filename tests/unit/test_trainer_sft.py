@@ -144,6 +144,27 @@ async def test_a_killed_sft_remembers_what_its_checkpoint_was_evaluated_to(
     assert (progress.best_evaluation, progress.num_evaluations_without_gain) == (-1.0, 1)
 
 
+async def test_a_killed_sft_remembers_what_tasks_were_evaluated_to_while_it_trained(
+    world: Callable[..., World],
+) -> None:
+    settings = {"num_train_steps": 5, "checkpoint_every": 2, "evaluate_every": 2}
+    here = world(supervised=numbers(), num_evaluation_tasks=1, **settings)
+    here.evaluator.rewards = [0.5]
+    step = here.learner.sft_step
+
+    def killed(batch: Any) -> Any:
+        if here.job._standing.progress.best_evaluation is not None:
+            raise KeyError("killed")
+        return step(batch)
+
+    here.learner.sft_step = killed  # type: ignore[method-assign]
+    with pytest.raises(ExceptionGroup):
+        await here.run()
+    again = world(supervised=numbers(), num_evaluation_tasks=1, **settings)
+    await again.run()
+    assert again.job._standing.progress.best_evaluation == 0.5
+
+
 async def test_where_tasks_are_evaluated_on_each_evaluation_has_a_policy_of_its_own(
     world: Callable[..., World],
 ) -> None:
