@@ -33,6 +33,11 @@ log = logging.getLogger(__name__)
 FRESH_MISMATCH = "FRESH_MISMATCH"
 """The alarm of data of the present policy on which engine and trainer disagree."""
 
+GROUPS_SET_ASIDE = "GROUPS_SET_ASIDE"
+"""The alarm of groups that no train step can take, until a batch is trained again."""
+
+# More is no matter of some bad groups: settings, loss and scorer do not go together.
+_MOST_REFUSED_BATCHES = 3
 _LEASE_WAIT_S = 5.0
 
 
@@ -47,6 +52,8 @@ class TrainSteps:
         self._records = parts.records
         self._board = parts.board
         self._standing = standing
+        # Batches in a row of which nothing could be trained.
+        self._num_refused_batches = 0
 
     async def next_step(self) -> Callable[[], Awaitable[None]] | None:
         """Wait for a whole batch; what is to be done with it, or None when the job stops."""
@@ -79,10 +86,12 @@ class TrainSteps:
     async def _are_trainable(self, leases: tuple[GroupLease, ...]) -> bool:
         """Whether a train step can take them; if not, those at fault become dead letters.
 
-        The others go back to their places, so that no batch is short for a group that is bad.
+        The others go back to their places, so that no batch is short for a group that is bad. Once
+        batch after batch was refused whole, the first fault is raised.
         """
         version = self._standing.progress.policy_version
-        faults = await asyncio.to_thread(faults_of, self._sorted(leases), self._learner, version)
+        batch = self._sorted(leases)
+        faults = await asyncio.to_thread(faults_of, batch, self._learner, version)
         if not faults:
             return True
         reasons = {fault.lease.lease_id: fault.reason for fault in faults}
@@ -97,7 +106,19 @@ class TrainSteps:
         self._standing.held.let_go(ids)
         for fault in faults:
             self._say(fault)
+        self._board.sound(GROUPS_SET_ASIDE, on=True)
+        self._require_some_trainable(batch, faults)
         return False
+
+    def _require_some_trainable(self, batch: Batch, faults: Sequence[Fault]) -> None:
+        is_whole = len(faults) == len(batch.train)
+        self._num_refused_batches = self._num_refused_batches + 1 if is_whole else 0
+        if self._num_refused_batches >= _MOST_REFUSED_BATCHES:
+            log.error(
+                "No group of the last batches can be trained.",
+                extra={"num_batches": self._num_refused_batches, "reason": faults[0].reason},
+            )
+            raise faults[0].error
 
     def _say(self, fault: Fault) -> None:
         progress = self._standing.progress
@@ -151,6 +172,8 @@ class TrainSteps:
                 self._learner.train_step, batch.sequences, current=version, temperature=temperature
             )
             self._count(batch, report, version)
+            self._num_refused_batches = 0
+            self._board.sound(GROUPS_SET_ASIDE, on=False)
             row |= _row_of_report(report) | _row_of_staleness(batch, version)
             row |= self._alarm(report, version) | {"train_s": time.perf_counter() - started}
         progress.num_train_steps += 1

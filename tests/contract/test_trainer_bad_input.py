@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from dialoop.clients.replay import GroupLease
-from dialoop.errors import InvalidConfig
+from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.sequences import Sequence, Source, sequence_of
 from dialoop.trajectory import Group, Stage
 from transformers import Qwen2ForCausalLM
@@ -166,6 +166,21 @@ async def test_bad_groups_are_set_aside_with_their_data_and_the_others_are_train
     order = [json.loads(line)["group_id"] for line in trained]
     expected = [group.group_id for number, group in enumerate(given) if number not in spoilt]
     assert order[::2] == expected
+
+
+async def test_a_scorer_that_never_gives_what_the_loss_needs_fails_the_job_by_name(
+    tmp_path: Path, model_dir: Path, groups: list[Group]
+) -> None:
+    given = [changed(group, without_reference) for group in groups[:8]]
+    async with recorded(tmp_path, model_dir, MemoryStore(Limits()), given) as world:
+        settings = settings_of(world, num_train_steps=1)
+        async with asyncio.timeout(60):
+            with pytest.raises(ExceptionGroup) as caught:
+                await serve_in(OwnProcess(settings), settings)
+        letters = await world.replay.list_dead_letters(world.run)
+    assert caught.group_contains(InvalidInput, match="This loss needs ref_logprobs.")
+    assert len(letters) == 6  # three batches of two; the rest may yet be of use
+    assert not world.train_rows
 
 
 async def test_what_the_loss_does_not_need_may_be_missing_from_some(

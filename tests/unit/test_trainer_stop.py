@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from dialoop.clients.replay import GroupLease
 from dialoop.clients.trainer import Phase
-from dialoop.errors import DataLost
+from dialoop.errors import DataLost, InvalidInput
 from dialoop.sequences import PolicyVersion
 
 from services.stack.plot import draw_learning, read_metrics
 from services.trainer.__main__ import _run_until_stopped
 from services.trainer.status import StatusBoard
-from services.trainer.train_steps import FRESH_MISMATCH
+from services.trainer.train_steps import FRESH_MISMATCH, GROUPS_SET_ASIDE
 from tests.trainer_world import World, lease
 
 FIRST = PolicyVersion(lineage="main", number=1)
@@ -231,6 +231,60 @@ async def test_an_alarm_ends_when_fresh_data_agrees_again(world: Callable[..., W
     await running
     assert not here.board.alarms
     assert [row["fresh_mismatch_alarm"] for row in rows(here, "train")] == [True, False]
+
+
+def offer_refused(here: World, *refused: str, good: tuple[str, ...] = ()) -> None:
+    """A batch of groups the learner has no rows for, and of good ones."""
+    bad: list[Any] = []
+
+    def refuses(sequence: Any) -> None:
+        if any(sequence is one for one in bad):
+            raise InvalidInput(f"This loss needs {refused[0]}.", reason="LOSS_INPUT_MISSING")
+
+    def batch() -> list[GroupLease]:
+        leases = [lease(name, FIRST) for name in refused]
+        bad.extend(s for each in leases for t in each.group.trajectories for s in t.sequences)
+        here.learner.refuses = refuses
+        return leases + [lease(name, FIRST) for name in good]
+
+    here.replay.batches.append(batch)
+
+
+async def test_a_job_of_which_no_batch_can_be_trained_fails_and_names_the_fault(
+    world: Callable[..., World],
+) -> None:
+    here, server = world(num_train_steps=1), FakeServer()
+    for names in ("ab", "cd", "ef", "gh"):
+        offer_refused(here, *names)
+    with pytest.raises(ExceptionGroup):
+        await run_until_stopped(here, server)
+    assert here.board.phase is Phase.FAILED
+    assert here.board.failure == "This loss needs e."
+    assert here.board.alarms == {GROUPS_SET_ASIDE}
+    assert list(here.replay.set_aside) == [f"lease-{name}" for name in "abcdef"]
+
+
+async def test_bad_groups_are_an_alarm_until_a_batch_is_trained_and_fail_no_job_that_trains(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=2, max_staleness=9)
+    running = asyncio.create_task(here.run())
+    for batch in ("ab", "cd"):
+        offer_refused(here, *batch)
+    offer_refused(here, "e", good=("f",))  # so f is worth waiting for
+    for batch in ("gh", "ij"):
+        offer_refused(here, *batch)
+    await until(lambda: len(here.replay.set_aside) == 9)
+    assert here.board.alarms == {GROUPS_SET_ASIDE}
+    here.offer("k", "l")
+    await until(lambda: here.learner.trained)
+    await until(lambda: not here.board.alarms)
+    for batch in ("mn", "op"):
+        offer_refused(here, *batch)
+    here.offer("q", "r")
+    await running
+    assert not here.board.alarms
+    assert here.board.num_train_steps == 2
 
 
 async def test_a_failed_job_says_why_and_nothing_of_what_is_not_ours(
