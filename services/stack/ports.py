@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 import socket
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from typing import IO
 
 HOST = "127.0.0.1"
 
@@ -13,6 +21,9 @@ HOST = "127.0.0.1"
 # port, or connects somewhere, is given one of ours between the choice and a service's start.
 _FREE = range(20_000, 32_000)
 _NUM_TRIES = 200
+# Locks on what this process has chosen, until it ends: another stack of the same user that starts
+# before our services listen chooses others.
+_reserved: list[IO[str]] = []
 
 
 def choose_ports(wanted: dict[str, int]) -> dict[str, int]:
@@ -34,14 +45,32 @@ def choose_ports(wanted: dict[str, int]) -> dict[str, int]:
 
 
 def _any(name: str) -> socket.socket:
-    """One of the free ports, at random: stacks that start at one time do not choose alike."""
-    candidates = random.SystemRandom().sample(_FREE, _NUM_TRIES)
-    for port in candidates[:-1]:
-        try:
-            return _bound(name, port)
-        except InvalidConfig:
-            continue
-    return _bound(name, candidates[-1])
+    """One of the free ports, reserved among the stacks of this user."""
+    for port in random.SystemRandom().sample(_FREE, _NUM_TRIES):
+        if _reserve(port):
+            try:
+                return _bound(name, port)
+            except InvalidConfig:
+                continue
+    raise InvalidConfig(
+        f"None of {_NUM_TRIES} ports between {_FREE.start} and {_FREE.stop} is free for {name}.",
+        reason="PORT_TAKEN",
+        remedy=f"Set ports.{name} to a free port, or end stacks that are not needed.",
+    )
+
+
+def _reserve(port: int) -> bool:
+    """Whether no other process of this user has chosen it; the kernel ends our lock with us."""
+    folder = Path(tempfile.gettempdir()) / f"dialoop-ports-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    file = (folder / str(port)).open("w", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return False
+    _reserved.append(file)
+    return True
 
 
 def _bound(name: str, port: int) -> socket.socket:

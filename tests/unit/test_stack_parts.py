@@ -11,6 +11,7 @@ import pytest
 from dialoop.errors import InvalidConfig
 from rich.console import Console
 
+from services.stack import ports
 from services.stack.config import JobConfig
 from services.stack.gates import gates_of
 from services.stack.guardian import leaders_from
@@ -31,6 +32,17 @@ def test_ports_are_distinct_and_fixed_ones_are_kept() -> None:
     assert max(chosen.values()) < 32_768
     assert len(set(chosen.values())) == 3
     assert choose_ports({"a": chosen["a"], "b": 0})["a"] == chosen["a"]
+
+
+def test_a_chosen_port_is_chosen_again_by_nobody_before_its_service_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The lock is on the open file, so that a second choice here is as one of another process.
+    monkeypatch.setattr(ports, "_FREE", range(20_500, 20_502))
+    monkeypatch.setattr(ports, "_NUM_TRIES", 2)
+    assert {choose_ports({"a": 0})["a"], choose_ports({"a": 0})["a"]} == {20_500, 20_501}
+    with pytest.raises(InvalidConfig, match="None of 2 ports"):
+        choose_ports({"a": 0})
 
 
 def test_a_taken_port_is_named() -> None:
