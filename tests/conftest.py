@@ -1,7 +1,8 @@
-"""Says at the end of a run which heavy tests were left out, and why."""
+"""Says at the end of a run which heavy tests were left out, and why; no example has a deadline."""
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 
 
@@ -24,3 +25,6 @@ class _LeftOut:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_LeftOut(), "left-out")
+    # A machine that is busy is no fault of what is tested.
+    hypothesis.settings.register_profile("patient", deadline=None)
+    hypothesis.settings.load_profile("patient")
