@@ -1,10 +1,20 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class Distribution(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DISTRIBUTION_UNSPECIFIED: _ClassVar[Distribution]
+    DISTRIBUTION_RAW: _ClassVar[Distribution]
+    DISTRIBUTION_PROCESSED: _ClassVar[Distribution]
+DISTRIBUTION_UNSPECIFIED: Distribution
+DISTRIBUTION_RAW: Distribution
+DISTRIBUTION_PROCESSED: Distribution
 
 class ContentPart(_message.Message):
     __slots__ = ("type", "text", "url", "data", "mime_type", "name", "size", "function_name", "function_arguments_json")
@@ -127,16 +137,18 @@ class LogProbValues(_message.Message):
     def __init__(self, values: _Optional[_Iterable[float]] = ..., start: _Optional[int] = ...) -> None: ...
 
 class LogProbs(_message.Message):
-    __slots__ = ("prompt", "response", "full", "temperature_scaled")
+    __slots__ = ("prompt", "response", "full", "temperature_scaled", "distribution")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_FIELD_NUMBER: _ClassVar[int]
     FULL_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_SCALED_FIELD_NUMBER: _ClassVar[int]
+    DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     prompt: LogProbValues
     response: LogProbValues
     full: LogProbValues
     temperature_scaled: bool
-    def __init__(self, prompt: _Optional[_Union[LogProbValues, _Mapping]] = ..., response: _Optional[_Union[LogProbValues, _Mapping]] = ..., full: _Optional[_Union[LogProbValues, _Mapping]] = ..., temperature_scaled: bool = ...) -> None: ...
+    distribution: Distribution
+    def __init__(self, prompt: _Optional[_Union[LogProbValues, _Mapping]] = ..., response: _Optional[_Union[LogProbValues, _Mapping]] = ..., full: _Optional[_Union[LogProbValues, _Mapping]] = ..., temperature_scaled: bool = ..., distribution: _Optional[_Union[Distribution, str]] = ...) -> None: ...
 
 class Masks(_message.Message):
     __slots__ = ("all_attention_mask", "all_assistant_mask")

@@ -213,7 +213,7 @@ class ResetRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., episode: _Optional[int] = ..., split: _Optional[str] = ..., task_key: _Optional[str] = ..., seed: _Optional[int] = ..., query: _Optional[str] = ..., messages: _Optional[_Union[_chat_pb2.History, _Mapping]] = ..., data: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ResetResponse(_message.Message):
-    __slots__ = ("history", "info", "environment_version", "text", "tokens")
+    __slots__ = ("history", "info", "environment_version", "text", "tokens", "warnings")
     class InfoEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -226,12 +226,14 @@ class ResetResponse(_message.Message):
     ENVIRONMENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     history: _chat_pb2.ChatHistory
     info: _containers.ScalarMap[str, str]
     environment_version: str
     text: _chat_pb2.Text
     tokens: _chat_pb2.Tokens
-    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., info: _Optional[_Mapping[str, str]] = ..., environment_version: _Optional[str] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., info: _Optional[_Mapping[str, str]] = ..., environment_version: _Optional[str] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StepRequest(_message.Message):
     __slots__ = ("session_id", "episode", "step_index", "history", "text", "tokens")
@@ -250,7 +252,7 @@ class StepRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., episode: _Optional[int] = ..., step_index: _Optional[int] = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("history", "rewards", "terminated", "truncated", "done_reason", "failures", "num_tool_calls", "replayed", "info", "text", "tokens")
+    __slots__ = ("history", "rewards", "terminated", "truncated", "done_reason", "failures", "num_tool_calls", "replayed", "info", "text", "tokens", "warnings")
     class InfoEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -269,6 +271,7 @@ class StepResponse(_message.Message):
     INFO_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     history: _chat_pb2.ChatHistory
     rewards: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Reward]
     terminated: bool
@@ -280,7 +283,8 @@ class StepResponse(_message.Message):
     info: _containers.ScalarMap[str, str]
     text: _chat_pb2.Text
     tokens: _chat_pb2.Tokens
-    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., rewards: _Optional[_Iterable[_Union[_trajectory_pb2.Reward, _Mapping]]] = ..., terminated: bool = ..., truncated: bool = ..., done_reason: _Optional[_Union[_trajectory_pb2.DoneReason, str]] = ..., failures: _Optional[_Iterable[_Union[_trajectory_pb2.Failure, _Mapping]]] = ..., num_tool_calls: _Optional[int] = ..., replayed: bool = ..., info: _Optional[_Mapping[str, str]] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., rewards: _Optional[_Iterable[_Union[_trajectory_pb2.Reward, _Mapping]]] = ..., terminated: bool = ..., truncated: bool = ..., done_reason: _Optional[_Union[_trajectory_pb2.DoneReason, str]] = ..., failures: _Optional[_Iterable[_Union[_trajectory_pb2.Failure, _Mapping]]] = ..., num_tool_calls: _Optional[int] = ..., replayed: bool = ..., info: _Optional[_Mapping[str, str]] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TaskChoice(_message.Message):
     __slots__ = ("split", "task_key", "seed", "query", "messages", "data")
@@ -316,10 +320,12 @@ class StepHistoryRequest(_message.Message):
     def __init__(self, environment: _Optional[str] = ..., task: _Optional[_Union[TaskChoice, _Mapping]] = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ...) -> None: ...
 
 class StepHistoryResponse(_message.Message):
-    __slots__ = ("step",)
+    __slots__ = ("step", "warnings")
     STEP_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     step: StepResponse
-    def __init__(self, step: _Optional[_Union[StepResponse, _Mapping]] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, step: _Optional[_Union[StepResponse, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CreateGroupRequest(_message.Message):
     __slots__ = ("group_id", "environment", "num_sessions", "task", "ttl_s")
@@ -336,14 +342,16 @@ class CreateGroupRequest(_message.Message):
     def __init__(self, group_id: _Optional[str] = ..., environment: _Optional[str] = ..., num_sessions: _Optional[int] = ..., task: _Optional[_Union[TaskChoice, _Mapping]] = ..., ttl_s: _Optional[float] = ...) -> None: ...
 
 class CreateGroupResponse(_message.Message):
-    __slots__ = ("session_ids", "resets", "ttl_s")
+    __slots__ = ("session_ids", "resets", "ttl_s", "warnings")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     RESETS_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     session_ids: _containers.RepeatedScalarFieldContainer[str]
     resets: _containers.RepeatedCompositeFieldContainer[ResetResponse]
     ttl_s: float
-    def __init__(self, session_ids: _Optional[_Iterable[str]] = ..., resets: _Optional[_Iterable[_Union[ResetResponse, _Mapping]]] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session_ids: _Optional[_Iterable[str]] = ..., resets: _Optional[_Iterable[_Union[ResetResponse, _Mapping]]] = ..., ttl_s: _Optional[float] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StepAndResetRequest(_message.Message):
     __slots__ = ("step", "next_split", "next_task_key", "next_seed")
@@ -358,12 +366,14 @@ class StepAndResetRequest(_message.Message):
     def __init__(self, step: _Optional[_Union[StepRequest, _Mapping]] = ..., next_split: _Optional[str] = ..., next_task_key: _Optional[str] = ..., next_seed: _Optional[int] = ...) -> None: ...
 
 class StepAndResetResponse(_message.Message):
-    __slots__ = ("step", "reset")
+    __slots__ = ("step", "reset", "warnings")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     step: StepResponse
     reset: ResetResponse
-    def __init__(self, step: _Optional[_Union[StepResponse, _Mapping]] = ..., reset: _Optional[_Union[ResetResponse, _Mapping]] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, step: _Optional[_Union[StepResponse, _Mapping]] = ..., reset: _Optional[_Union[ResetResponse, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ItemError(_message.Message):
     __slots__ = ("code", "reason", "message")
@@ -382,10 +392,12 @@ class BatchResetRequest(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[ResetRequest, _Mapping]]] = ...) -> None: ...
 
 class BatchResetResponse(_message.Message):
-    __slots__ = ("items",)
+    __slots__ = ("items", "warnings")
     ITEMS_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     items: _containers.RepeatedCompositeFieldContainer[BatchResetItem]
-    def __init__(self, items: _Optional[_Iterable[_Union[BatchResetItem, _Mapping]]] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, items: _Optional[_Iterable[_Union[BatchResetItem, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class BatchResetItem(_message.Message):
     __slots__ = ("response", "error")
@@ -402,10 +414,12 @@ class BatchStepRequest(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[StepRequest, _Mapping]]] = ...) -> None: ...
 
 class BatchStepResponse(_message.Message):
-    __slots__ = ("items",)
+    __slots__ = ("items", "warnings")
     ITEMS_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     items: _containers.RepeatedCompositeFieldContainer[BatchStepItem]
-    def __init__(self, items: _Optional[_Iterable[_Union[BatchStepItem, _Mapping]]] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, items: _Optional[_Iterable[_Union[BatchStepItem, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class BatchStepItem(_message.Message):
     __slots__ = ("response", "error")

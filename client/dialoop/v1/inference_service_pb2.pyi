@@ -30,7 +30,7 @@ WEIGHTS_KIND_WHOLE: WeightsKind
 WEIGHTS_KIND_ADAPTER: WeightsKind
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("history", "context", "num_context_messages", "sampling", "turn", "num_samples", "text", "token_ids", "adapter", "template_name", "tools", "template_options_json", "truncate_prompt")
+    __slots__ = ("history", "context", "num_context_messages", "sampling", "turn", "num_samples", "text", "token_ids", "adapter", "template_name", "tools", "template_options_json", "truncate_prompt", "skip_special_tokens")
     HISTORY_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     NUM_CONTEXT_MESSAGES_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class GenerateRequest(_message.Message):
     TOOLS_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_OPTIONS_JSON_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     history: _chat_pb2.ChatHistory
     context: _trajectory_pb2.Sequence
     num_context_messages: int
@@ -57,7 +58,8 @@ class GenerateRequest(_message.Message):
     tools: _containers.RepeatedCompositeFieldContainer[_chat_pb2.ToolDefinition]
     template_options_json: str
     truncate_prompt: bool
-    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., context: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., num_context_messages: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., turn: _Optional[int] = ..., num_samples: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_chat_pb2.TokenIds, _Mapping]] = ..., adapter: _Optional[str] = ..., template_name: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[_chat_pb2.ToolDefinition, _Mapping]]] = ..., template_options_json: _Optional[str] = ..., truncate_prompt: bool = ...) -> None: ...
+    skip_special_tokens: bool
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., context: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., num_context_messages: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., turn: _Optional[int] = ..., num_samples: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_chat_pb2.TokenIds, _Mapping]] = ..., adapter: _Optional[str] = ..., template_name: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[_chat_pb2.ToolDefinition, _Mapping]]] = ..., template_options_json: _Optional[str] = ..., truncate_prompt: bool = ..., skip_special_tokens: bool = ...) -> None: ...
 
 class Sample(_message.Message):
     __slots__ = ("history", "sequence", "stop_reason", "stop_string", "text")
@@ -74,7 +76,7 @@ class Sample(_message.Message):
     def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., sequence: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., stop_reason: _Optional[_Union[_trajectory_pb2.StopReason, str]] = ..., stop_string: _Optional[str] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("samples", "tokenizer_digest", "template_digest", "sampling", "queue_s", "generate_s", "update_mode", "num_truncated_tokens", "warnings")
+    __slots__ = ("samples", "tokenizer_digest", "template_digest", "sampling", "queue_s", "generate_s", "update_mode", "num_truncated_tokens", "warnings", "distribution")
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +86,7 @@ class GenerateResponse(_message.Message):
     UPDATE_MODE_FIELD_NUMBER: _ClassVar[int]
     NUM_TRUNCATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     samples: _containers.RepeatedCompositeFieldContainer[Sample]
     tokenizer_digest: str
     template_digest: str
@@ -93,7 +96,8 @@ class GenerateResponse(_message.Message):
     update_mode: UpdateMode
     num_truncated_tokens: int
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., queue_s: _Optional[float] = ..., generate_s: _Optional[float] = ..., update_mode: _Optional[_Union[UpdateMode, str]] = ..., num_truncated_tokens: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    distribution: _chat_pb2.Distribution
+    def __init__(self, samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., queue_s: _Optional[float] = ..., generate_s: _Optional[float] = ..., update_mode: _Optional[_Union[UpdateMode, str]] = ..., num_truncated_tokens: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., distribution: _Optional[_Union[_chat_pb2.Distribution, str]] = ...) -> None: ...
 
 class GenerateStreamRequest(_message.Message):
     __slots__ = ("request",)
@@ -128,14 +132,18 @@ class LogProbRequest(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[_Union[_chat_pb2.TokenIds, _Mapping]]] = ..., histories: _Optional[_Iterable[_Union[_chat_pb2.ChatHistory, _Mapping]]] = ..., texts: _Optional[_Iterable[str]] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class LogProbResponse(_message.Message):
-    __slots__ = ("logprobs", "policy_version", "sequences")
+    __slots__ = ("logprobs", "policy_version", "sequences", "warnings", "distribution")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_chat_pb2.LogProbValues]
     policy_version: _trajectory_pb2.PolicyVersion
     sequences: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Sequence]
-    def __init__(self, logprobs: _Optional[_Iterable[_Union[_chat_pb2.LogProbValues, _Mapping]]] = ..., policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[_trajectory_pb2.Sequence, _Mapping]]] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    distribution: _chat_pb2.Distribution
+    def __init__(self, logprobs: _Optional[_Iterable[_Union[_chat_pb2.LogProbValues, _Mapping]]] = ..., policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[_trajectory_pb2.Sequence, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., distribution: _Optional[_Union[_chat_pb2.Distribution, str]] = ...) -> None: ...
 
 class GetPolicyRequest(_message.Message):
     __slots__ = ()

@@ -98,14 +98,16 @@ class RenderRequest(_message.Message):
     def __init__(self, history: _Optional[_Union[_chat_pb2.History, _Mapping]] = ..., add_generation_prompt: bool = ..., template_name: _Optional[str] = ..., continue_final_message: bool = ..., tools: _Optional[_Iterable[_Union[_chat_pb2.ToolDefinition, _Mapping]]] = ..., template_options_json: _Optional[str] = ...) -> None: ...
 
 class RenderResponse(_message.Message):
-    __slots__ = ("text", "sequence", "assistant_mask")
+    __slots__ = ("text", "sequence", "assistant_mask", "warnings")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ASSISTANT_MASK_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     text: str
     sequence: _trajectory_pb2.Sequence
     assistant_mask: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, text: _Optional[str] = ..., sequence: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., assistant_mask: _Optional[_Iterable[bool]] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, text: _Optional[str] = ..., sequence: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., assistant_mask: _Optional[_Iterable[bool]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ParseRequest(_message.Message):
     __slots__ = ("template_name", "text", "token_ids")
