@@ -13,9 +13,11 @@ import pytest
 from dialoop.sandbox import Execution, Level, Limits, Sandbox
 from dialoop.sandbox.self_test import assess
 
+from tests.patience import PATIENCE_S
+
 LIMITS = Limits(max_memory_bytes=192 * 2**20, max_disk_bytes=4 * 2**20, max_cpu_s=30)
 # On a machine that is busy with other things, a neighbour may wait for a time slice or two.
-USUAL_S = 0.5
+USUAL_S = 2.0
 
 
 @dataclass
@@ -29,7 +31,7 @@ class Scene:
     def level(self) -> Level:
         return self.sandbox.isolation.level
 
-    async def attack(self, code: str, *, timeout_s: float = 5.0) -> Execution:
+    async def attack(self, code: str, *, timeout_s: float = PATIENCE_S) -> Execution:
         return await self.sandbox.run(code, timeout_s=timeout_s)
 
 
@@ -52,7 +54,7 @@ async def scene(request) -> AsyncIterator[Scene]:
 
     business = asyncio.create_task(mind_own_business())
     yield Scene(sandbox, times)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while len(times) < 5 and not business.done():
             await asyncio.sleep(0.01)
     assert not business.done(), business
@@ -76,7 +78,7 @@ def descendants(pid: int) -> list[int]:
 
 async def gone(pids: list[int]) -> None:
     """Dead, or at least a zombie that its adopter has yet to reap."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         for pid in pids:
             while Path(f"/proc/{pid}").exists():
                 with contextlib.suppress(OSError):

@@ -95,13 +95,15 @@ class ForkServer:
         return True
 
     def _spawn(self, order: dict[str, Any], fds: list[int]) -> None:
+        # Not asked for by the child: had this process ended by then, it would get another's id.
+        server = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
             self._report({"error": str(error), "id": order["spawn"]})
             return
         if pid == 0:
-            _become(order, fds)
+            _become(order, fds, server)
         self._ids[pid] = order["spawn"]
 
     def _reap(self) -> None:
@@ -124,11 +126,10 @@ def _kill(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _become(order: dict[str, Any], fds: list[int]) -> NoReturn:
+def _become(order: dict[str, Any], fds: list[int], server: int) -> NoReturn:
     """The child's whole life."""
     status = 1
     try:
-        server = os.getppid()
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
