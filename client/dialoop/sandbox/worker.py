@@ -26,7 +26,9 @@ _LENGTH = struct.Struct("!I")
 _ANSWER_BYTES = _LENGTH.size + NONCE_BYTES + 1
 _READY_NONCE = bytes(NONCE_BYTES)
 _START_S = 20.0
-_END_S, _OWN_END_S = 5.0, 0.05
+_END_S = 5.0
+# For the report of an end of its own: of a process whose channel is closed, and of one that speaks.
+_GONE_END_S, _OWN_END_S = 2.0, 0.05
 _GONE = "The interpreter has closed its channel."
 
 
@@ -170,7 +172,8 @@ class Worker:
         """
         if self._ended is None:
             return why
-        await asyncio.wait([self._ended], timeout=_OWN_END_S)
+        timeout_s = _GONE_END_S if why == _GONE else _OWN_END_S
+        await asyncio.wait([self._ended], timeout=timeout_s)
         if not self._ended.done():
             return why
         if self._ended.result() < 0:
