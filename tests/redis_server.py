@@ -14,6 +14,10 @@ from pathlib import Path
 
 import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from tests.patience import PATIENCE_S
 
 
 def redis_binary() -> str | None:
@@ -56,13 +60,13 @@ class RedisServer:
         }
         arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
         self._process = subprocess.Popen([self._binary, *arguments], stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 20
-        with redis.Redis.from_url(self.url) as client:
+        deadline = time.monotonic() + PATIENCE_S
+        with redis.Redis.from_url(self.url, retry=Retry(NoBackoff(), 0)) as client:
             while True:
                 try:
                     client.ping()
                     return
-                except redis.ConnectionError:
+                except (redis.ConnectionError, redis.TimeoutError):
                     assert time.monotonic() < deadline, "redis-server did not start"
                     time.sleep(0.02)
 
@@ -76,7 +80,7 @@ class RedisServer:
     def _end(self, number: signal.Signals) -> None:
         if self._process is not None:
             self._process.send_signal(number)
-            self._process.wait(timeout=20)
+            self._process.wait(timeout=PATIENCE_S)
             self._process = None
 
 

@@ -24,23 +24,34 @@ from services.replay.store import (
     Outcome,
     State,
 )
+from tests.patience import PATIENCE_S
 from tests.redis_server import RedisServer, new_run, own_redis, redis_url  # noqa: F401
-from tests.replay_samples import announce, assert_adds_up, bare_group, bare_task, play
+from tests.replay_samples import Clock, announce, assert_adds_up, bare_group, bare_task, play
 
 pytestmark = pytest.mark.redis
 RUN = "run"
-LIMITS = Limits(lease_s=60)
+LEASE_S = 600.0
+LIMITS = Limits(lease_s=LEASE_S)
 
 
 @pytest_asyncio.fixture
 async def store(own_redis: RedisServer) -> AsyncIterator[RedisStore]:
-    made = RedisStore(own_redis.url, LIMITS, timeout_s=2)
+    async with opened(own_redis) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    server: RedisServer, limits: Limits = LIMITS, clock: Callable[[], float] | None = None
+) -> AsyncIterator[RedisStore]:
+    """A store that waits for a disk that stalls: each of its writes is flushed."""
+    made = RedisStore(server.url, limits, timeout_s=PATIENCE_S, clock=clock)
     yield made
     await made.close()
 
 
-async def lease(store: RedisStore, stage: Stage, num: int = 10, lease_s: float = 60) -> GroupLeases:
-    query = GroupQuery(stage=stage, worker="w", max_groups=num, lease_s=lease_s)
+async def lease(store: RedisStore, stage: Stage, num: int = 10) -> GroupLeases:
+    query = GroupQuery(stage=stage, worker="w", max_groups=num, lease_s=LEASE_S)
     return await store.lease_groups(RUN, query)
 
 
@@ -93,7 +104,7 @@ async def test_an_append_repeated_after_a_crash_is_taken_once(
 ) -> None:
     await announce(store, RUN)
     await store.offer_tasks(RUN, [bare_task("a")], None)
-    (held,) = (await store.lease_tasks(RUN, worker="c", max_tasks=1, lease_s=60)).leases
+    (held,) = (await store.lease_tasks(RUN, worker="c", max_tasks=1, lease_s=LEASE_S)).leases
     group = bare_group("a", held.lease_id)
     await store.append_groups(RUN, Stage.UNSCORED, [group])
     own_redis.kill()
@@ -106,23 +117,27 @@ async def test_an_append_repeated_after_a_crash_is_taken_once(
 
 
 class Loop:
-    """A collector, a scorer and a trainer that try again whenever the store is away."""
+    """A collector, a scorer and a trainer that try again whenever the store is away.
 
-    def __init__(self, store: RedisStore, num_tasks: int) -> None:
+    What they held by then is theirs for so long that only a clock put forward takes it from them.
+    """
+
+    def __init__(self, store: RedisStore, clock: Clock, num_tasks: int) -> None:
         self.store = store
+        self.clock = clock
         self.num_tasks = num_tasks
         self.ended = asyncio.Event()
         self.consumed: list[bytes] = []
 
     async def collect(self) -> None:
-        leases = await self.store.lease_tasks(RUN, worker="c", max_tasks=4, lease_s=1)
+        leases = await self.store.lease_tasks(RUN, worker="c", max_tasks=4, lease_s=LEASE_S)
         for held in leases.leases:
             task_id = held.payload[:-1].decode()
             group = bare_group(task_id, held.lease_id, attempt=held.attempt)
             await self.store.append_groups(RUN, Stage.UNSCORED, [group])
 
     async def score(self) -> None:
-        for held in (await lease(self.store, Stage.UNSCORED, 4, lease_s=1)).leases:
+        for held in (await lease(self.store, Stage.UNSCORED, 4)).leases:
             task_id = held.lease_id.split("/", 2)[2]
             attempt = int(held.payload[:-2].decode().rpartition("#")[2])
             group = bare_group(task_id, held.lease_id, attempt=attempt)
@@ -130,7 +145,7 @@ class Loop:
             await consume(self.store, held.lease_id)
 
     async def train(self) -> None:
-        found = await lease(self.store, Stage.SCORED, 4, lease_s=1)
+        found = await lease(self.store, Stage.SCORED, 4)
         self.consumed += [
             held.payload for held in found.leases if await consume(self.store, held.lease_id) == ""
         ]
@@ -140,8 +155,10 @@ class Loop:
 
     async def keep_on(self, work: Callable[[], Awaitable[None]]) -> None:
         while not self.ended.is_set():
-            with contextlib.suppress(Unavailable):
+            try:
                 await work()
+            except Unavailable:
+                self.clock.pass_s(LEASE_S + 1)
             await asyncio.sleep(0.005)
 
 
@@ -152,18 +169,19 @@ async def crash(server: RedisServer, times: int) -> None:
         await asyncio.to_thread(server.start)
 
 
-async def test_work_goes_on_by_itself_through_crashes_and_adds_up(
-    store: RedisStore,
-    own_redis: RedisServer,
-) -> None:
-    loop = Loop(store, num_tasks=60)
-    await announce(store, RUN, credits=60)
-    await store.offer_tasks(RUN, [bare_task(f"t{i}") for i in range(60)], None)
-    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
-        for work in (loop.collect, loop.score, loop.train):
-            group.create_task(loop.keep_on(work))
-        group.create_task(crash(own_redis, times=3))
-    stats = await store.stats(RUN)
+async def test_work_goes_on_by_itself_through_crashes_and_adds_up(own_redis: RedisServer) -> None:
+    clock = Clock()
+    # Each crash may cost a lease a delivery, whoever holds it.
+    limits = Limits(max_attempts=100, max_deliveries=100, lease_s=LEASE_S)
+    async with opened(own_redis, limits, clock) as store:
+        loop = Loop(store, clock, num_tasks=60)
+        await announce(store, RUN, credits=60)
+        await store.offer_tasks(RUN, [bare_task(f"t{i}") for i in range(60)], None)
+        async with asyncio.timeout(100), asyncio.TaskGroup() as group:
+            for work in (loop.collect, loop.score, loop.train):
+                group.create_task(loop.keep_on(work))
+            group.create_task(crash(own_redis, times=3))
+        stats = await store.stats(RUN)
     assert_adds_up(stats)
     assert stats.training.groups[State.CONSUMED] == 60
     assert stats.training.num_trajectories_generated == 120
@@ -173,10 +191,10 @@ async def test_work_goes_on_by_itself_through_crashes_and_adds_up(
 
 def lease_and_hang(url: str, leased: object) -> None:
     async def work() -> None:
-        store = RedisStore(url, LIMITS)
-        await lease(store, Stage.UNSCORED, 1, lease_s=0.3)
+        store = RedisStore(url, LIMITS, timeout_s=PATIENCE_S)
+        await lease(store, Stage.UNSCORED, 1)
         leased.set()  # type: ignore[attr-defined]
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
 
     asyncio.run(work())
 
@@ -190,14 +208,12 @@ async def test_the_group_of_a_killed_worker_is_redelivered_once_its_lease_ran_ou
     leased = context.Event()
     worker = context.Process(target=lease_and_hang, args=(own_redis.url, leased))
     worker.start()
-    assert await asyncio.to_thread(leased.wait, 20)
+    assert await asyncio.to_thread(leased.wait, PATIENCE_S)
     worker.kill()
     await asyncio.to_thread(worker.join)
     assert (await lease(store, Stage.UNSCORED)).leases == ()
-    deadline = time.monotonic() + 5
-    while not (found := await lease(store, Stage.UNSCORED)).leases:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
+    async with opened(own_redis, clock=lambda: time.time() + LEASE_S + 1) as later:
+        found = await lease(later, Stage.UNSCORED)
     assert found.leases[0].num_deliveries == 2
     assert (await store.stats(RUN)).num_redelivered == 1
 
@@ -228,7 +244,9 @@ async def test_workers_in_parallel_never_share_a_group(redis_url: str) -> None:
 
     async def work(store: RedisStore) -> list[str]:
         mine: list[str] = []
-        while leases := (await store.lease_tasks(run, worker="c", max_tasks=3, lease_s=60)).leases:
+        while leases := (
+            await store.lease_tasks(run, worker="c", max_tasks=3, lease_s=LEASE_S)
+        ).leases:
             mine.extend(held.lease_id.split("/", 2)[2] for held in leases)
         return mine
 
