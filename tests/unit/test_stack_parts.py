@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from io import StringIO
@@ -38,11 +39,22 @@ def test_a_chosen_port_is_chosen_again_by_nobody_before_its_service_listens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The lock is on the open file, so that a second choice here is as one of another process.
-    monkeypatch.setattr(ports, "_FREE", range(20_500, 20_502))
+    two = free_pair()
+    monkeypatch.setattr(ports, "_FREE", two)
     monkeypatch.setattr(ports, "_NUM_TRIES", 2)
-    assert {choose_ports({"a": 0})["a"], choose_ports({"a": 0})["a"]} == {20_500, 20_501}
+    assert {choose_ports({"a": 0})["a"], choose_ports({"a": 0})["a"]} == set(two)
     with pytest.raises(InvalidConfig, match="None of 2 ports"):
         choose_ports({"a": 0})
+
+
+def free_pair() -> range:
+    """Two ports below those that stacks choose from, which nobody listens on."""
+    for first in range(10_000, 20_000, 2):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+            for port in (first, first + 1):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return range(first, first + 2)
+    pytest.fail("no two ports are free")
 
 
 def test_a_taken_port_is_named() -> None:
