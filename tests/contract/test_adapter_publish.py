@@ -27,6 +27,7 @@ from services.trainer.learner import Learner
 from services.trainer.publisher import Publisher
 from services.trainer.settings import TrainerSettings
 from tests.inference_world import World, model_dir, refused, world  # noqa: F401
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -206,7 +207,7 @@ async def test_a_replica_that_was_away_is_sent_the_adapter_in_chunks(
         await trainer.publish()
         w.replica.engine._policy_version = PolicyVersion(lineage="base", number=0)
         keeping_up = asyncio.create_task(trainer.publisher.keep_up())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while (await w.client.get_policy()).policy_version.number != 1:
                 await asyncio.sleep(0.02)
         keeping_up.cancel()

@@ -36,6 +36,7 @@ from dialoop.v1 import (
 )
 
 from services.runtime import GrpcServer, ServerSettings, load
+from tests.patience import PATIENCE_S
 
 KINDS = sorted({*errors.ERRORS_BY_STATUS.values()} - {errors.InternalError}, key=lambda k: k.status)
 ONCE = RetryPolicy(max_attempts=1)
@@ -285,7 +286,7 @@ async def test_closing_the_channel_fails_its_calls_and_does_not_cancel_their_tas
         await asyncio.sleep(0.1)
         await channel.close()
         with pytest.raises(errors.Unavailable) as caught:
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, PATIENCE_S)
     assert caught.value.reason == "CHANNEL_CLOSED"
 
 

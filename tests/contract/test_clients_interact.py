@@ -17,6 +17,7 @@ from services.environment.catalogue import Catalogue
 from services.environment.serving import serving
 from services.environment.settings import EnvironmentSettings
 from services.runtime import GrpcServer, ServerSettings, load
+from tests.patience import PATIENCE_S
 
 ENVIRONMENT = arithmetic()
 KEY = ENVIRONMENT.tasks.keys("train")[0]
@@ -91,6 +92,6 @@ async def test_a_broken_stream_fails_those_who_wait_and_those_who_come():
         await asyncio.sleep(0.1)
         await channel.close()
         with pytest.raises(Unavailable):
-            await asyncio.wait_for(waiting, 5)
+            await asyncio.wait_for(waiting, PATIENCE_S)
         with pytest.raises(Unavailable):
             await sessions.close_session("s")

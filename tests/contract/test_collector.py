@@ -8,6 +8,7 @@ from dialoop.trajectory import Purpose, SamplingParams, Stage, Task
 
 from services.replay.store import Limits
 from tests.collector_world import RUN, ScriptedPolicy, adds_up, make_tasks, world
+from tests.patience import PATIENCE_S
 
 
 def failing(*numbers: int):
@@ -77,7 +78,7 @@ async def test_evaluation_tasks_keep_their_sampling_and_get_the_environments_sto
         greedy = SamplingParams(temperature=0.0)
         tasks = await make_tasks(w, 2, purpose=Purpose.EVALUATION, sampling=greedy)
         await w.replay.offer_tasks(RUN, tasks)
-        async with w.collecting(policy, max_new_tokens=9) as counters, asyncio.timeout(10):
+        async with w.collecting(policy, max_new_tokens=9) as counters, asyncio.timeout(PATIENCE_S):
             while counters.to_json()["evaluation"]["num_groups_appended"] < 2:
                 await asyncio.sleep(0.02)
         leased = await w.replay.lease_groups(RUN, Stage.EVALUATION, worker="t", max_groups=9)
@@ -173,7 +174,7 @@ async def test_members_finished_before_a_stop_are_counted_as_thrown_away():
         await w.allow(1)
         policy = ScriptedPolicy(answer=slow_second)
         async with w.collecting(policy, member_retries=9) as counters:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while counters.to_json()["training"]["num_trajectories"] < 2:
                     await asyncio.sleep(0)
         counts = await w.training()
@@ -198,7 +199,7 @@ async def test_a_lost_lease_ends_the_round_and_is_counted():
         async with w.collecting(policy, lease_s=1) as counters:
             await w.until(lambda c: c.num_groups_leased == 1)
             await w.replay.purge(RUN)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 while not counters.to_json()["num_leases_lost"]:
                     await asyncio.sleep(0.02)
         assert adds_up(await w.training())

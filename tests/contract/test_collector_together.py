@@ -24,6 +24,7 @@ from services.collector.counters import Counters
 from services.collector.player import MemberFailed, Player, Round
 from services.collector.together import Meeting
 from services.runtime.patience import Patience
+from tests.patience import PATIENCE_S
 
 NUM = 4
 PATIENCE = Patience(total_s=2, first_s=0.01, longest_s=0.05)
@@ -98,7 +99,7 @@ async def _play(
     lease = TaskLease(lease_id="l", task=task, attempt=1, expires_in_s=60)
     round_ = Round(lease=lease)
     sampling = SamplingParams(max_new_tokens=64, seed=seed)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         return await player.play(round_, sampling, has_one_turn=has_one_turn)
 
 
@@ -197,7 +198,7 @@ async def test_a_group_called_off_while_it_is_opened_leaves_no_session_open(
     goes_on.set()
     await asyncio.wait({playing}, timeout=5)
     assert playing.cancelled()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while environment.calls["close_session"] < NUM or _num_open(environment):
             await asyncio.sleep(0.002)
     assert environment.calls["close_session"] == NUM
@@ -225,5 +226,5 @@ async def test_a_meeting_that_all_have_left_calls_its_question_off() -> None:
         member.cancel()
         meeting.leave()
     await asyncio.wait(members)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await ended.wait()

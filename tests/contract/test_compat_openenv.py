@@ -15,6 +15,7 @@ from dialoop.errors import InvalidConfig
 from dialoop.trajectory import Owner
 
 from tests.environment_doors import at, opened, play, reason_of, say, texts
+from tests.patience import PATIENCE_S
 
 REASON = "openenv-core brings gradio and fastmcp: see infra/test_compat.sh"
 
@@ -137,7 +138,7 @@ async def test_a_full_server_is_busy_and_has_room_again_afterwards():
             await client.create_session("b", "echo")
             assert await reason_of(client.reset("b", episode=1, task_key="1")) == "CAPACITY"
             await client.close_session("a")
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 while await _reason(client.reset("b", episode=1, task_key="1")):
                     await asyncio.sleep(0.05)
 

@@ -13,6 +13,7 @@ from dialoop.environments import ChatEnv, arithmetic
 from services.environment.catalogue import Catalogue
 from services.environment.serving import serving
 from services.environment.settings import EnvironmentSettings
+from tests.patience import PATIENCE_S
 from tests.rest_world import failing_environment
 
 REASON = "openenv-core brings gradio and fastmcp: see infra/test_compat.sh"
@@ -70,7 +71,7 @@ async def test_sockets_are_sessions_that_end_with_them(core):
             async with client_of(core, server) as third:
                 with pytest.raises(RuntimeError, match="CAPACITY_REACHED"):
                     await third.reset(task_key="35+40")
-        async with client_of(core, server) as third, asyncio.timeout(5):
+        async with client_of(core, server) as third, asyncio.timeout(PATIENCE_S):
             while True:
                 try:
                     await third.reset(task_key="35+40")

@@ -22,6 +22,7 @@ from services.trainer.learner import Learner
 from services.trainer.publisher import Publisher
 from services.trainer.settings import TrainerSettings
 from tests.inference_world import World, refused, world
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -153,7 +154,7 @@ async def test_wrong_bytes_take_the_replica_out_until_the_publisher_sends_again(
         policy = await w.client.get_policy()
         assert (policy.ready, policy.reason) == (False, "WEIGHTS_BAD")
         keeping_up = asyncio.create_task(trainer.publisher.keep_up())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while not (await w.client.get_policy()).ready:
                 await asyncio.sleep(0.02)
         keeping_up.cancel()

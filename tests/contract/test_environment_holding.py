@@ -26,6 +26,7 @@ from services.environment.catalogue import Catalogue
 from services.environment.serving import serving
 from services.environment.settings import EnvironmentSettings
 from tests.environment_doors import opened, play, reason_of, say
+from tests.patience import PATIENCE_S
 from tests.rest_world import http_of, refusal
 
 TASKS = ArithmeticTasks()
@@ -81,7 +82,7 @@ async def served(*environments, **settings):
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -114,7 +115,7 @@ async def test_a_step_that_nobody_comes_back_for_is_cancelled_with_its_tool():
         await gate.entered.wait()
         asking.cancel()
         await asyncio.wait([asking])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await gate.cancelled.wait()
         again = await client.step("s", episode=1, step_index=0, history=say(CALL))
         assert again.replayed

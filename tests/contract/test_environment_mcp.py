@@ -20,6 +20,7 @@ from services.environment.catalogue import Catalogue
 from services.environment.serving import serving
 from services.environment.settings import EnvironmentSettings
 from tests.environment_doors import at, opened, play, texts
+from tests.patience import PATIENCE_S
 
 PROGRAM = Path(__file__).parents[1] / "mcp_program.py"
 STDIO = McpServer(command=sys.executable, args=(str(PROGRAM),))
@@ -142,12 +143,12 @@ async def test_a_server_that_dies_is_seen_in_readyz_and_its_calls_are_failures()
         step = {"episode": 1, "step_index": 0, "history": {"response": said}}
         answer = (await http.post("/v1/sessions/s/step", json=step, timeout=20)).json()
         assert answer["failures"][0]["owner"] == "OWNER_TOOL"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while (await http.get("/readyz")).status_code == 200:
                 await asyncio.sleep(0.05)
         states = (await http.get("/readyz")).json()["services"]
         assert states["environments/lab"] == "NOT_SERVING"
-        async with asyncio.timeout(20):  # it is connected anew by itself
+        async with asyncio.timeout(PATIENCE_S):  # it is connected anew by itself
             while (await http.get("/readyz")).status_code != 200:
                 await asyncio.sleep(0.05)
 
@@ -169,7 +170,7 @@ async def test_59_mcp_tools_over_streamable_http():
 
 
 async def _listening(port: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
                 _, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -15,6 +15,7 @@ from services.environment.catalogue import Catalogue
 from services.environment.serving import serving
 from services.environment.settings import EnvironmentEntry, EnvironmentSettings
 from tests.environment_doors import DOORS, at, opened, play, roles, say, texts
+from tests.patience import PATIENCE_S
 from tests.sandbox_world import descendants
 
 TASKS = ArithmeticTasks()
@@ -78,7 +79,7 @@ async def test_closing_a_session_ends_its_interpreter():
         server = env.transforms[0].sandbox._pool.forkserver_pid
         assert descendants(server)
         await client.close_session("s")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while descendants(server):
                 await asyncio.sleep(0.02)
 

@@ -41,6 +41,7 @@ from services.inference.replica import Replica
 from services.inference.servicer import InferenceServicer
 from services.runtime import GrpcServer, ServerSettings
 from tests.environment_doors import RawChannel, reason_of
+from tests.patience import PATIENCE_S
 from tests.rest_world import MAIN_3, GrpcDoor, RestDoor, TwinEngine
 
 Script = Callable[[str], str]
@@ -349,7 +350,7 @@ async def test_a_caller_who_leaves_frees_the_policys_places(tmp_path):
     engine = Slow()
     async with at("sdk", engine, tmp_path) as client:
         running = asyncio.create_task(client.run_text("sums", [QUERY]))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await engine.asked.wait()
             running.cancel()
             await engine.cancelled.wait()

@@ -23,6 +23,7 @@ from services.environment.settings import EnvironmentSettings
 from services.runtime import GrpcServer, Server, ServerSettings, load
 from services.runtime.in_process import InProcessNetwork
 from services.runtime.logs import log_fields
+from tests.patience import PATIENCE_S
 
 NAME = "dialoop.v1.EnvironmentService"
 INTERACT: Rpc[Any, Any] = Rpc(f"/{NAME}/Interact", pb.InteractRequest, pb.InteractResponse)
@@ -149,7 +150,7 @@ async def test_a_deadline_ends_the_wait_and_the_work(kind: str) -> None:
         probe.seconds = 30
         with pytest.raises(errors.DeadlineExceeded):
             await close(channel, deadline_s=0.2)
-        await asyncio.wait_for(probe.ended.wait(), 5)
+        await asyncio.wait_for(probe.ended.wait(), PATIENCE_S)
 
 
 @both
@@ -161,7 +162,7 @@ async def test_a_caller_who_leaves_takes_the_work_along(kind: str) -> None:
         calling.cancel()
         with pytest.raises(asyncio.CancelledError):
             await calling
-        await asyncio.wait_for(probe.ended.wait(), 5)
+        await asyncio.wait_for(probe.ended.wait(), PATIENCE_S)
 
 
 @both
@@ -203,7 +204,7 @@ async def test_a_reader_who_leaves_ends_the_stream(kind: str) -> None:
         answers = channel.exchange(INTERACT, endless())
         assert (await anext(answers)).request_id
         await answers.aclose()  # type: ignore[attr-defined]
-        await asyncio.wait_for(probe.ended.wait(), 5)
+        await asyncio.wait_for(probe.ended.wait(), PATIENCE_S)
 
 
 @both
@@ -215,7 +216,7 @@ async def test_requests_that_fail_to_come_end_the_call(kind: str) -> None:
     async with probing(kind) as (probe, channel):
         with pytest.raises(errors.Unavailable):
             _ = [answer async for answer in channel.exchange(INTERACT, breaking())]
-        await asyncio.wait_for(probe.ended.wait(), 5)
+        await asyncio.wait_for(probe.ended.wait(), PATIENCE_S)
 
 
 @both

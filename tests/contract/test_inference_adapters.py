@@ -28,6 +28,7 @@ from tests.inference_world import (  # noqa: F401
     refused,
     world,
 )
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -166,4 +167,4 @@ async def test_a_new_policy_ends_adapters_over_the_wire_too(model_dir, tmp_path)
         await w.client.load_weights(publish(tmp_path, model_dir, number=1))
         assert (await w.client.get_policy()).adapters == {}
         await refused(w.client.generate(QUESTION, adapter="style"), NotFound, "ADAPTER_NOT_FOUND")
-        assert (await asyncio.wait_for(w.client.generate(QUESTION), 20))[0].sequence
+        assert (await asyncio.wait_for(w.client.generate(QUESTION), PATIENCE_S))[0].sequence

@@ -36,6 +36,7 @@ from tests.inference_world import (  # noqa: F401
     refused,
     world,
 )
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -194,7 +195,7 @@ async def test_a_dead_engine_is_not_ready_and_ends_the_service(model_dir, tmp_pa
     async with world(model_dir, tmp_path / "w") as w:
         watched = asyncio.create_task(w.replica.until_engine_dies())
         await w.replica.engine.close()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await watched
         assert await w.health() == "NOT_SERVING"
         await refused(w.client.generate(QUESTION), Unavailable, "NOT_READY")

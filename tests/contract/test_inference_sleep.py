@@ -28,6 +28,7 @@ from tests.inference_world import (  # noqa: F401
     refused,
     world,
 )
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -133,7 +134,7 @@ async def test_a_caller_who_leaves_does_not_keep_it_half_awake(model_dir, tmp_pa
         with pytest.raises(Exception, match=r"(?i)deadline"):
             await w.client.sleep(drain_s=0.2, deadline_s=0.05)
         await refused(stuck, Unavailable, "ASLEEP")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while not trainer.try_own():
                 await asyncio.sleep(0.01)
 
@@ -160,7 +161,7 @@ async def test_it_wakes_by_itself_when_nobody_has_the_device(model_dir, tmp_path
         await asyncio.sleep(0.3)
         assert (await w.client.get_policy()).reason == "ASLEEP", "the trainer works"
         trainer.release()  # as when it is killed
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while not (await w.client.get_policy()).ready:
                 await asyncio.sleep(0.01)
         assert await w.client.generate(QUESTION)
@@ -295,7 +296,7 @@ async def test_who_could_not_wake_by_itself_tries_again(model_dir, tmp_path, mon
         await w.client.sleep()
         monkeypatch.setattr(w.replica.engine, "wake", failing_once(w.replica.engine.wake))
         waking = asyncio.create_task(w.replica.wake_when_left(after_s=0.04, look_every_s=0.02))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while not (await w.client.get_policy()).ready:
                 assert not waking.done()
                 await asyncio.sleep(0.01)

@@ -35,6 +35,7 @@ from tests.inference_world import (  # noqa: F401
     refused,
     world,
 )
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -151,7 +152,7 @@ async def test_a_caller_who_leaves_does_not_stop_a_load(model_dir, tmp_path):
         with pytest.raises(DialoopError):
             await w.client.load_weights(replace(manifest, path=""), [data], deadline_s=0.3)
         release.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while w.replica.engine.policy_version != manifest.policy_version:
                 await asyncio.sleep(0.01)
         assert (await w.client.get_policy()).ready

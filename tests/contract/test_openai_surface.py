@@ -18,6 +18,7 @@ from tests.agent_world import (
     call_text,
     make_tool_model,
 )
+from tests.patience import PATIENCE_S
 
 USER = {"role": "user", "content": "What is 3+4?"}
 CHAT = {"model": MODEL, "messages": [USER]}
@@ -149,7 +150,7 @@ async def test_a_stream_tells_tokens_as_they_come(directory):
         assert first.choices[0].delta.content
         assert engine.num_running == 1
         await stream.close()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while engine.num_running:  # who leaves frees the slot
                 await asyncio.sleep(0.01)
 

@@ -28,6 +28,7 @@ from services.replay.redis_store import RedisStore
 from services.replay.servicer import ReplayServicer
 from services.replay.store import Limits
 from services.runtime import GrpcServer, ServerSettings
+from tests.patience import PATIENCE_S
 from tests.redis_server import new_run, redis_url  # noqa: F401
 from tests.replay_samples import make_group, make_task, scored
 
@@ -169,7 +170,7 @@ async def test_a_watch_sends_a_snapshot_and_then_changes(
     replay: ReplayServiceStub, run: str
 ) -> None:
     watch = replay.Watch(pb.WatchRequest(run=run, interval_s=0.02))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         assert (await watch.read()).stats.training.num_tasks_offered == 0
         await replay.OfferTasks(pb.OfferTasksRequest(run=run, tasks=[make_task("a")]))
         assert (await watch.read()).stats.training.num_tasks_offered == 1
@@ -185,7 +186,7 @@ async def test_a_lease_waits_for_what_another_call_appends(
     await asyncio.sleep(0.05)
     task = make_task("e", purpose=2)  # type: ignore[arg-type]
     await replay.OfferTasks(pb.OfferTasksRequest(run=run, tasks=[task]))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         assert (await waiting).leases[0].task == task
 
 

@@ -21,6 +21,7 @@ from dialoop.v1 import replay_service_pb2
 from google.protobuf.proto import parse_length_prefixed
 
 from services.runtime import GrpcServer, ServerSettings, load
+from tests.patience import PATIENCE_S
 from tests.rest_world import http_of, refusal, service
 
 SESSION = {"session_id": "s", "environment": "arithmetic"}
@@ -103,7 +104,7 @@ async def test_a_caller_who_hangs_up_cancels_the_call():
         call = asyncio.create_task(http.delete("/v1/sessions/30"))
         await servicer.started.wait()
         call.cancel()
-        await asyncio.wait_for(servicer.cancelled.wait(), 5)
+        await asyncio.wait_for(servicer.cancelled.wait(), PATIENCE_S)
         assert (await http.get("/healthz")).status_code == 200
 
 

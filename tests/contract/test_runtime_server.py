@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from services.runtime import GrpcServer, ServerSettings, load
+from tests.patience import PATIENCE_S
 from tests.rest_world import http_of, refusal
 
 NAME = "dialoop.v1.EnvironmentService"
@@ -249,7 +250,7 @@ async def test_a_drain_that_takes_too_long_is_cut():
 async def test_stop_ends_the_wait():
     async with serving(Raising()) as server:
         server.stop()
-        await asyncio.wait_for(server.wait_until_stopped(), 5)
+        await asyncio.wait_for(server.wait_until_stopped(), PATIENCE_S)
         assert server.stopping.is_set()
 
 

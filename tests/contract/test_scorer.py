@@ -24,6 +24,7 @@ from services.scorer.servicer import ScorerServicer
 from services.scorer.settings import ScorerSettings
 from services.scorer.worker import Worker
 from tests.collector_world import RUN, ScriptedPolicy, World, adds_up, make_tasks, world
+from tests.patience import PATIENCE_S
 from tests.scorer_samples import make_group
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +47,7 @@ async def scoring(w: World, desk: Desk | None = None, **given):
         yield
     finally:
         stopping.set()
-        await asyncio.wait_for(running, 10)
+        await asyncio.wait_for(running, PATIENCE_S)
 
 
 async def test_every_unscored_group_is_scored_whole_and_once():
@@ -130,7 +131,7 @@ async def test_evaluation_groups_are_not_scored():
     async with world() as w:
         tasks = await make_tasks(w, 1, purpose=Purpose.EVALUATION, num_trajectories=2)
         await w.replay.offer_tasks(RUN, tasks)
-        async with w.collecting(ScriptedPolicy()) as counters, asyncio.timeout(10):
+        async with w.collecting(ScriptedPolicy()) as counters, asyncio.timeout(PATIENCE_S):
             while not counters.to_json()["evaluation"]["num_groups_appended"]:
                 await asyncio.sleep(0.02)
         async with scoring(w):
@@ -256,7 +257,7 @@ async def test_the_process_scores_and_ends_with_exit_code_0():
         try:
             await w.until(lambda c: c.num_groups_scored == 2, seconds=30)
             process.terminate()
-            assert await asyncio.wait_for(process.wait(), 15) == 0
+            assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
         finally:
             if process.returncode is None:
                 process.kill()

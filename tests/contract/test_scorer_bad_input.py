@@ -24,6 +24,7 @@ from services.scorer.scoring import Scoring
 from services.scorer.settings import ScorerSettings
 from services.scorer.worker import Worker
 from tests.collector_world import RUN, World, adds_up, world
+from tests.patience import PATIENCE_S
 from tests.scorer_samples import make_group, make_sequence
 
 
@@ -75,7 +76,7 @@ async def scoring(w: World, desk: Desk) -> AsyncIterator[None]:
         yield
     finally:
         stopping.set()
-        await asyncio.wait_for(running, 10)
+        await asyncio.wait_for(running, PATIENCE_S)
 
 
 async def test_what_cannot_be_scored_is_a_dead_letter_that_says_why_and_the_rest_is_scored(

@@ -31,6 +31,7 @@ from tests.collector_world import (
     serving_replay,
     world,
 )
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 PROMPT = as_history("1+2")
@@ -93,7 +94,7 @@ async def test_a_terminated_collector_returns_its_leases_writes_its_counts_and_e
             await w.allow(3)
             await w.until(lambda c: c.num_groups_leased == 1)
             process.terminate()
-            assert await asyncio.wait_for(process.wait(), 15) == 0
+            assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
         counts = await w.training()
         assert counts.num_groups_leased == 0
         written = json.loads((tmp_path / "collector-c1.json").read_text())
@@ -178,7 +179,7 @@ async def test_an_answer_that_was_lost_after_an_append_doubles_nothing():
             return answer
 
         w.replay.append_groups = forgetful
-        async with w.collecting(ScriptedPolicy()) as counters, asyncio.timeout(10):
+        async with w.collecting(ScriptedPolicy()) as counters, asyncio.timeout(PATIENCE_S):
             while not counters.to_json()["training"]["num_groups_appended"]:
                 await asyncio.sleep(0.02)
         counts = await w.training()
@@ -195,7 +196,7 @@ async def test_an_outage_longer_than_patience_does_not_count_against_the_task():
         policy.generate = away
         short = Patience(total_s=0.2, first_s=0.02, longest_s=0.1)
         async with w.collecting(Replicas([policy], short)) as counters:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while counters.to_json()["num_tasks_returned"].get("service_away", 0) < 4:
                     await asyncio.sleep(0.02)
         counts = await w.training()

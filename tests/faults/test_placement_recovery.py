@@ -15,6 +15,7 @@ from dialoop.errors import Unavailable
 from services.runtime.device_lock import DeviceLock, is_owned
 from services.stack.supervisor import supervised
 from tests.faults.test_stack_supervisor import STUBBORN_CHILD, log_in, spec
+from tests.patience import PATIENCE_S
 from tests.placement_parts import HOLD
 from tests.stack_jobs import Job, lines_of, wait_for
 
@@ -127,7 +128,7 @@ async def test_a_replica_that_waits_for_the_device_is_not_late(tmp_path: Path) -
     probe = spec(tmp_path, STUBBORN_CHILD.replace("pathlib.Path", "time.sleep(1.5); pathlib.Path"))
     held_up = replace(probe, ready_timeout_s=1.0, is_held_up=lambda: time.monotonic() < until)
     async with supervised(log_in(tmp_path)) as supervisor:
-        await asyncio.wait_for(supervisor.start(held_up), 10.0)
+        await asyncio.wait_for(supervisor.start(held_up), PATIENCE_S)
     (tmp_path / "probe.ready").unlink()
     with pytest.raises(ExceptionGroup) as caught:
         async with supervised(log_in(tmp_path)) as supervisor:

@@ -17,6 +17,7 @@ from dialoop.trajectory import SamplingParams
 
 from tests.engine_gates import GATE_KINDS, Gated, Setup, gated
 from tests.engine_world import NO_STOP, prompts
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -157,7 +158,7 @@ async def test_a_cancelled_answer_gives_its_place_up_at_once(world: Gated) -> No
         for task in begun:
             task.cancel()
         await asyncio.wait(begun)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             while world.engine.num_running or await world.core_is_busy():
                 await asyncio.sleep(0.01)
             (sampled,) = await world.engine.sample(

@@ -17,6 +17,7 @@ from dialoop.sequences import PolicyVersion
 from services.inference.engine import Engine, LoadTimes
 from services.inference.publications import Manifest
 from services.inference.replica import Replica
+from tests.patience import PATIENCE_S
 
 
 class FakeEngine:
@@ -76,7 +77,7 @@ async def following(root: Path) -> AsyncIterator[tuple[Replica, FakeEngine, list
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.005)
 

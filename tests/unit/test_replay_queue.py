@@ -18,6 +18,7 @@ from services.replay.leases import Kind, LeaseName, format_lease, parse_lease
 from services.replay.memory_store import MemoryStore
 from services.replay.queue import ReplayQueue
 from services.replay.store import AppendStatus, EmptyReason, GroupQuery, Limits, State, TaskLeases
+from tests.patience import PATIENCE_S
 from tests.replay_samples import (
     announce,
     bare_task,
@@ -72,7 +73,7 @@ async def test_stopping_answers_those_who_wait(queue: ReplayQueue) -> None:
     watching = asyncio.create_task(anext(drained(queue)))
     await asyncio.sleep(0.01)
     queue.stop_waiting()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(PATIENCE_S):
         assert (await waiting).empty_reason is EmptyReason.NO_GROUPS
         with pytest.raises(StopAsyncIteration):
             await watching
@@ -93,7 +94,7 @@ async def test_a_watch_begins_with_a_snapshot_and_goes_on_with_changes(queue: Re
     await asyncio.sleep(0.05)
     assert not following.done()
     await queue.offer_tasks(RUN, [bare_task("a")], None)
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(PATIENCE_S):
         second = await following
     assert first.training.groups[State.OFFERED] == 0
     assert second.training.groups[State.OFFERED] == 1

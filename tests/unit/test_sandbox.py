@@ -20,6 +20,8 @@ from dialoop.sandbox import Assessment, Level, Limits, Sandbox, isolation, self_
 from dialoop.sandbox.confined import syscall_numbers
 from dialoop.sandbox.programs import _outermost, rules_of
 
+from tests.patience import PATIENCE_S
+
 SUM = "print(sum(range(10)))"
 
 
@@ -129,7 +131,7 @@ async def test_a_cancelled_call_ends_its_process(sandbox):
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
             await session.run("while True: pass", timeout_s=60)
-    await asyncio.wait_for(ended, 5)
+    await asyncio.wait_for(ended, PATIENCE_S)
     assert "NameError" in (await session.run("x")).stderr
 
 

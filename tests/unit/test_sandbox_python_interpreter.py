@@ -15,6 +15,8 @@ from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.sandbox import Sandbox
 from dialoop.trajectory import DoneReason, Owner
 
+from tests.patience import PATIENCE_S
+
 TASK = TaskData(key="1", question="Compute.")
 
 
@@ -160,7 +162,7 @@ async def test_dropping_an_episode_ends_its_process():
     ended = worker._ended
     del outcome, worker
     gc.collect()
-    await asyncio.wait_for(ended, 5)
+    await asyncio.wait_for(ended, PATIENCE_S)
 
 
 @pytest.mark.parametrize("options", [{"timeout_s": 0}, {"max_blocks": 0}, {"tool_role": ""}])

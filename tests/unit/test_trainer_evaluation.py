@@ -18,6 +18,7 @@ from dialoop.trajectory import Group, Purpose, SamplingParams, Task, Trajectory
 from services.runtime.patience import Patience
 from services.trainer.evaluation import Evaluation, EvaluationPlan, Evaluator
 from services.trainer.records import RunRecords
+from tests.patience import PATIENCE_S
 
 
 class FakeEnvironment:
@@ -123,7 +124,7 @@ async def test_groups_that_a_killed_trainer_waited_for_do_not_hold_up_the_next_e
 ) -> None:
     replay = FakeReplay("1")
     replay.play(orphan())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         found: Evaluation = await evaluate(replay).evaluate(plan("after"), train_step=1)
     assert (found.num_trajectories, found.num_failed) == (2, 1)
     assert replay.dropped == [orphan().task_id]
@@ -132,7 +133,7 @@ async def test_groups_that_a_killed_trainer_waited_for_do_not_hold_up_the_next_e
 async def test_evaluations_that_run_side_by_side_get_their_own_groups(evaluate: Any) -> None:
     replay = FakeReplay()
     evaluator = evaluate(replay)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         found = await asyncio.gather(
             evaluator.evaluate(plan("running", 3), train_step=1),
             evaluator.evaluate(plan("asked", 5), train_step=1),

@@ -12,6 +12,7 @@ import pytest
 from dialoop.sequences import PolicyVersion
 
 from services.trainer.checkpoint import Progress
+from tests.patience import PATIENCE_S
 from tests.trainer_world import World
 
 
@@ -33,7 +34,7 @@ def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.002)
 

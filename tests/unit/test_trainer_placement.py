@@ -16,6 +16,7 @@ from services.stack.run_dir import RunDir
 from services.trainer.learner import policy_of
 from services.trainer.placement import Shared, Split
 from services.trainer.settings import TrainerSettings
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -170,7 +171,7 @@ async def test_a_replica_that_cannot_be_told_is_waited_for(tmp_path: Path) -> No
     await asyncio.sleep(0.4)
     assert world.events == []
     world.replica.lock.release()  # as when it dies
-    await asyncio.wait_for(computing, 5)
+    await asyncio.wait_for(computing, PATIENCE_S)
     assert world.events == ["cuda", "computed"]
 
 
@@ -198,7 +199,7 @@ async def test_evaluations_have_the_engines_awake_and_the_trainer_waits_for_them
             pass
         await asyncio.sleep(0.05)
         assert "computed" not in world.events, "one evaluation is still on"
-    await asyncio.wait_for(computing, 5)
+    await asyncio.wait_for(computing, PATIENCE_S)
     assert world.events[-3:] == ["asleep", "cuda", "computed"]
 
 

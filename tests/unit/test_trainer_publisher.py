@@ -22,6 +22,7 @@ from services.trainer.learner import Learner
 from services.trainer.learner_files import ExportedWeights
 from services.trainer.publisher import Publisher
 from services.trainer.settings import TrainerSettings
+from tests.patience import PATIENCE_S
 
 
 class FakeLearner:
@@ -138,7 +139,7 @@ async def test_a_replica_that_hangs_holds_a_publish_for_its_deadline_only(tmp_pa
     hung, well = FakeReplica(-7.0), FakeReplica(-1.0)
     hung.hangs = True
     publish = publisher(tmp_path, hung, well, publish_deadline_s=0.2).publish
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         published = await publish(version(1))
     assert published.num_replicas == 1
     assert published.max_logprob_difference == 0.0
