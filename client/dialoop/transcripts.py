@@ -31,12 +31,13 @@ STYLES = {
 Row = Mapping[str, Any]
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a file, oldest first; a last line that is being written is left out."""
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                yield json.loads(line)
+def read_rows(*paths: Path) -> Iterator[Row]:
+    """The rows of the files, one at a time; a last line that is being written is left out."""
+    for path in paths:
+        with path.open(encoding="utf-8") as lines:
+            for line in lines:
+                if line.endswith("\n"):
+                    yield json.loads(line)
 
 
 def transcript(row: Row, tokenizer: Tokenizer) -> Text:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dialoop.run_files import trajectory_files
 from dialoop.tokenizer import Tokenizer
 from dialoop.transcripts import legend, policy_of, transcript
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from services.runtime.run_files import trajectory_files
 from services.stack.transcripts import choose
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from services.runtime.run_files import trajectory_files
+from dialoop.run_files import trajectory_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -27,7 +27,7 @@ def choose(*paths: Path) -> BeforeAndAfter | None:
     """
     by_label: dict[str, dict[str, Row]] = {"before_greedy": {}, "after_greedy": {}}
     trained: list[Row] = []
-    for row in (row for path in paths for row in read_rows(path)):
+    for row in read_rows(*paths):
         if row["label"] in by_label:
             by_label[row["label"]].setdefault(row["task_key"], row)
         elif row["outcome"] == "trained":

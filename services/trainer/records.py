@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from dialoop.episode import UpdateMode
-
-from services.runtime.run_files import TRAJECTORIES, number_of, trajectory_files
+from dialoop.run_files import TRAJECTORIES, number_of, trajectory_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from dialoop.episode import UpdateMode
 from dialoop.errors import DataLost
+from dialoop.run_files import trajectory_files
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
@@ -27,7 +28,6 @@ from services.learning.base_weights import BaseWeights, adapted_tensors
 from services.learning.lora import ADAPTER
 from services.learning.models import PolicyModel, load_policy
 from services.learning.packing import TokenRow, pack_rows
-from services.runtime.run_files import trajectory_files
 from services.trainer.export import WEIGHTS, Run
 
 _ROWS_AT_ONCE = 256

@@ -200,6 +200,54 @@ def test_show_finds_a_trajectory(arguments, shown, capsys):
     assert shown in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ([], "trajectory d (4 of 4)"),
+        (["--index", "0"], "trajectory a (1 of 4)"),
+        (["--index", "-3"], "trajectory b (2 of 4)"),
+        (["--best"], "trajectory b (2 of 4)"),
+        (["--worst"], "trajectory c (3 of 4)"),
+    ],
+)
+def test_show_reads_all_parts_of_a_run_in_their_order(arguments, shown, capsys):
+    for part, (name, reward) in {
+        "trajectories.000009.jsonl": ("a", 0.5),
+        "trajectories.000010.jsonl": ("b", 1.0),
+        "trajectories.1000000.jsonl": ("c", 0.0),
+        "trajectories.jsonl": ("d", 0.5),
+    }.items():
+        Path(part).write_text(json.dumps(row(trajectory_id=name, reward=reward)) + "\n")
+    assert main(["show", ".", *arguments]) == 0
+    assert shown in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("index", ["4", "-5", f"-{10**30}"])
+def test_show_names_how_many_there_are_for_an_index_that_is_not(index, capsys):
+    write_rows(row(), row(), row(), row())
+    assert main(["show", ".", "--index", index]) == 2
+    assert "4 trajectories are like that" in capsys.readouterr().err
+
+
+def test_show_holds_no_trajectory_that_it_does_not_print(monkeypatch, capsys):
+    class Counted(dict):
+        alive = most = 0
+
+        def __init__(self, *given):
+            super().__init__(*given)
+            Counted.alive += 1
+            Counted.most = max(Counted.most, Counted.alive)
+
+        def __del__(self):
+            Counted.alive -= 1
+
+    rows = (Counted(row(reward=float(n))) for n in range(50))
+    monkeypatch.setattr("dialoop.cli.show.read_rows", lambda *parts: rows)
+    assert main(["show", ".", "--best"]) == 0
+    assert "(50 of 50)" in capsys.readouterr().out
+    assert Counted.most <= 4
+
+
 def test_show_prints_each_token_with_what_training_knows_of_it(capsys):
     write_rows(row())
     assert main(["show", "trajectories.jsonl", "--tokens"]) == 0

@@ -9,10 +9,10 @@ from random import Random
 
 import numpy as np
 from dialoop.chat import History, Message
+from dialoop.run_files import trajectory_files
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.trajectory import SamplingParams, Trajectory
 
-from services.runtime.run_files import trajectory_files
 from services.stack.summary import count_outcomes
 from services.trainer.records import RunRecords
 from services.trainer.rescore import sampled_by_version

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,7 @@ from rich.text import Text
 
 from dialoop.cli.console import rich_console
 from dialoop.errors import DialoopError, InvalidInput, NotFound
+from dialoop.run_files import TRAJECTORIES, trajectory_files
 from dialoop.tokenizer import Tokenizer
 from dialoop.transcripts import (
     legend,
@@ -22,35 +25,28 @@ from dialoop.transcripts import (
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
 
     from dialoop.transcripts import Row
-
-_FILE = "trajectories.jsonl"
 
 
 def show(given: argparse.Namespace) -> int:
     """Print the trajectory that was asked for."""
-    path = given.path / _FILE if given.path.is_dir() else given.path
-    rows = _matching(path, given)
-    number = _chosen(rows, given)
-    _print(rows[number], f"{number + 1} of {len(rows)}", _tokenizer_of(path.parent), given.tokens)
-    return 0
-
-
-def _matching(path: Path, given: argparse.Namespace) -> list[Row]:
+    path = given.path / TRAJECTORIES if given.path.is_dir() else given.path
+    parts = (trajectory_files(given.path) if given.path.is_dir() else ()) or (path,)
     try:
-        rows = [row for row in read_rows(path) if _matches(row, given)]
+        rows = (row for row in read_rows(*parts) if _matches(row, given))
+        row, which = _chosen(rows, given)
     except OSError as error:
         raise NotFound(
-            f"{path} cannot be read: {error.strerror}.", remedy="Name a run's directory."
+            f"{error.filename} cannot be read: {error.strerror}.", remedy="Name a run's directory."
         ) from None
     except (ValueError, KeyError, TypeError):
         raise InvalidInput(
-            f"{path} is not a file of trajectories.", remedy=f"Name a {_FILE}."
+            f"{path} is not a file of trajectories.", remedy=f"Name a {TRAJECTORIES}."
         ) from None
-    if not rows:
-        raise NotFound(f"No trajectory in {path} is like that.", remedy="Ask for less.")
-    return rows
+    _print(row, which, _tokenizer_of(path.parent), given.tokens)
+    return 0
 
 
 def _matches(row: Row, given: argparse.Namespace) -> bool:
@@ -62,17 +58,28 @@ def _matches(row: Row, given: argparse.Namespace) -> bool:
     )
 
 
-def _chosen(rows: list[Row], given: argparse.Namespace) -> int:
-    numbers = range(len(rows))
-    if given.best:
-        return max(numbers, key=lambda n: float(rows[n]["reward"]))
-    if given.worst:
-        return min(numbers, key=lambda n: float(rows[n]["reward"]))
-    if not -len(rows) <= given.index < len(rows):
+def _chosen(rows: Iterator[Row], given: argparse.Namespace) -> tuple[Row, str]:
+    """The row that was asked for, and which of how many it is; holds no row that it cannot be."""
+    sign = given.best - given.worst
+    kept: deque[tuple[int, Row]] = deque(
+        maxlen=1 if sign else min(max(1, -given.index), sys.maxsize)
+    )
+    count = 0
+    for count, row in enumerate(rows, start=1):
+        if sign:
+            is_wanted = not kept or sign * row["reward"] > sign * kept[0][1]["reward"]
+        else:
+            is_wanted = given.index < 0 or count == given.index + 1
+        if is_wanted:
+            kept.append((count, row))
+    if not count:
+        raise NotFound(f"No trajectory in {given.path} is like that.", remedy="Ask for less.")
+    if not sign and not -count <= given.index < count:
         raise NotFound(
-            f"There is no index {given.index}.", remedy=f"{len(rows)} trajectories are like that."
+            f"There is no index {given.index}.", remedy=f"{count} trajectories are like that."
         )
-    return int(given.index) % len(rows)
+    number, row = kept[0]
+    return row, f"{number} of {count}"
 
 
 def _tokenizer_of(run_dir: Path) -> Tokenizer | None:
