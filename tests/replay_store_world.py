@@ -31,7 +31,7 @@ from tests.replay_samples import (
     play,
 )
 
-LIMITS = Limits(max_attempts=3, max_deliveries=3, lease_s=60)
+LIMITS = Limits(max_attempts=3, max_deliveries=3, max_dead_letters=4, lease_s=60)
 
 
 @pytest.fixture

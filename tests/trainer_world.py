@@ -130,6 +130,7 @@ class FakeReplay:
     def __init__(self) -> None:
         self.batches: list[Callable[[], list[GroupLease]]] = []
         self.policy_version: PolicyVersion | None = None
+        self.num_groups_dropped: dict[str, int] = {}
         self.acknowledged: list[str] = []
         self.dropped: dict[str, str] = {}
         self.extended: list[tuple[str, ...]] = []
@@ -140,7 +141,10 @@ class FakeReplay:
         self.kept: dict[str, GroupLease] = {}
 
     async def get_stats(self, run: str) -> Any:
-        return SimpleNamespace(cursor="", policy_version=self.policy_version)
+        counts = SimpleNamespace(num_groups_dropped=self.num_groups_dropped)
+        return SimpleNamespace(
+            cursor="", policy_version=self.policy_version, training=counts, evaluation=counts
+        )
 
     async def lease_groups(self, *_: Any, **__: Any) -> Any:
         await asyncio.sleep(0.001)

@@ -84,6 +84,7 @@ def lease_group(
     del state.ready[stage][entry.order]
     entry.lease_id = state.new_lease(KIND_OF_STAGE[stage], record.task.task_id, deadline)
     entry.worker = worker
+    entry.is_innocent = False
     entry.num_deliveries += 1
     state.num_redelivered += entry.num_deliveries > 1
     if stage is not Stage.UNSCORED:
@@ -102,8 +103,9 @@ def reopen(state: Run, lease_ids: Sequence[str], deadline: float, max_bytes: int
         return Reopened(leases=(), lost=tuple(one for one in found if one not in present))
     if sum(len(entry.payload) for _, _, entry in held) > max_bytes:
         raise batch_too_large()
-    for record, stage, _ in held:
+    for record, stage, entry in held:
         state.hold(record, stage, deadline)
+        entry.is_innocent = True
     return Reopened(
         leases=tuple(
             GroupLease(

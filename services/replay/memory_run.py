@@ -15,6 +15,7 @@ from dialoop.trajectory import Purpose, Stage
 from services.replay.leases import Kind, format_lease, parse_lease
 from services.replay.store import (
     DEAD_LETTER,
+    DEAD_LETTER_FORGOTTEN,
     FINAL,
     LEASE_EXPIRED,
     MEMBER_RETRIED,
@@ -44,6 +45,8 @@ class Entry:
     worker: str = ""
     num_deliveries: int = 0
     num_failures: int = 0
+    # Under the present lease its work was done once: nothing about it can have stopped its holder.
+    is_innocent: bool = False
     is_present: bool = True
 
 
@@ -234,14 +237,28 @@ class Run:
         self.remove_entry(record, stage)
         entry.lease_id = ""
         self.drop(record, DEAD_LETTER)
+        while len(self.dead) > self.limits.max_dead_letters:
+            self.forget_letter(next(iter(self.dead)))
+
+    def forget_letter(self, group_id: str) -> None:
+        """Let go of a dead letter's group; it stays dropped, now for this reason."""
+        record = self.dead.pop(group_id).record
+        tally, num_trajectories = self.uncount_dead(record), record.task.num_trajectories
+        tally.groups_dropped[DEAD_LETTER_FORGOTTEN] += 1
+        tally.dropped[DEAD_LETTER_FORGOTTEN] += num_trajectories
+
+    def uncount_dead(self, record: Record) -> Tally:
+        """The record's counts, where it is no dead letter any more."""
+        tally = self.tally(record)
+        tally.groups_dropped[DEAD_LETTER] -= 1
+        tally.dropped[DEAD_LETTER] -= record.task.num_trajectories
+        return tally
 
     def exhume(self, group_id: str) -> None:
         """Put a dead letter back at the end of its stage, as if never delivered."""
         dead = self.dead.pop(group_id)
-        record, tally = dead.record, self.tally(dead.record)
-        tally.groups_dropped[DEAD_LETTER] -= 1
-        tally.dropped[DEAD_LETTER] -= record.task.num_trajectories
-        tally.live += record.task.num_trajectories
+        record = dead.record
+        self.uncount_dead(record).live += record.task.num_trajectories
         self.move(record, State.UNSCORED if dead.stage is Stage.UNSCORED else State.SCORED)
         self.add_entry(record, dead.stage, dead.entry.payload)
 
@@ -270,8 +287,11 @@ class Run:
     def hold(self, record: Record, stage: Stage, deadline: float) -> None:
         """Let the holder keep the group until `deadline`, also if it expired but nobody took it."""
         entry = record.entries[stage]
-        if self.ready[stage].pop(entry.order, None) and stage is not Stage.UNSCORED:
-            self.move(record, State.TRAINING)
+        if self.ready[stage].pop(entry.order, None):
+            # It had run out, which counted as a failure; but here is its holder.
+            entry.num_failures -= not entry.is_innocent
+            if stage is not Stage.UNSCORED:
+                self.move(record, State.TRAINING)
         self.deadlines[entry.lease_id] = deadline
 
     def reap(self, now: float) -> None:
@@ -283,7 +303,8 @@ class Run:
             if record := self.held_task(lease_id):
                 self.reissue(record, LEASE_EXPIRED, failed=True)
             elif held := self.held_group(lease_id):
-                self.redeliver(held[0], held[1], LEASE_EXPIRED, failed=True)
+                record, stage, entry = held
+                self.redeliver(record, stage, LEASE_EXPIRED, failed=not entry.is_innocent)
 
     def is_stale(self, record: Record, max_staleness: int | None) -> bool:
         """Whether the group's oldest sampled token lags too far behind the policy."""

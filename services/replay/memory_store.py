@@ -225,6 +225,7 @@ class MemoryStore:
                 state.hold(record, stage, self._clock() + self._limits.lease_s)
             if record.state is State.TRAINING:
                 state.move(record, State.TRAINED)
+            entry.is_innocent = True
         return state.credits
 
     async def stats(self, run: str) -> Stats:

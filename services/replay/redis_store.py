@@ -310,6 +310,7 @@ class RedisStore:
         now = "" if self._clock is None else str(_ms(self._clock()))
         call["max_attempts"] = self._limits.max_attempts
         call["max_deliveries"] = self._limits.max_deliveries
+        call["max_dead_letters"] = self._limits.max_dead_letters
         async with _translated(self._client):
             reply = await self._scripts[name](
                 keys=[_prefix(run)], args=[now, json.dumps(call), *payloads]

@@ -25,7 +25,15 @@ class ReplaySettings(ServerSettings):
     max_attempts: int = Field(default=3, ge=1)
     """Failed attempts at a task before it is dropped; a lease that ran out is one."""
     max_deliveries: int = Field(default=3, ge=1)
-    """Failed deliveries of a group before it is a dead letter; a lease that ran out is one."""
+    """Failed deliveries of a group before it is a dead letter.
+
+    A lease that ran out is one, until its holder comes back, and unless its work had been done.
+    """
+    max_dead_letters: int = Field(default=1000, ge=1)
+    """Dead letters of a run that are kept whole; then the oldest are forgotten, which is counted.
+
+    The groups stay dropped, under dead_letter_forgotten instead of dead_letter.
+    """
     lease_s: float = Field(default=600.0, gt=0)
     """Seconds a lease runs when the caller does not say."""
     vocab_size: int = Field(default=0, ge=0)
@@ -39,5 +47,6 @@ class ReplaySettings(ServerSettings):
         return Limits(
             max_attempts=self.max_attempts,
             max_deliveries=self.max_deliveries,
+            max_dead_letters=self.max_dead_letters,
             lease_s=self.lease_s,
         )

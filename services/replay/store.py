@@ -24,6 +24,7 @@ from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Purpose, Stage
 
 DEAD_LETTER = "dead_letter"
+DEAD_LETTER_FORGOTTEN = "dead_letter_forgotten"
 STALE = "stale"
 LEASE_EXPIRED = "lease_expired"
 MEMBER_RETRIED = "member_retried"
@@ -74,10 +75,11 @@ class Outcome(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """When to give up, and how long a lease runs when nobody says."""
+    """When to give up, how much of that to keep, and how long a lease runs when nobody says."""
 
     max_attempts: int = 3
     max_deliveries: int = 3
+    max_dead_letters: int = 1000
     lease_s: float = 600.0
 
 

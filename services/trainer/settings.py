@@ -14,6 +14,7 @@ from services.rl.run_settings import LoraSettings, SftSettings, TrackerSettings
 from services.runtime.settings import ServerSettings
 
 _DEVICE_PLANES = ("nccl", "ipc")
+_BAD_BATCHES = 3
 
 
 class TrainerSettings(ServerSettings):
@@ -83,6 +84,12 @@ class TrainerSettings(ServerSettings):
     """Train steps; one leased batch each, or one batch of demonstrations."""
     groups_per_train_step: int = Field(default=16, ge=1)
     """Groups leased for a train step."""
+    max_bad_groups: int = Field(default=16, ge=1)
+    """Groups in a row that no train step can take before the job fails; three batches at least.
+
+    A few are no reason to stop, and become dead letters. So many without one that can be trained
+    mean that settings, loss and scorer do not go together.
+    """
     num_minibatches: int = Field(default=2, ge=1)
     """Optimiser updates of a train step."""
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -217,6 +224,11 @@ class TrainerSettings(ServerSettings):
                 reason="SHARED_DEVICE",
                 remedy="Set data_plane to shared_memory, or give the trainer a device of its own.",
             )
+
+    @property
+    def max_refused_groups(self) -> int:
+        """Bad groups in a row that fail the job: max_bad_groups, and no less than three batches."""
+        return max(self.max_bad_groups, _BAD_BATCHES * self.groups_per_train_step)
 
     @property
     def max_outstanding_groups(self) -> int:

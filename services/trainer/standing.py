@@ -43,6 +43,9 @@ log = logging.getLogger(__name__)
 
 FIRST_LINEAGE = "main"
 
+DEAD_LETTERS_FORGOTTEN = "DEAD_LETTERS_FORGOTTEN"
+"""The alarm of a queue that had too many dead letters to keep them all."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobParts:
@@ -169,7 +172,7 @@ class Standing:
         """Save everything, then acknowledge what the checkpoint contains."""
         progress = self.progress
         if progress.num_policy_versions:  # in a warm start the queue may not be there yet
-            progress.cursor = (await self._replay.get_stats(self._settings.run)).cursor
+            progress.cursor = await self._cursor()
         progress.consumed_lease_ids = list(self._unsaved_leases)
         self._clock.count(progress.phase_seconds)
         path = await asyncio.to_thread(
@@ -183,6 +186,16 @@ class Standing:
         progress.consumed_lease_ids.clear()
         progress.consumed_group_ids.clear()
         return path
+
+    async def _cursor(self) -> str:
+        """The data position; and a word on it when groups that could not be used are gone."""
+        stats = await self._replay.get_stats(self._settings.run)
+        dropped = (stats.training.num_groups_dropped, stats.evaluation.num_groups_dropped)
+        num_forgotten = sum(reasons.get("dead_letter_forgotten", 0) for reasons in dropped)
+        self._board.sound(DEAD_LETTERS_FORGOTTEN, on=num_forgotten > 0)
+        if num_forgotten:
+            log.warning("Dead letters were forgotten.", extra={"num_groups": num_forgotten})
+        return stats.cursor
 
     async def stand_down(self) -> None:
         """The last thing a stopped job does: save, and give back what it leased and did not train.

@@ -36,8 +36,6 @@ FRESH_MISMATCH = "FRESH_MISMATCH"
 GROUPS_SET_ASIDE = "GROUPS_SET_ASIDE"
 """The alarm of groups that no train step can take, until a batch is trained again."""
 
-# More is no matter of some bad groups: settings, loss and scorer do not go together.
-_MOST_REFUSED_BATCHES = 3
 _LEASE_WAIT_S = 5.0
 
 
@@ -52,8 +50,8 @@ class TrainSteps:
         self._records = parts.records
         self._board = parts.board
         self._standing = standing
-        # Batches in a row of which nothing could be trained.
-        self._num_refused_batches = 0
+        # Bad groups in a row: since a batch had one that can be trained.
+        self._num_refused = 0
 
     async def next_step(self) -> Callable[[], Awaitable[None]] | None:
         """Wait for a whole batch; what is to be done with it, or None when the job stops."""
@@ -86,8 +84,8 @@ class TrainSteps:
     async def _are_trainable(self, leases: tuple[GroupLease, ...]) -> bool:
         """Whether a train step can take them; if not, those at fault become dead letters.
 
-        The others go back to their places, so that no batch is short for a group that is bad. Once
-        batch after batch was refused whole, the first fault is raised.
+        The others go back to their places, so that no batch is short for a group that is bad. When
+        too many in a row were bad, the first fault of the last batch is raised.
         """
         version = self._standing.progress.policy_version
         batch = self._sorted(leases)
@@ -112,11 +110,11 @@ class TrainSteps:
 
     def _require_some_trainable(self, batch: Batch, faults: Sequence[Fault]) -> None:
         is_whole = len(faults) == len(batch.train)
-        self._num_refused_batches = self._num_refused_batches + 1 if is_whole else 0
-        if self._num_refused_batches >= _MOST_REFUSED_BATCHES:
+        self._num_refused = self._num_refused + len(faults) if is_whole else 0
+        if self._num_refused >= self._settings.max_refused_groups:
             log.error(
-                "No group of the last batches can be trained.",
-                extra={"num_batches": self._num_refused_batches, "reason": faults[0].reason},
+                "None of the last groups can be trained.",
+                extra={"num_groups": self._num_refused, "reason": faults[0].reason},
             )
             raise faults[0].error
 
@@ -172,7 +170,7 @@ class TrainSteps:
                 self._learner.train_step, batch.sequences, current=version, temperature=temperature
             )
             self._count(batch, report, version)
-            self._num_refused_batches = 0
+            self._num_refused = 0
             self._board.sound(GROUPS_SET_ASIDE, on=False)
             row |= _row_of_report(report) | _row_of_staleness(batch, version)
             row |= self._alarm(report, version) | {"train_s": time.perf_counter() - started}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from dialoop.errors import CapacityExhausted, NotFound, PreconditionFailed
+from dialoop.errors import CapacityExhausted, PreconditionFailed
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Purpose, Stage
 
@@ -99,63 +99,6 @@ async def test_without_a_bound_nothing_is_stale(store: Store, run: str) -> None:
     await ready_to_train(store, run, "a")
     await announce(store, run, 50)
     assert len((await lease(store, run, Stage.SCORED)).leases) == 1
-
-
-async def test_a_group_delivered_too_often_is_a_dead_letter_that_can_come_back(
-    store: Store, run: str, clock: Clock
-) -> None:
-    await announce(store, run, credits=1)
-    await offer(store, run, "a")
-    await play(store, run)
-    await score(store, run)
-    for delivery in (1, 2, 3):
-        (held,) = (await lease(store, run, Stage.SCORED)).leases
-        assert held.num_deliveries == delivery
-        clock.pass_s(61)
-    stats = await store.stats(run)
-    assert (stats.num_dead_letters, stats.num_redelivered, stats.credits) == (1, 2, 1)
-    assert stats.training.groups_dropped == {"dead_letter": 1}
-    assert stats.training.trajectories_dropped == {"dead_letter": 2}
-    assert await ack(store, run, held.lease_id) == "LEASE_LOST"
-    (letter,) = await store.dead_letters(run, 5)
-    assert (letter.group_id, letter.stage) == ("a#1", Stage.SCORED)
-    assert (letter.reason, letter.num_deliveries) == ("lease_expired", 3)
-    with pytest.raises(NotFound) as caught:
-        await store.requeue(run, ["a#1", "b#1"])
-    assert caught.value.reason == "GROUP_NOT_FOUND"
-    assert await store.requeue(run, ["a#1"]) == 1
-    (held,) = (await lease(store, run, Stage.SCORED)).leases
-    assert (held.num_deliveries, held.payload) == (1, letter.payload)
-    assert await ack(store, run, held.lease_id) == ""
-    stats = await store.stats(run)
-    assert (stats.num_dead_letters, stats.training.groups_dropped) == (0, {})
-    assert stats.training.num_trajectories_consumed == 2
-
-
-async def test_only_failed_returns_lead_to_the_dead_letters(store: Store, run: str) -> None:
-    await ready_to_train(store, run, "a")
-    for _ in range(5):
-        (held,) = (await lease(store, run, Stage.SCORED)).leases
-        assert await return_(store, run, held.lease_id) == (1, 0)
-        assert await ack(store, run, held.lease_id) == "LEASE_LOST"
-    for dropped in (0, 0, 1):
-        (held,) = (await lease(store, run, Stage.SCORED)).leases
-        assert await return_(store, run, held.lease_id, failed=True) == (1, dropped)
-        assert await return_(store, run, held.lease_id, failed=True) == (0, 0)
-    assert (await store.dead_letters(run, 5))[0].reason == "broken"
-
-
-async def test_a_group_that_is_set_aside_is_a_dead_letter_at_once(store: Store, run: str) -> None:
-    await ready_to_train(store, run, "a", "b")
-    held, other = (await lease(store, run, Stage.SCORED, num=2)).leases
-    assert await return_(store, run, held.lease_id, set_aside=True) == (1, 1)
-    assert await return_(store, run, held.lease_id, set_aside=True) == (0, 0)
-    assert await return_(store, run, other.lease_id) == (1, 0)
-    (letter,) = await store.dead_letters(run, 5)
-    assert (letter.group_id, letter.reason, letter.payload) == ("a#1", "broken", held.payload)
-    assert (await store.stats(run)).training.groups_dropped == {"dead_letter": 1}
-    (again,) = (await lease(store, run, Stage.SCORED, num=5)).leases
-    assert again.payload == other.payload
 
 
 async def test_an_acknowledgement_is_idempotent_and_final(store: Store, run: str) -> None:

@@ -105,9 +105,8 @@ def settings_of(world: Recorded, **settings: Any) -> TrainerSettings:
         replay_address=world.replay_address,
         inference_addresses=[world.inference_address],
         num_evaluation_tasks=0,
-        groups_per_train_step=2,
         max_staleness=100,
-        **{"pipeline_depth": 1} | SETTINGS | settings,
+        **{"pipeline_depth": 1, "groups_per_train_step": 2} | SETTINGS | settings,
     )
 
 
@@ -173,7 +172,7 @@ async def test_a_scorer_that_never_gives_what_the_loss_needs_fails_the_job_by_na
 ) -> None:
     given = [changed(group, without_reference) for group in groups[:8]]
     async with recorded(tmp_path, model_dir, MemoryStore(Limits()), given) as world:
-        settings = settings_of(world, num_train_steps=1)
+        settings = settings_of(world, num_train_steps=1, max_bad_groups=1)
         async with asyncio.timeout(60):
             with pytest.raises(ExceptionGroup) as caught:
                 await serve_in(OwnProcess(settings), settings)
@@ -181,6 +180,22 @@ async def test_a_scorer_that_never_gives_what_the_loss_needs_fails_the_job_by_na
     assert caught.group_contains(InvalidInput, match="This loss needs ref_logprobs.")
     assert len(letters) == 6  # three batches of two; the rest may yet be of use
     assert not world.train_rows
+
+
+async def test_bad_groups_in_a_row_do_not_fail_a_job_of_one_group_a_step(
+    tmp_path: Path, model_dir: Path, groups: list[Group]
+) -> None:
+    """Four that have nothing to do with one another are no reason to stop."""
+    bad = [
+        changed(group, spoil) for group, (spoil, _) in zip(groups[:4], BAD.values(), strict=True)
+    ]
+    given = [*bad, *groups[4:6]]
+    async with recorded(tmp_path, model_dir, MemoryStore(Limits()), given) as world:
+        async with training(world, num_train_steps=2, groups_per_train_step=1):
+            await until_done(world)
+        letters = await world.replay.list_dead_letters(world.run)
+    assert [letter.reason for letter in letters] == list(BAD)
+    assert [row["num_groups_trained"] for row in world.train_rows] == [1, 1]
 
 
 async def test_what_the_loss_does_not_need_may_be_missing_from_some(

@@ -17,6 +17,7 @@ from dialoop.sequences import PolicyVersion
 
 from services.stack.plot import draw_learning, read_metrics
 from services.trainer.__main__ import _run_until_stopped
+from services.trainer.standing import DEAD_LETTERS_FORGOTTEN
 from services.trainer.status import StatusBoard
 from services.trainer.train_steps import FRESH_MISMATCH, GROUPS_SET_ASIDE
 from tests.trainer_world import World, lease
@@ -253,7 +254,7 @@ def offer_refused(here: World, *refused: str, good: tuple[str, ...] = ()) -> Non
 async def test_a_job_of_which_no_batch_can_be_trained_fails_and_names_the_fault(
     world: Callable[..., World],
 ) -> None:
-    here, server = world(num_train_steps=1), FakeServer()
+    here, server = world(num_train_steps=1, max_bad_groups=1), FakeServer()
     for names in ("ab", "cd", "ef", "gh"):
         offer_refused(here, *names)
     with pytest.raises(ExceptionGroup):
@@ -262,6 +263,36 @@ async def test_a_job_of_which_no_batch_can_be_trained_fails_and_names_the_fault(
     assert here.board.failure == "This loss needs e."
     assert here.board.alarms == {GROUPS_SET_ASIDE}
     assert list(here.replay.set_aside) == [f"lease-{name}" for name in "abcdef"]
+
+
+async def test_a_job_of_one_group_a_step_stands_more_than_three_bad_ones_in_a_row(
+    world: Callable[..., World],
+) -> None:
+    here, server = world(num_train_steps=2, groups_per_train_step=1, max_bad_groups=5), FakeServer()
+    for name in "abcd":
+        offer_refused(here, name)
+    here.offer("e")
+    for name in "fghijk":
+        offer_refused(here, name)
+    with pytest.raises(ExceptionGroup):
+        await run_until_stopped(here, server)
+    assert here.learner.trained == [2]
+    assert here.board.failure == "This loss needs j."
+    assert list(here.replay.set_aside) == [f"lease-{name}" for name in "abcdfghij"]
+
+
+async def test_dead_letters_that_the_queue_could_not_keep_are_an_alarm(
+    world: Callable[..., World], caplog: pytest.LogCaptureFixture
+) -> None:
+    here = world(num_train_steps=1)
+    here.replay.num_groups_dropped = {"dead_letter": 1000}
+    here.offer("a", "b")
+    await here.run()
+    assert not here.board.alarms
+    here.replay.num_groups_dropped["dead_letter_forgotten"] = 3
+    await here.job.checkpoint()
+    assert here.board.alarms == {DEAD_LETTERS_FORGOTTEN}
+    assert "forgotten" in caplog.text
 
 
 async def test_bad_groups_are_an_alarm_until_a_batch_is_trained_and_fail_no_job_that_trains(

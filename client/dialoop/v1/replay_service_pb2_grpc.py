@@ -162,6 +162,14 @@ class ReplayServiceServicer(object):
 
     def Return(self, request, context):
         """Give leases back: tasks are re-issued as a new attempt, groups redelivered. OK.
+
+        A group becomes a dead letter after max_deliveries failed deliveries: those returned as failed,
+        and leases that ran out, for who held them may have died of the group. A lease that ran out does
+        not count once its holder is back (Extend, ReopenLeases), nor when its work had been done by
+        then: AdvancePolicy named it, or it was reopened.
+
+        A run keeps max_dead_letters of them. Then the oldest are forgotten: they stay dropped, under
+        dead_letter_forgotten instead of dead_letter, and can no longer be put back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -184,7 +192,8 @@ class ReplayServiceServicer(object):
 
     def ReopenLeases(self, request, context):
         """Hand the groups of leases out once more, in that order and under the same leases, which are
-        extended; all or none. OK, RESOURCE_EXHAUSTED (TOO_LARGE).
+        extended; all or none. For work that is known to have been done before: a reopened lease that
+        runs out is no failed delivery. OK, RESOURCE_EXHAUSTED (TOO_LARGE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -13,6 +13,7 @@ for _, lease in ipairs(call.trained) do
   if rec and stage == 'scored' and not entry.gone then
     if is_ready(rec, stage) then hold(rec, stage, now + call.lease_ms) end
     if rec.s == 'training' then move(rec, 'trained') end
+    entry.i = true
     save(rec)
   end
 end

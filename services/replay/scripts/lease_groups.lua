@@ -41,6 +41,7 @@ for i, rec in ipairs(chosen) do
   redis.call('ZREM', ready, rec.id)
   entry.l = new_lease(stage, rec.id, now + call.lease_ms)
   entry.w = call.worker
+  entry.i = nil
   entry.n = entry.n + 1
   if entry.n > 1 then count('redelivered', 1) end
   if stage ~= 'unscored' then move(rec, 'training') end

@@ -16,7 +16,8 @@
 --
 -- Record: id, p(urpose), n(um trajectories), o(rder), s(tate), a(ttempt), f(ailures), l(ease),
 --   g(roup id), d(igest), v = {lineage = {oldest, newest}}, sc(ored), dead = {...},
---   e = {stage = {o(rder), l(ease), w(orker), n(um deliveries), f(ailures), b(ytes), gone}}
+--   e = {stage = {o(rder), l(ease), w(orker), n(um deliveries), f(ailures), i(nnocent), b(ytes),
+--   gone}}
 local TRAINING, EVALUATION = 1, 2
 local WORKERS = 'workers'
 
@@ -137,6 +138,22 @@ local function read(stream, id)
   return fields[4]
 end
 
+local function uncount_dead(rec)
+  rec.dead = nil
+  count(rec.p .. ':dropped:dead_letter', -1)
+  count(rec.p .. ':t:dropped:dead_letter', -rec.n)
+end
+
+-- Let go of a dead letter's group; it stays dropped, now for this reason.
+local function forget_letter(item)
+  local rec = load(string.match(item[2][2], '^(.*)#%d+$'))
+  redis.call('XDEL', key('dead'), item[1])
+  uncount_dead(rec)
+  count(rec.p .. ':dropped:dead_letter_forgotten', 1)
+  count(rec.p .. ':t:dropped:dead_letter_forgotten', rec.n)
+  save(rec)
+end
+
 local function bury(rec, stage, reason)
   local entry = rec.e[stage]
   local id = redis.call('XADD', key('dead'), '*', 'g', rec.g, 'b', read(stage, entry_id(entry)))
@@ -144,6 +161,11 @@ local function bury(rec, stage, reason)
   remove_entry(rec, stage)
   entry.l = ''
   drop(rec, 'dead_letter')
+  local num_over = redis.call('XLEN', key('dead')) - call.max_dead_letters
+  if num_over > 0 then
+    local oldest = redis.call('XRANGE', key('dead'), '-', '+', 'COUNT', num_over)
+    for _, item in ipairs(oldest) do forget_letter(item) end
+  end
 end
 
 local function redeliver(rec, stage, reason, failed, aside)
@@ -180,10 +202,13 @@ end
 
 -- Let the holder keep the group until the deadline, also if it expired but nobody took it.
 local function hold(rec, stage, deadline)
-  if redis.call('ZREM', key('ready:' .. stage), rec.id) == 1 and stage ~= 'unscored' then
-    move(rec, 'training')
+  local entry = rec.e[stage]
+  if redis.call('ZREM', key('ready:' .. stage), rec.id) == 1 then
+    -- It had run out, which counted as a failure; but here is its holder.
+    if not entry.i then entry.f = entry.f - 1 end
+    if stage ~= 'unscored' then move(rec, 'training') end
   end
-  redis.call('ZADD', key('deadlines'), deadline, rec.e[stage].l)
+  redis.call('ZADD', key('deadlines'), deadline, entry.l)
 end
 
 local function is_ready(rec, stage)
@@ -196,9 +221,9 @@ for _, lease in ipairs(redis.call('ZRANGEBYSCORE', key('deadlines'), '-inf', now
     reissue(rec, 'lease_expired', true)
     save(rec)
   else
-    local held, stage = held_group(lease)
+    local held, stage, entry = held_group(lease)
     if held then
-      redeliver(held, stage, 'lease_expired', true)
+      redeliver(held, stage, 'lease_expired', not entry.i)
       save(held)
     end
   end

@@ -15,6 +15,7 @@ if bytes > call.max_bytes then return {cjson.encode({too_large = true})} end
 local leases, reply = {}, {''}
 for i, one in ipairs(held) do
   hold(one.rec, one.stage, now + call.lease_ms)
+  one.entry.i = true
   save(one.rec)
   leases[i] = {id = one.entry.l, n = one.entry.n}
   reply[i + 1] = read(one.stage, entry_id(one.entry))

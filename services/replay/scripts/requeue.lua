@@ -10,9 +10,7 @@ for _, rec in ipairs(records) do
   local dead = rec.dead
   local payload = read('dead', dead.id)
   redis.call('XDEL', key('dead'), dead.id)
-  rec.dead = nil
-  count(rec.p .. ':dropped:dead_letter', -1)
-  count(rec.p .. ':t:dropped:dead_letter', -rec.n)
+  uncount_dead(rec)
   count(rec.p .. ':t:live', rec.n)
   move(rec, dead.stage == 'unscored' and 'unscored' or 'scored')
   add_entry(rec, dead.stage, payload)
