@@ -30,7 +30,7 @@ def _nothing() -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutOutput:
-    """What an engine made of a batch (the seed's VLLMOutput): one entry per sequence, unpadded.
+    """What an engine made of a batch: one entry per sequence, unpadded.
 
     prompts, responses: int64 [P_i], [R_i]; logprobs float [R_i] of the engine that sampled.
     """
@@ -63,6 +63,10 @@ class RolloutOutput:
             )
             for i in range(count)
         ]
+
+
+VLLMOutput = RolloutOutput
+"""The seed's name of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -303,7 +307,3 @@ def _filled(values: Tensor, length: int, fill: int) -> Tensor:
             remedy="Raise max_seq_len.",
         )
     return torch.nn.functional.pad(values, (0, length - len(values)), value=fill)
-
-
-VLLMOutput = RolloutOutput
-"""The seed's name of RolloutOutput."""

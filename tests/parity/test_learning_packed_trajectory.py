@@ -9,6 +9,7 @@ from services.learning.models import load_policy
 from services.learning.packed_trajectory import (
     RolloutOutput,
     TrajectoryData,
+    VLLMOutput,
     create_response_mask,
     create_sample_mask,
     debug_table,
@@ -91,9 +92,10 @@ def test_attention_mask_is_block_diagonal_causal_and_leaves_no_row_empty() -> No
     assert not bool(mask[4:, :4].any())
 
 
-def test_rollout_output_and_its_sequences_pack_alike() -> None:
+@pytest.mark.parametrize("named", [RolloutOutput, VLLMOutput])
+def test_rollout_output_and_its_sequences_pack_alike(named: type[RolloutOutput]) -> None:
     items = [_data(2, 2), _data(1, 3)]
-    output = RolloutOutput(
+    output = named(
         prompts=[i.prompt_tokens for i in items],
         responses=[i.response_tokens for i in items],
         logprobs=[i.logprobs for i in items],
