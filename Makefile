@@ -18,7 +18,7 @@ learn: setup  ## every algorithm learns from the demo's warm start; ONLY=grpo,lo
 up: setup  ## every service on this machine, until Ctrl-C
 	@$(BIN)/python -m services.stack
 
-test: setup  ## all tests but the heavy ones, which are listed at the end
+test: setup  ## all tests but the heavy ones, which are listed first
 	$(BIN)/python -m pytest -m "not heavy"
 
 test-heavy: setup  ## the tests that take minutes

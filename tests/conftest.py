@@ -1,26 +1,56 @@
-"""Says at the end of a run which heavy tests were left out, and why; no example has a deadline."""
+"""Says which tests a run leaves out or skips, and why; no example has a deadline."""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator
 
 import hypothesis
 import pytest
 
 
 class _LeftOut:
+    """A line for each file and reason, above the failures: those end a log of limited length."""
+
     def __init__(self) -> None:
-        self.heavy: list[tuple[str, str]] = []
+        self._heavy: Counter[tuple[str, str]] = Counter()
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         for item in items:
             marker = item.get_closest_marker("heavy")
             if marker is not None:
-                self.heavy.append((item.nodeid, marker.kwargs.get("reason", "it takes minutes")))
+                reason = marker.kwargs.get("reason", "it takes minutes")
+                self._heavy[item.nodeid.partition("::")[0], reason] += 1
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self.heavy:
-            terminalreporter.section(f"{len(self.heavy)} heavy tests left out: make test-heavy")
-            for name, reason in self.heavy:
-                terminalreporter.line(f"{name}: {reason}")
+    def pytest_report_collectionfinish(self) -> list[str]:
+        if not self._heavy:
+            return []
+        return [
+            f"{self._heavy.total()} heavy tests left out: make test-heavy",
+            *_lines(self._heavy),
+        ]
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter
+    ) -> Generator[None, None, None]:
+        skipped = Counter(
+            (report.nodeid.partition("::")[0], _why(report))
+            for report in terminalreporter.stats.get("skipped", [])
+        )
+        if skipped:
+            terminalreporter.section(f"{skipped.total()} tests skipped")
+            terminalreporter.write_line("\n".join(_lines(skipped)))
+        return (yield)
+
+
+def _why(report: pytest.TestReport) -> str:
+    told = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return told.removeprefix("Skipped: ")
+
+
+def _lines(counted: Counter[tuple[str, str]]) -> list[str]:
+    return [f"{file}: {num} ({why})" for (file, why), num in counted.items()]
 
 
 def pytest_configure(config: pytest.Config) -> None:
