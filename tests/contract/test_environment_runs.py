@@ -40,6 +40,7 @@ from services.inference.rendering import Renderer
 from services.inference.replica import Replica
 from services.inference.servicer import InferenceServicer
 from services.runtime import GrpcServer, ServerSettings
+from services.runtime.relay import Passage, listen
 from tests.environment_doors import RawChannel, reason_of
 from tests.patience import PATIENCE_S
 from tests.rest_world import MAIN_3, GrpcDoor, RestDoor, TwinEngine
@@ -245,6 +246,17 @@ async def test_81_twenty_questions_by_seed_and_its_refusals(door, tmp_path):
         assert await reason_of(client.run_trial("arithmetic", [{}])) == "NOT_A_GAME"
         many = client.run_trial("twenty_questions", [{}] * 5000)
         assert await reason_of(many) == "OUT_OF_RANGE"
+
+
+async def test_a_service_without_a_way_to_its_policy_reaches_it_through_a_relay(tmp_path):
+    async with policy(guesses, model_of(tmp_path / "model")) as address:
+        host, _, port = address.rpartition(":")
+        to = {"target_host": host, "target_port": int(port)}
+        async with await listen(Passage(host="127.0.0.1", port=0, **to)) as relay:
+            relayed = f"127.0.0.1:{relay.sockets[0].getsockname()[1]}"
+            async with at("sdk", guesses, tmp_path, inference_address=relayed) as client:
+                result = await client.run_trial("twenty_questions", [{"solution": "key"}])
+    assert result.rewards == [1.0]
 
 
 @doors

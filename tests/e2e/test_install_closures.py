@@ -159,7 +159,7 @@ class Containers:
         for number, port in self._ports.items():
             if text == number:
                 return str(port)
-            for name in (*BUILT, "127.0.0.1"):
+            for name in (*BUILT, "door", "127.0.0.1"):
                 text = text.replace(f"{name}:{number}", f"127.0.0.1:{port}")
         return text
 

@@ -42,9 +42,8 @@ TARGETS = targets()
 
 # What containers have of their own: where they listen, find each other and keep files.
 PLACES = {"host", "port", "rest_port", "token", "run", "run_dir", "model_dir", "weights_root"}
-PLACES |= {"worker", "redis_url", "replay_address", "environment_address", "inference_addresses"}
-# Containers with tools reach no other service, so that they play nothing on their own policy.
-PLACES |= {"inference_address"}
+PLACES |= {"worker", "redis_url", "replay_address", "environment_address"}
+PLACES |= {"inference_address", "inference_addresses"}
 
 
 def loaded(
@@ -133,20 +132,24 @@ def test_published_ports_are_those_the_service_listens_on(service: str) -> None:
     assert published <= open_ports
 
 
-def test_the_sandbox_has_no_way_out_and_the_door_leads_into_it() -> None:
+def passages() -> dict[int, tuple[str, int]]:
+    """Where each port of the door leads."""
+    words = SERVICES["door"]["command"]
+    assert words[:3] == ["python", "-m", "services.runtime.relay"]
+    found = [Passage.parse(word) for word in words[3:]]
+    return {passage.port: (passage.target_host, passage.target_port) for passage in found}
+
+
+def test_the_sandbox_has_no_way_out_but_the_door_and_that_to_the_policy_alone() -> None:
     assert SERVICES["environment"]["networks"] == ["sandbox"]
     assert "ports" not in SERVICES["environment"]  # they would not be published from there
     assert COMPOSE["networks"]["sandbox"]["internal"] is True
-    words = SERVICES["door"]["command"]
-    passages = [Passage.parse(word) for word in words[3:]]
-    assert words[:3] == ["python", "-m", "services.runtime.relay"]
     environment = SERVICES["environment"]["environment"]
-    open_ports = {int(v) for name, v in environment.items() if name.endswith("_PORT")}
-    assert {(p.target_host, p.target_port) for p in passages} == {
-        ("environment", port) for port in open_ports
-    }
-    ports = {f"127.0.0.1:{passage.port}:{passage.port}" for passage in passages}
-    assert ports == set(SERVICES["door"]["ports"])
+    doors = {int(v) for name, v in environment.items() if name.endswith("_PORT")}
+    assert SERVICES["door"]["ports"] == [f"127.0.0.1:{port}:{port}" for port in sorted(doors)]
+    policy = listens("inference")
+    into = {port: ("environment", port) for port in doors}
+    assert passages() == {**into, policy: ("inference", policy)}
 
 
 def test_only_replay_reaches_redis() -> None:
@@ -171,8 +174,15 @@ def addresses() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("service", "address"), addresses())
 def test_an_address_is_a_service_on_a_common_network(service: str, address: str) -> None:
     host, _, port = address.rpartition(":")
-    assert listens(host) == int(port)
+    assert (passages()[int(port)][1] if host == "door" else listens(host)) == int(port)
     assert set(SERVICES[service]["networks"]) & set(SERVICES[host]["networks"])
+
+
+@pytest.mark.parametrize("service", ["environment", "scorer", "trainer", "inference"])
+def test_whoever_has_a_model_dir_has_the_model_that_is_served(service: str) -> None:
+    model_dir = SERVICES[service]["environment"][f"DIALOOP_{service.upper()}_MODEL_DIR"]
+    assert model_dir == SERVICES["inference"]["environment"]["DIALOOP_INFERENCE_MODEL_DIR"]
+    assert f"model:{model_dir}:ro" in SERVICES[service]["volumes"]
 
 
 def test_inference_reads_the_policies_where_the_trainer_writes_them() -> None:
