@@ -257,14 +257,15 @@ class RecordingBook:
         return recording
 
     def find(self, recording_id: str) -> Recording:
-        """The recording of an id; NotFound (RECORDING_NOT_FOUND) when it is gone or never was."""
+        """The recording of an id; NotFound (RECORDING_NOT_FOUND) when it is not here (any more)."""
         self._drop_expired()
         known = self._kept.get(recording_id)
         if known is None:
             raise NotFound(
-                "There is no such recording (any more).",
+                "This replica has no such recording (any more).",
                 reason="RECORDING_NOT_FOUND",
-                remedy="Create it, and close it before its time to live has run out.",
+                remedy="A recording is kept by the replica that made it, until its time to live "
+                "has run out: send all its calls there, or create it anew.",
             )
         known.used_at = self._clock()
         return known.recording

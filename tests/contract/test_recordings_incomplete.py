@@ -190,6 +190,16 @@ async def test_recordings_are_bounded_in_number_calls_and_time(directory):
         assert world.book.num_recordings == 0
 
 
+async def test_another_replica_says_where_a_recording_is(directory):
+    engine = ScriptedEngine(directory, [])
+    async with agent_world(directory, engine) as home, agent_world(directory, engine) as other:
+        await home.recordings.create("r")
+        with pytest.raises(openai.NotFoundError, match="kept by the replica that made it"):
+            await ask(other.client("r"), [USER])
+        with pytest.raises(NotFound, match="kept by the replica that made it"):
+            await other.recordings.close("r")
+
+
 async def test_recording_ids_are_checked(directory):
     async with agent_world(directory, ScriptedEngine(directory, [])) as world:
         for wrong in ("", "a/b", "..", "x" * 129, "a b"):
