@@ -46,6 +46,7 @@ from services.replay.servicer import ReplayServicer
 from services.replay.store import Limits
 from services.runtime import GrpcServer, ServerSettings
 from services.runtime.patience import Patience
+from tests.patience import PATIENCE_S
 
 MAIN_0 = PolicyVersion(lineage="main", number=0)
 RUN = "r"
@@ -161,9 +162,9 @@ class World:
         """The training ledger."""
         return (await self.replay.get_stats(RUN)).training
 
-    async def until(self, condition: Callable[[LedgerCounts], bool], seconds: float = 15) -> None:
+    async def until(self, condition: Callable[[LedgerCounts], bool]) -> None:
         """Wait until the training ledger is so."""
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(PATIENCE_S):
             while not condition(await self.training()):
                 await asyncio.sleep(0.02)
 

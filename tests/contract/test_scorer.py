@@ -255,7 +255,7 @@ async def test_the_process_scores_and_ends_with_exit_code_0():
             sys.executable, "-m", "services.scorer", cwd=ROOT, env=os.environ | settings
         )
         try:
-            await w.until(lambda c: c.num_groups_scored == 2, seconds=30)
+            await w.until(lambda c: c.num_groups_scored == 2)
             process.terminate()
             assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
         finally:

@@ -68,10 +68,10 @@ async def collector_process(w: World, inference_address: str, run_dir: Path, wor
 
 
 async def test_a_killed_collectors_tasks_are_issued_again_and_nothing_is_doubled(tmp_path):
-    async with world() as w, serving_policy(ScriptedPolicy(delay_s=60)) as stuck:
+    async with world() as w, serving_policy(ScriptedPolicy(delay_s=600)) as stuck:
         await w.allow(3)
         async with collector_process(w, stuck.address, tmp_path, "killed") as process:
-            await w.until(lambda c: c.num_groups_leased == 3, seconds=30)
+            await w.until(lambda c: c.num_groups_leased == 3)
             process.send_signal(signal.SIGKILL)
             await process.wait()
         async with w.collecting(ScriptedPolicy()):
@@ -89,8 +89,8 @@ async def test_a_terminated_collector_returns_its_leases_writes_its_counts_and_e
     async with world() as w, serving_policy(policy) as replica:
         await w.allow(2)
         async with collector_process(w, replica.address, tmp_path, "c1") as process:
-            await w.until(lambda c: c.num_groups_unscored == 2, seconds=30)
-            policy.delay_s = 60
+            await w.until(lambda c: c.num_groups_unscored == 2)
+            policy.delay_s = 600
             await w.allow(3)
             await w.until(lambda c: c.num_groups_leased == 1)
             process.terminate()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -124,13 +123,13 @@ def test_neither_takes_it_from_the_other_with_vllm(tmp_path: Path) -> None:
 
 
 async def test_a_replica_that_waits_for_the_device_is_not_late(tmp_path: Path) -> None:
-    until = time.monotonic() + 1.5
-    probe = spec(tmp_path, STUBBORN_CHILD.replace("pathlib.Path", "time.sleep(1.5); pathlib.Path"))
-    held_up = replace(probe, ready_timeout_s=1.0, is_held_up=lambda: time.monotonic() < until)
+    slow = STUBBORN_CHILD.replace("pathlib.Path", "time.sleep(1.5); pathlib.Path")
+    held_up = replace(spec(tmp_path, slow), ready_timeout_s=0.5, is_held_up=lambda: True)
     async with supervised(log_in(tmp_path)) as supervisor:
         await asyncio.wait_for(supervisor.start(held_up), PATIENCE_S)
     (tmp_path / "probe.ready").unlink()
+    never = spec(tmp_path, "import time; time.sleep(600)")
     with pytest.raises(ExceptionGroup) as caught:
         async with supervised(log_in(tmp_path)) as supervisor:
-            await supervisor.start(replace(probe, ready_timeout_s=0.3))
+            await supervisor.start(replace(never, ready_timeout_s=0.3))
     assert caught.group_contains(Unavailable, match="was not ready within")

@@ -17,6 +17,7 @@ from services.stack.log_stream import LogStream
 from services.stack.processes import members
 from services.stack.redis_server import find_redis, redis_service
 from services.stack.supervisor import Supervisor, supervised
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +33,7 @@ time.sleep(60)
 DEAF = """
 import pathlib, signal, sys, time
 signal.signal(15, signal.SIG_IGN)
-pathlib.Path(sys.argv[1]).touch()
+pathlib.Path(sys.argv[1]).write_text("0")
 time.sleep(60)
 """
 MISTAKEN = """
@@ -66,13 +67,13 @@ def spec(directory: Path, code: str, *, name: str = "probe", grace_s: float = 5.
     mark = directory / f"{name}.ready"
 
     async def is_ready() -> bool:
-        return mark.exists()
+        return mark.exists() and mark.stat().st_size > 0
 
     return ServiceSpec(
         name=name,
         command=(sys.executable, "-c", code, str(mark)),
         is_ready=is_ready,
-        ready_timeout_s=10.0,
+        ready_timeout_s=PATIENCE_S,
         stop_grace_s=grace_s,
     )
 
@@ -83,7 +84,7 @@ def pid_of(supervisor: Supervisor) -> int:
     return child.pid
 
 
-async def until(condition: object, timeout_s: float = 15.0) -> None:
+async def until(condition: object, timeout_s: float = PATIENCE_S) -> None:
     assert callable(condition)
     async with asyncio.timeout(timeout_s):
         while not condition():
@@ -163,10 +164,10 @@ def test_a_killed_stack_leaves_nothing_behind(tmp_path: Path) -> None:
     child = int((tmp_path / "probe.ready").read_text())
     stack.kill()
     stack.wait()
-    wait_for(lambda: not is_running(child), timeout_s=20.0)
+    wait_for(lambda: not is_running(child))
 
 
-def wait_for(condition: object, timeout_s: float = 15.0) -> None:
+def wait_for(condition: object, timeout_s: float = PATIENCE_S) -> None:
     assert callable(condition)
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -199,7 +200,8 @@ async def test_redis_comes_back_with_what_it_held(tmp_path: Path) -> None:
     async with supervised(log_in(tmp_path)) as supervisor:
         await supervisor.start(redis)
         assert await ask(b"SET colour green") == b"+OK\r\n"
-        await asyncio.sleep(1.5)
+        written = (tmp_path / "redis").rglob
+        await until(lambda: any(b"green" in file.read_bytes() for file in written("*.aof")))
         service = supervisor.services[0]
         os.kill(pid_of(supervisor), signal.SIGKILL)
         await until(lambda: service.num_restarts == 1 and service.ready.is_set())
