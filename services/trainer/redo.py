@@ -57,7 +57,7 @@ class Redo:
             standing.go_on(await self._published())
             return
         entries = standing.journal.entries()
-        # All at once: a lease that expired before its turn came is a failed delivery of its group.
+        # All at once: a lease that ran out is a failed delivery of its group until we are back.
         standing.held.hold(one for entry in entries for one in entry.lease_ids)
         async with standing.held.kept():
             await standing.held.extend()
@@ -69,8 +69,8 @@ class Redo:
             standing.go_on(await self._published())
             await standing.publish_again()
             if entries or standing.progress.policy_version != redone:
-                # Nobody has to redo this once more: each outage counts against the same groups,
-                # and where some are gone the journal no longer says what was done.
+                # Nobody has to redo this once more; and where some are gone the journal no longer
+                # says what was done.
                 await standing.checkpoint()
 
     async def _redo_all(self, entries: Sequence[Entry]) -> int:
