@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from dialoop.chat import History, Message
 from dialoop.clients.replay import GroupLease, ReopenedLeases
 from dialoop.errors import Unavailable
@@ -27,6 +28,12 @@ from services.trainer.records import RunRecords
 from services.trainer.settings import TrainerSettings
 from services.trainer.standing import JobParts
 from services.trainer.status import StatusBoard
+
+FIRST = PolicyVersion(lineage="main", number=1)
+
+
+class Killed(Exception):
+    """What ends the process in these tests."""
 
 
 def lease(group_id: str, policy: PolicyVersion, *, lease_id: str = "") -> GroupLease:
@@ -278,3 +285,26 @@ class World:
     async def run(self) -> None:
         async with asyncio.timeout(10):
             await self.job.run()
+
+
+async def killed_after(here: World, *batches: str) -> None:
+    """Train batches of groups of one letter each, then die while the next is waited for."""
+    for names in batches:
+        here.offer(*names)
+    here.replay.batches.append(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ExceptionGroup):
+        await here.run()
+
+
+def after(here: World, again: World, *, lost: str = "", in_work: str = "") -> World:
+    """What the queue still has of an earlier trainer's groups when the next one comes."""
+    journal = here.job._standing.journal.entries()
+    held = [one for entry in journal for one in entry.lease_ids]
+    again.replay.kept = {
+        one: lease(one.removeprefix("lease-"), FIRST)
+        for one in held
+        if one.removeprefix("lease-") not in lost
+    }
+    again.replay.held = (*again.replay.kept, *(f"lease-{name}" for name in in_work))
+    again.replay.policy_version = here.job._standing.progress.policy_version
+    return again

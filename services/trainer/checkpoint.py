@@ -28,7 +28,8 @@ class Progress:
 
     `consumed_lease_ids` and `consumed_group_ids` are of the groups whose gradient is in the weights
     and whose acknowledgement may not have reached the queue yet: a restart acknowledges the leases,
-    and a redelivery of a group is acknowledged, not trained again.
+    and a redelivery of a group is acknowledged, not trained again. `due_evaluations` are the train
+    steps after which an evaluation was due that has not been judged yet.
     """
 
     policy_version: PolicyVersion
@@ -48,6 +49,7 @@ class Progress:
     staleness_histogram: Counter[int] = field(default_factory=Counter)
     forks: Counter[str] = field(default_factory=Counter)
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+    due_evaluations: list[int] = field(default_factory=list)
     heldout_losses: dict[str, float] = field(default_factory=dict)
     phase_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
 

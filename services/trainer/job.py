@@ -101,12 +101,15 @@ class TrainingJob:
         acting.add_done_callback(self._asked_for.discard)
         return await asyncio.shield(acting)
 
-    async def evaluate(self, plan: EvaluationPlan) -> Evaluation:
-        """Evaluate the live policy and record the result under the plan's label."""
+    async def evaluate(self, plan: EvaluationPlan, *, due: int | None = None) -> Evaluation:
+        """Evaluate the live policy and record the result under the plan's label.
+
+        `due` is the train step after which it was to be done, where that is known again later.
+        """
         async with self._parts.placement.engines_awake(self._standing.between_steps):
             step = self._standing.progress.num_train_steps
             result = await self._parts.evaluator.evaluate(plan, train_step=step)
-        row = result.row()
+        row = result.row() | ({} if due is None else {"due_train_step": due})
         self._parts.records.metric(
             "evaluation",
             train_step=step,
@@ -123,6 +126,7 @@ class TrainingJob:
             if await standing.restore():
                 with standing.phase(Phase.EVALUATING, "publish_restored"):
                     await self._redo.run()
+                standing.settle_recorded_evaluations()
             with standing.phase(Phase.WARM_START, "warm_start"):
                 await self._warm_start.run()
             if not (standing.progress.num_policy_versions or self._board.is_stopping):
@@ -132,6 +136,7 @@ class TrainingJob:
     async def _train(self) -> None:
         with self._standing.phase(Phase.TRAINING, "train"):
             async with self._standing.held.kept(), asyncio.TaskGroup() as background:
+                await self._begin_evaluating(background, *self._standing.progress.due_evaluations)
                 while self._goes_on():
                     await self._board.wait_while_paused()
                     step = await self._steps.next_step()
@@ -160,16 +165,25 @@ class TrainingJob:
         since = standing.progress.num_train_steps
         async with standing.between_steps:
             await step()
-            to_evaluate = self._is_due(self._settings.evaluate_every, since=since)
+            to_evaluate = standing.is_due(self._settings.evaluate_every, since=since)
             if to_evaluate and self._supervised is not None:
                 await self._evaluate_supervised(self._supervised)
+            due = standing.owe_evaluation(since=since)
             # Last: what it holds is not evaluated again, and SFT has no journal to say the result.
-            if self._is_due(self._settings.checkpoint_every, since=since):
+            if standing.is_due(self._settings.checkpoint_every, since=since):
                 await standing.checkpoint()
-        if to_evaluate:
-            evaluating = background.create_task(self._evaluate_while_training())
-            if self._parts.placement.is_shared:
-                await evaluating  # while it runs the device is the engines'
+        if due is not None:
+            await self._begin_evaluating(background, due)
+
+    async def _begin_evaluating(self, background: asyncio.TaskGroup, *due: int) -> None:
+        """Evaluations for the curve, also those that a killed trainer did not end."""
+        evaluating = background.create_task(self._evaluate_all(due))
+        if self._parts.placement.is_shared:
+            await evaluating  # while it runs the device is the engines'
+
+    async def _evaluate_all(self, due: tuple[int, ...]) -> None:
+        for train_step in due:
+            await self._evaluate_while_training(train_step)
 
     async def _evaluate_supervised(self, supervised: SupervisedSteps) -> None:
         """The loss of held-out demonstrations; and a publish, where tasks are evaluated on."""
@@ -177,34 +191,24 @@ class TrainingJob:
         if self._settings.num_evaluation_tasks:
             await self._standing.publish_next()
         elif loss is not None:
-            self._judge(-loss)
+            EarlyStop.of(self._settings).observe(-loss, self._standing.progress)
 
-    def _is_due(self, every: int, *, since: int) -> bool:
-        """Whether the step just taken is one of every so many, and not the last."""
-        step = self._standing.progress.num_train_steps
-        is_new = since < step < self._settings.num_train_steps
-        return bool(is_new and every and step % every == 0)
-
-    async def _evaluate_while_training(self) -> None:
-        """An evaluation for the curve: without it training goes on."""
-        plan = EvaluationPlan.running(self._settings)
-        if not plan.num_tasks:
-            return
+    async def _evaluate_while_training(self, due: int) -> None:
+        """The one that is due after that train step; where it fails training goes on without."""
+        plan, judged = EvaluationPlan.running(self._settings), None
         try:
-            found = await self._unless_stopped(self.evaluate(plan))
+            found = await self._unless_stopped(self.evaluate(plan, due=due))
         except DialoopError as error:
             log.warning("A running evaluation failed.", extra={"reason": error.reason})
         else:
-            if found is not None and found.num_trajectories:
-                async with self._standing.between_steps:
-                    self._judge(found.mean_reward)
-                    if self._supervised is not None:
-                        # There is no journal to say it, and the step's checkpoint is older.
-                        await self._standing.checkpoint()
-
-    def _judge(self, value: float) -> None:
-        EarlyStop.of(self._settings).observe(value, self._standing.progress)
-        self._standing.note(judged=value)
+            if found is None:  # the next process finds it due
+                return
+            judged = found.mean_reward if found.num_trajectories else None
+        async with self._standing.between_steps:
+            self._standing.settle_evaluation(due, judged=judged)
+            if self._supervised is not None and judged is not None:
+                # There is no journal to say it, and the step's checkpoint is older.
+                await self._standing.checkpoint()
 
     async def _evaluate_before(self) -> None:
         """Evaluate the first policy, and save that before a step is taken from it.

@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 class Entry:
     """A train step that was taken, a publish in between, or an evaluation that was judged.
 
-    policy_version is the one after it; trained and dropped are lease ids, the latter by reason.
+    policy_version is the one after it; trained and dropped are lease ids, the latter by reason. An
+    evaluation is named by the train step it was due after; of one that failed, judged is None.
     """
 
     train_step: int
     policy_version: PolicyVersion
     trained: tuple[str, ...] = ()
     dropped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    evaluated: int | None = None
     judged: float | None = None
 
     @property
@@ -45,8 +47,14 @@ class Entry:
         """Plain JSON."""
         version = {"lineage": self.policy_version.lineage, "number": self.policy_version.number}
         leases = {"trained": self.trained, "dropped": dict(self.dropped)}
-        judged = {} if self.judged is None else {"judged": self.judged}
-        return {"train_step": self.train_step, **version, **leases, **judged}
+        evaluation = {"evaluated": self.evaluated, "judged": self.judged}
+        is_one = self.evaluated is not None
+        return {
+            "train_step": self.train_step,
+            **version,
+            **leases,
+            **(evaluation if is_one else {}),
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -56,6 +64,7 @@ class Entry:
             policy_version=PolicyVersion(lineage=data["lineage"], number=data["number"]),
             trained=tuple(data["trained"]),
             dropped={reason: tuple(leases) for reason, leases in data["dropped"].items()},
+            evaluated=data.get("evaluated"),
             judged=data.get("judged"),
         )
 

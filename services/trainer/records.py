@@ -77,6 +77,17 @@ class RunRecords:
                     newest = int(row["train_step"])
         return newest
 
+    def evaluation_due_after(self, train_step: int) -> dict[str, Any] | None:
+        """The row of the evaluation that was due then, unless a restore took it back."""
+        found: dict[str, Any] | None = None
+        with (self._run_dir / "metrics.jsonl").open(encoding="utf-8", newline="\n") as lines:
+            for row in map(json.loads, lines):
+                if row.get("due_train_step") == train_step:
+                    found = row
+                elif found and row["kind"] == "restore" and row["train_step"] < found["train_step"]:
+                    found = None
+        return found
+
     def rewind(
         self, *, num_train_steps: int, num_warm_start_steps: int, evaluations: Iterable[str] = ()
     ) -> None:

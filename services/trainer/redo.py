@@ -20,7 +20,6 @@ from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Stage
 
 from services.trainer.batches import Batch
-from services.trainer.early_stop import EarlyStop
 from services.trainer.leases import WORKER
 
 if TYPE_CHECKING:
@@ -93,13 +92,15 @@ class Redo:
     async def _redo(self, entry: Entry, *, is_recorded: bool) -> bool:
         """Do once more what one entry says; False where the queue has lost its groups."""
         progress = self._standing.progress
-        if entry.judged is not None:
-            EarlyStop.of(self._settings).observe(entry.judged, progress)
+        if entry.evaluated is not None:
+            self._standing.settle_evaluation(entry.evaluated, judged=entry.judged, is_redone=True)
             return True
         batch = await self._batch(entry)
         if batch is None:
             return False
+        since = progress.num_train_steps
         row = await self._steps.learn(batch) if entry.lease_ids else {}
+        self._standing.owe_evaluation(since=since)
         self._standing.settle(entry.trained)
         if entry.policy_version != progress.policy_version:
             progress.policy_version = entry.policy_version

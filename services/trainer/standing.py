@@ -16,6 +16,7 @@ from dialoop.clients.replay import ReturnItem
 from dialoop.sequences import PolicyVersion
 
 from services.trainer.checkpoint import Progress, lineage_after_restore, published_version
+from services.trainer.early_stop import EarlyStop
 from services.trainer.journal import Entry, Journal
 from services.trainer.leases import HeldLeases
 from services.trainer.phases import PhaseClock
@@ -146,7 +147,47 @@ class Standing:
         self._announce(published)
         return published
 
-    def note(self, batch: Batch | None = None, *, judged: float | None = None) -> None:
+    def is_due(self, every: int, *, since: int) -> bool:
+        """Whether the step taken since that one is one of every so many, and not the last."""
+        step = self.progress.num_train_steps
+        is_new = since < step < self._settings.num_train_steps
+        return bool(is_new and every and step % every == 0)
+
+    def owe_evaluation(self, *, since: int) -> int | None:
+        """The step taken since that one, if tasks are to be evaluated on after it.
+
+        That is owed until it is settled, by this process or another.
+        """
+        is_due = self.is_due(self._settings.evaluate_every, since=since)
+        if not (is_due and self._settings.num_evaluation_tasks):
+            return None
+        self.progress.due_evaluations.append(self.progress.num_train_steps)
+        return self.progress.num_train_steps
+
+    def settle_evaluation(self, due: int, *, judged: float | None, is_redone: bool = False) -> None:
+        """The evaluation that was due after a train step has come out so, or to nothing (None)."""
+        if due in self.progress.due_evaluations:
+            self.progress.due_evaluations.remove(due)
+        if judged is not None:
+            EarlyStop.of(self._settings).observe(judged, self.progress)
+        if not is_redone:
+            self.note(evaluated=due, judged=judged)
+
+    def settle_recorded_evaluations(self) -> None:
+        """Judge those that a kill left with a row of metrics, and with nothing else."""
+        for due in tuple(self.progress.due_evaluations):
+            row = self._parts.records.evaluation_due_after(due)
+            if row is not None:
+                judged = row["mean_reward"] if row["num_trajectories"] else None
+                self.settle_evaluation(due, judged=judged)
+
+    def note(
+        self,
+        batch: Batch | None = None,
+        *,
+        evaluated: int | None = None,
+        judged: float | None = None,
+    ) -> None:
         """Write into the journal what has been done, before anybody outside hears of it.
 
         Only RL redoes its steps, and begins with its first policy.
@@ -160,6 +201,7 @@ class Standing:
                 policy_version=self.progress.policy_version,
                 trained=() if batch is None else batch.trained_lease_ids,
                 dropped={why: tuple(one.lease_id for one in leases) for why, leases in dropped},
+                evaluated=evaluated,
                 judged=judged,
             )
         )

@@ -15,13 +15,7 @@ from dialoop.sequences import PolicyVersion
 
 from services.stack.plot import read_metrics
 from services.trainer.journal import Entry
-from tests.trainer_world import World, lease
-
-FIRST = PolicyVersion(lineage="main", number=1)
-
-
-class Killed(Exception):
-    """What ends the process in these tests."""
+from tests.trainer_world import FIRST, Killed, World, after, killed_after, lease
 
 
 @pytest.fixture
@@ -35,29 +29,6 @@ def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
     yield make
     for each in made:
         each.records.close()
-
-
-async def killed_after(here: World, *batches: str) -> None:
-    """Train batches of groups of one letter each, then die while the next is waited for."""
-    for names in batches:
-        here.offer(*names)
-    here.replay.batches.append(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
-    with pytest.raises(ExceptionGroup):
-        await here.run()
-
-
-def after(here: World, again: World, *, lost: str = "", in_work: str = "") -> World:
-    """What the queue still has of an earlier trainer's groups when the next one comes."""
-    journal = here.job._standing.journal.entries()
-    held = [one for entry in journal for one in entry.lease_ids]
-    again.replay.kept = {
-        one: lease(one.removeprefix("lease-"), FIRST)
-        for one in held
-        if one.removeprefix("lease-") not in lost
-    }
-    again.replay.held = (*again.replay.kept, *(f"lease-{name}" for name in in_work))
-    again.replay.policy_version = here.job._standing.progress.policy_version
-    return again
 
 
 def kept_rows(here: World) -> list[dict[str, Any]]:
@@ -247,7 +218,7 @@ async def test_publishes_and_evaluations_since_the_checkpoint_are_remembered(
     here.evaluator.rewards = [0.5]
     await killed_after(here, "ab")
     standing = here.job._standing
-    standing.note(judged=0.25)
+    standing.settle_evaluation(1, judged=0.25)
     await standing.publish_next()
     again = after(here, world(num_train_steps=1, num_evaluation_tasks=1, stop_without_gain=2))
     await again.run()
