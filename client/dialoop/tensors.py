@@ -15,6 +15,7 @@ import numpy as np
 
 from dialoop.chat import ChatHistory, History
 from dialoop.errors import InvalidConfig, InvalidInput
+from dialoop.trajectory import Distribution
 from dialoop.views import LogProbRow, LogProbs, Masks, Text, Tokens, TurnView
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def to_torchrl(views: Sequence[TurnView]) -> Any:
                     padded=False,
                 ),
                 "temperature_scaled": torch.tensor(view.log_probs.temperature_scaled),
+                "distribution": torch.tensor(view.log_probs.distribution or 0),
             }
         )
         if view.text is not None:
@@ -74,6 +76,7 @@ def _turn(row: Any) -> TurnView:
         log_probs=LogProbs(
             **{p: _known(getattr(log_probs, p)) for p in _PARTS},
             temperature_scaled=bool(row["temperature_scaled"]),
+            distribution=next((d for d in Distribution if d == int(row["distribution"])), None),
         ),
         masks=Masks(
             all_attention_mask=_array(masks.all_attention_mask),

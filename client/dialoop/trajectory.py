@@ -53,6 +53,15 @@ class Owner(IntEnum):
     COLLECTOR = 7
 
 
+class Distribution(IntEnum):
+    """Which distribution a token's log-prob is of."""
+
+    RAW = 1
+    """The model's own, at temperature 1."""
+    PROCESSED = 2
+    """The one sampled from: after penalty, temperature, min-p, top-k and top-p."""
+
+
 class Purpose(IntEnum):
     """What a task's trajectories are for."""
 
@@ -79,8 +88,10 @@ class SamplingParams:
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    repetition_penalty: float | None = None
 
     def __post_init__(self) -> None:
+        self._require_penalty()
         checks = (
             ("temperature", self.temperature, 0.0, float("inf")),
             ("top_p", self.top_p, 0.0, 1.0),
@@ -100,6 +111,33 @@ class SamplingParams:
     def truncates(self) -> bool:
         """Whether the sampler cut the distribution, so that log-probs are not the policy's."""
         return any(v is not None for v in (self.top_p, self.top_k, self.min_p))
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens that are there already are made less likely, or likelier."""
+        return self.repetition_penalty not in (None, 1.0)
+
+    @property
+    def alters(self) -> bool:
+        """Whether no temperature explains the log-probs: the trainer cannot compute them."""
+        return self.truncates or self.penalizes
+
+    @property
+    def distribution(self) -> Distribution:
+        """What the log-probs of the sampled tokens are of; greedy ones are at temperature 1."""
+        is_greedy = self.temperature == 0
+        is_scaled = self.temperature not in (None, 0, 1)
+        is_changed = self.penalizes or is_scaled or (self.truncates and not is_greedy)
+        return Distribution.PROCESSED if is_changed else Distribution.RAW
+
+    def _require_penalty(self) -> None:
+        penalty = self.repetition_penalty
+        if penalty is not None and not 0 < penalty < float("inf"):
+            raise InvalidInput(
+                f"repetition_penalty is {penalty}.",
+                reason="INVALID_SAMPLING",
+                remedy="Give more than 0; 1 is none.",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

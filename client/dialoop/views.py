@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dialoop.sequences import Floats, Mask, Sequence
     from dialoop.templates import ChatTemplate
     from dialoop.tokenizer import Tokenizer
-    from dialoop.trajectory import SamplingParams, Trajectory
+    from dialoop.trajectory import Distribution, SamplingParams, Trajectory
 
 __all__ = [
     "LogProbRow",
@@ -85,12 +85,14 @@ class LogProbs:
 
     temperature_scaled: the sampling temperature was applied before the values were taken, so that
     they are the policy's own only at temperature 1.
+    distribution: RAW is the policy's own, PROCESSED what was sampled from; `None` is unknown.
     """
 
     prompt: LogProbRow | None = None
     response: LogProbRow | None = None
     full: LogProbRow | None = None
     temperature_scaled: bool = False
+    distribution: Distribution | None = None
 
     def __post_init__(self) -> None:
         for name in ("prompt", "full"):
@@ -271,13 +273,14 @@ def _logprobs(
 ) -> LogProbs:
     scaled = sampling.temperature != 0  # greedy answers report log-probs at temperature 1
     if not len(sequence.inference_logprobs):
-        return LogProbs(temperature_scaled=scaled)
+        return LogProbs(temperature_scaled=scaled, distribution=sampling.distribution)
     first = int(mask[:start].sum())
     values = sequence.inference_logprobs[first : first + int(mask[start:end].sum())]
     return LogProbs(
         response=LogProbRow(values=values, start=0),
         full=LogProbRow(values=values, start=start) if start else None,
         temperature_scaled=scaled,
+        distribution=sampling.distribution,
     )
 
 

@@ -281,8 +281,8 @@ def _mixed_temperatures(recording: Recording) -> Failure | None:
 
 
 def _sampling(calls: list[RecordedCall]) -> SamplingParams:
-    """That of the first call that truncates, as that concerns training; else of the first."""
-    return next((c.sampling for c in calls if c.sampling.truncates), calls[0].sampling)
+    """That of the first call that alters the policy, which concerns training; else of the first."""
+    return next((c.sampling for c in calls if c.sampling.alters), calls[0].sampling)
 
 
 def _done_reason(failures: tuple[Failure, ...], *, is_full: bool) -> DoneReason:

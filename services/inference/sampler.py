@@ -1,7 +1,7 @@
 """From logits to sampled tokens and the log-probs they were sampled with.
 
-The order is vLLM's: temperature, min-p, top-k, top-p. Greedy rows report log-probs at
-temperature 1.
+The order is vLLM's: repetition penalty, temperature, min-p, top-k, top-p. Greedy rows report
+log-probs at temperature 1, after the penalty.
 """
 
 from __future__ import annotations
@@ -19,9 +19,17 @@ if TYPE_CHECKING:
 _DROPPED = float("-inf")
 
 
-def processed_logprobs(logits: torch.Tensor, sampling: Sequence[SamplingParams]) -> torch.Tensor:
-    """Log-probs [B, V] float32 of the distributions the rows are sampled from; logits [B, V]."""
-    scaled = logits.float() / _column([s.temperature or 1.0 for s in sampling])
+def processed_logprobs(
+    logits: torch.Tensor,
+    sampling: Sequence[SamplingParams],
+    token_ids: Sequence[Sequence[int]],
+) -> torch.Tensor:
+    """Log-probs [B, V] float32 of the distributions the rows are sampled from; logits [B, V].
+
+    token_ids: prompt and answer of each row so far, which a repetition penalty is about.
+    """
+    penalized = _penalized(logits.float(), sampling, token_ids)
+    scaled = penalized / _column([s.temperature or 1.0 for s in sampling])
     rows = [index for index, s in enumerate(sampling) if s.truncates and s.temperature != 0]
     if rows:
         scaled[rows] = _truncated(scaled[rows], [sampling[row] for row in rows])
@@ -47,6 +55,25 @@ def _exponential(width: int, generators: Sequence[torch.Generator]) -> torch.Ten
         same = list(rows)
         drawn.append(torch.empty(len(same), width).exponential_(generator=same[0]))
     return torch.cat(drawn)
+
+
+def _penalized(
+    logits: torch.Tensor, sampling: Sequence[SamplingParams], token_ids: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """Logits x of the tokens that are there already: x / penalty, or x * penalty below 0.
+
+    Keskar et al. 2019 (arXiv:1909.05858), with vLLM's and transformers' care for negative logits.
+    """
+    rows = [index for index, s in enumerate(sampling) if s.penalizes]
+    if not rows:
+        return logits
+    logits = logits.clone()
+    for row in rows:
+        seen = torch.tensor(sorted(set(token_ids[row])))
+        penalty = sampling[row].repetition_penalty or 1.0
+        found = logits[row, seen]
+        logits[row, seen] = torch.where(found > 0, found / penalty, found * penalty)
+    return logits
 
 
 def _truncated(scaled: torch.Tensor, sampling: Sequence[SamplingParams]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.tokenizer import RunningText
 from dialoop.trajectory import SamplingParams
+from dialoop.v1 import chat_pb2
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.v1 import inference_service_pb2_grpc as rpc
 from dialoop.wire import (
@@ -95,6 +96,7 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
             logprobs=[scored_to_proto(one) for one in scored],
             policy_version=policy_version_to_proto(scored[0].policy_version),
             sequences=[sequence_to_proto(sequence) for sequence in sequences],
+            distribution=chat_pb2.DISTRIBUTION_RAW,
         )
 
     async def GetPolicy(
@@ -181,6 +183,7 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
             update_mode=int(update_mode_of(sampled)),  # type: ignore[arg-type]  # enums are ints
             num_truncated_tokens=num_truncated_of(prompt),
             warnings=warnings_of(ask, sampling),
+            distribution=int(sampling.distribution),  # type: ignore[arg-type]  # enums are ints
         )
 
     def _rows(self, request: pb.LogProbRequest) -> tuple[list[list[int]], list[Sequence]]:

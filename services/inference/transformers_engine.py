@@ -386,7 +386,7 @@ class TransformersEngine:
             return
         rows = old + new
         sampling = [row.sampling for row in rows]
-        logprobs = processed_logprobs(torch.cat(logits), sampling)
+        logprobs = processed_logprobs(torch.cat(logits), sampling, [row.ids for row in rows])
         tokens = sample_rows(logprobs, sampling, [row.generator for row in rows])
         chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
         for row, token, logprob in zip(rows, tokens.tolist(), chosen.tolist(), strict=True):

@@ -84,6 +84,7 @@ def vllm_params(sampling: SamplingParams, *, stop: StopTokens, room: int) -> vll
         top_p=sampling.top_p or 1.0,
         top_k=sampling.top_k or 0,
         min_p=sampling.min_p or 0.0,
+        repetition_penalty=sampling.repetition_penalty or 1.0,
         max_tokens=room,
         seed=sampling.seed,
         stop=list(stop.strings),

@@ -117,7 +117,7 @@ def _reason_to_drop(
         return "stale"
     if current.staleness_of(min(versions)) > max_staleness:
         return "stale"
-    if any(trajectory.sampling.truncates for trajectory in group.trajectories):
+    if any(trajectory.sampling.alters for trajectory in group.trajectories):
         return "truncated_sampling"
     sequences = (s for trajectory in group.trajectories for s in trajectory.sequences)
     has_signal = any(_has_signal(sequence, needs_advantages) for sequence in sequences)

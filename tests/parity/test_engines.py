@@ -183,6 +183,43 @@ async def test_a_stop_string_of_several_tokens_ends_the_sample(running: Running)
     assert text not in decode(sampled.token_ids[:-1])
 
 
+def penalized_logprobs(
+    ids: list[int], start: int, penalty: float, temperature: float, **model: object
+) -> np.ndarray:
+    """Of ids[start:], by hand: every token before a position is there already."""
+    with torch.inference_mode():
+        logits = make_model(**model)(torch.tensor([ids])).logits[0].double().numpy()
+    found = []
+    for position in range(start, len(ids)):
+        row = logits[position - 1].copy()
+        seen = sorted(set(ids[:position]))
+        row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+        row /= temperature or 1.0
+        found.append(row[ids[position]] - np.logaddexp.reduce(row))
+    return np.array(found)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+async def test_a_repetition_penalty_changes_what_is_sampled_and_the_log_probs_say_so(
+    running: Running, temperature: float
+) -> None:
+    prompt = prompts(1)[0]
+    plain = SamplingParams(max_new_tokens=20, temperature=temperature, seed=5)
+    penalized = SamplingParams(
+        max_new_tokens=20, temperature=temperature, seed=5, repetition_penalty=1.75
+    )
+    # One that is plain decodes beside it.
+    (one,), (other,) = await asyncio.gather(
+        running.engine.sample(prompt, penalized, stop=NO_STOP),
+        running.engine.sample(prompt, plain, stop=NO_STOP),
+    )
+    whole = [*prompt, *one.token_ids]
+    expected = penalized_logprobs(whole, len(prompt), 1.75, temperature, **running.model)
+    assert np.abs(expected - np.array(one.logprobs)).max() < TOLERANCE
+    assert one.token_ids != other.token_ids
+    assert worst(other, prompt, temperature=temperature or 1.0, **running.model) < TOLERANCE
+
+
 async def test_truncated_sampling_stays_in_its_set(running: Running) -> None:
     prompt = prompts(1)[0]
     sampling = SamplingParams(max_new_tokens=1, top_k=3)

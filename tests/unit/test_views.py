@@ -10,7 +10,7 @@ from dialoop.errors import InvalidInput, NotFound, PreconditionFailed
 from dialoop.padding import pad_logprobs, pad_masks, pad_tokens, padded_rows
 from dialoop.sequences import ForkCause, PolicyVersion
 from dialoop.template_registry import named_template
-from dialoop.trajectory import SamplingParams, StopReason, Trajectory, Turn
+from dialoop.trajectory import Distribution, SamplingParams, StopReason, Trajectory, Turn
 from dialoop.views import (
     LogProbRow,
     LogProbs,
@@ -231,7 +231,7 @@ def test_text_whose_ids_run_over_the_edge_of_the_prompt_is_refused():
 
 def test_log_probs_and_masks_survive_the_wire():
     row = LogProbRow(values=np.array([-1.5, -0.25], dtype=np.float32), start=3)
-    log_probs = LogProbs(full=row, temperature_scaled=True)
+    log_probs = LogProbs(full=row, temperature_scaled=True, distribution=Distribution.PROCESSED)
     assert log_probs_from_proto(log_probs_to_proto(log_probs)) == log_probs
     masks = Masks(all_assistant_mask=np.array([True, False]))
     assert masks_from_proto(masks_to_proto(masks)) == masks

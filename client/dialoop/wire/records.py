@@ -128,6 +128,7 @@ def sampling_to_proto(sampling: SamplingParams) -> trajectory_pb2.SamplingParams
         max_new_tokens=sampling.max_new_tokens,
         stop=sampling.stop,
         seed=sampling.seed,
+        repetition_penalty=sampling.repetition_penalty,
     )
 
 
@@ -145,6 +146,7 @@ def sampling_from_proto(proto: trajectory_pb2.SamplingParams) -> SamplingParams:
         max_new_tokens=proto.max_new_tokens if proto.HasField("max_new_tokens") else None,
         stop=tuple(proto.stop),
         seed=proto.seed if proto.HasField("seed") else None,
+        repetition_penalty=given("repetition_penalty"),
     )
 
 

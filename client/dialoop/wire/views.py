@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from dialoop.trajectory import Distribution
 from dialoop.v1 import chat_pb2
 from dialoop.views import LogProbRow, LogProbs, Masks
 
@@ -15,6 +16,7 @@ def log_probs_to_proto(log_probs: LogProbs) -> chat_pb2.LogProbs:
     rows = {name: getattr(log_probs, name) for name in _VIEWS}
     return chat_pb2.LogProbs(
         temperature_scaled=log_probs.temperature_scaled,
+        distribution=int(log_probs.distribution or 0),  # type: ignore[arg-type]  # enums are ints
         **{
             name: chat_pb2.LogProbValues(values=row.values.tolist(), start=row.start)
             for name, row in rows.items()
@@ -28,6 +30,7 @@ def log_probs_from_proto(proto: chat_pb2.LogProbs) -> LogProbs:
     rows = {name: getattr(proto, name) for name in _VIEWS if proto.HasField(name)}
     return LogProbs(
         temperature_scaled=proto.temperature_scaled,
+        distribution=next((d for d in Distribution if int(d) == int(proto.distribution)), None),
         **{
             name: LogProbRow(values=np.array(row.values, dtype=np.float32), start=row.start)
             for name, row in rows.items()

@@ -1,0 +1,38 @@
+"""How to sample: what is refused, and which distribution the log-probs are then of."""
+
+from __future__ import annotations
+
+import pytest
+from dialoop.errors import InvalidInput
+from dialoop.trajectory import Distribution, SamplingParams
+from dialoop.wire import sampling_from_proto, sampling_to_proto
+
+
+@pytest.mark.parametrize(
+    ("given", "distribution", "alters"),
+    [
+        ({}, Distribution.RAW, False),
+        ({"temperature": 1.0}, Distribution.RAW, False),
+        ({"temperature": 0.0}, Distribution.RAW, False),
+        ({"temperature": 0.0, "top_k": 3}, Distribution.RAW, True),
+        ({"repetition_penalty": 1.0}, Distribution.RAW, False),
+        ({"temperature": 0.5}, Distribution.PROCESSED, False),
+        ({"top_p": 0.5}, Distribution.PROCESSED, True),
+        ({"repetition_penalty": 1.5}, Distribution.PROCESSED, True),
+        ({"repetition_penalty": 0.5, "temperature": 0.0}, Distribution.PROCESSED, True),
+    ],
+)
+def test_log_probs_are_raw_only_where_sampling_changes_nothing(given, distribution, alters):
+    sampling = SamplingParams(**given)
+    assert (sampling.distribution, sampling.alters) == (distribution, alters)
+
+
+@pytest.mark.parametrize("penalty", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_penalty_that_is_not_above_zero_is_refused(penalty):
+    with pytest.raises(InvalidInput, match="repetition_penalty"):
+        SamplingParams(repetition_penalty=penalty)
+
+
+def test_a_penalty_survives_the_wire():
+    sampling = SamplingParams(repetition_penalty=1.5)
+    assert sampling_from_proto(sampling_to_proto(sampling)) == sampling
