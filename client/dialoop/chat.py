@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
-from dialoop.errors import InvalidHistory, PreconditionFailed
+from dialoop.errors import DialoopWarning, InvalidHistory, PreconditionFailed
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -335,6 +335,7 @@ def _promoted(chats: Any) -> Any:
         return chats
     warnings.warn(
         "A single message stands where a list of messages is expected; it was made one.",
+        DialoopWarning,
         stacklevel=3,
     )
     return [chats]
@@ -343,6 +344,7 @@ def _promoted(chats: Any) -> Any:
 def _promoted_message(message: Message, where: str) -> History:
     warnings.warn(
         f"{where} is a single message where a history is expected; it was made one.",
+        DialoopWarning,
         stacklevel=4,
     )
     return History((message,))

@@ -45,6 +45,10 @@ class Status(IntEnum):
     UNAUTHENTICATED = 16
 
 
+class DialoopWarning(UserWarning):
+    """Something was taken otherwise than it was asked for; the text says what."""
+
+
 class DialoopError(Exception):
     """Base of all errors: `message` says what is wrong, `remedy` what to do about it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
@@ -21,11 +22,12 @@ from services.runtime.problems import (
     UnsupportedMediaType,
     fields_refused,
 )
+from services.runtime.promoting import promoted
 from services.runtime.rest_context import RestContext
 from services.runtime.schema import Models, decode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from services.runtime.calls import Calls
     from services.runtime.guard import Receive, Scope, Send
@@ -33,6 +35,14 @@ if TYPE_CHECKING:
 
 _JSON, _PROTOBUF = b"application/json", b"application/x-protobuf"
 _MAX_QUERY_FIELDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request, and what the answer says of how it was read."""
+
+    request: Message
+    warnings: Sequence[str] = ()
 
 
 class Endpoint:
@@ -50,6 +60,7 @@ class Endpoint:
         self._kind = GetMessageClass(rpc.input_type)
         self._model = models.model(rpc.input_type, frozenset(route.bindings.values()))
         self._encode = models.encoder(rpc.output_type)
+        self._can_warn = not route.is_stream and "warnings" in rpc.output_type.fields_by_name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -73,10 +84,10 @@ class Endpoint:
         status = "CANCELLED"
         try:
             timeout_s = timeout_of(headers)
-            request = await self._read(scope, headers, caller)
-            call.asks(request)
+            asked = await self._read(scope, headers, caller)
+            call.asks(asked.request)
             with caller:
-                await self._call(request, answer, timeout_s)
+                await self._call(asked, answer, timeout_s)
             status = "OK"
         except Exception as error:
             status = error.status.name if isinstance(error, DialoopError) else "INTERNAL"
@@ -84,51 +95,65 @@ class Endpoint:
         finally:
             call.end(status)
 
-    async def _call(self, request: Message, answer: Answer, timeout_s: float | None) -> None:
+    async def _call(self, asked: _Asked, answer: Answer, timeout_s: float | None) -> None:
         try:
             async with asyncio.timeout(timeout_s) as deadline:
-                await self._answer(request, answer)
+                await self._answer(asked, answer)
         except TimeoutError as error:
             if deadline.expired():
                 raise _too_late(timeout_s) from error
             raise
 
-    async def _answer(self, request: Message, answer: Answer) -> None:
+    async def _answer(self, asked: _Asked, answer: Answer) -> None:
         context = RestContext()
         try:
-            called = self._method(request, context)
+            called = self._method(asked.request, context)
         except NotImplementedError as error:
             if is_not_written(error, context):
                 raise not_served(self._name) from None
             raise
         if not self._route.is_stream:
-            await answer.whole(await called)
+            message = await called
+            if asked.warnings:
+                message.warnings.extend(asked.warnings)
+            await answer.whole(message)
             return
         async for message in called:
             await answer.part(message)
         await answer.end()
 
-    async def _read(self, scope: Scope, headers: Mapping[bytes, bytes], caller: Caller) -> Message:
+    async def _read(self, scope: Scope, headers: Mapping[bytes, bytes], caller: Caller) -> _Asked:
         if self._route.reads_query:
-            request = self._from_query(scope["query_string"])
+            asked = _Asked(self._from_query(scope["query_string"]))
         else:
             body = await read_body(caller.receive, headers, self._max_body_bytes)
-            request = self._from_body(body, headers.get(b"content-type", b""))
+            asked = self._from_body(body, headers.get(b"content-type", b""))
         for parameter, field in self._route.bindings.items():
-            _bind(request, field, scope["path_params"][parameter])
-        return request
+            _bind(asked.request, field, scope["path_params"][parameter])
+        return asked
 
-    def _from_body(self, body: bytes, content_type: bytes) -> Message:
+    def _from_body(self, body: bytes, content_type: bytes) -> _Asked:
         media = content_type.partition(b";")[0].strip().lower()
         if media == _PROTOBUF:
-            return self._from_protobuf(body)
+            return _Asked(self._from_protobuf(body))
         if media not in (b"", _JSON) and not media.endswith(b"+json"):
             raise UnsupportedMediaType(
                 "The body's content-type is not read here.",
                 remedy="Send application/json or application/x-protobuf.",
             )
+        body = modern(self._name, body)
         try:
-            body = modern(self._name, body)
+            return _Asked(self._from_json(body))
+        except FieldsRefused:
+            # Only what is refused is looked at again: a right body costs nothing more.
+            found = promoted(body, self._route.rpc.input_type) if self._can_warn else None
+            if found is None:
+                raise
+        body, warnings = found
+        return _Asked(self._from_json(body), warnings)
+
+    def _from_json(self, body: bytes) -> Message:
+        try:
             return decode(self._model.model_validate_json(body or b"{}"), self._kind)
         except ValidationError as error:
             raise fields_refused(error, where="body") from None

@@ -70,7 +70,8 @@ def openapi(
             "version": "1",
             "description": "The same servicers as over gRPC. Field names are those of the protos, "
             "int64 are numbers, bytes base64, enums their proto names. Each route also reads and "
-            "writes application/x-protobuf.",
+            "writes application/x-protobuf. Where the answer has `warnings`, JSON may give one "
+            "message, or a list of messages, for a history.",
         },
         "paths": paths | _pages(),
         "components": {

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from dialoop.chat import ChatHistory, Message, ToolDefinition
 from dialoop.clients.inference import GENERATE, LOG_PROB
-from dialoop.errors import DeadlineExceeded, DialoopError, InvalidHistory, InvalidInput, NotFound
+from dialoop.errors import (
+    DeadlineExceeded,
+    DialoopError,
+    DialoopWarning,
+    InvalidHistory,
+    InvalidInput,
+    NotFound,
+)
 from dialoop.sequences import Source
 from dialoop.trajectory import SamplingParams, StopReason
 from dialoop.v1 import chat_pb2
@@ -147,11 +154,17 @@ async def test_what_is_taken_otherwise_than_asked_is_said(model_dir, tmp_path):
     async with world(model_dir, tmp_path / "w") as w:
         (sample,) = await w.client.generate(QUESTION, sampling=GREEDY)
         assert sample.warnings == ()
-        (sample,) = await w.client.generate(text="12", template_name="qwen", sampling=GREEDY)
+        with pytest.warns(DialoopWarning, match="template_name is not used"):
+            (sample,) = await w.client.generate(text="12", template_name="qwen", sampling=GREEDY)
         assert [w.split(" ")[0] for w in sample.warnings] == ["template_name"]
         greedy = SamplingParams(temperature=0.0, top_k=3, max_new_tokens=2)
-        (sample,) = await w.client.generate(QUESTION, truncate_prompt=True, sampling=greedy)
+        with pytest.warns(DialoopWarning, match="not used") as told:
+            (sample,) = await w.client.generate(QUESTION, truncate_prompt=True, sampling=greedy)
         assert [w.split(" ")[0] for w in sample.warnings] == ["truncate_prompt", "top_p,"]
+        assert [str(w.message) for w in told] == list(sample.warnings)
+        with pytest.warns(DialoopWarning, match="top_p, top_k"):
+            chunks = [c async for c in w.client.generate_stream(QUESTION, sampling=greedy)]
+        assert len(chunks[-1].samples[0].warnings) == 1
 
 
 async def test_sampling_is_recorded_as_applied(model_dir, tmp_path):

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import grpc
 
 from dialoop.clients.errors import error_of, is_worth_retrying
-from dialoop.errors import DialoopError, Unavailable
+from dialoop.errors import DialoopError, DialoopWarning, Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -145,7 +146,8 @@ class Channel:
             try:
                 async with _Translating(self.address):
                     answer: A = await method(request, timeout=left_s, metadata=self._metadata)
-                    return answer
+                tell_warnings(answer)
+                return answer
             except DialoopError as error:
                 wait_s = self._retry.wait_s(attempt, self._random.random())
                 is_last = attempt >= self._retry.max_attempts or time.monotonic() + wait_s > ends_at
@@ -199,6 +201,12 @@ class Channel:
                     yield answer
             finally:
                 call.cancel()
+
+
+def tell_warnings(answer: Message) -> None:
+    """Say with Python's `warnings` what a service says of a request; nothing where it says none."""
+    for text in getattr(answer, "warnings", ()):
+        warnings.warn(text, DialoopWarning, stacklevel=3)
 
 
 def _connection(address: str, max_message_bytes: int) -> grpc.aio.Channel:

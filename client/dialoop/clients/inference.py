@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dialoop.clients.channel import Rpc
+from dialoop.clients.channel import Rpc, tell_warnings
 from dialoop.clients.inference_messages import (
     Question,
     logprobs_from_proto,
@@ -186,6 +186,7 @@ class InferenceClient:
         stream = pb.GenerateStreamRequest(request=question.to_proto())
         answers = self._channel.stream(GENERATE_STREAM, stream, deadline_s=deadline_s)
         async for answer in answers:
+            tell_warnings(answer.completed)
             yield SampleChunk(
                 token_ids=tuple(answer.token_ids),
                 inference_logprobs=tuple(answer.inference_logprobs),
