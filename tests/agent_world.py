@@ -29,6 +29,7 @@ from services.inference.servicer import InferenceServicer
 from services.learning.tiny import make_tiny_model, tiny_config
 from services.runtime.server import GrpcServer
 from services.runtime.settings import ServerSettings
+from tests.patience import PATIENCE_S
 
 SERVICE = "dialoop.v1.InferenceService"
 MODEL = "tiny"
@@ -274,7 +275,7 @@ async def agent_world(
             book=book,
             recordings=RecordingClient(channel, rest_url=url),
             channel=channel,
-            http=await exits.enter_async_context(httpx.AsyncClient(timeout=20)),
+            http=await exits.enter_async_context(httpx.AsyncClient(timeout=PATIENCE_S)),
             replica=replica,
             tokenizer=renderer.tokenizer,
             exits=exits,

@@ -54,6 +54,7 @@ from services.runtime.schema import Models, comments, decode
 from services.scorer.desk import Desk
 from services.scorer.scoring import Scoring
 from services.scorer.servicer import ScorerServicer
+from tests.patience import PATIENCE_S
 
 MAIN_3 = PolicyVersion(lineage="main", number=3)
 
@@ -253,7 +254,7 @@ def served(name: str, **given: Any) -> Iterator[str]:
         yield f"http://{addresses[0]}"
     finally:
         stopping.set()
-        thread.join(20)
+        thread.join(PATIENCE_S)
 
 
 def routes(service_name: str) -> dict[str, Route]:
@@ -299,7 +300,7 @@ class RestDoor:
     def __init__(self, server: GrpcServer, token: str = "", *, binary: bool = False) -> None:
         headers = {"authorization": f"Bearer {token}"} if token else {}
         self.http = httpx.AsyncClient(
-            base_url=f"http://{server.rest_address}", headers=headers, timeout=30
+            base_url=f"http://{server.rest_address}", headers=headers, timeout=PATIENCE_S
         )
         self._binary = binary
         self._models = Models(comments())
@@ -358,7 +359,10 @@ def http_of(server: GrpcServer, token: str = "") -> httpx.AsyncClient:
     """An HTTP client of a server's REST door."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
     return httpx.AsyncClient(
-        base_url=f"http://{server.rest_address}", headers=headers, timeout=20, trust_env=False
+        base_url=f"http://{server.rest_address}",
+        headers=headers,
+        timeout=PATIENCE_S,
+        trust_env=False,
     )
 
 

@@ -93,7 +93,7 @@ async def test_an_agent_that_fails_is_nobodys_reward_of_zero(directory):
         return "a lot"
 
     async with agent_world(directory, ScriptedEngine(directory, ["75"] * 3)) as world:
-        host = AgentHost(recordings=world.recordings, time_limit_s=0.5)
+        host = AgentHost(recordings=world.recordings, time_limit_s=2.0)
         played = [await play_agent(TASK, agent=a, host=host) for a in (broken, slow, talkative)]
     found = [(t.failures[0].owner, t.failures[0].reason) for t in played]
     assert found == [

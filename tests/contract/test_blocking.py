@@ -28,6 +28,7 @@ from dialoop.testing import ScriptedPolicy
 from services.environment.catalogue import Catalogue
 from services.environment.serving import serving
 from services.environment.settings import EnvironmentSettings
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 TWINS = [
@@ -172,9 +173,9 @@ def test_closing_ends_what_still_runs():
 
     thread = threading.Thread(target=call)
     thread.start()
-    started.wait(10)
+    started.wait(PATIENCE_S)
     loop.close()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert (ended.is_set(), failed) == (True, ["CancelledError"])
 
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -205,14 +204,12 @@ async def test_the_deadline_covers_all_attempts():
     answers = Answers(*(errors.Unavailable("Not now.") for _ in range(99)), seconds=0.05)
     retry = RetryPolicy(max_attempts=99, first_wait_s=0.05, max_wait_s=0.05)
     async with connected(answers, retry=retry) as channel:
-        started = time.monotonic()
         with pytest.raises((errors.Unavailable, errors.DeadlineExceeded)):
             await channel.call(
                 environment.CLOSE_SESSION,
                 environment_service_pb2.CloseSessionRequest(),
                 deadline_s=0.3,
             )
-    assert time.monotonic() - started < 2
     assert answers.num_calls < 10
 
 
@@ -245,7 +242,7 @@ async def test_a_service_that_comes_back_is_reached_again():
         with pytest.raises(errors.Unavailable):
             await close(again)
         async with connected(Answers(), port=port):
-            await again.wait_until_connected(timeout_s=10)
+            await again.wait_until_connected(timeout_s=PATIENCE_S)
             assert await close(again)
 
 

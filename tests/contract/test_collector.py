@@ -153,7 +153,7 @@ async def test_a_policys_own_failure_is_appended_not_played_again():
 async def test_a_collector_that_stops_gives_its_leases_back_at_once():
     async with world() as w:
         await w.allow(3)
-        async with w.collecting(ScriptedPolicy(delay_s=30)) as counters:
+        async with w.collecting(ScriptedPolicy(delay_s=600)) as counters:
             await w.until(lambda c: c.num_groups_leased == 3)
         counts = await w.training()
         assert counts.num_groups_leased == 0
@@ -186,7 +186,7 @@ async def test_members_finished_before_a_stop_are_counted_as_thrown_away():
 async def test_leases_are_extended_while_a_group_is_played():
     async with world() as w:
         await w.allow(1)
-        async with w.collecting(ScriptedPolicy(delay_s=2.5), lease_s=1):
+        async with w.collecting(ScriptedPolicy(delay_s=4.5), lease_s=3):
             await w.until(lambda c: c.num_groups_unscored == 1)
         counts = await w.training()
         assert counts.num_trajectories_generated == 2
@@ -195,7 +195,7 @@ async def test_leases_are_extended_while_a_group_is_played():
 async def test_a_lost_lease_ends_the_round_and_is_counted():
     async with world() as w:
         await w.allow(1)
-        policy = ScriptedPolicy(delay_s=2.5)
+        policy = ScriptedPolicy(delay_s=600)
         async with w.collecting(policy, lease_s=1) as counters:
             await w.until(lambda c: c.num_groups_leased == 1)
             await w.replay.purge(RUN)

@@ -131,13 +131,13 @@ async def test_a_step_that_nobody_comes_back_for_is_cancelled_with_its_tool():
 async def test_a_retry_in_time_keeps_the_step():
     gate = Gate()
     environment = tool_environment(name="gated", tasks=TASKS, tools=[gate], rewards=[])
-    async with served(environment, abandon_s=0.2) as (client, _):
+    async with served(environment, abandon_s=2.0) as (client, _):
         await opened(client, "gated", **TASK)
         asking = asyncio.create_task(client.step("s", episode=1, step_index=0, history=say(CALL)))
         await gate.entered.wait()
         asking.cancel()
         retry = asyncio.create_task(client.step("s", episode=1, step_index=0, history=say(CALL)))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(2.5)
         gate.open.set()
         assert not (await retry).failures
         assert gate.runs == 1

@@ -100,7 +100,7 @@ async def test_others_are_answered_while_code_never_ends():
                 break
         (outcome,) = await endless
         assert texts(outcome)[-1].startswith("Code block 1 failed:\nTimed out after 2 s.")
-        assert sorted(times)[len(times) // 2] < 0.5
+        assert sorted(times)[len(times) // 2] < 1.5
 
 
 async def test_readyz_tells_the_level():

@@ -186,7 +186,7 @@ async def test_a_session_shows_where_it_stands():
         state = await stub.GetSession(pb.GetSessionRequest(session_id="s"))
         assert (state.environment, state.episode, state.next_step_index) == ("arithmetic", 1, 1)
         assert state.history == after.history
-        assert 90 < state.expires_in_s <= 100
+        assert 50 < state.expires_in_s <= 100
 
 
 async def test_step_and_reset_opens_the_next_episode_when_the_first_ends():
@@ -263,8 +263,10 @@ async def test_a_stream_carries_many_sessions_and_answers_by_request_id():
 
 
 async def test_a_stream_answers_out_of_order():
+    answered = asyncio.Event()
+
     async def slow(query: str) -> str:
-        await asyncio.sleep(0.3)
+        await answered.wait()
         return "late"
 
     catalogue = Catalogue(
@@ -282,7 +284,11 @@ async def test_a_stream_answers_out_of_order():
         await call.write(pb.InteractRequest(request_id="slow", step=slowly))
         await call.write(pb.InteractRequest(request_id="quick", step=step("no", session="b")))
         await call.done_writing()
-        assert [answer.request_id async for answer in call] == ["quick", "slow"]
+        found = []
+        async for answer in call:
+            found.append(answer.request_id)
+            answered.set()
+        assert found == ["quick", "slow"]
 
 
 def finished(key: str = KEY) -> trajectory_pb2.Trajectory:

@@ -202,14 +202,14 @@ async def test_a_caller_who_leaves_a_logprob_does_not_leave_it_on_the_device(
 
     def slow(*arguments):
         begun.set()
-        assert may_end.wait(20)
+        assert may_end.wait(PATIENCE_S)
         ended.set()
         return score(*arguments)
 
     monkeypatch.setattr(transformers_engine, "score", slow)
     async with sharing(model_dir, tmp_path) as (w, trainer):
         asking = asyncio.create_task(w.replica.logprobs([[1, 2, 3], [4, 5]]))
-        await asyncio.to_thread(begun.wait, 20)
+        await asyncio.to_thread(begun.wait, PATIENCE_S)
         asking.cancel()
         await asyncio.sleep(0)
         asking.cancel()

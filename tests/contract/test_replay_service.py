@@ -203,7 +203,7 @@ def start_service(**settings: str) -> subprocess.Popen[str]:
 def test_without_redis_the_service_says_so_in_one_sentence_and_exits_2(tmp_path: Path) -> None:
     url = f"unix://{tmp_path}/nobody.sock"
     process = start_service(redis_url=url)
-    _, complaint = process.communicate(timeout=30)
+    _, complaint = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2
     assert complaint.count("\n") == 1
     assert f"Redis does not answer at {url}" in complaint
@@ -211,7 +211,7 @@ def test_without_redis_the_service_says_so_in_one_sentence_and_exits_2(tmp_path:
 
 def test_a_password_stays_out_of_the_complaint() -> None:
     process = start_service(redis_url="redis://:geheim@127.0.0.1:1/0")
-    _, complaint = process.communicate(timeout=30)
+    _, complaint = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2
     assert "geheim" not in complaint
 
@@ -222,13 +222,13 @@ def test_the_process_serves_and_ends_at_once_though_somebody_waits() -> None:
         port = probe.getsockname()[1]
     process = start_service(store="memory", port=str(port))
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        grpc.channel_ready_future(channel).result(timeout=30)
+        grpc.channel_ready_future(channel).result(timeout=PATIENCE_S)
         stub = ReplayServiceStub(channel)
         waiting = stub.LeaseTasks.future(
             pb.LeaseTasksRequest(run="r", worker="c", max_tasks=1, wait_s=60)
         )
         stub.GetStats(pb.GetStatsRequest(run="r"))
         process.terminate()
-        assert waiting.result(timeout=5).empty_reason == pb.EMPTY_REASON_NO_TASKS
-    process.communicate(timeout=10)
+        assert waiting.result(timeout=30).empty_reason == pb.EMPTY_REASON_NO_TASKS
+    process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from dialoop.v1 import environment_service_pb2 as pb
 
+from tests.patience import PATIENCE_S
 from tests.rest_world import http_of, refusal, served, service
 
 TOKEN = "right"
@@ -32,7 +33,7 @@ def shared() -> Iterator[str]:
 
 def client(url: str) -> httpx.AsyncClient:
     headers = {"authorization": f"Bearer {TOKEN}"}
-    return httpx.AsyncClient(base_url=url, headers=headers, timeout=20)
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=PATIENCE_S)
 
 
 async def num_sessions(http: httpx.AsyncClient, session: str = "s") -> int:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 SERVICE = """
 import asyncio, sys
@@ -62,7 +64,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def wait_for(condition, seconds: float = 10) -> bool:
+def wait_for(condition, seconds: float = PATIENCE_S) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not condition():
         time.sleep(0.02)
@@ -82,7 +84,7 @@ def wait_for(condition, seconds: float = 10) -> bool:
 )
 def test_a_wrong_setting_is_one_sentence_and_exit_code_2(variables, words):
     service = start(SERVICE, **variables)
-    _, complaint = service.communicate(timeout=20)
+    _, complaint = service.communicate(timeout=PATIENCE_S)
     assert service.returncode == 2
     assert len(complaint.splitlines()) == 1
     assert all(word in complaint for word in words)
@@ -93,7 +95,7 @@ def test_a_taken_port_is_one_sentence_and_exit_code_2():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         service = start(SERVICE, DIALOOP_PROBE_PORT=port)
-        _, complaint = service.communicate(timeout=20)
+        _, complaint = service.communicate(timeout=PATIENCE_S)
     assert service.returncode == 2
     assert len(complaint.splitlines()) == 1
     assert f"Port {port} on 127.0.0.1 is taken" in complaint
@@ -104,7 +106,7 @@ def test_a_signal_ends_a_service_with_exit_code_0(number):
     service = start(SERVICE)
     assert service.stdout.readline().strip().isdigit()
     service.send_signal(number)
-    service.communicate(timeout=20)
+    service.communicate(timeout=PATIENCE_S)
     assert service.returncode == 0
 
 
@@ -112,7 +114,7 @@ def test_json_logs_carry_service_and_run():
     service = start(SERVICE, DIALOOP_LOG="json", DIALOOP_RUN="r1")
     service.stdout.readline()
     service.terminate()
-    _, lines = service.communicate(timeout=20)
+    _, lines = service.communicate(timeout=PATIENCE_S)
     record = json.loads(lines.splitlines()[0])
     assert (record["service"], record["run"], record["level"]) == ("probe", "r1", "INFO")
     assert record["address"].startswith("127.0.0.1:")
@@ -132,5 +134,5 @@ def test_a_child_whose_parent_is_gone_does_not_start():
     gone = subprocess.Popen(["true"])
     gone.wait()
     service = start(SERVICE, DIALOOP_PARENT_PID=str(gone.pid))
-    printed, _ = service.communicate(timeout=20)
+    printed, _ = service.communicate(timeout=PATIENCE_S)
     assert (service.returncode, printed) == (1, "")

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -82,13 +83,14 @@ async def test_a_group_delivered_again_is_scored_once():
     async with world() as w:
         await collected(w, 1)
         leased = await w.replay.lease_groups(
-            RUN, Stage.UNSCORED, worker="gone", max_groups=1, lease_s=0.3
+            RUN, Stage.UNSCORED, worker="gone", max_groups=1, lease_s=2.0
         )
         (lease,) = leased.leases
         scored = Scoring().score(lease.group)
         await w.replay.append_group(RUN, Stage.SCORED, scored, lease_id=lease.lease_id)
-        async with scoring(w):  # the first scorer never acknowledged
-            await asyncio.sleep(0.8)
+        async with scoring(w), asyncio.timeout(PATIENCE_S):  # the first never acknowledged
+            while await w.replay.peek(RUN, Stage.UNSCORED):
+                await asyncio.sleep(0.02)
         counts = await w.training()
         assert counts.num_groups_scored == 1
         assert not (
@@ -141,14 +143,18 @@ async def test_evaluation_groups_are_not_scored():
 
 async def test_a_scorer_told_to_stop_returns_what_it_has_not_begun():
     def slow(group):
-        time.sleep(0.3)
+        if has_begun.is_set():
+            may_end.wait(PATIENCE_S)
+        has_begun.set()
         return [0.0, 1.0]
 
+    has_begun, may_end = threading.Event(), threading.Event()
     desk = Desk(Scoring(rewards=(GroupReward(name="x", function=slow),)), None)
     async with world() as w:
         await collected(w, 4)
         async with scoring(w, desk, max_groups=4):
             await w.until(lambda c: c.num_groups_scored == 1)
+            asyncio.get_running_loop().call_soon(may_end.set)  # once it was told to stop
         counts = await w.training()
         assert 1 <= counts.num_groups_scored < 4
         waiting = await w.replay.lease_groups(RUN, Stage.UNSCORED, worker="x", max_groups=4)
@@ -157,13 +163,13 @@ async def test_a_scorer_told_to_stop_returns_what_it_has_not_begun():
 
 async def test_leases_are_extended_while_scoring_takes_long():
     def slow(group):
-        time.sleep(1.3)
+        time.sleep(1.8)
         return [0.0, 1.0]
 
     desk = Desk(Scoring(rewards=(GroupReward(name="x", function=slow),)), None)
     async with world() as w:
         await collected(w, 2)
-        async with scoring(w, desk, lease_s=1):
+        async with scoring(w, desk, lease_s=3):
             await w.until(lambda c: c.num_groups_scored == 2)
         assert (await w.replay.get_stats(RUN)).num_redelivered == 0
 
