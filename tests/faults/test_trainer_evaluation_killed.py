@@ -1,0 +1,138 @@
+"""A trainer that is killed while it evaluates: the next one evaluates anew, and all of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dialoop.environments import arithmetic
+from dialoop.trajectory import Group, Purpose, Stage
+
+from services.environment.catalogue import Catalogue
+from services.environment.serving import serving
+from services.environment.settings import EnvironmentSettings
+from services.learning.tiny import make_tiny_model
+from services.replay.memory_store import MemoryStore
+from services.replay.store import Limits
+from tests.recorded_world import (
+    GROUPS_PER_STEP,
+    Recorded,
+    Trainer,
+    record_groups,
+    recorded,
+    trainers,
+)
+
+NUM_STEPS, NUM_TASKS, NUM_PARTIAL = 4, 4, 2
+SETTINGS: dict[str, Any] = {
+    "num_train_steps": NUM_STEPS,
+    "checkpoint_every": 100,
+    "evaluate_every": 2,
+    "num_evaluation_tasks": NUM_TASKS,
+    "num_running_evaluation_tasks": NUM_TASKS,
+}
+
+
+class Collector:
+    """Plays evaluation tasks, but no more than `num_running` of those while training goes on."""
+
+    def __init__(self, world: Recorded, sample: Group) -> None:
+        self._world, self._sample = world, sample
+        self.num_running = NUM_PARTIAL
+
+    async def run(self) -> None:
+        world, waiting = self._world, []
+        while True:
+            found = await world.replay.lease_tasks(
+                world.run, worker="c", max_tasks=64, lease_s=600, wait_s=0.05
+            )
+            waiting += found.leases
+            for lease in tuple(waiting):
+                assert lease.task.purpose is Purpose.EVALUATION
+                if lease.task.task_id.startswith("evaluation/running/"):
+                    if not self.num_running:
+                        continue
+                    self.num_running -= 1
+                waiting.remove(lease)
+                group = self._played(lease)
+                outcome = await world.replay.append_group(
+                    world.run, Stage.EVALUATION, group, lease_id=lease.lease_id
+                )
+                assert not outcome.is_rejected, outcome
+
+    def _played(self, lease: Any) -> Group:
+        one = self._sample.trajectories[0]
+        played = replace(one, group_id=lease.group_id, trajectory_id=f"{lease.group_id}.0")
+        return Group(group_id=lease.group_id, task=lease.task, trajectories=(played,))
+
+
+async def until(condition: Callable[[], object], trainer: Trainer) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert trainer.is_alive, trainer.log.read_text()[-4000:]
+        assert time.monotonic() < deadline, trainer.log.read_text()[-4000:]
+        await asyncio.sleep(0.01)
+
+
+async def until_taken(world: Recorded, num_groups: int) -> None:
+    """Until the trainer has taken so many groups of evaluations."""
+    async with asyncio.timeout(120):
+        while True:
+            stats = await world.replay.get_stats(world.run)
+            if stats.evaluation.num_groups_consumed >= num_groups:
+                return
+            await asyncio.sleep(0.02)
+
+
+def running_rows(world: Recorded) -> list[dict[str, Any]]:
+    rows = [row for row in world.metrics if row["kind"] == "evaluation"]
+    return [row for row in rows if row["label"] == "running"]
+
+
+@pytest.mark.heavy(reason="starts two trainers, one after the other")
+@pytest.mark.timeout(240)
+async def test_an_evaluation_under_way_at_a_kill_is_in_the_records_once_and_whole(
+    tmp_path: Path,
+) -> None:
+    model_dir = make_tiny_model(tmp_path / "model", seed=0)
+    groups = record_groups(model_dir, NUM_STEPS * GROUPS_PER_STEP)
+    async with AsyncExitStack() as exits:
+        environment = await exits.enter_async_context(
+            serving(EnvironmentSettings(), Catalogue([arithmetic()]))
+        )
+        world = await exits.enter_async_context(
+            recorded(tmp_path / "world", model_dir, MemoryStore(Limits()), groups)
+        )
+        start = exits.enter_context(trainers(are_forked=True))
+        collector = Collector(world, groups[0])
+        playing = asyncio.create_task(collector.run())
+        exits.callback(playing.cancel)
+        given = world.environment(**SETTINGS, environment_address=environment.address)
+        first = start.start(given, world.run_dir / "log")
+        before = 2 * NUM_TASKS  # greedy and sampled
+        await until(lambda: len(world.train_rows) == NUM_STEPS, first)
+        await until_taken(world, before + NUM_PARTIAL)
+        first.kill()
+        assert not running_rows(world)
+        collector.num_running = 1000
+        second = start.start(given, world.run_dir / "log")
+        await until((world.run_dir / "trainer.json").is_file, second)
+        second.stop()
+        stats = await world.replay.get_stats(world.run)
+        assert not playing.done(), playing.exception()
+    (row,) = running_rows(world)
+    assert (row["due_train_step"], row["train_step"]) == (2, NUM_STEPS)
+    assert (row["num_trajectories"], row["num_failed"]) == (NUM_TASKS, 0)
+    lines = (world.run_dir / "trajectories.jsonl").read_text("utf-8").splitlines()
+    labels = [json.loads(line)["label"] for line in lines]
+    assert labels.count("running") == NUM_TASKS
+    assert stats.evaluation.num_groups_dropped == {"abandoned": NUM_TASKS - NUM_PARTIAL}
+    assert stats.evaluation.num_open == 0
+    assert [row["train_step"] for row in world.train_rows] == [1, 2, 3, 4]
