@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dialoop.clients.replay import TaskLease
 from dialoop.environments import arithmetic
 from dialoop.trajectory import Group, Purpose, Stage
 
@@ -48,7 +49,8 @@ class Collector:
         self.num_running = NUM_PARTIAL
 
     async def run(self) -> None:
-        world, waiting = self._world, []
+        world = self._world
+        waiting: list[TaskLease] = []
         while True:
             found = await world.replay.lease_tasks(
                 world.run, worker="c", max_tasks=64, lease_s=600, wait_s=0.05
@@ -67,7 +69,7 @@ class Collector:
                 )
                 assert not outcome.is_rejected, outcome
 
-    def _played(self, lease: Any) -> Group:
+    def _played(self, lease: TaskLease) -> Group:
         one = self._sample.trajectories[0]
         played = replace(one, group_id=lease.group_id, trajectory_id=f"{lease.group_id}.0")
         return Group(group_id=lease.group_id, task=lease.task, trajectories=(played,))
