@@ -5,6 +5,7 @@
     padded.response.values    # [B, R] padded on the right
     padded.full.values        # [B, P + R] on both sides
     padded.unpadded()         # the rows again, although 2 is a token as well as the padding
+    pad_output(views, pad_token_id=2)    # the same with log-probs and masks of whole turns
 
 A length is never recovered by comparing with the pad id.
 """
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from dialoop.views import LogProbs
+    from dialoop.views import LogProbs, TurnView
 
     Array = NDArray[Any]
     Numbers = NDArray[np.int32]
@@ -69,6 +70,42 @@ class PaddedTokens:
             Tokens(**{name: tuple(found[i].tolist()) for name, found in rows.items()})
             for i in range(count)
         ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedOutput:
+    """Turns, padded: tokens, masks [B, W] over the full tokens, and log-probs by part."""
+
+    tokens: PaddedTokens
+    masks: Masks
+    log_probs: dict[str, PaddedRows]
+    pad_token_id: int
+    padding_side: PaddingSide
+
+
+def pad_output(
+    views: Sequence[TurnView], *, pad_token_id: int, padding_side: PaddingSide = "left"
+) -> PaddedOutput:
+    """Turns of different lengths as arrays, as `pad_tokens`, `pad_masks` and `pad_logprobs` say.
+
+    Raises InvalidInput without turns, or with a pad id that is no id.
+    """
+    if not views or pad_token_id < 0:
+        raise InvalidInput(
+            f"{len(views)} turns are to be padded with token {pad_token_id}.",
+            reason="BAD_PADDING",
+            remedy="Give at least one turn, and the id of a token (0 or more) to pad with.",
+        )
+    tokens = pad_tokens(
+        [view.tokens for view in views], pad_token_id=pad_token_id, padding_side=padding_side
+    )
+    return PaddedOutput(
+        tokens=tokens,
+        masks=pad_masks([view.masks for view in views], tokens),
+        log_probs=pad_logprobs([view.log_probs for view in views], tokens),
+        pad_token_id=pad_token_id,
+        padding_side=padding_side,
+    )
 
 
 def pad_tokens(

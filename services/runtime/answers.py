@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import io
 from enum import Enum
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import pydantic_core
 from google.protobuf.proto import serialize_length_prefixed
@@ -60,9 +61,9 @@ class Answer:
         self._encode = encode
         self._has_begun = False
 
-    async def whole(self, message: Message) -> None:
-        """Answer with one message."""
-        body = self._bytes(message)
+    async def whole(self, message: Message, beside: Mapping[str, Any] | None = None) -> None:
+        """Answer with one message, and in JSON with what stands beside its fields."""
+        body = self._bytes(message, beside or {})
         await self._begin((b"content-length", b"%d" % len(body)))
         await self._send({"type": "http.response.body", "body": body})
 
@@ -97,14 +98,15 @@ class Answer:
             await self._begin((b"cache-control", b"no-store"))
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
-    def _bytes(self, message: Message) -> bytes:
+    def _bytes(self, message: Message, beside: Mapping[str, Any] = MappingProxyType({})) -> bytes:
         if self._format is Format.PROTOBUF:
             return message.SerializeToString()
         if self._format is Format.DELIMITED:
             written = io.BytesIO()
             serialize_length_prefixed(message, written)
             return written.getvalue()
-        return self._framed(pydantic_core.to_json(self._encode(message), inf_nan_mode="null"))
+        encoded = {**self._encode(message), **beside}
+        return self._framed(pydantic_core.to_json(encoded, inf_nan_mode="null"))
 
     def _framed(self, text: bytes, event: bytes = b"") -> bytes:
         if self._format is Format.LINES:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl
 
 from dialoop.errors import DeadlineExceeded, DialoopError, InvalidInput, Unavailable
 from google.protobuf.message import DecodeError, Message
@@ -17,12 +16,14 @@ from services.runtime.bodies import CallerGone, read_body
 from services.runtime.errors import is_not_written, not_served, public_error
 from services.runtime.leaving import Caller, timeout_of
 from services.runtime.legacy import modern
+from services.runtime.padded import Padding, padded, padding_of
 from services.runtime.problems import (
     FieldsRefused,
     UnsupportedMediaType,
     fields_refused,
 )
 from services.runtime.promoting import promoted
+from services.runtime.queries import pairs_of
 from services.runtime.rest_context import RestContext
 from services.runtime.schema import Models, decode
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from services.runtime.routes import Route
 
 _JSON, _PROTOBUF = b"application/json", b"application/x-protobuf"
-_MAX_QUERY_FIELDS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class _Asked:
 
     request: Message
     warnings: Sequence[str] = ()
+    padding: Padding | None = None
 
 
 class Endpoint:
@@ -116,7 +117,11 @@ class Endpoint:
             message = await called
             if asked.warnings:
                 message.warnings.extend(asked.warnings)
-            await answer.whole(message)
+            if asked.padding is None:
+                await answer.whole(message)
+                return
+            beside = padded(self._name, asked.request, message, asked.padding)
+            await answer.whole(message, beside)
             return
         async for message in called:
             await answer.part(message)
@@ -126,11 +131,19 @@ class Endpoint:
         if self._route.reads_query:
             asked = _Asked(self._from_query(scope["query_string"]))
         else:
+            padding = self._padding(scope["query_string"], headers)
             body = await read_body(caller.receive, headers, self._max_body_bytes)
             asked = self._from_body(body, headers.get(b"content-type", b""))
+            asked = replace(asked, padding=padding)
         for parameter, field in self._route.bindings.items():
             _bind(asked.request, field, scope["path_params"][parameter])
         return asked
+
+    def _padding(self, query: bytes, headers: Mapping[bytes, bytes]) -> Padding | None:
+        if not query:
+            return None
+        is_json = Format.of(headers, is_stream=self._route.is_stream) is Format.JSON
+        return padding_of(self._name, query, is_json=is_json)
 
     def _from_body(self, body: bytes, content_type: bytes) -> _Asked:
         media = content_type.partition(b";")[0].strip().lower()
@@ -169,29 +182,11 @@ class Endpoint:
             ) from error
 
     def _from_query(self, query: bytes) -> Message:
-        pairs = _pairs(query)
+        pairs = pairs_of(query)
         try:
             return decode(self._model.model_validate_strings(pairs), self._kind)
         except ValidationError as error:
             raise fields_refused(error, where="query") from None
-
-
-def _pairs(query: bytes) -> dict[str, str]:
-    try:
-        found = parse_qsl(
-            query.decode("latin-1"), keep_blank_values=True, max_num_fields=_MAX_QUERY_FIELDS
-        )
-    except ValueError as error:
-        raise InvalidInput("The query has too many fields.", reason="INVALID_FIELD") from error
-    names = [name for name, _ in found]
-    if len(set(names)) < len(names):
-        raise FieldsRefused(
-            "A field is given twice in the query.",
-            reason="INVALID_FIELD",
-            remedy="Give each field once.",
-            fields=[name for name in dict.fromkeys(names) if names.count(name) > 1],
-        )
-    return dict(found)
 
 
 def _bind(request: Message, path: str, value: str) -> None:

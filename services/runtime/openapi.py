@@ -9,6 +9,7 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from services.runtime.examples import EXAMPLES
 from services.runtime.leaving import TIMEOUT_HEADER
+from services.runtime.padded import VIEWS, padded_schema, padding_parameters
 from services.runtime.problems import problem_schema
 from services.runtime.schema import comments
 
@@ -124,6 +125,10 @@ def _operation(
     if route.reads_query:
         operation["parameters"] += _query_parameters(definitions[asked])
         return operation
+    if operation["operationId"] in VIEWS:
+        operation["parameters"] += padding_parameters()
+        told = operation["responses"]["200"]["content"]["application/json"]
+        told["schema"] = {"anyOf": [told["schema"], padded_schema()]}
     reference = {"$ref": _REFERENCES.format(model=asked)}
     example = EXAMPLES.get(f"{rpc.containing_service.name}.{rpc.name}", {})
     operation["requestBody"] = {
