@@ -30,6 +30,7 @@ from services.replay.servicer import ReplayServicer
 from services.replay.store import Store
 from services.runtime import GrpcServer, ServerSettings
 from tests.inference_world import world as replica_world
+from tests.patience import PATIENCE_S
 from tests.redis_server import new_run
 
 ROOT = Path(__file__).parents[1]
@@ -215,7 +216,7 @@ class Trainer:
     def _end(self, number: signal.Signals) -> None:
         if self.is_alive:
             os.kill(self.pid, number)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while self.is_alive:
             assert time.monotonic() < deadline, "it does not end"
             time.sleep(0.002)

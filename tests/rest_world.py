@@ -250,7 +250,7 @@ def served(name: str, **given: Any) -> Iterator[str]:
     thread = threading.Thread(target=asyncio.run, args=(run(),))
     thread.start()
     try:
-        assert is_up.wait(20)
+        assert is_up.wait(PATIENCE_S)
         yield f"http://{addresses[0]}"
     finally:
         stopping.set()

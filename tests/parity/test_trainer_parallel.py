@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from services.trainer.learner import Learner
 from services.trainer.parallel_learner import ParallelLearner
 from services.trainer.ranks import RankSettings, joined
 from tests.parallel_learner_worker import lesson, settings_of
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(200)  # processes start slowly on a busy machine
 
@@ -114,9 +114,9 @@ def launched(command: list[str], size: int, last_words_s: float = 5.0) -> tuple[
     [
         ("sys.exit(0)", 0, ""),
         ("sys.exit(2 if rank else 1)", 2, ""),
-        ("sys.exit(1) if rank else time.sleep(60)", 1, ""),
+        ("sys.exit(1) if rank else time.sleep(600)", 1, ""),
         (
-            "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60 - 60 * (rank == 2))",
+            "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(600 - 600 * (rank == 2))",
             1,
             "dialoop trainer: Rank 1 was ended by signal 9. The others were ended with it. "
             "Resume all ranks from the last checkpoint.",
@@ -124,18 +124,16 @@ def launched(command: list[str], size: int, last_words_s: float = 5.0) -> tuple[
     ],
 )
 def test_all_end_with_one(what: str, code: int, said: str) -> None:
-    started = time.monotonic()
     assert launched(["-c", f"{TAIL}\n{what}"], 3, last_words_s=1.0) == (code, said)
-    assert time.monotonic() - started < 30
 
 
 def test_the_first_is_told_to_stop_and_the_others_leave_with_it() -> None:
-    body = f"{TAIL}\nos.write(1, b'up\\n')\ntime.sleep(2 if rank else 60)"
+    body = f"{TAIL}\nos.write(1, b'up\\n')\ntime.sleep(2 if rank else 600)"
     with launcher(["-c", body], 2) as process:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
         process.send_signal(signal.SIGTERM)
-        assert process.communicate(timeout=60)[1] == ""
+        assert process.communicate(timeout=PATIENCE_S)[1] == ""
     assert process.returncode == 0
 
 

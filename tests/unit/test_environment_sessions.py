@@ -1,6 +1,7 @@
 """Facts of sessions: idempotent, in order, expiring, and one step at a time."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -22,6 +23,7 @@ from services.environment.records import ResetCall, SessionState, StepCall
 from services.environment.sessions import Limits, open_sessions
 from services.environment.settings import EnvironmentEntry, EnvironmentSettings
 from services.runtime import load
+from tests.patience import PATIENCE_S
 
 TASKS = ArithmeticTasks()
 KEY, OTHER_KEY = TASKS.keys("train")[:2]
@@ -267,13 +269,19 @@ async def test_the_reaper_runs_by_itself_and_spares_a_step_under_way():
         step = asyncio.create_task(sessions.step(step_call()))
         await gate.entered.wait()
         clock.now = 1e6
+        await _until(lambda: len(sessions) == 1)
         await asyncio.sleep(0.05)
         assert len(sessions) == 1
         gate.open.set()
         assert not (await step).replayed
         clock.now = 2e6
-        await asyncio.sleep(0.05)
-        assert len(sessions) == 0
+        await _until(lambda: len(sessions) == 0)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 async def test_capacity_is_a_limit_that_expired_and_closed_sessions_free():

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-import time
+import threading
 from typing import Literal
 
 import pytest
@@ -49,7 +49,7 @@ def crash(query: str) -> str:
 
 
 async def hang() -> None:
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
 
 
 def outcome_of(message: Message) -> Outcome:
@@ -194,14 +194,15 @@ async def test_failures_can_be_told_only_and_the_first_error_can_stop_the_rest()
 
 
 async def test_timeouts_are_enforced_for_async_and_sync_tools_and_per_tool():
+    released = threading.Event()
+
     def sleeps() -> None:
-        time.sleep(1.0)
+        released.wait(600)
 
     text = "<tool>hang\n{}</tool><tool>sleeps\n{}</tool><tool>own\n{}</tool>"
     own = FunctionTool(hang, name="own", timeout_s=0.05)
-    started = time.monotonic()
     outcome = await used(text, hang, sleeps, own, syntax=BlockCalls(), timeout_s=0.1)
-    assert time.monotonic() - started < 0.9
+    released.set()
     assert told(outcome) == ["Tool error: it took too long."] * 3
     assert {f.reason for f in outcome.failures} == {"TOOL_TIMEOUT"}
 

@@ -1,7 +1,7 @@
 """Facts of call parsing (R-TE1), tools (R-TE2, R-TE6) and the calculator."""
 
 import asyncio
-import time
+import threading
 
 import pytest
 from dialoop.chat import History, Message
@@ -17,6 +17,8 @@ from dialoop.environments import (
 from dialoop.environments.tools import cut
 from dialoop.errors import InvalidConfig
 from dialoop.trajectory import DoneReason, Owner
+
+from tests.patience import PATIENCE_S
 
 TASK = TaskData(key="k", question="q", answer="1")
 
@@ -132,27 +134,38 @@ async def test_a_crashing_tool_is_a_failure_and_ends_the_episode(tool):
     assert added(outcome) == []
 
 
+RELEASED = threading.Event()
+
+
+@pytest.fixture
+def released():
+    """Lets hanging tools go once the test has seen that nobody waits for them."""
+    RELEASED.clear()
+    yield
+    RELEASED.set()
+
+
 def hang(query: str) -> str:
-    time.sleep(5)
+    RELEASED.wait(600)
     return "late"
 
 
 async def async_hang(query: str) -> str:
-    await asyncio.sleep(5)
+    await asyncio.sleep(600)
     return "late"
 
 
+@pytest.mark.usefixtures("released")
 @pytest.mark.parametrize("tool", [hang, async_hang])
 async def test_a_hanging_tool_is_a_failure_after_its_timeout(tool):
-    started = time.monotonic()
     outcome = await answer({"t": tool}, "<request><t>1<call>", timeout_s=0.05)
     assert outcome.failures[0].reason == "TOOL_TIMEOUT"
-    assert time.monotonic() - started < 2
 
 
+@pytest.mark.usefixtures("released")
 async def test_many_hanging_sync_tools_hold_up_nobody():
     slow = [answer({"t": hang}, "<request><t>1<call>", timeout_s=0.2) for _ in range(40)]
-    quick = answer([Number()], "<request><Number>1<call>", timeout_s=1.0)
+    quick = answer([Number()], "<request><Number>1<call>", timeout_s=PATIENCE_S)
     *_, last = await asyncio.gather(*slow, quick)
     assert added(last) == ["2<response>"]
 

@@ -177,6 +177,9 @@ async def test_a_policy_is_sent_again_to_whoever_lacks_it_and_not_to_whoever_sle
     if has_restarted:
         replica._version = None
     keeping = asyncio.create_task(publishing.keep_up())
+    async with asyncio.timeout(PATIENCE_S):
+        while is_sent and len(replica.manifests) < 2:
+            await asyncio.sleep(0.005)
     await asyncio.sleep(0.1)
     keeping.cancel()
     assert (len(replica.manifests) > 1) == is_sent
