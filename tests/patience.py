@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-# A slow machine, or a disk that stalls for seconds, is no failure; pytest's own limit is 120 s.
+# A slow machine, or a disk that stalls for seconds, is no failure; pytest's own limit is 300 s.
 PATIENCE_S = 60.0
