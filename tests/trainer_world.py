@@ -28,6 +28,7 @@ from services.trainer.records import RunRecords
 from services.trainer.settings import TrainerSettings
 from services.trainer.standing import JobParts
 from services.trainer.status import StatusBoard
+from tests.patience import PATIENCE_S
 
 FIRST = PolicyVersion(lineage="main", number=1)
 
@@ -283,7 +284,7 @@ class World:
         self.replay.batches.append(batch)
 
     async def run(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await self.job.run()
 
 

@@ -29,6 +29,7 @@ from tests.inference_world import (  # noqa: F401
     refused,
     world,
 )
+from tests.patience import PATIENCE_S
 from tests.rest_world import http_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -216,7 +217,7 @@ async def test_wrong_rows_to_score_are_told_so(model_dir, tmp_path):
 
 
 async def until_free(w) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while w.replica.num_requests_running or w.replica.engine.num_running:
             await asyncio.sleep(0.01)
 
@@ -236,14 +237,14 @@ async def test_a_deadline_ends_what_was_asked_and_frees_its_place(model_dir, tmp
                 pass
         await until_free(w)
         await w.client.resume()
-        assert await w.client.generate(QUESTION, sampling=GREEDY, deadline_s=20)
+        assert await w.client.generate(QUESTION, sampling=GREEDY, deadline_s=PATIENCE_S)
 
 
 async def test_a_caller_who_leaves_frees_the_place(model_dir, tmp_path):
     async with world(model_dir, tmp_path / "w") as w:
         await w.client.pause()
         asked = [asyncio.create_task(w.client.generate(QUESTION, num_samples=8)) for _ in range(3)]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while w.replica.engine.num_running < 24:
                 await asyncio.sleep(0.01)
         for task in asked:
@@ -275,7 +276,7 @@ async def test_over_rest_too_time_and_patience_end(model_dir, tmp_path):
         assert late.status_code == 504
         await until_free(w)
         asked = asyncio.create_task(http.post("/v1/generate", json=body))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while not w.replica.engine.num_running:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)

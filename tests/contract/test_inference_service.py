@@ -225,7 +225,7 @@ def serve(**settings: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"DIALOOP_INFERENCE_ENGINE": "transformers"} | variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=2 * PATIENCE_S,
         check=False,
     )
 
@@ -252,7 +252,7 @@ def test_wrong_settings_end_with_one_sentence(model_dir, tmp_path):
         env=os.environ | {"PYTHONPATH": path, "DIALOOP_INFERENCE_MODEL_DIR": str(model_dir)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=2 * PATIENCE_S,
         check=False,
     )
     assert ended.returncode == 2

@@ -16,6 +16,8 @@ from dialoop.cli.main import main
 from dialoop.errors import DialoopError
 from dialoop.running import announced, find_stack, find_stacks, require_addresses
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -309,7 +311,12 @@ def stack(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}"} | variables
     command = [sys.executable, "-m", "dialoop.cli.main", *words]
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=60, env=environment
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=2 * PATIENCE_S,
+        env=environment,
     )
 
 

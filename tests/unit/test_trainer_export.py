@@ -19,6 +19,7 @@ from services.trainer.export import Run, export_policy, main
 from services.trainer.learner import Learner
 from services.trainer.settings import TrainerSettings
 from tests.adapter_samples import ALPHA, RANK, adapter_of, config_json
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -166,7 +167,9 @@ def test_the_module_runs_as_a_program(run_dir: Path, tmp_path: Path) -> None:
         "2",
         str(tmp_path / "o"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "o" / "model.safetensors").is_file()
 

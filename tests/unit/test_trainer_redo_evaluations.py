@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from services.stack.plot import read_metrics
+from tests.patience import PATIENCE_S
 from tests.trainer_world import Killed, World, after, killed_after
 
 EVALUATING: dict[str, Any] = {"num_train_steps": 3, "evaluate_every": 2, "num_evaluation_tasks": 1}
@@ -99,7 +100,7 @@ async def test_an_evaluation_that_failed_is_not_run_again(world: Callable[..., W
     here.offer("a", "b")
     here.offer("c", "d")
     running = asyncio.create_task(here.run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not any(one.evaluated for one in here.job._standing.journal.entries()):
             await asyncio.sleep(0.002)
     here.replay.batches.append(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
@@ -119,7 +120,7 @@ async def test_an_evaluation_that_a_stop_cut_short_is_run_by_the_next_trainer(
     here.offer("a", "b")
     here.offer("c", "d")
     running = asyncio.create_task(here.run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not begun:
             await asyncio.sleep(0.002)
     here.board.stop()

@@ -20,6 +20,7 @@ from services.trainer.__main__ import _run_until_stopped
 from services.trainer.standing import DEAD_LETTERS_FORGOTTEN
 from services.trainer.status import StatusBoard
 from services.trainer.train_steps import FRESH_MISMATCH, GROUPS_SET_ASIDE
+from tests.patience import PATIENCE_S
 from tests.trainer_world import World, lease
 
 FIRST = PolicyVersion(lineage="main", number=1)
@@ -39,7 +40,7 @@ def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.002)
 
@@ -132,7 +133,7 @@ async def test_a_job_that_cannot_stop_in_the_drain_time_is_cut_short(
     asking = asyncio.create_task(here.job.publish())
     await until(lambda: len(here.publisher.published) == 2)
     server.told.set()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(PATIENCE_S):
         await running
     here.publisher.gate.set()
     await asking
@@ -360,7 +361,7 @@ async def test_training_stops_early_as_the_settings_say(
                 or here.board.num_train_steps == 6
             )
         )
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await running
     result = json.loads((here.settings.run_dir / "trainer.json").read_text("utf-8"))
     # One step may have begun while the evaluation ran.
