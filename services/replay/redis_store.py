@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -376,7 +376,8 @@ async def _translated(client: redis.asyncio.Redis) -> AsyncIterator[None]:
         yield
     except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError) as error:
         # Idle connections are likely as dead as this one: one error per restart, not one each.
-        await client.connection_pool.disconnect(inuse_connections=False)
+        with suppress(redis.exceptions.RedisError, OSError):  # closing them may fail, or take long
+            await client.connection_pool.disconnect(inuse_connections=False)
         raise store_unavailable() from error
     except redis.exceptions.ResponseError as error:
         text = str(error)

@@ -7,10 +7,11 @@ import contextlib
 import multiprocessing
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
-import redis
+import redis.asyncio
 from dialoop.errors import Unavailable
 from dialoop.trajectory import Stage
 
@@ -36,16 +37,16 @@ LIMITS = Limits(lease_s=LEASE_S)
 
 @pytest_asyncio.fixture
 async def store(own_redis: RedisServer) -> AsyncIterator[RedisStore]:
-    async with opened(own_redis) as made:
+    async with opened(own_redis.url) as made:
         yield made
 
 
 @contextlib.asynccontextmanager
 async def opened(
-    server: RedisServer, limits: Limits = LIMITS, clock: Callable[[], float] | None = None
+    url: str, limits: Limits = LIMITS, clock: Callable[[], float] | None = None
 ) -> AsyncIterator[RedisStore]:
     """A store that waits for a disk that stalls: each of its writes is flushed."""
-    made = RedisStore(server.url, limits, timeout_s=PATIENCE_S, clock=clock)
+    made = RedisStore(url, limits, timeout_s=PATIENCE_S, clock=clock)
     yield made
     await made.close()
 
@@ -96,6 +97,19 @@ async def test_a_crash_of_redis_between_lease_and_acknowledge_loses_nothing(
     stats = await store.stats(RUN)
     assert_adds_up(stats)
     assert stats.training.groups[State.CONSUMED] == 4
+
+
+async def test_connections_that_do_not_close_do_not_hide_that_the_store_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stuck(*_: object, **__: object) -> None:
+        raise redis.TimeoutError("Timed out closing connection")
+
+    async with opened(f"unix://{tmp_path}/nobody.sock") as store:
+        with monkeypatch.context() as patched:
+            patched.setattr(redis.asyncio.ConnectionPool, "disconnect", stuck)
+            with pytest.raises(Unavailable):
+                await store.stats(RUN)
 
 
 async def test_an_append_repeated_after_a_crash_is_taken_once(
@@ -173,7 +187,7 @@ async def test_work_goes_on_by_itself_through_crashes_and_adds_up(own_redis: Red
     clock = Clock()
     # Each crash may cost a lease a delivery, whoever holds it.
     limits = Limits(max_attempts=100, max_deliveries=100, lease_s=LEASE_S)
-    async with opened(own_redis, limits, clock) as store:
+    async with opened(own_redis.url, limits, clock) as store:
         loop = Loop(store, clock, num_tasks=60)
         await announce(store, RUN, credits=60)
         await store.offer_tasks(RUN, [bare_task(f"t{i}") for i in range(60)], None)
@@ -212,7 +226,7 @@ async def test_the_group_of_a_killed_worker_is_redelivered_once_its_lease_ran_ou
     worker.kill()
     await asyncio.to_thread(worker.join)
     assert (await lease(store, Stage.UNSCORED)).leases == ()
-    async with opened(own_redis, clock=lambda: time.time() + LEASE_S + 1) as later:
+    async with opened(own_redis.url, clock=lambda: time.time() + LEASE_S + 1) as later:
         found = await lease(later, Stage.UNSCORED)
     assert found.leases[0].num_deliveries == 2
     assert (await store.stats(RUN)).num_redelivered == 1
