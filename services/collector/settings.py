@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_settings import SettingsConfigDict
 
 from services.collector.mixture import Ingredient, Mixture
+from services.rl.run_settings import CollectorFields
 from services.runtime.settings import ServerSettings
 
 
@@ -32,7 +33,7 @@ class MixedEnvironment(BaseModel):
     """How often it is drawn beside the others."""
 
 
-class CollectorSettings(ServerSettings):
+class CollectorSettings(ServerSettings, CollectorFields):
     """Which tasks to play, on what, how many at a time; `port` serves health only."""
 
     model_config = SettingsConfigDict(env_prefix="DIALOOP_COLLECTOR_")
@@ -66,15 +67,11 @@ class CollectorSettings(ServerSettings):
     """How often that environment is drawn beside those of `mixed_environments`."""
     mixed_environments: list[MixedEnvironment] = Field(default_factory=list)
     """Further environments whose tasks are offered: {environment, split, weight}."""
-    group_size: int = Field(default=8, ge=1)
-    """Trajectories played of each training task."""
     page_size: int = Field(default=64, ge=1)
     """Tasks offered at a time, and kept waiting in the ledger."""
     shuffle_seed: int = 0
     """Orders the tasks of each epoch; 0 keeps the source's order."""
 
-    temperature: float = Field(default=1.0, gt=0)
-    """Temperature of training tasks that do not say."""
     max_new_tokens: int = Field(default=256, ge=1)
     """Most tokens of one answer, for tasks that do not say."""
     stop: list[str] | None = None
@@ -82,8 +79,6 @@ class CollectorSettings(ServerSettings):
     max_turns: int = Field(default=64, ge=1)
     """Ends an episode whose environment never does."""
 
-    max_groups_in_flight: int = Field(default=16, ge=1)
-    """Groups played at the same time."""
     member_retries: int = Field(default=2, ge=0)
     """How often a member that failed through no fault of the policy is played again."""
     lease_s: float = Field(default=60.0, ge=1)

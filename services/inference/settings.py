@@ -8,10 +8,11 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from services.rl.run_settings import InferenceFields
 from services.runtime.settings import ServerSettings
 
 
-class InferenceSettings(ServerSettings):
+class InferenceSettings(ServerSettings, InferenceFields):
     """Which model to serve, with which engine, and how large."""
 
     model_config = SettingsConfigDict(env_prefix="DIALOOP_INFERENCE_")
@@ -28,14 +29,8 @@ class InferenceSettings(ServerSettings):
     """Requests that are decoded at one time."""
     max_new_tokens: int = Field(default=256, ge=1)
     """Tokens sampled when a request gives no limit."""
-    kv_cache_mib: int = Field(default=64, ge=1)
-    """Memory of vLLM's keys and values."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the policy's weights and computation; log-probs are float32 always."""
-    update_mode: Literal["recompute", "keep_kv", "wait"] = "recompute"
-    """What a load does to answers under way, where the publish does not say."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """Devices one vLLM replica spans."""
     torch_threads: int = Field(default=1, ge=1)
     """CPU threads of the transformers engine."""
     weight_transfer: Literal["", "nccl", "ipc"] = ""
@@ -44,10 +39,6 @@ class InferenceSettings(ServerSettings):
     """File lock of the device that this replica shares with a trainer; absent: it has its own."""
     wake_after_s: float = Field(default=60.0, gt=0)
     """Seconds without anybody on the shared device until a sleeping replica wakes by itself."""
-    max_adapters: int = Field(default=0, ge=0)
-    """LoRA adapters held beside the policy; 0 for none, as vLLM is half as fast with them."""
-    max_adapter_rank: int = Field(default=16, ge=1)
-    """Largest rank of an adapter."""
     seed: int = 0
     """Seeds sampling of requests that carry no seed."""
     served_model_name: str = ""

@@ -1,10 +1,18 @@
-"""Settings that the config file and the trainer share: SFT, LoRA, trackers."""
+"""Settings that the config file and the services share: what a job may say of each.
+
+class TrainSection(TrainFields)                      # [train] of the config file
+class TrainerSettings(ServerSettings, TrainFields)   # DIALOOP_TRAINER_...
+
+The stack tells a service whatever its table says under the service's own names.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from services.rl.objective_settings import ObjectiveSettings
 
 
 class _Shared(BaseModel):
@@ -50,3 +58,101 @@ class TrackerSettings(_Shared):
     """TensorBoard event files under the run's directory, by tensorboardX."""
     project: str = "dialoop"
     """The project that trackio and Weights & Biases file the run under."""
+
+
+class InferenceFields(_Shared):
+    """Shared by [inference] and the inference service."""
+
+    kv_cache_mib: int = Field(default=64, ge=1)
+    """Memory of vLLM's keys and values."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices that one replica spans."""
+    update_mode: Literal["recompute", "keep_kv", "wait"] = "recompute"
+    """What a publish does to answers under way: compute their keys anew, keep them, or wait."""
+    max_adapters: int = Field(default=0, ge=0)
+    """LoRA adapters held beside the policy; 0 for none, as vLLM is half as fast with them."""
+    max_adapter_rank: int = Field(default=16, ge=1)
+    """Largest rank of an adapter."""
+
+
+class CollectorFields(_Shared):
+    """Shared by [collector] and the collector."""
+
+    group_size: int = Field(default=8, ge=1)
+    """Trajectories of one task: advantages are computed among them."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature of training tasks that do not say."""
+    max_groups_in_flight: int = Field(default=16, ge=1)
+    """Groups played at one time."""
+
+
+class ScorerFields(_Shared):
+    """Shared by [scorer] and the scorer."""
+
+    advantages_of: Literal["trajectory", "turn"] = "trajectory"
+    """Advantages of whole trajectories, or of each turn among all turns of the group."""
+    top_k: int = Field(default=0, ge=0)
+    """Imitate at most this many trajectories of a group, those above its median; 0: all."""
+    drop_uniform: bool = False
+    """Drop groups whose rewards are all the same, from which nothing is learned."""
+    reference_logprobs: bool = False
+    """Give every sampled token its log-prob under the reference: for KL terms and distillation."""
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Reward -coefficient * KL(policy, reference model) of each trajectory."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """How KL is estimated from the sampled tokens."""
+
+
+class TrainFields(_Shared):
+    """Shared by [train] and the trainer."""
+
+    mode: Literal["rl", "sft"] = "rl"
+    """Reinforcement learning on what collectors play, or `sft` on the demonstrations of `sft`."""
+    groups_per_train_step: int = Field(default=16, ge=1)
+    """Groups leased for a train step."""
+    # A few are no reason to stop, and become dead letters. So many without one that can be trained
+    # mean that settings, loss and scorer do not go together.
+    max_bad_groups: int = Field(default=16, ge=1)
+    """Groups in a row that no train step can take before the job fails; three batches at least."""
+    num_minibatches: int = Field(default=2, ge=1)
+    """Optimiser updates of a train step."""
+    max_row_tokens: int = Field(default=1024, ge=16)
+    """Most tokens in a packed row."""
+    learning_rate: float = Field(default=1e-4, gt=0)
+    """Peak learning rate."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """What takes all updates; muon for hidden matrices with adamw for the rest."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes down to a tenth over all updates, or not."""
+    num_warmup_updates: int = Field(default=0, ge=0)
+    """Updates that raise the learning rate from 0."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradient norm to clip at."""
+    loss: str = "dppo_mask"
+    """A built-in loss, or `module:function` of yours."""
+    loss_options: dict[str, float] = {}
+    """Options of the loss, as clip_low and clip_high."""
+    objective: ObjectiveSettings = ObjectiveSettings()
+    """What goes with any loss: aggregation, KL, entropy, corrections, epochs."""
+    pipeline_depth: int = Field(default=2, ge=0)
+    """Train steps that generation may run ahead; 0 is synchronous."""
+    max_staleness: int = Field(default=4, ge=0)
+    """Policy versions that the oldest trained token may lag."""
+    checkpoint_every: int = Field(default=10, ge=1)
+    """Train steps between checkpoints."""
+    sharded_checkpoints: bool = False
+    """Every process writes its own part of a checkpoint; either kind resumes on any number."""
+    keep_policies: int = Field(default=0, ge=0)
+    """Published policies to keep on disk; 0 keeps all, which re-scoring needs."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the trainer has its model."""
+    autocast: Literal["", "bfloat16"] = ""
+    """Compute the layers in this format while weights keep `dtype`; empty for not."""
+    logprob_kernel: Literal["chunked", "cut"] = "chunked"
+    """Log-probs in chunks, or by cut-cross-entropy: CUDA, bfloat16, no entropy, extra `gpu`."""
+    activation_checkpointing: bool = False
+    """Compute activations anew in the backward pass: less memory for a third more time."""
+    max_trajectories_mb: int = Field(default=4096, ge=0)
+    """Size in MB at which the oldest part of trajectories.jsonl goes; 0 keeps all of it."""

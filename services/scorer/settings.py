@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_settings import SettingsConfigDict
 
 from services.rl.advantages import AdvantageSettings
+from services.rl.run_settings import ScorerFields
 from services.runtime.settings import ServerSettings
 
 
@@ -30,7 +31,7 @@ class RewardSpec(BaseModel):
     timeout_s: float = Field(default=60.0, gt=0)
 
 
-class ScorerSettings(ServerSettings):
+class ScorerSettings(ServerSettings, ScorerFields):
     """Which run to score and how."""
 
     model_config = SettingsConfigDict(env_prefix="DIALOOP_SCORER_")
@@ -48,23 +49,11 @@ class ScorerSettings(ServerSettings):
     """Divide advantages by the standard deviation of the group's rewards."""
     leave_one_out: bool = False
     """Compare each trajectory with the mean of the others instead of the mean of all."""
-    advantages_of: Literal["trajectory", "turn"] = "trajectory"
-    """Advantages of whole trajectories, or of each turn among all turns of the group."""
-    top_k: int = Field(default=0, ge=0)
-    """Imitate at most this many trajectories of a group, those above its median; 0: all."""
     advantage_eps: float = Field(default=1e-6, gt=0)
     """Smallest divisor, and the spread of rewards up to which a group counts as uniform."""
-    drop_uniform: bool = False
-    """Drop groups whose rewards are all the same, from which nothing is learned."""
 
     model_dir: Path | None = None
     """Hugging Face model directory of the reference model."""
-    reference_logprobs: bool = False
-    """Give every sampled token its log-prob under the reference model; needs model_dir."""
-    kl_coefficient: float = Field(default=0.0, ge=0)
-    """Reward -coefficient * KL(policy, reference) of each trajectory; needs model_dir."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """How KL is estimated from the sampled tokens."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameter type of the reference model."""
     device: str = "cpu"

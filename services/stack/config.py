@@ -1,5 +1,7 @@
 """The job config: what a TOML file may say, with defaults that train the built-in arithmetic task.
 
+What a table shares with its service stands in `services.rl.run_settings`, once.
+
 engine = "vllm"
 [train]
 num_train_steps = 50
@@ -11,8 +13,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from services.rl.objective_settings import ObjectiveSettings
-from services.rl.run_settings import SftSettings, TrackerSettings
+from services.rl.run_settings import (
+    CollectorFields,
+    InferenceFields,
+    ScorerFields,
+    SftSettings,
+    TrackerSettings,
+    TrainFields,
+)
 
 _NEED_REFERENCE = ("distill", "minor_sft")
 
@@ -83,7 +91,7 @@ class EnvironmentSection(_Section):
         return self
 
 
-class InferenceSection(_Section):
+class InferenceSection(_Section, InferenceFields):
     """How the policy is sampled from."""
 
     num_replicas: int = Field(default=1, ge=1, le=64)
@@ -92,54 +100,26 @@ class InferenceSection(_Section):
     """Most tokens of prompt and response together."""
     max_num_seqs: int = Field(default=64, ge=1)
     """Sequences sampled at one time."""
-    kv_cache_mib: int = Field(default=64, ge=1)
-    """Memory of vLLM's keys and values."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """Devices that one replica spans."""
-    update_mode: Literal["recompute", "keep_kv", "wait"] = "recompute"
-    """What a publish does to answers under way: compute their keys anew, keep them, or wait."""
     data_plane: Literal["shared_memory", "chunks", "nccl", "ipc"] = "shared_memory"
     """How a publish gets here: a file in memory, bytes over gRPC, or vLLM's own transfer (CUDA)."""
-    max_adapters: int = Field(default=0, ge=0)
-    """LoRA adapters held beside the policy; 0 for none, as vLLM is half as fast with them."""
-    max_adapter_rank: int = Field(default=16, ge=1)
-    """Largest rank of an adapter."""
 
 
-class CollectorSection(_Section):
+class CollectorSection(_Section, CollectorFields):
     """How episodes are played."""
 
-    group_size: int = Field(default=8, ge=1)
-    """Trajectories of one task: advantages are computed among them."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature of training trajectories."""
     max_new_tokens: int = Field(default=24, ge=1)
     """Most tokens of one turn."""
-    max_groups_in_flight: int = Field(default=16, ge=1)
-    """Groups played at one time."""
 
 
-class ScorerSection(_Section):
+class ScorerSection(_Section, ScorerFields):
     """How groups are scored."""
 
     divide_by_std: bool | None = None
     """Divide advantages by the standard deviation of rewards; absent: as the loss is meant."""
     leave_one_out: bool | None = None
     """Compare each trajectory with the mean of the others; absent: as the loss is meant."""
-    advantages_of: Literal["trajectory", "turn"] = "trajectory"
-    """Advantages of whole trajectories, or of each turn among all turns of the group."""
-    top_k: int = Field(default=0, ge=0)
-    """Imitate at most this many trajectories of a group, those above its median; 0: all."""
-    drop_uniform: bool = False
-    """Drop groups whose rewards are all the same before they are queued."""
-    reference_logprobs: bool = False
-    """Give every sampled token its log-prob under the reference: for KL terms and distillation."""
     reference_model: str = ""
     """Directory of the reference or teacher model; empty: the starting model."""
-    kl_coefficient: float = Field(default=0.0, ge=0)
-    """Reward -coefficient * KL(policy, reference model) of each trajectory."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """How KL is estimated from the sampled tokens."""
     rewards: tuple[dict[str, Any], ...] = ()
     """Rewards beside the environment's: {name, use = "module:function", weight}."""
 
@@ -159,59 +139,15 @@ class WarmStartSection(_Section):
     """JSONL of {"messages": [...]}; empty: the environment's own demonstrations."""
 
 
-class TrainSection(_Section):
+class TrainSection(_Section, TrainFields):
     """The training itself: reinforcement learning, or supervised fine-tuning."""
 
-    mode: Literal["rl", "sft"] = "rl"
-    """`rl` on what collectors play, or `sft` on the demonstrations of [sft]."""
     num_steps: int = Field(default=50, ge=0)
     """Train steps; one leased batch and one publish each."""
-    groups_per_train_step: int = Field(default=16, ge=1)
-    """Groups in a batch."""
-    num_minibatches: int = Field(default=2, ge=1)
-    """Optimiser updates of a train step."""
-    learning_rate: float = Field(default=1e-4, gt=0)
-    """Peak learning rate."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """What takes the updates; muon for hidden matrices with adamw for the rest."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes down to a tenth over all updates, or not."""
-    num_warmup_updates: int = Field(default=0, ge=0)
-    """Updates that raise the learning rate from 0."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradient norm to clip at."""
-    loss: str = "dppo_mask"
-    """A built-in loss, or `module:function` of yours."""
-    loss_options: dict[str, float] = {}
-    """Options of the loss."""
-    objective: ObjectiveSettings = ObjectiveSettings()
-    """What goes with any loss: aggregation, KL, entropy, corrections, epochs."""
-    pipeline_depth: int = Field(default=2, ge=0)
-    """Train steps that generation may run ahead; 0 is synchronous."""
-    max_staleness: int = Field(default=4, ge=0)
-    """Policy versions that the oldest trained token may lag."""
-    checkpoint_every: int = Field(default=10, ge=1)
-    """Train steps between checkpoints."""
-    sharded_checkpoints: bool = False
-    """Every process writes its own part of a checkpoint; either kind resumes on any number."""
-    keep_policies: int = Field(default=0, ge=0)
-    """Published policies to keep on disk; 0 keeps all, which re-scoring needs."""
     num_processes: int = Field(default=1, ge=1, le=64)
     """Processes that share the model (FSDP2); on CUDA each has a device of its own."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of the trainer, of each of its processes."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where the trainer has its model."""
-    autocast: Literal["", "bfloat16"] = ""
-    """Compute the layers in this format while weights keep `dtype`; empty for not."""
-    logprob_kernel: Literal["chunked", "cut"] = "chunked"
-    """Log-probs in chunks, or by cut-cross-entropy: CUDA, bfloat16, no entropy, extra `gpu`."""
-    activation_checkpointing: bool = False
-    """Compute activations anew in the backward pass: less memory for a third more time."""
-    max_trajectories_mb: int = Field(default=4096, ge=0)
-    """Size in MB at which the oldest part of trajectories.jsonl goes; 0 keeps all of it."""
 
     @model_validator(mode="after")
     def _require_staleness_covers_depth(self) -> TrainSection:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from services.rl.run_settings import CollectorFields, InferenceFields, ScorerFields, TrainFields
 from services.runtime.device_lock import DEVICE_LOCK, is_owned
 from services.stack.advantages import advantages_of
 from services.stack.child import ServiceSpec
@@ -17,6 +18,8 @@ from services.stack.readiness import grpc_ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from pydantic import BaseModel
 
     from services.stack.config import EnvironmentSection, JobConfig
     from services.stack.run_dir import RunDir
@@ -137,13 +140,7 @@ class Layout:
             "engine": self.config.engine,
             "model_dir": self.run_dir.model(self.config).resolve(),
             **self._weights(),
-            "max_adapters": section.max_adapters,
-            "max_adapter_rank": section.max_adapter_rank,
-            "max_model_len": section.max_model_len,
-            "max_num_seqs": section.max_num_seqs,
-            "kv_cache_mib": section.kv_cache_mib,
-            "tensor_parallel_size": section.tensor_parallel_size,
-            "update_mode": section.update_mode,
+            **_said(section, InferenceFields, "max_model_len", "max_num_seqs"),
             "max_new_tokens": self.config.collector.max_new_tokens,
             "dtype": self.config.dtype,
             **self._device_lock(),
@@ -175,13 +172,7 @@ class Layout:
             "replay_address": self.address("replay"),
             "model_dir": Path(section.reference_model or self.run_dir.model(self.config)).resolve(),
             **advantages_of(self.config),
-            "advantages_of": section.advantages_of,
-            "top_k": section.top_k,
-            "drop_uniform": section.drop_uniform,
-            "reference_logprobs": section.reference_logprobs,
-            "kl_coefficient": section.kl_coefficient,
-            "kl_estimator": section.kl_estimator,
-            "rewards": list(section.rewards),
+            **_said(section, ScorerFields, "rewards"),
         }
 
     def _collector(self) -> dict[str, object]:
@@ -204,10 +195,7 @@ class Layout:
                 }
                 for section in self.config.environments
             ],
-            "group_size": section.group_size,
-            "temperature": section.temperature,
-            "max_new_tokens": section.max_new_tokens,
-            "max_groups_in_flight": section.max_groups_in_flight,
+            **_said(section, CollectorFields, "max_new_tokens"),
             # 0 would keep the tasks in the source's order.
             "shuffle_seed": self.config.seed + 1,
         }
@@ -247,54 +235,28 @@ class Layout:
 
     def _lora(self) -> dict[str, object]:
         model = self.config.model
-        targets = list(model.lora_targets)
         return {
             "rank": model.lora_rank,
             "alpha": model.lora_alpha,
-            "targets": targets,
+            "targets": model.lora_targets,
             "publish": model.publish,
         }
 
     def _warm_start(self) -> dict[str, object]:
         section = self.config.warm_start
-        return {
-            "warm_start_steps": section.num_steps,
-            "warm_start_batch_size": section.batch_size,
-            "warm_start_learning_rate": section.learning_rate,
-            "warm_start_warmup_steps": section.num_warmup_steps,
-            "warm_start_split": self.config.environment.train_split,
-            **({"warm_start_file": section.file} if section.file else {}),
-        }
+        told = {f"warm_start_{n.removeprefix('num_')}": value for n, value in section}
+        if not section.file:
+            del told["warm_start_file"]
+        return told | {"warm_start_split": self.config.environment.train_split}
 
     def _train(self) -> dict[str, object]:
         section = self.config.train
         return {
-            "mode": section.mode,
+            **_said(section, TrainFields),
             "sft": self.config.sft.model_dump(),
             "lora": self._lora(),
             "trackers": self.config.trackers.model_dump(),
-            "device": section.device,
-            "autocast": section.autocast,
-            "logprob_kernel": section.logprob_kernel,
-            "activation_checkpointing": section.activation_checkpointing,
-            "max_trajectories_mb": section.max_trajectories_mb,
             "num_train_steps": section.num_steps,
-            "groups_per_train_step": section.groups_per_train_step,
-            "num_minibatches": section.num_minibatches,
-            "learning_rate": section.learning_rate,
-            "optimizer": section.optimizer,
-            "schedule": section.schedule,
-            "num_warmup_updates": section.num_warmup_updates,
-            "weight_decay": section.weight_decay,
-            "max_grad_norm": section.max_grad_norm,
-            "loss": section.loss,
-            "loss_options": section.loss_options,
-            "objective": section.objective.model_dump(),
-            "pipeline_depth": section.pipeline_depth,
-            "max_staleness": section.max_staleness,
-            "checkpoint_every": section.checkpoint_every,
-            "sharded_checkpoints": section.sharded_checkpoints,
-            "keep_policies": section.keep_policies,
             "torch_threads": section.num_threads,
             "dtype": self.config.dtype,
             "max_logprob_difference": self.config.gates.logprob_difference_at_most,
@@ -304,6 +266,11 @@ class Layout:
             **self._device_lock(),
             **({"shared_memory_dir": self.memory} if self.memory else {}),
         }
+
+
+def _said(section: BaseModel, shared: type[BaseModel], *more: str) -> dict[str, object]:
+    """What a table says of the settings that it shares with its service, and of `more`."""
+    return section.model_dump(include={*shared.model_fields, *more})
 
 
 def replica_names(config: JobConfig) -> tuple[str, ...]:
@@ -343,6 +310,6 @@ def environment_options(section: EnvironmentSection) -> dict[str, object]:
 def _text(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, (dict, list)):
+    if isinstance(value, (dict, list, tuple)):
         return json.dumps(value)
     return str(value)

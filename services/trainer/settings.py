@@ -9,15 +9,14 @@ from dialoop.errors import InvalidConfig
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from services.rl.objective_settings import ObjectiveSettings
-from services.rl.run_settings import LoraSettings, SftSettings, TrackerSettings
+from services.rl.run_settings import LoraSettings, SftSettings, TrackerSettings, TrainFields
 from services.runtime.settings import ServerSettings
 
 _DEVICE_PLANES = ("nccl", "ipc")
 _BAD_BATCHES = 3
 
 
-class TrainerSettings(ServerSettings):
+class TrainerSettings(ServerSettings, TrainFields):
     """What to train, on what, how, and where to write it."""
 
     model_config = SettingsConfigDict(env_prefix="DIALOOP_TRAINER_")
@@ -76,47 +75,11 @@ class TrainerSettings(ServerSettings):
     environment_options: dict[str, Any] = Field(default_factory=dict)
     """Options of that environment, as the environment service has them."""
 
-    mode: Literal["rl", "sft"] = "rl"
-    """Reinforcement learning on leased groups, or supervised fine-tuning on demonstrations."""
     sft: SftSettings = SftSettings()
     """What SFT trains on, as {"file": "chats.jsonl", "num_epochs": 3}."""
     num_train_steps: int = Field(default=50, ge=0)
     """Train steps; one leased batch each, or one batch of demonstrations."""
-    groups_per_train_step: int = Field(default=16, ge=1)
-    """Groups leased for a train step."""
-    max_bad_groups: int = Field(default=16, ge=1)
-    """Groups in a row that no train step can take before the job fails; three batches at least.
 
-    A few are no reason to stop, and become dead letters. So many without one that can be trained
-    mean that settings, loss and scorer do not go together.
-    """
-    num_minibatches: int = Field(default=2, ge=1)
-    """Optimiser updates of a train step."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """What takes the updates of RL and warm start."""
-    learning_rate: float = Field(default=1e-4, gt=0)
-    """Peak learning rate of RL."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How it goes down to a tenth over all updates, or not."""
-    num_warmup_updates: int = Field(default=0, ge=0)
-    """Updates that raise the learning rate from 0."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradient norm to clip at."""
-    loss: str = "dppo_mask"
-    """Name of a built-in loss, or module:function of yours."""
-    loss_options: dict[str, float] = Field(default_factory=dict)
-    """Options of the loss, as {"clip_low": 0.2, "clip_high": 0.2}."""
-    objective: ObjectiveSettings = ObjectiveSettings()
-    """What goes with the loss, as {"aggregation": "sequence", "kl_coeff": 0.1}."""
-    max_row_tokens: int = Field(default=1024, ge=16)
-    """Most tokens in a packed row."""
-
-    pipeline_depth: int = Field(default=2, ge=0)
-    """Train steps that generation may run ahead; 0 is synchronous."""
-    max_staleness: int = Field(default=4, ge=0)
-    """Policy versions that the oldest trained token may lag."""
     lease_s: float = Field(default=120.0, gt=0)
     """Seconds a leased group is ours without an extension."""
 
@@ -132,35 +95,16 @@ class TrainerSettings(ServerSettings):
     stop_without_gain: int = Field(default=0, ge=0)
     """Stop once so many of them in a row are no better than the best; 0 for never."""
 
-    checkpoint_every: int = Field(default=10, ge=1)
-    """Train steps between checkpoints."""
-    sharded_checkpoints: bool = False
-    """Every process writes its own part of a checkpoint; either kind resumes on any number."""
-    keep_policies: int = Field(default=0, ge=0)
-    """Published policies to keep on disk; 0 keeps all, which re-scoring needs."""
     max_logprob_difference: float = Field(default=1e-4, gt=0)
     """Trainer and replica may differ by this much on the probe, in nats, before it is an alarm."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameter type of the trained model."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where the model is trained."""
     device_lock: Path | None = None
     """File lock of the device that is shared with the replicas, by turns; absent: it is ours."""
     sleep_drain_s: float = Field(default=30.0, gt=0)
     """Seconds that a replica's answers under way have to end when it is put to sleep."""
-    autocast: Literal["", "bfloat16"] = ""
-    """Compute the layers in this format while the weights stay in `dtype`; empty for not."""
-    logprob_kernel: Literal["chunked", "cut"] = "chunked"
-    """How log-probs are computed: in chunks anywhere, or by cut-cross-entropy on CUDA in bfloat16.
-
-    The latter is the extra `gpu`, and gives no entropy.
-    """
-    activation_checkpointing: bool = False
-    """Compute activations anew in the backward pass: less memory for a third more time."""
     lora: LoraSettings = LoraSettings()
     """Train adapters instead of all weights, as {"rank": 8, "alpha": 16}."""
-    max_trajectories_mb: int = Field(default=4096, ge=0)
-    """Size in MB at which the oldest part of trajectories.jsonl goes; 0 keeps all of it."""
     trackers: TrackerSettings = TrackerSettings()
     """Who gets metrics beside metrics.jsonl, as {"tensorboard": true}."""
 
