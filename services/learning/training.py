@@ -13,14 +13,14 @@ from services.learning.parallel import ALONE, Ranks
 from services.learning.parallel_rows import keep_pace, rows_behind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from services.learning.loss_inputs import Loss
     from services.learning.models import PolicyModel
     from services.learning.optim import GuardedOptimizer, StepReport
-    from services.learning.packing import PackedBatch
+    from services.learning.packing import PackedBatch, TokenRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,8 @@ def update(  # noqa: PLR0913 - a model, its step, its data and how to look at th
 ) -> UpdateReport:
     """One optimiser update over packed rows; the result does not depend on how they are cut.
 
-    With several ranks each gives its own rows, and all get the same report.
+    With several ranks each gives its own rows, and all get the same report. An objective that
+    whitens does so over this update: of a train step of several see `whitened_sequences`.
     """
     objective = loss if isinstance(loss, Objective) else Objective(loss=loss)
     counts, num_behind = StepCounts.of(rows, ranks), rows_behind(len(rows), ranks)
@@ -147,11 +148,27 @@ def whitened(
     tokens = ranks.gather_tensors(torch.cat(own) if own else torch.empty(0).double())
     if not rows:
         return []
-    std, mean = torch.std_mean(torch.cat(tokens), correction=0)
+    whiten = _whitening(torch.cat(tokens), eps)
     return [
-        replace(
-            row,
-            advantages=torch.where(row.loss_mask, (a - mean) / (std + eps), 0.0).to(a.dtype),
-        )
+        replace(row, advantages=torch.where(row.loss_mask, whiten(a), 0.0).to(a.dtype))
         for row, a in zip(rows, given, strict=True)
     ]
+
+
+def whitened_sequences(rows: Sequence[TokenRow], *, eps: float = 1e-8) -> list[TokenRow]:
+    """The same of a whole train step, before it is cut into updates; all ranks give all of it.
+
+    Cut first, an update that holds but half of the answers could turn their signs.
+    """
+    given = [row.advantages for row in rows if row.advantages is not None]
+    if not given or len(given) < len(rows):
+        return list(rows)  # a loss that needs advantages says so itself
+    whiten = _whitening(torch.cat(given).double(), eps)
+    return [
+        replace(row, advantages=whiten(a).to(a.dtype)) for row, a in zip(rows, given, strict=True)
+    ]
+
+
+def _whitening(tokens: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
+    std, mean = torch.std_mean(tokens, correction=0)
+    return lambda advantages: (advantages - mean) / (std + eps)

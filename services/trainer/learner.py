@@ -24,7 +24,7 @@ from services.learning.packing import TokenRow
 from services.learning.parallel import ALONE, Ranks, sharded
 from services.learning.parallel_rows import own_rows, score_rows
 from services.learning.trainable import alike, require_trainable
-from services.learning.training import UpdateReport, update
+from services.learning.training import UpdateReport, update, whitened_sequences
 from services.rl.packing_plan import plan_rows
 from services.trainer.learner_files import ExportedWeights, LearnerFiles
 
@@ -174,6 +174,9 @@ class Learner:
         """The same on rows to train."""
         if self._objective.needs_proximal or self._settings.objective.proximal:
             rows = self._with_proximal(rows, temperature)
+        objective = self._objective
+        if objective.whiten:
+            rows, objective = whitened_sequences(rows), replace(objective, whiten=False)
         num_tokens = sum(int(row.response_mask.sum()) for row in rows)
         num = min(self._settings.num_minibatches, len(rows))
         reports = []
@@ -183,7 +186,7 @@ class Learner:
                 self._update(
                     rows[start::num],
                     self._optimizer,
-                    self._objective,
+                    objective,
                     temperature,
                     with_entropy=self._measures_entropy,
                 )

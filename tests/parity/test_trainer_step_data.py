@@ -1,0 +1,75 @@
+"""What a train step makes of its sequences before and while it cuts them into updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
+
+from services.learning.packing import PackedBatch
+from services.learning.tiny import make_tiny_model
+from services.trainer import learner as learner_module
+from services.trainer.batches import TrainedSequence
+from services.trainer.learner import Learner
+from services.trainer.settings import TrainerSettings
+
+VERSION = PolicyVersion(lineage="main", number=3)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[PackedBatch]:
+    """The packed rows that updates get, in their order."""
+    seen: list[PackedBatch] = []
+    real = learner_module.update
+
+    def watched(
+        policy: Any, optimizer: Any, rows: Rows[PackedBatch], *args: Any, **named: Any
+    ) -> Any:
+        seen.extend(rows)
+        return real(policy, optimizer, rows, *args, **named)
+
+    monkeypatch.setattr(learner_module, "update", watched)
+    return seen
+
+
+def sequence(first: int, advantage: float, size: int = 3) -> Sequence:
+    """Of a prompt of one token, which names it."""
+    pieces: list[tuple[list[int], dict[str, Any]]] = [
+        ([first], {"source": Source.PROMPT}),
+        (list(range(20, 20 + size)), {"source": Source.MODEL, "policy_version": VERSION}),
+    ]
+    return replace(sequence_of(pieces, logprobs=[-5.5] * size), advantage=advantage)
+
+
+def advantages_by_name(rows: list[PackedBatch]) -> dict[int, float]:
+    found = {}
+    for row in rows:
+        starts = row.cu_seqlens[:-1].tolist()
+        assert row.advantages is not None
+        found |= {int(row.packed_tokens[s]): float(row.advantages[s + 1]) for s in starts}
+    return found
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2, 4])
+def test_whitened_advantages_are_those_of_the_train_step_however_it_is_cut(
+    model_dir: Path, trained: list[PackedBatch], num_minibatches: int
+) -> None:
+    settings = TrainerSettings(
+        model_dir=model_dir, loss="reinforce_pp", num_minibatches=num_minibatches
+    )
+    given = dict(zip(range(5, 9), (-2.0, -1.0, 1.0, 2.0), strict=True))
+    rows = [TrainedSequence(sequence=sequence(n, a), prompt=n) for n, a in given.items()]
+    Learner(settings).train_step(rows, current=VERSION, temperature=1.0)
+    std = float(torch.tensor(list(given.values())).std(correction=0))
+    expected = {name: advantage / std for name, advantage in given.items()}
+    assert advantages_by_name(trained) == pytest.approx(expected, rel=1e-6)
