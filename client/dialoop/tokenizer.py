@@ -185,6 +185,10 @@ class Tokenizer:
         """Text with special tokens kept; invalid UTF-8 becomes replacement characters."""
         return self._trusting.decode(list(ids), skip_special_tokens=False)
 
+    def decode_plain(self, ids: Iterable[int]) -> str:
+        """What ids spell without the special tokens among them."""
+        return self.decode([token for token in ids if not self.is_special(token)])
+
     def decode_more(self, text: str, ids: Sequence[int] | Ids, more: Sequence[int]) -> str:
         """The text of `ids` and `more`, given the text of `ids`; costs as much as `more`."""
         window = [int(i) for i in ids[-_WINDOW:]]

@@ -110,7 +110,8 @@ class SamplingParams:
     @property
     def truncates(self) -> bool:
         """Whether the sampler cut the distribution, so that log-probs are not the policy's."""
-        return any(v is not None for v in (self.top_p, self.top_k, self.min_p))
+        is_neutral = self.top_p in (None, 1.0) and self.min_p in (None, 0.0)
+        return not is_neutral or self.top_k is not None
 
     @property
     def penalizes(self) -> bool:

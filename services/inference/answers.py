@@ -40,13 +40,15 @@ def sample_to_proto(sample: Sample) -> pb.Sample:
     return proto
 
 
-def piece_to_proto(piece: Piece, text: RunningText) -> pb.GenerateStreamResponse:
-    """Some tokens of a stream, and the whole characters they add."""
+def piece_to_proto(
+    piece: Piece, text: RunningText, shown: Iterable[int]
+) -> pb.GenerateStreamResponse:
+    """Some tokens of a stream, and the whole characters that those of them add that are shown."""
     return pb.GenerateStreamResponse(
         token_ids=piece.token_ids,
         inference_logprobs=piece.logprobs,
         policy_version=policy_version_to_proto(piece.policy_version),
-        text=text.add(piece.token_ids),
+        text=text.add(shown),
     )
 
 
@@ -76,8 +78,11 @@ def warnings_of(ask: Ask, sampling: SamplingParams) -> list[str]:
             for name in unused
             if getattr(ask, name)
         ]
-    elif ask.truncate_prompt:
-        found.append("truncate_prompt is not used: a history is never cut.")
+    else:
+        if ask.truncate_prompt:
+            found.append("truncate_prompt is not used: a history is never cut.")
+        if ask.skip_special_tokens:
+            found.append("skip_special_tokens is not used: a content is all that was sampled.")
     if sampling.temperature == 0 and (sampling.truncates or sampling.seed is not None):
         found.append("top_p, top_k, min_p and seed are not used: temperature 0 is greedy.")
     return found

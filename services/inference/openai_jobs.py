@@ -164,6 +164,7 @@ class Jobs:
             "top_p": body.top_p,
             "top_k": body.top_k,
             "min_p": body.min_p,
+            "repetition_penalty": body.repetition_penalty,
             "seed": body.seed,
             "max_new_tokens": body.max_tokens or max_completion_tokens,
         }

@@ -150,6 +150,8 @@ class SamplingBody(_Body):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     """Add prompt_token_ids, and token_ids to each choice."""
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    """1 is none; with another the calls are not trained on."""
     presence_penalty: float = Field(default=0, ge=0, le=0)
     """Only 0: what is trained must be the distribution that was sampled."""
     frequency_penalty: float = Field(default=0, ge=0, le=0)

@@ -46,6 +46,7 @@ class Ask:
     tools: tuple[ToolDefinition, ...] = ()
     template_options: Mapping[str, Any] = field(default_factory=dict)
     truncate_prompt: bool = False
+    skip_special_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,7 @@ class RawPrompt:
     text: str | None
     turn: int
     num_truncated_tokens: int = 0
+    skip_special_tokens: bool = False
 
 
 class Renderer:
@@ -116,6 +118,7 @@ class Renderer:
             text=None if num_cut else ask.text,
             turn=ask.turn,
             num_truncated_tokens=num_cut,
+            skip_special_tokens=ask.skip_special_tokens,
         )
 
     def template_named(self, name: str) -> ChatTemplate:
@@ -198,7 +201,10 @@ class Renderer:
             ids = sampled.token_ids[start : start + span.length]
             runs.append((ids, fields | {"policy_version": span.policy_version}))
             start += span.length
-        response = self.tokenizer.decode(sampled.token_ids)
+        spelt = self.tokenizer.decode
+        if prompt.skip_special_tokens:
+            spelt = self.tokenizer.decode_plain
+        response = spelt(sampled.token_ids)
         text = prompt.text
         if text is None:
             text = self.tokenizer.decode(prompt.sequence.token_ids.tolist())

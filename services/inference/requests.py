@@ -52,6 +52,7 @@ def ask_of(request: pb.GenerateRequest) -> Ask:
         tools=tuple(tool_from_proto(tool) for tool in request.tools),
         template_options=template_options_of(request.template_options_json),
         truncate_prompt=request.truncate_prompt,
+        skip_special_tokens=request.skip_special_tokens,
     )
 
 

@@ -41,7 +41,7 @@ from services.inference.requests import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterable
 
     import grpc
     from dialoop.sequences import Sequence
@@ -82,9 +82,10 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
         generating = asyncio.ensure_future(self._generate(request.request, pieces))
         generating.add_done_callback(lambda _: pieces.put_nowait(None))
         text = RunningText(self._renderer.tokenizer)
+        skips = request.request.skip_special_tokens and not request.request.HasField("history")
         try:
             while (piece := await pieces.get()) is not None:
-                yield piece_to_proto(piece, text)
+                yield piece_to_proto(piece, text, self._shown(piece, skips_special=skips))
             yield pb.GenerateStreamResponse(completed=await generating)
         finally:
             generating.cancel()  # a caller who leaves frees the engine's slot
@@ -185,6 +186,11 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
             warnings=warnings_of(ask, sampling),
             distribution=int(sampling.distribution),  # type: ignore[arg-type]  # enums are ints
         )
+
+    def _shown(self, piece: Piece, *, skips_special: bool) -> Iterable[int]:
+        """The tokens of a piece that are told as text."""
+        is_special = self._renderer.tokenizer.is_special
+        return [i for i in piece.token_ids if not (skips_special and is_special(i))]
 
     def _rows(self, request: pb.LogProbRequest) -> tuple[list[list[int]], list[Sequence]]:
         """The ids to score; and as sequences, where they are made here."""

@@ -22,8 +22,8 @@ from services.runtime.problems import (
     UnsupportedMediaType,
     fields_refused,
 )
-from services.runtime.promoting import promoted
 from services.runtime.queries import pairs_of
+from services.runtime.rereading import reread
 from services.runtime.rest_context import RestContext
 from services.runtime.schema import Models, decode
 
@@ -45,6 +45,15 @@ class _Asked:
     warnings: Sequence[str] = ()
     padding: Padding | None = None
 
+    def warn_in(self, answer: Any) -> None:
+        """Add the warnings to an answer, or to the last one of a stream."""
+        if not self.warnings:
+            return
+        if "warnings" in answer.DESCRIPTOR.fields_by_name:
+            answer.warnings.extend(self.warnings)
+        elif answer.HasField("completed"):
+            answer.completed.warnings.extend(self.warnings)
+
 
 class Endpoint:
     """Serves one route."""
@@ -61,7 +70,7 @@ class Endpoint:
         self._kind = GetMessageClass(rpc.input_type)
         self._model = models.model(rpc.input_type, frozenset(route.bindings.values()))
         self._encode = models.encoder(rpc.output_type)
-        self._can_warn = not route.is_stream and "warnings" in rpc.output_type.fields_by_name
+        self._can_warn = not {"warnings", "completed"}.isdisjoint(rpc.output_type.fields_by_name)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -115,8 +124,7 @@ class Endpoint:
             raise
         if not self._route.is_stream:
             message = await called
-            if asked.warnings:
-                message.warnings.extend(asked.warnings)
+            asked.warn_in(message)
             if asked.padding is None:
                 await answer.whole(message)
                 return
@@ -124,6 +132,7 @@ class Endpoint:
             await answer.whole(message, beside)
             return
         async for message in called:
+            asked.warn_in(message)
             await answer.part(message)
         await answer.end()
 
@@ -159,7 +168,7 @@ class Endpoint:
             return _Asked(self._from_json(body))
         except FieldsRefused:
             # Only what is refused is looked at again: a right body costs nothing more.
-            found = promoted(body, self._route.rpc.input_type) if self._can_warn else None
+            found = reread(body, self._route.rpc.input_type) if self._can_warn else None
             if found is None:
                 raise
         body, warnings = found

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from dialoop.clients.inference import GENERATE, LOG_PROB
-from dialoop.errors import InvalidInput
+from dialoop.errors import DialoopWarning, InvalidInput
 from dialoop.trajectory import SamplingParams
 from dialoop.v1 import chat_pb2
 from dialoop.v1 import inference_service_pb2 as pb
 
 from tests.inference_world import QUESTION, model_dir, world  # noqa: F401
-from tests.rest_world import http_of
+from tests.rest_world import http_of, refusal, service
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
+OPENED = "<|im_start|>user\n35+40<|im_end|>\n<|im_start|>assistant\n"
 PROMPT = {"prompt": {"messages": [{"role": "user", "content": "35+40"}]}}
 
 
@@ -55,3 +58,81 @@ async def test_a_penalty_that_is_none_is_refused_at_both_doors(model_dir, tmp_pa
             assert (answer.status_code, answer.json()["reason"]) == (400, "INVALID_SAMPLING")
             with pytest.raises(InvalidInput, match="repetition_penalty"):
                 await w.channel.call(GENERATE, pb.GenerateRequest(**request))
+
+
+async def test_older_names_of_sampling_are_read_as_ours_are(model_dir, tmp_path):
+    ours = {"max_new_tokens": 6, "stop": ["9"], "temperature": 0.0}
+    older = {"max_tokens": 6, "stop_sequences": "9", "do_sample": False, "n": 2, "num_beams": 1}
+    async with world(model_dir, tmp_path / "w", has_rest=True) as w, http_of(w.server) as http:
+        plain = {"history": PROMPT, "sampling": ours, "num_samples": 2}
+        expected = (await http.post("/v1/generate", json=plain)).json()
+        answer = await http.post("/v1/generate", json={"history": PROMPT, "sampling": older})
+        told = answer.json()
+        assert told["samples"] == expected["samples"]
+        assert told["sampling"] == expected["sampling"]
+        assert told["warnings"] == []
+
+
+async def test_of_two_names_the_older_wins_with_a_warning_also_on_a_stream():
+    both = {"max_tokens": 6, "max_new_tokens": 9}
+    said = ["max_tokens 6 was taken, max_new_tokens 9 was not: give one of them."]
+    async with service("inference") as server, http_of(server) as http:
+        body = {"history": PROMPT, "sampling": both}
+        told = (await http.post("/v1/generate", json=body)).json()
+        assert (told["sampling"]["max_new_tokens"], told["warnings"]) == (6, said)
+        lines = await http.post("/v1/generate_stream", json={"request": body})
+        last = json.loads(lines.text.splitlines()[-1])
+        assert last["completed"]["warnings"] == said
+
+
+@pytest.mark.parametrize(
+    ("sampling", "status", "reason"),
+    [
+        ({"num_beams": 4}, 501, "BEAMS_UNSUPPORTED"),
+        ({"presence_penalty": 0.5}, 501, "SAMPLING_UNSUPPORTED"),
+        ({"n": 2, "num_return_sequences": 3}, 400, "INVALID_SAMPLING"),
+        ({"do_sample": False, "temperature": 0.7}, 400, "INVALID_SAMPLING"),
+        ({"logprobs": True}, 400, "INVALID_SAMPLING"),
+        ({"tempreature": 0.7}, 400, "UNKNOWN_FIELD"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_and_named(sampling, status, reason):
+    async with service("inference") as server, http_of(server) as http:
+        answer = await http.post("/v1/generate", json={"history": PROMPT, "sampling": sampling})
+        assert refusal(answer) == (status, reason)
+        assert answer.json()["remedy"]
+
+
+async def test_two_counts_of_samples_are_refused_wherever_they_stand():
+    async with service("inference") as server, http_of(server) as http:
+        body = {"history": PROMPT, "num_samples": 3, "sampling": {"n": 2}}
+        assert refusal(await http.post("/v1/generate", json=body)) == (400, "INVALID_SAMPLING")
+
+
+async def test_special_tokens_are_left_out_of_a_response_s_text_and_stay_tokens(
+    model_dir, tmp_path
+):
+    async with world(model_dir, tmp_path / "w", has_rest=True) as w, http_of(w.server) as http:
+        tokenizer = w.renderer.tokenizer
+        sampling = SamplingParams(seed=1, max_new_tokens=60)
+        asked = {"text": OPENED, "sampling": sampling, "num_samples": 8}
+        plain = await w.client.generate(**asked)
+        skipping = await w.client.generate(**asked, skip_special_tokens=True)
+        assert any(p.text.response != s.text.response for p, s in zip(plain, skipping, strict=True))
+        for one, other in zip(plain, skipping, strict=True):
+            ids = other.sequence.token_ids.tolist()
+            assert one.sequence.token_ids.tolist() == ids
+            sampled = other.sequence.token_ids[other.sequence.response_mask()].tolist()
+            plainly = [i for i in sampled if not tokenizer.is_special(i)]
+            assert other.text.response == tokenizer.decode(plainly)
+            assert other.text.full == OPENED + other.text.response
+        stream = w.client.generate_stream(text=OPENED, sampling=sampling, skip_special_tokens=True)
+        chunks = [c async for c in stream]
+        text = "".join(c.text for c in chunks)  # an unfinished character is never told
+        assert chunks[-1].samples[0].text.response.rstrip("\ufffd") == text.rstrip("\ufffd")
+        body = {"text": OPENED, "sampling": {"seed": 1, "max_new_tokens": 60}, "num_samples": 8}
+        told = (await http.post("/v1/generate", json=body | {"skip_special_tokens": True})).json()
+        texts = [sample["text"]["response"] for sample in told["samples"]]
+        assert texts == [sample.text.response for sample in skipping]
+        with pytest.warns(DialoopWarning, match="skip_special_tokens is not used"):
+            await w.client.generate(QUESTION, sampling=sampling, skip_special_tokens=True)

@@ -8,7 +8,7 @@ import pytest
 from dialoop.v1 import environment_service_pb2 as env
 from google.protobuf import descriptor_pool
 
-from services.runtime.promoting import promoted
+from services.runtime.rereading import reread
 from tests.contract.test_congruence import ANSWER, KEY
 from tests.rest_world import http_of, refusal, service
 
@@ -114,11 +114,9 @@ async def test_nothing_is_promoted_where_the_answer_cannot_say_so():
 
 def test_a_right_body_is_left_alone():
     descriptor = env.StepRequest.DESCRIPTOR
-    assert (
-        promoted(b'{"history": {"response": {"messages": []}}, "episode": 1}', descriptor) is None
-    )
-    assert promoted(b"[1", descriptor) is None
-    assert promoted(b"[" * 100_000, descriptor) is None
+    assert reread(b'{"history": {"response": {"messages": []}}, "episode": 1}', descriptor) is None
+    assert reread(b"[1", descriptor) is None
+    assert reread(b"[" * 100_000, descriptor) is None
 
 
 def test_every_answer_to_a_question_in_messages_can_say_what_it_made_of_it():

@@ -125,13 +125,15 @@ class InferenceClient:
         tools: Iterable[ToolDefinition] = (),
         template_options: Mapping[str, Any] | None = None,
         truncate_prompt: bool = False,
+        skip_special_tokens: bool = False,
         deadline_s: float | None = None,
     ) -> tuple[Sample, ...]:
         """Answer a history, or continue a text or token ids, `num_samples` times.
 
         `context` are the tokens known so far of the first `num_context_messages` messages. The
         template's name, tools and options say how a history is rendered. With `truncate_prompt` a
-        text or token prompt that fills the context loses its oldest tokens, and the sample says so.
+        text or token prompt that fills the context loses its oldest tokens, and the sample says so;
+        with `skip_special_tokens` its response's text leaves special tokens out.
         """
         question = Question(
             history=history,
@@ -147,6 +149,7 @@ class InferenceClient:
             tools=tools,
             template_options=template_options or {},
             truncate_prompt=truncate_prompt,
+            skip_special_tokens=skip_special_tokens,
         )
         answer = await self._channel.call(GENERATE, question.to_proto(), deadline_s=deadline_s)
         return samples_from_proto(answer)
@@ -166,6 +169,7 @@ class InferenceClient:
         tools: Iterable[ToolDefinition] = (),
         template_options: Mapping[str, Any] | None = None,
         truncate_prompt: bool = False,
+        skip_special_tokens: bool = False,
         deadline_s: float | None = None,
     ) -> AsyncIterator[SampleChunk]:
         """As `generate`, tokens as they are sampled; the last chunk carries the whole sample."""
@@ -182,6 +186,7 @@ class InferenceClient:
             tools=tools,
             template_options=template_options or {},
             truncate_prompt=truncate_prompt,
+            skip_special_tokens=skip_special_tokens,
         )
         stream = pb.GenerateStreamRequest(request=question.to_proto())
         answers = self._channel.stream(GENERATE_STREAM, stream, deadline_s=deadline_s)

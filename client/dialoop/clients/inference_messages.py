@@ -48,6 +48,7 @@ class Question:
     tools: Iterable[ToolDefinition] = ()
     template_options: Mapping[str, Any] = field(default_factory=dict)
     truncate_prompt: bool = False
+    skip_special_tokens: bool = False
 
     def to_proto(self) -> pb.GenerateRequest:
         """The request; the service names what it misses."""
@@ -66,6 +67,7 @@ class Question:
             if self.template_options
             else "",
             truncate_prompt=self.truncate_prompt,
+            skip_special_tokens=self.skip_special_tokens,
         )
         if self.history is not None:
             request.history.prompt.CopyFrom(history_to_proto(self.history))

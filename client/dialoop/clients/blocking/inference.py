@@ -41,13 +41,15 @@ class BlockingInferenceClient:
         tools: Iterable[ToolDefinition] = (),
         template_options: Mapping[str, Any] | None = None,
         truncate_prompt: bool = False,
+        skip_special_tokens: bool = False,
         deadline_s: float | None = None,
     ) -> tuple[Sample, ...]:
         """Answer a history, or continue a text or token ids, `num_samples` times.
 
         `context` are the tokens known so far of the first `num_context_messages` messages. The
         template's name, tools and options say how a history is rendered. With `truncate_prompt` a
-        text or token prompt that fills the context loses its oldest tokens, and the sample says so.
+        text or token prompt that fills the context loses its oldest tokens, and the sample says so;
+        with `skip_special_tokens` its response's text leaves special tokens out.
         """
         return self._loop.run(
             self._client.generate(
@@ -64,6 +66,7 @@ class BlockingInferenceClient:
                 tools=tools,
                 template_options=template_options,
                 truncate_prompt=truncate_prompt,
+                skip_special_tokens=skip_special_tokens,
                 deadline_s=deadline_s,
             )
         )
@@ -83,6 +86,7 @@ class BlockingInferenceClient:
         tools: Iterable[ToolDefinition] = (),
         template_options: Mapping[str, Any] | None = None,
         truncate_prompt: bool = False,
+        skip_special_tokens: bool = False,
         deadline_s: float | None = None,
     ) -> Iterator[SampleChunk]:
         """As `generate`, tokens as they are sampled; the last chunk carries the whole sample."""
@@ -100,6 +104,7 @@ class BlockingInferenceClient:
                 tools=tools,
                 template_options=template_options,
                 truncate_prompt=truncate_prompt,
+                skip_special_tokens=skip_special_tokens,
                 deadline_s=deadline_s,
             )
         )

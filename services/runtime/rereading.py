@@ -1,4 +1,6 @@
-"""A single message where JSON's reader expects several: it is made a history, and that is said.
+"""A second reading of a JSON body that was refused: what it may mean, and the warning that says so.
+
+A single message where several are expected is made a history:
 
 {"history": {"prompt": {"role": "user", "content": "3+4"}}}                 a message for a history
 {"history": {"prompt": {"messages": {"role": "user", "content": "3+4"}}}}   a message for its list
@@ -7,7 +9,7 @@
 All three become {"history": {"prompt": {"messages": [{"role": "user", "content": "3+4"}]}}}; the
 first two with a warning, as one dimension was missing. A conversation where rows of them are
 expected (LogProb's histories) becomes the one row, with a warning. Nothing else is promoted, and
-nothing where the answer has no `warnings` to say it in.
+nothing where the answer has no `warnings` to say it in. Sampling is also read in older names.
 """
 
 from __future__ import annotations
@@ -17,28 +19,32 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidHistory
 
+from services.runtime.legacy import modern_sampling
+
 if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 _HISTORY, _CHAT = "dialoop.v1.History", "dialoop.v1.ChatHistory"
+_GENERATE = "dialoop.v1.GenerateRequest"
 _IS_ONE_MESSAGE = "a single message stands where {} is expected; it was made one."
 
 
-def promoted(body: bytes, request: Descriptor) -> tuple[bytes, list[str]] | None:
+def reread(body: bytes, request: Descriptor) -> tuple[bytes, list[str]] | None:
     """The body with messages made histories, and what to say of it; None where none was.
 
-    Raises InvalidHistory (BATCH_OF_HISTORIES) where several conversations stand in one's place.
+    Raises InvalidHistory (BATCH_OF_HISTORIES) where several conversations stand in one's place, and
+    what `read_generate_options` does.
     """
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    found = _Promotion()
+    found = _Reading()
     made = found.message(fields, request, "")
     return (json.dumps(made).encode(), found.warnings) if found.is_any else None
 
 
-class _Promotion:
+class _Reading:
     """A walk through a body along its request's descriptor."""
 
     def __init__(self) -> None:
@@ -50,6 +56,8 @@ class _Promotion:
             value = self._history(value, path)
         if not isinstance(value, dict):
             return value
+        if kind.full_name == _GENERATE:
+            value = self._sampling(value)
         known = kind.fields_by_name
         return {
             name: self._field(inner, known[name], _inside(path, name)) if name in known else inner
@@ -82,6 +90,14 @@ class _Promotion:
             said = f"{_inside(path, 'messages')}: {_IS_ONE_MESSAGE.format('a list of messages')}"
             return {**value, "messages": self._wrapped(value["messages"], said)}
         return value
+
+    def _sampling(self, value: dict[str, Any]) -> dict[str, Any]:
+        found = modern_sampling(value)
+        if found is None:
+            return value
+        self.is_any = True
+        self.warnings.extend(found[1])
+        return found[0]
 
     def _wrapped(self, value: Any, said: str) -> list[Any]:
         self.is_any = True

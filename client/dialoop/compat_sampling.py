@@ -1,0 +1,237 @@
+"""Names that wrappers of transformers and vLLM give to sampling, read into ours.
+
+    options = generate_options(max_tokens=8, n=4, do_sample=False)
+    await client.generate(history, sampling=options.sampling, num_samples=options.num_samples)
+
+Of two names for one thing the older wins, with a warning; two numbers of samples are an error. What
+changes the samples and is not done here is refused, never ignored: every token's log-prob is that
+of a draw from the policy, under the weights of its version.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from dialoop.errors import DialoopWarning, InvalidInput, Unsupported
+from dialoop.trajectory import SamplingParams
+
+_PLAIN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_new_tokens")
+_LENGTHS = ("max_tokens", "max_new_tokens")
+_STOPS = ("stop_sequences", "stop_strings", "stop")
+_COUNTS = ("n", "num_return_sequences", "num_samples")
+_BEAM_ONLY = ("length_penalty", "early_stopping")
+# Values that say "off" in vLLM or transformers, where ours is to leave the name out.
+_OFF: Mapping[str, tuple[Any, ...]] = MappingProxyType({"top_k": (-1, 0)})
+# Further names of vLLM and transformers, and the values with which they do nothing.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+        "logit_bias": ({},),
+        "bad_words": ([],),
+        "bad_words_ids": ([],),
+        "allowed_token_ids": (),
+        "min_tokens": (0,),
+        "min_new_tokens": (0,),
+        "ignore_eos": (False,),
+        "stop_token_ids": ([],),
+        "best_of": (1,),
+        "use_beam_search": (False,),
+        "typical_p": (1,),
+        "no_repeat_ngram_size": (0,),
+        "encoder_repetition_penalty": (1,),
+        "diversity_penalty": (0,),
+        "num_beam_groups": (1,),
+        "epsilon_cutoff": (0,),
+        "eta_cutoff": (0,),
+        "penalty_alpha": (),
+        "include_stop_str_in_output": (True,),
+        "prompt_logprobs": (),
+        "return_log_probs": (True,),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions:
+    """What was asked in other names: sampling, how many samples, and what was taken otherwise."""
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    num_samples: int = 1
+    skip_special_tokens: bool = False
+    warnings: tuple[str, ...] = ()
+
+
+def generate_options(**given: Any) -> GenerateOptions:
+    """`read_generate_options`, with its warnings said by Python's `warnings`."""
+    options = read_generate_options(given)
+    for text in options.warnings:
+        warnings.warn(text, DialoopWarning, stacklevel=2)
+    return options
+
+
+def read_generate_options(given: Mapping[str, Any]) -> GenerateOptions:
+    """Our options of theirs; a name that is None counts as absent.
+
+    Raises InvalidInput (INVALID_SAMPLING, UNKNOWN_FIELD), and Unsupported (BEAMS_UNSUPPORTED,
+    SAMPLING_UNSUPPORTED) for what would change the samples and is not done here.
+    """
+    return _Reader({name: value for name, value in given.items() if value is not None}).options()
+
+
+class _Reader:
+    """Takes the names out one by one; what is left is not known."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._given = given
+        self._warnings: list[str] = []
+
+    def options(self) -> GenerateOptions:
+        self._refuse_beams()
+        self._refuse_others()
+        self._take_logprobs()
+        length = self._oldest(_LENGTHS)
+        stop = self._oldest(_STOPS)
+        count = self._count()
+        sampling = {n: self._given.pop(n) for n in _PLAIN if n in self._given}
+        sampling = {n: v for n, v in sampling.items() if v not in _OFF.get(n, ())}
+        self._take_do_sample(sampling)
+        skips = self._given.pop("skip_special_tokens", False)
+        _require(isinstance(skips, bool), "skip_special_tokens", skips, "true or false")
+        self._require_nothing_left()
+        _require_numbers(sampling | ({} if length is None else {"max_new_tokens": length}))
+        return GenerateOptions(
+            sampling=SamplingParams(**sampling, max_new_tokens=length, stop=_texts(stop)),
+            num_samples=count,
+            skip_special_tokens=skips,
+            warnings=tuple(self._warnings),
+        )
+
+    def _refuse_beams(self) -> None:
+        num_beams = self._given.pop("num_beams", 1)
+        _require(_is_count(num_beams), "num_beams", num_beams, "1")
+        if num_beams > 1:
+            raise Unsupported(
+                f"num_beams is {num_beams}: what a search over beams finds is no sample of the "
+                "policy, and its tokens have no probability of being drawn.",
+                reason="BEAMS_UNSUPPORTED",
+                remedy="Leave num_beams out; ask for num_samples and keep the likeliest, or give "
+                "temperature 0 for greedy decoding.",
+            )
+        for name in _BEAM_ONLY:
+            if name in self._given:
+                del self._given[name]
+                self._warnings.append(f"{name} is not used: it is of searches over beams.")
+
+    def _refuse_others(self) -> None:
+        for name, neutral in _NEUTRAL.items():
+            if name not in self._given:
+                continue
+            value = self._given.pop(name)
+            if not any(value == one and isinstance(value, bool) <= isinstance(one, bool)
+                       for one in neutral):  # fmt: skip
+                raise Unsupported(
+                    f"{name} is not done here.",
+                    reason="SAMPLING_UNSUPPORTED",
+                    remedy=_REMEDIES.get(name, "Leave it out."),
+                )
+
+    def _take_logprobs(self) -> None:
+        """The sampled token's log-prob is always told: 0 and 1 ask for it."""
+        asked = self._given.pop("logprobs", None)
+        is_number = asked is None or _is_count(asked, least=0)
+        _require(is_number, "logprobs", asked, "a number, 0 or 1, and never true or false")
+        if asked is not None and asked > 1:
+            raise Unsupported(
+                f"logprobs is {asked}: only the sampled token's log-prob is known here.",
+                reason="SAMPLING_UNSUPPORTED",
+                remedy="Give 1, or leave it out.",
+            )
+
+    def _oldest(self, names: tuple[str, ...]) -> Any:
+        """The value of the first of some names that is given; others that differ are told of."""
+        found = {name: self._given.pop(name) for name in names if name in self._given}
+        if not found:
+            return None
+        name, value = next(iter(found.items()))
+        self._warnings += [
+            f"{name} {value} was taken, {other} {unused} was not: give one of them."
+            for other, unused in found.items()
+            if unused != value
+        ]
+        return value
+
+    def _count(self) -> int:
+        found = {name: self._given.pop(name) for name in _COUNTS if name in self._given}
+        for name, value in found.items():
+            _require(_is_count(value), name, value, "a number of samples, 1 or more")
+        if len(set(found.values())) > 1:
+            said = ", ".join(f"{name} is {value}" for name, value in found.items())
+            raise _invalid(f"{said}.", "Give one of them.")
+        return int(next(iter(found.values()), 1))
+
+    def _take_do_sample(self, sampling: dict[str, Any]) -> None:
+        """do_sample=False is temperature 0, and contradicts any other."""
+        asked = self._given.pop("do_sample", None)
+        _require(asked is None or isinstance(asked, bool), "do_sample", asked, "true or false")
+        temperature = sampling.get("temperature")
+        is_greedy = temperature == 0
+        if asked is False and temperature is None:
+            sampling["temperature"] = 0.0
+        elif asked is not None and asked == is_greedy:
+            raise _invalid(
+                f"do_sample is {asked} and temperature is {temperature}.",
+                "Greedy decoding is do_sample=False with temperature 0, or without one.",
+            )
+
+    def _require_nothing_left(self) -> None:
+        if self._given:
+            raise InvalidInput(
+                f"Sampling has no parameter '{next(iter(self._given))[:40]}'.",
+                reason="UNKNOWN_FIELD",
+                remedy="Leave it out.",
+            )
+
+
+_REMEDIES: Mapping[str, str] = MappingProxyType(
+    {
+        "include_stop_str_in_output": "Leave it out: a stop string stays, as it was sampled.",
+        "prompt_logprobs": "Ask LogProb for the log-probs of a prompt.",
+        "return_log_probs": "Leave it out: log-probs always come with the tokens.",
+        "stop_token_ids": "Give the tokens' text as stop_sequences.",
+        "presence_penalty": "Give repetition_penalty, or leave it out.",
+        "frequency_penalty": "Give repetition_penalty, or leave it out.",
+    }
+)
+
+
+def _texts(stop: Any) -> tuple[str, ...]:
+    texts = [stop] if isinstance(stop, str) else stop or []
+    is_list = isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts)
+    _require(is_list, "stop", stop, "text, or a list of texts")
+    return tuple(texts)
+
+
+def _require_numbers(sampling: Mapping[str, Any]) -> None:
+    for name, value in sampling.items():
+        is_whole = name in ("top_k", "seed", "max_new_tokens")
+        kinds = (int,) if is_whole else (int, float)
+        is_number = isinstance(value, kinds) and not isinstance(value, bool)
+        _require(is_number, name, value, "a whole number" if is_whole else "a number")
+
+
+def _is_count(value: Any, *, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _require(holds: bool, name: str, value: Any, expected: str) -> None:
+    if not holds:
+        raise _invalid(f"{name} is {value!r:.40}.", f"Give {expected}.")
+
+
+def _invalid(message: str, remedy: str) -> InvalidInput:
+    return InvalidInput(message, reason="INVALID_SAMPLING", remedy=remedy)
