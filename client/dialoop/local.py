@@ -35,7 +35,6 @@ from dialoop.local_runs import LocalRuns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from types import TracebackType
     from typing import Self
 
     from dialoop.clients.environment import ResetItem, StepItem
@@ -93,12 +92,7 @@ class LocalEnvironmentClient(LocalRuns):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for session_id in tuple(self._sessions):
             await self.close_session(session_id)
         for environment in self._acquired.values():

@@ -15,7 +15,6 @@ from services.runtime.server import GrpcServer
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Mapping
-    from types import TracebackType
     from typing import Self
 
     from dialoop.clients.channel import RetryPolicy
@@ -62,12 +61,7 @@ class Server(Protocol):
 
     async def __aenter__(self) -> Self: ...
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    async def __aexit__(self, *_: object) -> None: ...
 
 
 class Connect(Protocol):

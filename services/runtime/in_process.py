@@ -27,7 +27,6 @@ from services.runtime.in_process_call import Asked, InProcessCall, Wire, refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from types import TracebackType
     from typing import Self
 
     from dialoop.clients.channel import RetryPolicy
@@ -146,12 +145,7 @@ class InProcessServer:
         await self.set_serving(True)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.stop()
         self._place.server = None
         self._place.is_taken.clear()

@@ -27,7 +27,6 @@ from services.runtime.shutdown import StopSignal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from types import TracebackType
     from typing import Self
 
     from services.runtime.http_routes import HttpRoute
@@ -143,12 +142,7 @@ class GrpcServer:
         log.info("Serving.", extra={**where, "address": self.address})
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._stop.event.set()
         await self._exits.aclose()
 

@@ -10,7 +10,6 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import Self
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -41,12 +40,7 @@ class StopSignal:
             self._listen()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.event.set()
         await self._exits.aclose()
 

@@ -18,7 +18,6 @@ from services.stack.processes import kill_members, members
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from types import TracebackType
     from typing import Self
 
 _GRACE_S = 8.0
@@ -39,12 +38,7 @@ class Guardian:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.communicate()
 
     def watch(self, pid: int) -> None:

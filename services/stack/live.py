@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import Self
 
     from dialoop.clients.replay import LedgerCounts
@@ -133,12 +132,7 @@ class LiveView:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     def show(self, snapshot: Snapshot) -> None:

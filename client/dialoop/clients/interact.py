@@ -26,7 +26,6 @@ from dialoop.v1 import environment_service_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from types import TracebackType
     from typing import Self
 
     from dialoop.clients.channel import Channel
@@ -59,12 +58,7 @@ class InteractiveSessions:
         self._reader = asyncio.create_task(self._read())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._reader is not None
         self._reader.cancel()
         await asyncio.wait([self._reader])

@@ -15,7 +15,6 @@ from dialoop.errors import PreconditionFailed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Iterator
-    from types import TracebackType
     from typing import Any, Self
 
 T = TypeVar("T")
@@ -40,12 +39,7 @@ class BackgroundLoop:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
