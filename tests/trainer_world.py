@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -286,6 +287,13 @@ class World:
     async def run(self) -> None:
         async with asyncio.timeout(PATIENCE_S):
             await self.job.run()
+
+
+def until_extended(here: World, times: int) -> None:
+    """Work that lasts until leases were extended so often, which another thread does."""
+    deadline = time.monotonic() + PATIENCE_S
+    while len(here.replay.extended) < times and time.monotonic() < deadline:
+        time.sleep(0.002)
 
 
 async def killed_after(here: World, *batches: str) -> None:

@@ -27,7 +27,7 @@ from services.runtime.patience import Patience
 from tests.patience import PATIENCE_S
 
 NUM = 4
-PATIENCE = Patience(total_s=2, first_s=0.01, longest_s=0.05)
+PATIENCE = Patience(total_s=PATIENCE_S, first_s=0.01, longest_s=0.05)
 
 
 class Counting:

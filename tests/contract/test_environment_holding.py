@@ -99,7 +99,7 @@ async def test_an_episode_is_let_go_once_whether_it_ends_or_its_session_does():
         await until(lambda: holds.freed == ["episode 0", "episode 1"])
         await client.close_session("s")
         await until(lambda: holds.freed == ["episode 0", "episode 1", "episode 2"])
-        await client.create_session("t", "held", ttl_s=0.05)
+        await client.create_session("t", "held", ttl_s=2.0)
         await client.reset("t", episode=1, **TASK)  # expires: freed
         await until(lambda: len(holds.freed) == 4)
         await opened(client, "held", "u", **TASK)  # the service stops: freed

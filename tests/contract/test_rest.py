@@ -108,7 +108,7 @@ async def test_a_caller_who_hangs_up_cancels_the_call():
 
 async def test_leaving_finishes_calls_in_flight_and_takes_no_more():
     servicer = Slow()
-    async with slow_server(servicer, drain_s=5) as server:
+    async with slow_server(servicer, drain_s=PATIENCE_S) as server:
         http = http_of(server)
         call = asyncio.create_task(http.delete("/v1/sessions/0.5"))
         await servicer.started.wait()

@@ -232,7 +232,7 @@ async def test_a_taken_port_is_named():
 async def test_leaving_finishes_calls_in_flight():
     servicer = Raising(seconds=0.3)
     async with asyncio.TaskGroup() as tasks:
-        async with serving(servicer, drain_s=5) as server:
+        async with serving(servicer, drain_s=PATIENCE_S) as server:
             call = tasks.create_task(close(server))
             await servicer.started.wait()
         assert (await call).closed

@@ -36,7 +36,7 @@ from tests.patience import PATIENCE_S
 ROOT = Path(__file__).parents[2]
 PROMPT = as_history("1+2")
 ONCE = RetryPolicy(max_attempts=1)
-BRIEF = Patience(total_s=20, first_s=0.02, longest_s=0.2)
+BRIEF = Patience(total_s=PATIENCE_S, first_s=0.02, longest_s=0.2)
 
 
 @asynccontextmanager
@@ -51,7 +51,7 @@ async def collector_process(w: World, inference_address: str, run_dir: Path, wor
         "INFERENCE_ADDRESSES": json.dumps([inference_address]),
         "GROUP_SIZE": "2",
         "PAGE_SIZE": "4",
-        "LEASE_S": "1",
+        "LEASE_S": "3",
         "WAIT_S": "0.2",
     }
     environment = {f"DIALOOP_COLLECTOR_{name}": value for name, value in settings.items()}

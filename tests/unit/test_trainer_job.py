@@ -13,7 +13,7 @@ from dialoop.sequences import PolicyVersion
 
 from services.trainer.checkpoint import Progress
 from tests.patience import PATIENCE_S
-from tests.trainer_world import World
+from tests.trainer_world import World, until_extended
 
 
 def version(number: int, lineage: str = "main") -> PolicyVersion:
@@ -127,7 +127,7 @@ async def test_leases_are_extended_while_a_train_step_takes_longer_than_they_las
     world: Callable[..., World],
 ) -> None:
     here = world(num_train_steps=1, lease_s=0.03)
-    here.learner.while_training = lambda: time.sleep(0.1)
+    here.learner.while_training = lambda: until_extended(here, 3)
     here.offer("a", "b")
     await here.run()
     assert len(here.replay.extended) > 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from dialoop.sequences import PolicyVersion
 
 from services.stack.plot import read_metrics
 from services.trainer.journal import Entry
-from tests.trainer_world import FIRST, Killed, World, after, killed_after, lease
+from tests.trainer_world import FIRST, Killed, World, after, killed_after, lease, until_extended
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ async def test_all_that_is_to_be_redone_is_held_before_the_first_of_it_and_as_lo
         return await reopen(*given, **options)
 
     again.replay.reopen_leases = watched  # type: ignore[method-assign]
-    again.learner.while_training = lambda: time.sleep(0.05)
+    again.learner.while_training = lambda: until_extended(again, 2)
     await again.run()
     assert before[0] == 1
     assert before[1] > 1
