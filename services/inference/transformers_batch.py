@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import pad
 from transformers import DynamicCache
+from transformers.cache_utils import Cache
+
+from services.inference.transformers_keys import RoomyLayer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +29,7 @@ class DecodingBatch:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._layers: Layers = []
+        self._layers: list[RoomyLayer] = []
         self._mask = torch.empty(0, 0, dtype=torch.int64)
 
     def __len__(self) -> int:
@@ -64,49 +67,61 @@ class DecodingBatch:
 
     def step(self, last_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """Feed one token per row, at its position; next-token logits [B, V]."""
-        cache = DynamicCache()
-        for layer, (keys, values) in enumerate(self._layers):
-            cache.update(keys, values, layer)
         self._mask = pad(self._mask, (0, 1), value=1)
         output = self._model(
             input_ids=torch.tensor(last_ids)[:, None],
             position_ids=torch.tensor(positions)[:, None],
             attention_mask=self._mask,
-            past_key_values=cache,
+            past_key_values=Cache(layers=list(self._layers)),
             use_cache=True,
         )
-        self._layers = _layers_of(output.past_key_values)
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
-    def keep(self, indices: Sequence[int]) -> None:
-        """Drop all rows but these, and the columns that are padding in all of them."""
-        if len(indices) == len(self):
-            return
-        if not indices:
+    @torch.inference_mode()
+    def keep(self, places: Sequence[int]) -> list[int]:
+        """Drop all rows but these, and the columns that are padding in all; their new order.
+
+        The last rows close up the gaps, so that few are copied.
+        """
+        order = closed_up(places)
+        if len(order) == len(self):
+            return order
+        if not order:
             self.clear()
-            return
-        mask = self._mask[list(indices)]
+            return order
+        mask = self._mask[order]
         first = int(mask.any(dim=0).int().argmax())
         self._mask = mask[:, first:]
-        self._layers = [
-            (k[list(indices)][:, :, first:], v[list(indices)][:, :, first:])
-            for k, v in self._layers
-        ]
+        for layer in self._layers:
+            layer.keep(order, first)
+        return order
 
     def _join(self, layers: Layers, mask: torch.Tensor) -> None:
-        if not self._layers:
-            self._layers, self._mask = layers, mask
-            return
         width = max(self._mask.shape[1], mask.shape[1])
-        self._mask = torch.cat([_widened(self._mask, width, 1), _widened(mask, width, 1)])
-        self._layers = [
-            (
-                torch.cat([_widened(old_keys, width, 2), _widened(keys, width, 2)]),
-                torch.cat([_widened(old_values, width, 2), _widened(values, width, 2)]),
-            )
-            for (old_keys, old_values), (keys, values) in zip(self._layers, layers, strict=True)
-        ]
+        if self._layers:
+            self._mask = torch.cat([_widened(self._mask, width, 1), _widened(mask, width, 1)])
+            running = [(layer.keys, layer.values) for layer in self._layers]
+            layers = [
+                (
+                    torch.cat([_widened(old_keys, width, 2), _widened(keys, width, 2)]),
+                    torch.cat([_widened(old_values, width, 2), _widened(values, width, 2)]),
+                )
+                for (old_keys, old_values), (keys, values) in zip(running, layers, strict=True)
+            ]
+        else:
+            self._mask = mask
+        self._layers = [RoomyLayer(keys, values) for keys, values in layers]
+
+
+def closed_up(kept: Sequence[int]) -> list[int]:
+    """Ascending places in an order that moves few: the last ones go where one is missing.
+
+    [0, 2, 3, 5] -> [0, 5, 2, 3]
+    """
+    staying = {place for place in kept if place < len(kept)}
+    moving = iter(place for place in kept if place >= len(kept))
+    return [place if place in staying else next(moving) for place in range(len(kept))]
 
 
 def _layers_of(cache: Any) -> Layers:

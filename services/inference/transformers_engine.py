@@ -337,7 +337,7 @@ class TransformersEngine:
 
     async def _turn(self) -> None:
         """One token for every running row, and a first one for as many new rows as fit."""
-        self._retain([row for row in self._running if not row.is_over])
+        self._let_go()
         old, new = self._running, self._take_waiting()
         self._running = old + new
         try:
@@ -366,10 +366,10 @@ class TransformersEngine:
                 taken.append(row)
         return taken
 
-    def _retain(self, rows: list[Row]) -> None:
-        kept = {id(row) for row in rows}
-        self._batch.keep([i for i, row in enumerate(self._running) if id(row) in kept])
-        self._running = rows
+    def _let_go(self) -> None:
+        """Drop the rows that are over."""
+        kept = self._batch.keep([i for i, row in enumerate(self._running) if not row.is_over])
+        self._running = [self._running[i] for i in kept]
 
     @torch.inference_mode()
     def _advance(self, old: list[Row], new: list[Row]) -> None:

@@ -10,6 +10,7 @@ from dialoop.errors import InternalError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from services.inference.transformers_keys import DECODING_ATTENTION
 from services.inference.weights import HEAD
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ def load_model(model_dir: Path, dtype: torch.dtype) -> Any:
     """The model of a directory, which nobody trains."""
     transformers.utils.logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(DECODING_ATTENTION)
     return model.eval().requires_grad_(False)
 
 
