@@ -19,7 +19,7 @@ from dialoop.sandbox.limits import Limits
 from dialoop.sandbox.pool import Pool, PoolSize
 from dialoop.sandbox.programs import bubblewrap, bubblewrap_program, rules_of
 
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 30.0
 # What the attempts below try, in the order in which the report names them.
 ATTEMPTS = (
     "network",
