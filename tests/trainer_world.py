@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -317,3 +318,16 @@ def after(here: World, again: World, *, lost: str = "", in_work: str = "") -> Wo
     again.replay.held = (*again.replay.kept, *(f"lease-{name}" for name in in_work))
     again.replay.policy_version = here.job._standing.progress.policy_version
     return again
+
+
+@contextmanager
+def worlds(folder: Path, **base: Any) -> Iterator[Callable[..., World]]:
+    """Makes worlds of the settings it is given over `base`; their files are closed at the end."""
+    with ExitStack() as exits:
+
+        def make(**settings: Any) -> World:
+            made = World(folder, **base | settings)
+            exits.callback(made.records.close)
+            return made
+
+        yield make

@@ -26,7 +26,7 @@ from services.environment.catalogue import Catalogue
 from services.environment.serving import serving
 from services.environment.settings import EnvironmentSettings
 from tests.environment_doors import opened, play, reason_of, say
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.rest_world import http_of, refusal
 
 TASKS = ArithmeticTasks()
@@ -79,12 +79,6 @@ async def served(*environments, **settings):
         Channel(server.address, retry=RetryPolicy(max_attempts=1)) as channel,
     ):
         yield EnvironmentClient(channel), server
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_an_episode_is_let_go_once_whether_it_ends_or_its_session_does():

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -23,11 +22,6 @@ from dialoop.trajectory import SamplingParams, StopReason
 
 from services.inference.engine import BASE_VERSION, StopTokens
 from services.inference.rendering import Renderer
-
-if TYPE_CHECKING:
-    pass
-
-
 from tests.inference_world import (  # noqa: F401
     MAX_MODEL_LEN,
     QUESTION,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -20,11 +19,6 @@ from dialoop.sequences import PolicyVersion
 from safetensors.torch import save_file
 
 from services.inference.engine import BASE_VERSION
-
-if TYPE_CHECKING:
-    pass
-
-
 from tests.inference_world import (  # noqa: F401
     MAX_MODEL_LEN,
     QUESTION,

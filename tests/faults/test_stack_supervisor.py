@@ -17,7 +17,7 @@ from services.stack.log_stream import LogStream
 from services.stack.processes import members
 from services.stack.redis_server import find_redis, redis_service
 from services.stack.supervisor import Supervisor, supervised
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,13 +82,6 @@ def pid_of(supervisor: Supervisor) -> int:
     child = supervisor.services[0].child
     assert child is not None
     return child.pid
-
-
-async def until(condition: object, timeout_s: float = PATIENCE_S) -> None:
-    assert callable(condition)
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.05)
 
 
 async def test_nothing_is_left_when_the_context_is_left(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import cast
@@ -17,7 +17,7 @@ from dialoop.sequences import PolicyVersion
 from services.inference.engine import Engine, LoadTimes
 from services.inference.publications import Manifest
 from services.inference.replica import Replica
-from tests.patience import PATIENCE_S
+from tests.patience import until
 
 
 class FakeEngine:
@@ -74,12 +74,6 @@ async def following(root: Path) -> AsyncIterator[tuple[Replica, FakeEngine, list
     finally:
         task.cancel()
         await asyncio.wait([task])
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def nothing() -> AsyncIterator[bytes]:

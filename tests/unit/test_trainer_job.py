@@ -12,8 +12,8 @@ import pytest
 from dialoop.sequences import PolicyVersion
 
 from services.trainer.checkpoint import Progress
-from tests.patience import PATIENCE_S
-from tests.trainer_world import World, until_extended
+from tests.patience import until
+from tests.trainer_world import World, until_extended, worlds
 
 
 def version(number: int, lineage: str = "main") -> PolicyVersion:
@@ -22,21 +22,8 @@ def version(number: int, lineage: str = "main") -> PolicyVersion:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
-    made: list[World] = []
-
-    def make(**settings: Any) -> World:
-        made.append(World(tmp_path, **settings))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.records.close()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.002)
+    with worlds(tmp_path) as make:
+        yield make
 
 
 async def test_what_is_trained_is_acknowledged_by_the_checkpoint_that_holds_it(

@@ -14,20 +14,22 @@ from dialoop.sequences import PolicyVersion
 
 from services.stack.plot import read_metrics
 from services.trainer.journal import Entry
-from tests.trainer_world import FIRST, Killed, World, after, killed_after, lease, until_extended
+from tests.trainer_world import (
+    FIRST,
+    Killed,
+    World,
+    after,
+    killed_after,
+    lease,
+    until_extended,
+    worlds,
+)
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
-    made: list[World] = []
-
-    def make(**settings: Any) -> World:
-        made.append(World(tmp_path, **{"num_train_steps": 3, "checkpoint_every": 100} | settings))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.records.close()
+    with worlds(tmp_path, num_train_steps=3, checkpoint_every=100) as make:
+        yield make
 
 
 def kept_rows(here: World) -> list[dict[str, Any]]:

@@ -11,22 +11,15 @@ import pytest
 
 from services.stack.plot import read_metrics
 from tests.patience import PATIENCE_S
-from tests.trainer_world import Killed, World, after, killed_after
+from tests.trainer_world import Killed, World, after, killed_after, worlds
 
 EVALUATING: dict[str, Any] = {"num_train_steps": 3, "evaluate_every": 2, "num_evaluation_tasks": 1}
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
-    made: list[World] = []
-
-    def make(**settings: Any) -> World:
-        made.append(World(tmp_path, **{"checkpoint_every": 100} | settings))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.records.close()
+    with worlds(tmp_path, checkpoint_every=100) as make:
+        yield make
 
 
 def hold_running(here: World) -> list[str]:

@@ -17,7 +17,7 @@ from services.stack.plot import draw_learning
 from services.trainer.__main__ import _builder, with_steps_of
 from services.trainer.demonstration_set import DemonstrationSet, demonstration_set
 from services.trainer.settings import TrainerSettings
-from tests.trainer_world import World
+from tests.trainer_world import World, worlds
 
 VERSION = PolicyVersion(lineage="demonstration", number=0)
 
@@ -44,15 +44,8 @@ def ids(batch: list[Sequence]) -> list[int]:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
-    made: list[World] = []
-
-    def make(**settings: Any) -> World:
-        made.append(World(tmp_path, mode="sft", **settings))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.records.close()
+    with worlds(tmp_path, mode="sft") as make:
+        yield make
 
 
 def metrics(tmp_path: Path, kind: str) -> list[dict[str, Any]]:

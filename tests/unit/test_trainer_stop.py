@@ -20,29 +20,16 @@ from services.trainer.__main__ import _run_until_stopped
 from services.trainer.standing import DEAD_LETTERS_FORGOTTEN
 from services.trainer.status import StatusBoard
 from services.trainer.train_steps import FRESH_MISMATCH, GROUPS_SET_ASIDE
-from tests.patience import PATIENCE_S
-from tests.trainer_world import World, lease
+from tests.patience import PATIENCE_S, until
+from tests.trainer_world import World, lease, worlds
 
 FIRST = PolicyVersion(lineage="main", number=1)
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
-    made: list[World] = []
-
-    def make(**settings: Any) -> World:
-        made.append(World(tmp_path, **settings))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.records.close()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.002)
+    with worlds(tmp_path) as make:
+        yield make
 
 
 class FakeServer:
