@@ -25,6 +25,7 @@ from dialoop.testing import ScriptedPolicy
 from services.learning.loss_loading import load_loss
 from services.learning.losses import LossInputs
 from services.stack.__main__ import FIXED_PORTS
+from tests.patience import PATIENCE_S
 from tests.stack_jobs import Job, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +94,9 @@ def test_every_curl_line_of_the_readme_gives_the_answer_printed_below_it(stack: 
     lines = curl_lines()
     assert len(lines) >= 6
     for command, printed in lines:
-        done = subprocess.run(["sh", "-c", command], capture_output=True, check=True, timeout=30)
+        done = subprocess.run(
+            ["sh", "-c", command], capture_output=True, check=True, timeout=PATIENCE_S
+        )
         told = done.stdout.decode()
         assert json.loads(told) == json.loads(printed), f"{command}\nanswers now:\n{told}"
 
@@ -102,7 +105,11 @@ def test_every_curl_line_of_the_readme_gives_the_answer_printed_below_it(stack: 
 def test_the_sdk_snippet_plays_a_group(stack: Job) -> None:
     code = snippet("BlockingDialoop(environment=")
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=2 * PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("PolicyVersion") == 4, done.stdout
