@@ -200,7 +200,7 @@ def penalized_logprobs(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-async def test_a_repetition_penalty_changes_what_is_sampled_and_the_log_probs_say_so(
+async def test_a_repetition_penalty_changes_the_distribution_and_the_log_probs_say_so(
     running: Running, temperature: float
 ) -> None:
     prompt = prompts(1)[0]
@@ -216,7 +216,8 @@ async def test_a_repetition_penalty_changes_what_is_sampled_and_the_log_probs_sa
     whole = [*prompt, *one.token_ids]
     expected = penalized_logprobs(whole, len(prompt), 1.75, temperature, **running.model)
     assert np.abs(expected - np.array(one.logprobs)).max() < TOLERANCE
-    assert one.token_ids != other.token_ids
+    # Whether it changes a token is luck; that it is another distribution is not.
+    assert worst(one, prompt, temperature=temperature or 1.0, **running.model) > 10 * TOLERANCE
     assert worst(other, prompt, temperature=temperature or 1.0, **running.model) < TOLERANCE
 
 
