@@ -116,7 +116,7 @@ class VllmEngine:
     @property
     def is_alive(self) -> bool:
         """Whether it can still answer."""
-        return not self._llm.errored
+        return not (self._llm.errored or self._sleep.is_broken)
 
     @property
     def num_running(self) -> int:

@@ -7,26 +7,30 @@ On a CPU there is no memory to give back, and vLLM's sleep mode does nothing: th
 
 Nothing is under way when it begins, which vLLM's sleep does not stand (the replica sees to that).
 The core's worker, which has the memory, holds the device's lock itself: an engine core that
-outlives its killed service for a moment still keeps the trainer off. The CUDA calls are tested
-against the installed vLLM's interface; they have not been run on a device.
+outlives its killed service for a moment still keeps the trainer off. For the same reason an engine
+that fails while its memory comes back is dead: nobody knows what it has of the device, and asked to
+sleep again vLLM does nothing. Its worker keeps the lock, and so the trainer off, until it has ended
+with its service, which a supervisor starts anew. The CUDA calls are tested against the installed
+vLLM's interface; they have not been run on a device.
 """
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.errors import InternalError
 
+from services.inference.engine import engine_stopped
 from services.runtime.device_lock import DeviceLock
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from services.inference.vllm_options import VllmOptions
+
+log = logging.getLogger(__name__)
 
 _KEEP, _DROP = 1, 2
 
@@ -41,6 +45,8 @@ class Sleep:
         self._has_lost_weights = False
         self._is_half_awake = False
         self.is_asleep = False
+        # What it has of the device is not known any more: only the end of its worker gives it back.
+        self.is_broken = False
 
     async def hold_device(self) -> None:
         """Let the worker hold the lock beside us."""
@@ -51,6 +57,7 @@ class Sleep:
 
     async def begin(self, *, keep_weights: bool) -> None:
         """Fall asleep; if it sleeps, the worker lets go of the device once more."""
+        self._require_whole()
         if self.is_asleep:
             await self._leave_device()
             return
@@ -67,19 +74,15 @@ class Sleep:
         """Take the device and the weights' memory on it, before new ones are copied there."""
         if not self.is_asleep:
             return
-        async with self._or_leave():
-            await self.hold_device()
-            if self._gives_memory_back:
-                await self._llm.wake_up(tags=["weights"])
+        await self._take_device()
+        await self._take_memory(["weights"])
         self._is_half_awake = True
 
     async def end(self) -> None:
         """All of the memory is back; whether the weights in it are right is for others to say."""
         if not self._is_half_awake:
             return
-        async with self._or_leave():
-            if self._gives_memory_back:
-                await self._llm.wake_up(tags=["kv_cache"])
+        await self._take_memory(["kv_cache"])
         self.is_asleep = self._is_half_awake = self._has_lost_weights = False
 
     async def wake(self) -> None:
@@ -88,25 +91,31 @@ class Sleep:
             return
         if self._has_lost_weights:
             raise InternalError("vLLM's weights were dropped: only a load wakes it.")
-        async with self._or_leave():
-            await self.hold_device()
-            if self._gives_memory_back:
-                await self._llm.wake_up()
+        await self._take_device()
+        await self._take_memory()
         self.is_asleep = False
 
-    @asynccontextmanager
-    async def _or_leave(self) -> AsyncIterator[None]:
-        """A step of waking up; if it fails, the worker holds nothing of the device."""
+    def _require_whole(self) -> None:
+        if self.is_broken:
+            raise engine_stopped()
+
+    async def _take_device(self) -> None:
+        """As `hold_device`; if that fails, the worker holds nothing, as it has no memory there."""
+        self._require_whole()
         try:
-            yield
+            await self.hold_device()
         except BaseException:
-            try:
-                if self._is_half_awake and self._gives_memory_back:  # the weights are there
-                    level = _DROP if self._has_lost_weights else _KEEP
-                    await self._llm.sleep(level=level, mode="abort")
-            finally:
-                self._is_half_awake = False
-                await self._leave_device()
+            await self._leave_device()
+            raise
+
+    async def _take_memory(self, tags: list[str] | None = None) -> None:
+        if not self._gives_memory_back:
+            return
+        try:
+            await self._llm.wake_up(tags=tags)
+        except BaseException:
+            self.is_broken = True
+            log.error("vLLM failed while it woke: only a new process helps.")
             raise
 
     async def _leave_device(self) -> None:

@@ -282,6 +282,23 @@ async def test_a_wake_that_fails_leaves_the_device_to_the_trainer(model_dir, tmp
         assert sample.sequence.policy_versions == (FIRST,)
 
 
+async def test_an_engine_that_dies_waking_ends_the_service(model_dir, tmp_path, monkeypatch):
+    async with sharing(model_dir, tmp_path) as (w, _):
+        await w.client.sleep()
+        watched = asyncio.create_task(w.replica.until_engine_dies())
+
+        async def dies() -> None:
+            await w.replica.engine.close()
+            raise RuntimeError("CUDA out of memory")
+
+        monkeypatch.setattr(w.replica.engine, "wake", dies)
+        await refused(w.client.wake(), InternalError, "INTERNAL")
+        async with asyncio.timeout(PATIENCE_S):
+            await watched
+        assert await w.health() == "NOT_SERVING"
+        assert (await w.client.get_policy()).reason == "NOT_READY"
+
+
 async def test_asked_to_sleep_again_it_lets_go_of_whatever_it_still_holds(model_dir, tmp_path):
     async with sharing(model_dir, tmp_path) as (w, trainer):
         await w.client.sleep()

@@ -10,10 +10,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see `make setup`")
 
-from dialoop.errors import InternalError
+from dialoop.errors import InternalError, Unavailable
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.worker.gpu_worker import Worker
 
+from services.inference.vllm_engine import VllmEngine
 from services.inference.vllm_options import VllmOptions
 from services.inference.vllm_sleep import SharedDevice, Sleep
 from services.runtime.device_lock import DeviceLock
@@ -30,6 +31,7 @@ class FakeLlm:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.no_room_for: list[str] = []
+        self.errored = False
         self.worker = SharedDevice()
         self.engine_core = SimpleNamespace(pause_scheduler_async=self._pause)
 
@@ -109,31 +111,62 @@ async def test_the_worker_does_not_take_what_the_trainer_has(
 
 
 @pytest.mark.parametrize("tag", ["weights", "kv_cache", "all"])
-async def test_a_wake_that_fails_leaves_the_device_and_can_be_tried_again(
+async def test_a_wake_that_fails_ends_the_engine_and_its_worker_keeps_the_trainer_off(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tag: str
 ) -> None:
     llm, sleep, trainer = sleeping(monkeypatch, tmp_path, cuda=True)
-
-    async def wake() -> None:
-        if tag == "all":
-            await sleep.wake()
-        else:
-            await sleep.make_room_for_weights()
-            await sleep.end()
-
     await sleep.begin(keep_weights=tag == "all")
     llm.no_room_for = [tag]
     with pytest.raises(RuntimeError):
-        await wake()
-    assert sleep.is_asleep
-    assert trainer.try_own(), "the worker holds nothing"
-    given_back_again = llm.asked[-2:] == ["sleep 2 abort", "leave_device"]
-    assert given_back_again is (tag == "kv_cache"), "the weights had come back by then"
+        await wake(sleep, tag)
+    assert sleep.is_broken
+    asked, llm.no_room_for = list(llm.asked), []
+    for again in (wake(sleep, tag), sleep.begin(keep_weights=True)):
+        with pytest.raises(Unavailable) as caught:
+            await again
+        assert caught.value.reason == "NOT_READY"
+    assert llm.asked == asked, "what is broken is asked for nothing more"
+    assert not trainer.try_own(), "some of the memory may be there still"
+    llm.worker.dialoop_leave_device()  # as its end does
+    assert trainer.try_own()
+
+
+async def wake(sleep: Sleep, tag: str) -> None:
+    if tag == "all":
+        await sleep.wake()
+    else:
+        await sleep.make_room_for_weights()
+        await sleep.end()
+
+
+async def test_an_engine_that_failed_to_wake_is_dead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    llm, sleep, _ = sleeping(monkeypatch, tmp_path, cuda=True)
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._llm, engine._sleep = cast("AsyncLLM", llm), sleep
+    assert engine.is_alive
+    await sleep.begin(keep_weights=True)
+    assert engine.is_alive
+    llm.no_room_for = ["all"]
+    with pytest.raises(RuntimeError):
+        await sleep.wake()
+    assert not engine.is_alive
+
+
+async def test_a_device_that_is_taken_breaks_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _, sleep, trainer = sleeping(monkeypatch, tmp_path, cuda=True)
+    await sleep.begin(keep_weights=True)
+    assert trainer.try_own()
+    with pytest.raises(InternalError):
+        await sleep.wake()
     trainer.release()
-    llm.no_room_for = []
-    await wake()
+    assert trainer.try_own(), "the worker holds nothing"
+    trainer.release()
+    await sleep.wake()
     assert not sleep.is_asleep
-    assert not trainer.try_own()
 
 
 async def test_asked_to_sleep_again_the_worker_lets_go_again(
