@@ -12,6 +12,7 @@ from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_t
 from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_server
 
 from services.inference.adapter_files import AdapterLimits
+from services.inference.batching import RequestBatches
 from services.inference.device_turn import device_turn
 from services.inference.engine import engine_stopped
 from services.inference.openai_routes import OpenAiService, openai_routes
@@ -61,6 +62,7 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
             report=report,
             update_mode=UpdateMode[settings.update_mode.upper()],
             turn=turn,
+            batches=RequestBatches(settings.batch_limits),
         )
         await replica.load_latest()
         _add_servicers(server, replica, renderer, settings)

@@ -11,6 +11,7 @@ from dialoop.clients.weights import WeightsKind
 from dialoop.episode import UpdateMode
 from dialoop.errors import DialoopError, PreconditionFailed, Unavailable
 
+from services.inference.batching import RequestBatches
 from services.inference.data_planes import Arrived, DataPlanes
 from services.inference.device_turn import DeviceTurn, to_the_end
 from services.inference.policy_adapters import BaseDigest, PolicyAdapter, policy_adapter
@@ -55,6 +56,7 @@ class Replica(Sleeper):
         report: Callable[[bool], Awaitable[None]],
         update_mode: UpdateMode = UpdateMode.RECOMPUTE,
         turn: DeviceTurn | None = None,
+        batches: RequestBatches | None = None,
     ) -> None:
         super().__init__(engine, Publications(weights_root), turn or DeviceTurn(), report)
         self._default_mode = self._last_mode = update_mode
@@ -64,6 +66,7 @@ class Replica(Sleeper):
         # What latest.json named when we last did as it says.
         self._followed: Manifest | None = None
         self._base_digest = BaseDigest(engine)
+        self._batches = batches or RequestBatches()
         self._data_planes = DataPlanes(self._publications, transfer_backend=engine.transfer_backend)
         self.num_sampled_tokens = 0
         self.num_requests_running = 0
@@ -93,19 +96,21 @@ class Replica(Sleeper):
         self.num_requests_running += 1
         num_ended = self._num_ended
         try:
-            sampling_now = self._adapters.sample(
-                adapter,
-                lambda chosen, tell: self._engine.sample(
-                    prompt_ids,
-                    sampling,
-                    stop=stop,
-                    num_samples=num_samples,
-                    on_tokens=tell,
-                    adapter=chosen,
-                ),
-                on_tokens=on_tokens,
-            )
-            sampled = await self._turn.run(sampling_now)
+            async with self._batches.place(num_samples):
+                self._require_ready()  # or no longer, after a wait for others
+                sampling_now = self._adapters.sample(
+                    adapter,
+                    lambda chosen, tell: self._engine.sample(
+                        prompt_ids,
+                        sampling,
+                        stop=stop,
+                        num_samples=num_samples,
+                        on_tokens=tell,
+                        adapter=chosen,
+                    ),
+                    on_tokens=on_tokens,
+                )
+                sampled = await self._turn.run(sampling_now)
         finally:
             self.num_requests_running -= 1
         self.num_sampled_tokens += sum(len(one.token_ids) for one in sampled)

@@ -1,0 +1,119 @@
+"""Requests that begin together: who comes first waits for others, but never past its deadline.
+
+batches = RequestBatches(BatchLimits(min_batch_size=8, max_batch_size=32, timeout_s=0.5))
+async with batches.place(num_samples):    # begins with 7 more samples, or alone after 0.5 s
+    await engine.sample(...)
+
+Engines decode whatever is there at each step, so nothing has to wait by default. It pays where the
+first step is dear, and where many callers ask a little apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dialoop.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """Samples that begin together, at least and at most, and the seconds that the first may wait.
+
+    max_batch_size: samples that are with the engine at one time; `None` is as many as it takes.
+    """
+
+    min_batch_size: int = 1
+    max_batch_size: int | None = None
+    timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        largest = self.max_batch_size
+        if not 1 <= self.min_batch_size <= (largest or self.min_batch_size) or largest == 0:
+            raise InvalidConfig(
+                f"min_batch_size is {self.min_batch_size} and max_batch_size is {largest}.",
+                remedy="Give 1 <= min_batch_size <= max_batch_size.",
+            )
+        if not 0 < self.timeout_s < float("inf"):
+            raise InvalidConfig(
+                f"The batching timeout is {self.timeout_s} s.",
+                remedy="Give more than 0 seconds, and an end.",
+            )
+
+
+class _Waiter:
+    """A request that waits for its batch."""
+
+    def __init__(self, size: int, ends_at: float) -> None:
+        self.size = size
+        self.ends_at = ends_at
+        self.is_in = False
+        self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def let_in(self) -> None:
+        self.is_in = True
+        if not self.turn.done():  # cancelled, and about to leave
+            self.turn.set_result(None)
+
+
+class RequestBatches:
+    """Lets requests in, first come first served."""
+
+    def __init__(self, limits: BatchLimits | None = None) -> None:
+        self._limits = limits or BatchLimits()
+        # Filled by `place`, drained by `_admit`; the callers of `place` wait.
+        self._waiting: deque[_Waiter] = deque()
+        self._num_inside = 0
+        self._alarm: asyncio.TimerHandle | None = None
+
+    @asynccontextmanager
+    async def place(self, num_samples: int) -> AsyncIterator[None]:
+        """Wait for a batch of at least `min_batch_size` samples, or for the deadline.
+
+        A request is never split: one of more than `max_batch_size` samples begins alone.
+        """
+        ends_at = asyncio.get_running_loop().time() + self._limits.timeout_s
+        waiter = _Waiter(num_samples, ends_at)
+        self._waiting.append(waiter)
+        self._admit()
+        try:
+            await waiter.turn
+            yield
+        finally:
+            if waiter.is_in:
+                self._num_inside -= num_samples
+            else:
+                self._waiting.remove(waiter)
+            self._admit()
+
+    def _admit(self) -> None:
+        """Let a batch in, if there is one and room for it; else look again at the deadline."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        if self._is_due():
+            while self._waiting and self._has_room(self._waiting[0].size):
+                waiter = self._waiting.popleft()
+                self._num_inside += waiter.size
+                waiter.let_in()
+        if self._waiting and not self._is_due():
+            loop = asyncio.get_running_loop()
+            self._alarm = loop.call_at(self._waiting[0].ends_at, self._admit)
+
+    def _is_due(self) -> bool:
+        """Whether enough wait, or the oldest has waited long enough."""
+        if not self._waiting:
+            return False
+        num_waiting = sum(waiter.size for waiter in self._waiting)
+        late = asyncio.get_running_loop().time() >= self._waiting[0].ends_at
+        return late or num_waiting >= self._limits.min_batch_size
+
+    def _has_room(self, size: int) -> bool:
+        most = self._limits.max_batch_size
+        return most is None or not self._num_inside or self._num_inside + size <= most
