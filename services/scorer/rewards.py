@@ -2,6 +2,9 @@
 
 def brevity(group: Group) -> list[float]:
     return [-float(trajectory.num_model_tokens) for trajectory in group.trajectories]
+
+def solved(group: Group) -> list[Reward]:
+    return [Reward(name="", value=v, success=v > 0.5) for v in graded(group)]
 """
 
 from __future__ import annotations
@@ -27,7 +30,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RewardFunction = Callable[[Group], Any]
-"""One number per trajectory of the group, in order, sync or async; an exception drops the group."""
+"""One value per trajectory of the group, in order, sync or async; an exception drops the group.
+
+A value is a number, a bool, which is also its success, or a Reward: its value, success and numbers
+per token count, its weight times the setting's, under the setting's name.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,23 +94,24 @@ def with_reward(group: Group, reward: GroupReward) -> Group:
     try:
         # Scoring has a thread of its own, so an async reward may have a loop of its own here.
         found = asyncio.run(call(reward.function, group, timeout_s=reward.timeout_s))
-        values = [float(value) for value in found]
+        rewards = [_reward_of(value, reward) for value in found]
     except TimeoutError as error:
         raise _failed(reward.name, f"took more than {reward.timeout_s:g} s") from error
     except Exception as error:
         log.exception("Reward %s failed.", reward.name, extra={"group_id": group.group_id})
         raise _failed(reward.name, f"raised {type(error).__name__}") from error
-    if len(values) != group.num_trajectories:
-        raise _failed(reward.name, f"gave {len(values)} values for {group.num_trajectories}")
-    if not all(map(math.isfinite, values)):
+    if len(rewards) != group.num_trajectories:
+        raise _failed(reward.name, f"gave {len(rewards)} values for {group.num_trajectories}")
+    if not all(map(_is_finite, rewards)):
         raise _failed(reward.name, "gave a value that is not finite")
-    return _rewarded(group, reward.name, values, reward.weight)
+    return _rewarded(group, rewards)
 
 
 def with_kl_penalty(group: Group, penalty: KlPenalty) -> Group:
     """The group with the reward "kl", minus the sum of the tokens' KL, on the last turns."""
     values = [-_kl_of(trajectory, penalty.estimator) for trajectory in group.trajectories]
-    return _rewarded(group, "kl", values, penalty.coefficient)
+    weight = penalty.coefficient
+    return _rewarded(group, [Reward(name="kl", value=value, weight=weight) for value in values])
 
 
 def token_kl(policy: Floats, reference: Floats, estimator: str = "k1") -> Floats:
@@ -129,12 +137,23 @@ def _kl_of(trajectory: Trajectory, estimator: str) -> float:
     )
 
 
-def _rewarded(group: Group, name: str, values: Sequence[float], weight: float) -> Group:
-    pairs = zip(group.trajectories, values, strict=True)
-    return replace(group, trajectories=tuple(_with(t, name, v, weight) for t, v in pairs))
+def _reward_of(value: Any, asked: GroupReward) -> Reward:
+    if isinstance(value, Reward):
+        return replace(value, name=asked.name, weight=asked.weight * value.weight)
+    success = bool(value) if isinstance(value, (bool, np.bool_)) else None
+    return Reward(name=asked.name, value=float(value), weight=asked.weight, success=success)
 
 
-def _with(trajectory: Trajectory, name: str, value: float, weight: float) -> Trajectory:
+def _is_finite(reward: Reward) -> bool:
+    return all(map(math.isfinite, (reward.value, reward.weight, *reward.per_token)))
+
+
+def _rewarded(group: Group, rewards: Sequence[Reward]) -> Group:
+    pairs = zip(group.trajectories, rewards, strict=True)
+    return replace(group, trajectories=tuple(_with(t, reward) for t, reward in pairs))
+
+
+def _with(trajectory: Trajectory, reward: Reward) -> Trajectory:
     if not trajectory.turns:
         raise InvalidInput(
             f"Trajectory {trajectory.trajectory_id} has no turn to reward.",
@@ -142,7 +161,6 @@ def _with(trajectory: Trajectory, name: str, value: float, weight: float) -> Tra
             remedy="Record at least one turn.",
         )
     last = trajectory.turns[-1]
-    reward = Reward(name=name, value=value, weight=weight)
     turn = replace(last, rewards=(*last.rewards, reward))
     return replace(trajectory, turns=(*trajectory.turns[:-1], turn))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
-from dialoop.trajectory import Failure, Owner, SamplingParams
+from dialoop.trajectory import Failure, Owner, Reward, SamplingParams
 
 from services.rl.advantages import AdvantageSettings
 from services.scorer.rewards import GroupReward, KlPenalty, load_rewards, token_kl, with_reward
@@ -66,8 +66,40 @@ def test_an_extra_reward_counts_with_its_weight_on_the_last_turn():
     assert advantages(scored) == pytest.approx([0.25, -0.25])
 
 
+def test_an_extra_reward_may_say_whether_it_is_a_success():
+    def graded(_):
+        return [
+            Reward(name="own", value=0.5, weight=2.0, success=False),
+            Reward.dense("own", (0.25, 0.75)),
+        ]
+
+    extra = GroupReward(name="graded", function=graded, weight=0.1)
+    scored = Scoring(rewards=(extra,)).score(make_group(0.0, 1.0))
+    found = [t.turns[-1].rewards[-1] for t in scored.trajectories]
+    assert found == [
+        Reward(name="graded", value=0.5, weight=0.2, success=False),
+        Reward(name="graded", value=1.0, weight=0.1, per_token=(0.25, 0.75)),
+    ]
+
+
+@pytest.mark.parametrize("right", [True, np.True_])
+def test_an_extra_reward_of_true_or_false_is_its_own_success(right):
+    extra = GroupReward(name="right", function=lambda _: [right, not right])
+    scored = Scoring(rewards=(extra,)).score(make_group(0.0, 1.0))
+    found = [t.turns[-1].rewards[-1] for t in scored.trajectories]
+    assert [(r.value, r.success) for r in found] == [(1.0, True), (0.0, False)]
+
+
 @pytest.mark.parametrize(
-    "function", [lambda _: 1 / 0, lambda _: [1.0], lambda _: [float("nan"), 0.0], lambda _: None]
+    "function",
+    [
+        lambda _: 1 / 0,
+        lambda _: [1.0],
+        lambda _: [float("nan"), 0.0],
+        lambda _: None,
+        lambda _: [(1.0, True), (0.0, False)],
+        lambda _: [Reward(name="r", value=1.0, weight=float("inf")), 0.0],
+    ],
 )
 def test_a_reward_function_that_fails_is_an_error_and_never_a_zero(function):
     scoring = Scoring(rewards=(GroupReward(name="bad", function=function),))
