@@ -56,5 +56,6 @@ def _lines(counted: Counter[tuple[str, str]]) -> list[str]:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_LeftOut(), "left-out")
     # A machine that is busy is no fault of what is tested.
-    hypothesis.settings.register_profile("patient", deadline=None)
+    patient = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=patient)
     hypothesis.settings.load_profile("patient")
