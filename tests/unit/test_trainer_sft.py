@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -156,6 +157,34 @@ async def test_a_killed_sft_remembers_what_tasks_were_evaluated_to_while_it_trai
     again = world(supervised=numbers(), num_evaluation_tasks=1, **settings)
     await again.run()
     assert again.job._standing.progress.best_evaluation == 0.5
+
+
+@pytest.mark.parametrize("checkpoint_every", [2, 3])
+async def test_an_evaluation_that_a_kill_cut_short_is_run_again_by_the_next_sft(
+    world: Callable[..., World], tmp_path: Path, checkpoint_every: int
+) -> None:
+    settings = {"num_train_steps": 5, "checkpoint_every": checkpoint_every, "evaluate_every": 2}
+    here = world(supervised=numbers(), num_evaluation_tasks=1, **settings)
+    evaluate, begun = here.evaluator.evaluate, asyncio.Event()
+
+    async def held(plan: Any, **options: Any) -> Any:
+        if plan.label == "running":
+            begun.set()
+            await asyncio.Event().wait()
+        return await evaluate(plan, **options)
+
+    here.evaluator.evaluate = held  # type: ignore[method-assign]
+    running = asyncio.create_task(here.run())
+    await begun.wait()
+    running.cancel()
+    await asyncio.wait([running])
+    again = world(supervised=numbers(), num_evaluation_tasks=1, **settings)
+    again.evaluator.rewards = [0.25, 0.5]
+    await again.run()
+    rows = [row for row in metrics(tmp_path, "evaluation") if row["label"] == "running"]
+    assert [row["due_train_step"] for row in rows] == [2, 4]
+    assert again.job._standing.progress.best_evaluation == 0.5
+    assert not again.job._standing.progress.due_evaluations
 
 
 async def test_where_tasks_are_evaluated_on_each_evaluation_has_a_policy_of_its_own(
