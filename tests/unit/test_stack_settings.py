@@ -20,7 +20,8 @@ BY_VARIABLE = {
     "vocab_size",
     "environment": "task_file heldout_file openenv ttl_s max_ttl_s capacity step_timeout_s "
     "abandon_s max_working_steps health_interval_s reap_interval_s max_concurrent_items",
-    "inference": "torch_threads wake_after_s served_model_name max_recordings max_recorded_calls "
+    "inference": "batching min_batch_size max_batch_size batching_timeout_s torch_threads "
+    "wake_after_s served_model_name max_recordings max_recorded_calls "
     "recording_ttl_s",
     "collector": "worker page_size stop max_turns member_retries agent_time_limit_s lease_s wait_s "
     "patience_s",
