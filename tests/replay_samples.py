@@ -10,7 +10,6 @@ from dialoop.v1 import trajectory_pb2 as pb
 
 from services.replay.queue import Submission
 from services.replay.store import Counts, NewGroup, OfferedTask, State, Stats, Store, VersionSpan
-from services.replay.validation import group_digest, version_spans
 
 LIVE = (State.UNSCORED, State.SCORED, State.TRAINING, State.TRAINED)
 
@@ -101,19 +100,6 @@ def offered(task: pb.Task) -> OfferedTask:
         purpose=Purpose(int(task.purpose)),
         num_trajectories=task.num_trajectories,
         payload=task.SerializeToString(),
-    )
-
-
-def new_group(group: pb.Group, lease_id: str, *, num_discarded: int = 0) -> NewGroup:
-    return NewGroup(
-        group_id=group.group_id,
-        task_id=group.task.task_id,
-        lease_id=lease_id,
-        num_trajectories=len(group.trajectories),
-        digest=group_digest(group),
-        versions=version_spans(group),
-        payload=group.SerializeToString(),
-        num_discarded=num_discarded,
     )
 
 

@@ -22,10 +22,9 @@ USUAL_S = 2.0
 
 @dataclass
 class Scene:
-    """A sandbox, a session in it that minds its own business, and the level."""
+    """A sandbox with a session in it that minds its own business."""
 
     sandbox: Sandbox
-    neighbour_times: list[float]
 
     @property
     def level(self) -> Level:
@@ -53,7 +52,7 @@ async def scene(request) -> AsyncIterator[Scene]:
             await asyncio.sleep(0.01)
 
     business = asyncio.create_task(mind_own_business())
-    yield Scene(sandbox, times)
+    yield Scene(sandbox)
     async with asyncio.timeout(PATIENCE_S):
         while len(times) < 5 and not business.done():
             await asyncio.sleep(0.01)

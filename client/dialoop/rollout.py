@@ -14,7 +14,7 @@ import uuid
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from dialoop.chat import ChatHistory, History
+from dialoop.chat import History
 from dialoop.episode import UpdateMode
 from dialoop.errors import DialoopError
 from dialoop.sequences import ForkCause, Sequence
@@ -263,8 +263,3 @@ def seeded(sampling: SamplingParams, member: int) -> SamplingParams:
     if sampling.seed is None:
         return sampling
     return replace(sampling, seed=sampling.seed + member)
-
-
-def as_prompt(history: History) -> ChatHistory:
-    """A chat history with a prompt alone, as a policy is asked."""
-    return ChatHistory(prompt=history)

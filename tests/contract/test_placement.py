@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from dialoop.clients.trainer import Phase
-from dialoop.trajectory import Group, SamplingParams
+from dialoop.trajectory import SamplingParams
 
 from services.collector.collector import Collector
 from services.inference.transformers_adapters import AdaptedModel
@@ -31,13 +31,8 @@ Interval = tuple[float, float]
 SMALL: dict[str, Any] = {
     "inference": {"max_model_len": 128, "max_num_seqs": 1},
     "collector": {"group_size": 2, "max_new_tokens": 6, "max_groups_in_flight": 1},
-    "scorer": {"rewards": [{"name": "sum", "use": f"{__name__}:token_sum"}]},
+    "scorer": {"rewards": [{"name": "sum", "use": "tests.placement_parts:token_sum"}]},
 }
-
-
-def token_sum(group: Group) -> list[float]:
-    """A reward that differs within a group, however bad its policy is."""
-    return [float(one.sequences[0].token_ids.sum() % 101) for one in group.trajectories]
 
 
 class Record:

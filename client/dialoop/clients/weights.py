@@ -85,8 +85,6 @@ class TransferStep:
 Content = bytes | TransferStep
 """What follows a manifest."""
 
-Contents = AsyncIterable[bytes] | Iterable[bytes] | AsyncIterable[TransferStep]
-
 
 async def weights_requests(
     manifest: WeightsManifest, contents: AsyncIterable[Content] | Iterable[Content]
