@@ -79,7 +79,7 @@ class CollectorFields(_Shared):
     """Shared by [collector] and the collector."""
 
     group_size: int = Field(default=8, ge=1)
-    """Trajectories of one task: advantages are computed among them."""
+    """Trajectories of one task: advantages are computed among them, so that RL needs two."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of training tasks that do not say."""
     max_groups_in_flight: int = Field(default=16, ge=1)

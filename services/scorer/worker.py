@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_MANY = 16
+"""Groups in a row that cannot be scored before it is said loudly: the trainer waits for them."""
+
 
 class Worker:
     """Scores a run's groups until told to stop."""
@@ -37,6 +40,7 @@ class Worker:
         self._replay = replay
         self._desk = desk
         self._patience = Patience(total_s=settings.patience_s)
+        self._num_aside = 0  # in a row
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Finish the group at hand when `stopping` is set, and return the others."""
@@ -110,6 +114,7 @@ class Worker:
             log.error("A scored group was rejected: %s", outcome.message)
             await self._set_aside(lease, outcome.reason.lower())
         else:
+            self._num_aside = 0
             run, ids = self._settings.run, [lease.lease_id]
             await patiently(lambda: self._replay.acknowledge(run, ids), self._patience)
 
@@ -119,6 +124,14 @@ class Worker:
 
     async def _set_aside(self, lease: GroupLease, reason: str) -> None:
         """Nobody can score it: it is kept as a dead letter, to be looked at."""
+        self._num_aside += 1
+        if self._num_aside % _MANY == 0:
+            log.error(
+                "The last %d groups could not be scored, and are dead letters; training gets "
+                "nothing. The last reason: %s.",
+                self._num_aside,
+                reason,
+            )
         await self._give_back(ReturnItem(lease_id=lease.lease_id, reason=reason, set_aside=True))
 
     async def _return_failed(self, lease: GroupLease) -> None:

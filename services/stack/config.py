@@ -313,6 +313,16 @@ class JobConfig(_Section):
         return self
 
     @model_validator(mode="after")
+    def _require_a_baseline(self) -> JobConfig:
+        size = self.collector.group_size
+        if self.train.mode == "rl" and self.train.num_steps and size < 2:
+            raise ValueError(
+                f"group_size is {size}: advantages compare the trajectories of a group, so that no "
+                "group of one is ever trained; set it to 2 or more in [collector]"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _require_reference_for_the_loss(self) -> JobConfig:
         objective, loss = self.train.objective, self.train.loss
         to_ref = objective.kl_coeff > 0 and objective.kl_to == "ref"

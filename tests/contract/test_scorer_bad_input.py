@@ -108,6 +108,22 @@ async def test_what_cannot_be_scored_is_a_dead_letter_that_says_why_and_the_rest
         assert words in caplog.text
 
 
+@pytest.mark.parametrize(("num_good", "is_said"), [(0, True), (1, False)])
+async def test_a_scorer_that_can_score_nothing_says_so_loudly(
+    num_good: int, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = [named(make_group(1.0, task_id=f"alone{n}")) for n in range(16)]
+    good = [named(make_group(0.0, 1.0, task_id=f"good{n}")) for n in range(num_good)]
+    async with world() as w:
+        await appended(w, *alone[:8], *good, *alone[8:])
+        async with scoring(w, Desk(Scoring(), None)):
+            await w.until(lambda c: c.num_groups_dropped == {"dead_letter": 16})
+            await w.until(lambda c: c.num_groups_scored == num_good)
+    said = [one for one in caplog.messages if "16 groups could not be scored" in one]
+    assert bool(said) == is_said
+    assert all("group_too_small" in one for one in said)
+
+
 async def test_what_the_queue_refuses_names_the_trajectory_and_leaves_its_lease() -> None:
     ragged = replace(make_sequence(), inference_logprobs=make_sequence().inference_logprobs)
     object.__setattr__(ragged, "inference_logprobs", ragged.inference_logprobs[:1])

@@ -51,6 +51,15 @@ def test_settings_that_contradict_each_other_are_named(tmp_path: Path) -> None:
     assert "max_staleness is 2, below pipeline_depth 3" in message
 
 
+def test_groups_of_one_are_refused_where_their_advantages_are_to_be_trained(
+    tmp_path: Path,
+) -> None:
+    alone = "[collector]\ngroup_size = 1\n"
+    assert "set it to 2 or more in [collector]" in mistake_in(tmp_path, alone)
+    for trains_none in ("num_steps = 0", 'mode = "sft"'):
+        load_config(written(tmp_path, f"{alone}[train]\n{trains_none}\n"), environment={})
+
+
 def test_a_file_that_is_not_toml_is_told_with_its_line(tmp_path: Path) -> None:
     assert "line 2" in mistake_in(tmp_path, "run = 'a'\nseed = = 3\n")
 
