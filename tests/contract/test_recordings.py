@@ -102,6 +102,18 @@ async def test_a_call_whose_arguments_were_changed_is_another_message(directory)
     require_owned_once(trajectory, engine)
 
 
+async def test_a_call_with_a_repetition_penalty_marks_the_whole_trajectory(directory):
+    engine = ScriptedEngine(directory, ["Seven.", "Fourteen."])
+    async with agent_world(directory, engine) as world:
+        client = await world.recorded()
+        first = await answer_to(client, [USER])
+        more = [USER, first, {"role": "user", "content": "Twice?"}]
+        await answer_to(client, more, extra_body={"repetition_penalty": 1.5})
+        trajectory = await world.recordings.close("r")
+    assert trajectory.sampling.repetition_penalty == 1.5
+    assert trajectory.sampling.alters  # the trainer drops it
+
+
 async def test_tool_call_ids_are_given_out_once(directory):
     engine = ScriptedEngine(directory, [call_text("add", a=1)] * 3)
     async with agent_world(directory, engine) as world:

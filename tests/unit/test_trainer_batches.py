@@ -81,8 +81,20 @@ def test_a_uniform_group_is_dropped_under_its_own_reason() -> None:
 
 
 def test_truncated_sampling_is_not_trained_on() -> None:
-    found = reasons(lease("cut", sampling=SamplingParams(top_p=0.9)))
-    assert found["truncated_sampling"] == ["cut"]
+    found = reasons(
+        lease("cut", sampling=SamplingParams(top_p=0.9)),
+        lease("bent", sampling=SamplingParams(repetition_penalty=1.2)),
+        lease("whole", sampling=SamplingParams(top_p=1.0, min_p=0.0, repetition_penalty=1.0)),
+    )
+    assert found["truncated_sampling"] == ["cut", "bent"]
+    assert found["train"] == ["whole"]
+
+
+def test_a_sequence_has_the_temperature_of_its_own_trajectory() -> None:
+    given = [SamplingParams(temperature=0.5), SamplingParams(), SamplingParams(temperature=0.0)]
+    leases = [lease(str(number), sampling=one) for number, one in enumerate(given)]
+    batch = sort_batch(leases, current=NOW, max_staleness=4, consumed_group_ids=())
+    assert [one.temperature for one in batch.sequences] == [0.5, 0.5, 1.0, 1.0, 0.0, 0.0]
 
 
 def test_a_group_that_the_checkpoint_consumed_is_not_trained_twice() -> None:
