@@ -64,7 +64,7 @@ def lesson(learner: Learner | ParallelLearner, out: Path) -> list[Any]:
         sequences(3),
     ):
         try:
-            report = learner.train_step(rows, current=VERSION, temperature=1.0)
+            report = learner.train_step(rows, current=VERSION)
         except DialoopError as error:
             told.append(error.reason)
         else:

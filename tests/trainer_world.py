@@ -78,6 +78,7 @@ class FakeLearner:
     def __init__(self) -> None:
         self.weights = 0
         self.trained: list[int] = []
+        self.temperatures: list[list[float]] = []
         self.vocab_size = 100
         self.refuses: Callable[[Any], None] = lambda _: None
         self.while_training: Callable[[], None] = lambda: None
@@ -103,10 +104,11 @@ class FakeLearner:
         for one in sequences:
             self.refuses(one.sequence)
 
-    def train_step(self, sequences: Any, *, current: Any, temperature: float) -> TrainStepReport:
+    def train_step(self, sequences: Any, *, current: Any) -> TrainStepReport:
         self.while_training()
         self.weights += 1
         self.trained.append(len(sequences))
+        self.temperatures.append([one.temperature for one in sequences])
         return TrainStepReport(
             loss=0.0,
             metrics={},

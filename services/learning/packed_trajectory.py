@@ -108,7 +108,7 @@ class TrajectoryData:
                 )
         mask = torch.zeros(len(self.prompt_tokens) + count, dtype=torch.bool)
         mask[len(self.prompt_tokens) :] = True
-        known = {name: values for name, values in given.items() if len(values) == count and count}
+        known: dict[str, Any] = {name: v for name, v in given.items() if len(v) == count and count}
         return TokenRow(
             token_ids=torch.cat([self.prompt_tokens, self.response_tokens]).long(),
             response_mask=mask,

@@ -36,7 +36,7 @@ class TokenRow:
 
     token_ids int64 [L]; response_mask bool [L] with M true; inference_logprobs, proximal_logprobs,
     ref_logprobs, advantages and staleness (in policy versions) float32 [M]. prompt: which group of
-    the train step the sequence is of.
+    the train step the sequence is of; temperature: what its tokens were sampled with.
     """
 
     token_ids: Tensor
@@ -47,6 +47,7 @@ class TokenRow:
     advantages: Tensor | None = None
     staleness: Tensor | None = None
     prompt: int = 0
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) or bool(self.response_mask[0]):
@@ -55,10 +56,22 @@ class TokenRow:
                 reason="EMPTY_PROMPT",
                 remedy="Give every sequence at least one prompt token.",
             )
+        if not self.temperature > 0:
+            raise InvalidSequence(
+                f"A sequence was sampled at temperature {self.temperature}, where tokens have no "
+                "probability.",
+                reason="GREEDY_SAMPLING",
+                remedy="Train on tokens sampled with a temperature above 0.",
+            )
 
     @classmethod
     def from_sequence(
-        cls, sequence: Sequence, *, prompt: int = 0, current: PolicyVersion | None = None
+        cls,
+        sequence: Sequence,
+        *,
+        prompt: int = 0,
+        current: PolicyVersion | None = None,
+        temperature: float = 1.0,
     ) -> TokenRow:
         """The row of one trajectory sequence; a single advantage is spread over its tokens.
 
@@ -79,14 +92,18 @@ class TokenRow:
             advantages=advantages,
             staleness=None if current is None else _staleness(sequence, current),
             prompt=prompt,
+            temperature=temperature,
         )
 
     @classmethod
-    def from_demonstration(cls, token_ids: Rows[int], loss_mask: Rows[bool]) -> TokenRow:
+    def from_demonstration(
+        cls, token_ids: Rows[int], loss_mask: Rows[bool], *, temperature: float = 1.0
+    ) -> TokenRow:
         """A row to imitate: tokens somebody else wrote, and which of them to learn."""
         return cls(
             token_ids=torch.tensor(token_ids, dtype=torch.int64),
             response_mask=torch.tensor(loss_mask, dtype=torch.bool),
+            temperature=temperature,
         )
 
 
@@ -97,7 +114,8 @@ class PackedBatch:
     packed_tokens, position_ids, sample_mask int64 [T]; response_mask (the policy wrote it) and
     loss_mask (the loss counts it, a subset) bool [T]; lengths N numbers; cu_seqlens int32 [N + 1].
     inference_logprobs, proximal_logprobs, ref_logprobs, advantages and staleness float32 [T], 0 off
-    the response, None if unknown. prompts: N numbers, which group each sequence is of.
+    the response, None if unknown. prompts and temperatures: N numbers, which group each sequence is
+    of and what it was sampled with.
     """
 
     packed_tokens: Tensor
@@ -113,6 +131,7 @@ class PackedBatch:
     advantages: Tensor | None = None
     staleness: Tensor | None = None
     prompts: tuple[int, ...] = ()
+    temperatures: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         # RoPE hides positions that do not restart from every log-prob test, so look at them here.
@@ -155,6 +174,14 @@ class PackedBatch:
     def trained_positions(self) -> Tensor:
         """int64 [M]: where the trained tokens stand; their predictors stand one earlier."""
         return self.loss_mask.nonzero().squeeze(-1)
+
+    @property
+    def temperature(self) -> float | Tensor:
+        """What the trained tokens were sampled with: one number, or float32 [M] if that differs."""
+        if len(set(self.temperatures)) <= 1:
+            return next(iter(self.temperatures), 1.0)
+        owners = self.gather(self.sample_mask)
+        return torch.tensor(self.temperatures, device=owners.device)[owners]
 
     def gather(self, values: Tensor) -> Tensor:
         """Values [T] at the trained positions, [M]."""
@@ -205,6 +232,7 @@ def pack_rows(rows: Rows[TokenRow], *, pad_to: int | None = None, pad_id: int = 
         lengths=lengths,
         cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
         prompts=tuple(row.prompt for row in rows),
+        temperatures=tuple(row.temperature for row in rows),
         **{name: _scattered(rows, name, response) for name in _OPTIONAL},
     )
 

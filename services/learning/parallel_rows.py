@@ -55,22 +55,18 @@ def keep_pace(policy: PolicyModel, num_rows: int, ranks: Ranks) -> None:
 
 @torch.no_grad()
 def score_rows(
-    policy: PolicyModel,
-    rows: Sequence[TokenRow],
-    ranks: Ranks,
-    *,
-    max_tokens: int,
-    temperature: float = 1.0,
+    policy: PolicyModel, rows: Sequence[TokenRow], ranks: Ranks, *, max_tokens: int
 ) -> list[Tensor]:
-    """Log-probs float32 [M] of each row's response tokens, on every rank, each scored by one."""
+    """Log-probs float32 [M] of each row's response tokens at its own temperature, on every rank.
+
+    Each row is scored by one rank.
+    """
     lengths = [len(row.token_ids) for row in rows]
     groups = [row.prompt for row in rows]
     plan = plan_ranks(lengths, max_tokens=max_tokens, num_ranks=ranks.size, groups=groups)
     own = plan.rows_of(ranks.rank)
-    scores = [
-        policy(pack_rows([rows[i] for i in indices]).to(ranks.device), temperature=temperature)
-        for indices in own
-    ]
+    packed = [pack_rows([rows[i] for i in indices]).to(ranks.device) for indices in own]
+    scores = [policy(row, temperature=row.temperature) for row in packed]
     keep_pace(policy, len(plan.ranks[ranks.rank]) - len(own), ranks)
     reshard(policy)
     values = torch.cat([torch.empty(0), *(score.logprobs.float().cpu() for score in scores)])

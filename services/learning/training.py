@@ -103,12 +103,13 @@ def update(  # noqa: PLR0913 - a model, its step, its data and how to look at th
     rows: Sequence[PackedBatch],
     loss: Loss,
     *,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     with_entropy: bool = False,
     ranks: Ranks = ALONE,
 ) -> UpdateReport:
     """One optimiser update over packed rows; the result does not depend on how they are cut.
 
+    Log-probs are at `temperature`, or else at what each sequence of the rows was sampled with.
     With several ranks each gives its own rows, and all get the same report. An objective that
     whitens does so over this update: of a train step of several see `whitened_sequences`.
     """
@@ -118,7 +119,9 @@ def update(  # noqa: PLR0913 - a model, its step, its data and how to look at th
     total, metrics = 0.0, []
     for row in rows:
         scores = policy(
-            row, temperature=temperature, with_entropy=with_entropy or objective.needs_entropy
+            row,
+            temperature=row.temperature if temperature is None else temperature,
+            with_entropy=with_entropy or objective.needs_entropy,
         )
         inputs = loss_inputs(row, scores.logprobs, entropy=scores.entropy, counts=counts)
         output = objective(inputs)

@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
     from dialoop.clients.replay import GroupLease
     from dialoop.sequences import PolicyVersion, Sequence
-    from dialoop.trajectory import Group
+    from dialoop.trajectory import Group, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedSequence:
-    """One token row to train, and which group of the batch it is of."""
+    """One token row to train, which group of the batch it is of, and how it was sampled."""
 
     sequence: Sequence
     prompt: int
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,9 @@ class Batch:
     def sequences(self) -> tuple[TrainedSequence, ...]:
         """The token rows to train: those with a signal."""
         return tuple(
-            TrainedSequence(sequence=sequence, prompt=prompt)
+            TrainedSequence(
+                sequence=sequence, prompt=prompt, temperature=_temperature_of(trajectory)
+            )
             for prompt, group in enumerate(self.groups)
             for trajectory in group.trajectories
             for sequence in trajectory.sequences
@@ -122,6 +125,11 @@ def _reason_to_drop(
     sequences = (s for trajectory in group.trajectories for s in trajectory.sequences)
     has_signal = any(_has_signal(sequence, needs_advantages) for sequence in sequences)
     return "" if has_signal else "uniform_reward"
+
+
+def _temperature_of(trajectory: Trajectory) -> float:
+    given = trajectory.sampling.temperature
+    return 1.0 if given is None else given
 
 
 def _has_signal(sequence: Sequence, needs_advantages: bool) -> bool:

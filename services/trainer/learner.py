@@ -126,7 +126,10 @@ class Learner:
         `current` is the policy's version, from which staleness is counted.
         """
         rows = [
-            TokenRow.from_sequence(s.sequence, prompt=s.prompt, current=current) for s in sequences
+            TokenRow.from_sequence(
+                s.sequence, prompt=s.prompt, current=current, temperature=s.temperature
+            )
+            for s in sequences
         ]
         self._require_fitting(rows)
         rows = alike(rows)
@@ -160,20 +163,18 @@ class Learner:
         return -sum(float(values.double().sum()) for values in scores) / max(1, count), count
 
     def train_step(
-        self, sequences: Rows[TrainedSequence], *, current: PolicyVersion, temperature: float
+        self, sequences: Rows[TrainedSequence], *, current: PolicyVersion
     ) -> TrainStepReport:
         """`num_epochs` times `num_minibatches` updates, in seeded random orders.
 
         `current` is the policy's version, from which staleness is counted.
         """
-        return self.train_rows(
-            self.rows_to_train(sequences, current=current), temperature=temperature
-        )
+        return self.train_rows(self.rows_to_train(sequences, current=current))
 
-    def train_rows(self, rows: list[TokenRow], *, temperature: float) -> TrainStepReport:
+    def train_rows(self, rows: list[TokenRow]) -> TrainStepReport:
         """The same on rows to train."""
         if self._objective.needs_proximal or self._settings.objective.proximal:
-            rows = self._with_proximal(rows, temperature)
+            rows = self._with_proximal(rows)
         objective = self._objective
         if objective.whiten:
             rows, objective = whitened_sequences(rows), replace(objective, whiten=False)
@@ -187,7 +188,6 @@ class Learner:
                     rows[start::num],
                     self._optimizer,
                     objective,
-                    temperature,
                     with_entropy=self._measures_entropy,
                 )
                 for start in range(num)
@@ -207,11 +207,13 @@ class Learner:
     ) -> list[NDArray[np.float32]]:
         """Log-probs float32 [L - 1] of each row's tokens from position 1 on."""
         wanted = [
-            TokenRow.from_demonstration(list(ids), [False] + [True] * (len(ids) - 1))
+            TokenRow.from_demonstration(
+                list(ids), [False] + [True] * (len(ids) - 1), temperature=temperature
+            )
             for ids in rows
         ]
         longest = max(len(ids) for ids in rows)
-        return [scores.numpy() for scores in self._scores(wanted, temperature, longest)]
+        return [scores.numpy() for scores in self._scores(wanted, longest)]
 
     def export(self, path: Path) -> ExportedWeights:
         """Write the weights as they are now; the file appears whole or not at all."""
@@ -229,25 +231,22 @@ class Learner:
         """Continue from what `save` wrote, as if never stopped; InvalidConfig for another model."""
         self.files.restore(directory)
 
-    def _with_proximal(self, rows: list[TokenRow], temperature: float) -> list[TokenRow]:
+    def _with_proximal(self, rows: list[TokenRow]) -> list[TokenRow]:
         """The rows with the log-probs of the policy as it is now."""
-        scores = self._scores(rows, temperature)
+        scores = self._scores(rows)
         pairs = zip(rows, scores, strict=True)
         return [replace(row, proximal_logprobs=logprobs) for row, logprobs in pairs]
 
-    def _scores(
-        self, rows: Rows[TokenRow], temperature: float = 1.0, longest: int = 0
-    ) -> list[torch.Tensor]:
+    def _scores(self, rows: Rows[TokenRow], longest: int = 0) -> list[torch.Tensor]:
         self._ask()
         most = max(longest, self._settings.max_row_tokens)
-        return score_rows(self._policy, rows, self._ranks, max_tokens=most, temperature=temperature)
+        return score_rows(self._policy, rows, self._ranks, max_tokens=most)
 
     def _update(
         self,
         rows: Rows[TokenRow],
         optimizer: GuardedOptimizer,
         loss: Objective,
-        temperature: float = 1.0,
         *,
         with_entropy: bool = False,
     ) -> UpdateReport:
@@ -257,7 +256,6 @@ class Learner:
             optimizer,
             own_rows(rows, self._ranks, max_tokens=self._settings.max_row_tokens),
             loss,
-            temperature=temperature,
             with_entropy=with_entropy,
             ranks=self._ranks,
         )

@@ -2,7 +2,7 @@
 
     learner = ParallelLearner(ranks)
     learner.make(settings)                   # on the first rank, as everything but `serve`
-    learner.train_step(sequences, current=version, temperature=1.0)
+    learner.train_step(sequences, current=version)
     learner.close()
 
     ParallelLearner(ranks).serve()           # on every other rank, until the first one closes
@@ -125,14 +125,14 @@ class ParallelLearner:
         return loss
 
     def train_step(
-        self, sequences: Rows[TrainedSequence], *, current: PolicyVersion, temperature: float
+        self, sequences: Rows[TrainedSequence], *, current: PolicyVersion
     ) -> TrainStepReport:
         """`num_epochs` times `num_minibatches` updates, as `Learner.train_step`."""
         data = _encoded(
             [one.sequence for one in sequences],
             prompts=[one.prompt for one in sequences],
             current=[current.lineage, current.number],
-            temperature=temperature,
+            temperatures=[one.temperature for one in sequences],
         )
         report: TrainStepReport = self._compute("train_step", data)
         return report
@@ -187,13 +187,13 @@ class ParallelLearner:
 
     def _train_step(self, data: bytes) -> Callable[[], TrainStepReport]:
         facts, sequences = _decoded(data)
-        pairs = zip(sequences, facts["prompts"], strict=True)
+        parts = zip(sequences, facts["prompts"], facts["temperatures"], strict=True)
         lineage, number = facts["current"]
         rows = self._learner.rows_to_train(
-            [TrainedSequence(sequence=sequence, prompt=prompt) for sequence, prompt in pairs],
+            [TrainedSequence(sequence=s, prompt=p, temperature=t) for s, p, t in parts],
             current=PolicyVersion(lineage=lineage, number=number),
         )
-        return lambda: self._learner.train_rows(rows, temperature=facts["temperature"])
+        return lambda: self._learner.train_rows(rows)
 
     def _logprobs(self, data: bytes) -> Callable[[], list[NDArray[Any]]]:
         rows, temperature = json.loads(data)

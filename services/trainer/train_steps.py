@@ -164,10 +164,9 @@ class TrainSteps:
         progress, version = self._standing.progress, self._standing.progress.policy_version
         row = _row_of(batch)
         if batch.train:
-            temperature = batch.groups[0].trajectories[0].sampling.temperature or 1.0
             started = time.perf_counter()
             report = await asyncio.to_thread(
-                self._learner.train_step, batch.sequences, current=version, temperature=temperature
+                self._learner.train_step, batch.sequences, current=version
             )
             self._count(batch, report, version)
             self._num_refused = 0

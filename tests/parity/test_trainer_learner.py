@@ -50,15 +50,13 @@ def test_a_resumed_learner_takes_the_same_steps_as_one_that_never_stopped(
     model_dir: Path, tmp_path: Path
 ) -> None:
     steady = learner(model_dir)
-    steady.train_step(sequences(8, 1), current=VERSION, temperature=1.0)
+    steady.train_step(sequences(8, 1), current=VERSION)
     Checkpoints(tmp_path).save(steady, Progress(policy_version=VERSION, num_train_steps=1))
     resumed = learner(model_dir, seed=99)
     progress = Checkpoints(tmp_path).restore(resumed)
     assert progress is not None
     assert progress.policy_version == VERSION
-    after = [
-        m.train_step(sequences(8, 2), current=VERSION, temperature=1.0) for m in (steady, resumed)
-    ]
+    after = [m.train_step(sequences(8, 2), current=VERSION) for m in (steady, resumed)]
     assert after[0] == after[1]
     probe = [[5, 6, 7, 8, 9]]
     assert np.array_equal(steady.logprobs(probe)[0], resumed.logprobs(probe)[0])
@@ -68,7 +66,7 @@ def test_a_train_step_moves_the_weights_and_reports_finite_numbers(model_dir: Pa
     trained = learner(model_dir)
     probe = [[5, 6, 7, 8, 9]]
     before = trained.logprobs(probe)[0]
-    report = trained.train_step(sequences(8, 3), current=VERSION, temperature=1.0)
+    report = trained.train_step(sequences(8, 3), current=VERSION)
     assert report.num_updates == 2
     assert np.isfinite([report.loss, report.grad_norm, report.metrics["ess"]]).all()
     assert not np.array_equal(before, trained.logprobs(probe)[0])
@@ -97,7 +95,7 @@ def test_an_objective_with_epochs_and_a_correction_trains_around_the_proximal_po
 ) -> None:
     objective = ObjectiveSettings(correction="tis", num_epochs=2, entropy_coeff=0.01)
     trained = Learner(TrainerSettings(model_dir=model_dir, loss="grpo", objective=objective))
-    report = trained.train_step(sequences(8, 4), current=VERSION, temperature=1.0)
+    report = trained.train_step(sequences(8, 4), current=VERSION)
     assert report.num_updates == 4
     assert report.metrics["correction_weight"] > 0
     assert report.metrics["entropy"] > 0
@@ -110,7 +108,7 @@ def test_entropy_is_measured_by_staleness_unless_it_is_not_wanted(
 ) -> None:
     objective = ObjectiveSettings(entropy_metric=is_wanted)
     trained = Learner(TrainerSettings(model_dir=model_dir, objective=objective))
-    report = trained.train_step(sequences(4, 5), current=VERSION, temperature=1.0)
+    report = trained.train_step(sequences(4, 5), current=VERSION)
     assert ("entropy" in report.metrics) is is_wanted
     assert all(("entropy" in m) is is_wanted for m in report.metrics["by_staleness"].values())
 
@@ -118,6 +116,6 @@ def test_entropy_is_measured_by_staleness_unless_it_is_not_wanted(
 @pytest.mark.parametrize("name", [n for n in PRESETS if n not in ("sft", "minor_sft", "distill")])
 def test_every_loss_takes_a_train_step(model_dir: Path, name: str) -> None:
     trained = Learner(TrainerSettings(model_dir=model_dir, loss=name))
-    report = trained.train_step(sequences(4, 5), current=VERSION, temperature=1.0)
+    report = trained.train_step(sequences(4, 5), current=VERSION)
     assert report.num_refused == 0
     assert np.isfinite(report.loss)

@@ -60,7 +60,7 @@ def sequences(count: int, seed: int) -> list[TrainedSequence]:
 
 
 def step(trained: Learner, seed: int = 1) -> Any:
-    return trained.train_step(sequences(8, seed), current=VERSION, temperature=1.0)
+    return trained.train_step(sequences(8, seed), current=VERSION)
 
 
 def probed(directory: Path) -> list[Any]:
@@ -230,11 +230,11 @@ def test_the_mismatch_of_fresh_tokens_is_measured_before_the_first_update(
         own = trained.logprobs([one.sequence.token_ids.tolist()])[0]
         mask = one.sequence.response_mask()[1:]
         fresh.append(replace(one, sequence=replace(one.sequence, inference_logprobs=own[mask])))
-    report = trained.train_step(fresh, current=VERSION, temperature=1.0)
+    report = trained.train_step(fresh, current=VERSION)
     assert report.fresh_mismatch_kl == pytest.approx(0.0, abs=1e-6)
     assert report.metrics["by_staleness"][0]["mismatch_kl"] > 1e-3
     older = replace(VERSION, number=4)
-    stale = trained.train_step(fresh, current=older, temperature=1.0)
+    stale = trained.train_step(fresh, current=older)
     assert stale.fresh_mismatch_kl is None
 
 

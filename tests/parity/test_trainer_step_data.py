@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from dialoop.errors import InvalidSequence
 from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
 
 from services.learning.packing import PackedBatch
@@ -69,7 +71,37 @@ def test_whitened_advantages_are_those_of_the_train_step_however_it_is_cut(
     )
     given = dict(zip(range(5, 9), (-2.0, -1.0, 1.0, 2.0), strict=True))
     rows = [TrainedSequence(sequence=sequence(n, a), prompt=n) for n, a in given.items()]
-    Learner(settings).train_step(rows, current=VERSION, temperature=1.0)
+    Learner(settings).train_step(rows, current=VERSION)
     std = float(torch.tensor(list(given.values())).std(correction=0))
     expected = {name: advantage / std for name, advantage in given.items()}
     assert advantages_by_name(trained) == pytest.approx(expected, rel=1e-6)
+
+
+def sampled_at(learner: Learner, temperature: float, first: int) -> TrainedSequence:
+    """As an engine with the learner's own weights would have sampled it at this temperature."""
+    row = sequence(first, advantage=1.0)
+    (logprobs,) = learner.logprobs([row.token_ids.tolist()], temperature=temperature)
+    row = replace(row, inference_logprobs=logprobs.astype(np.float32))
+    return TrainedSequence(sequence=row, prompt=first, temperature=temperature)
+
+
+@pytest.mark.parametrize("proximal", [False, True])
+def test_each_sequence_is_trained_at_the_temperature_it_was_sampled_with(
+    model_dir: Path, proximal: bool
+) -> None:
+    settings = TrainerSettings.model_validate(
+        {"model_dir": model_dir, "num_minibatches": 1, "objective": {"proximal": proximal}}
+    )
+    learner = Learner(settings)
+    rows = [sampled_at(learner, t, 5 + i) for i, t in enumerate((0.5, 1.0, 1.7))]
+    report = learner.train_step(rows, current=VERSION)
+    assert report.fresh_mismatch_kl == pytest.approx(0.0, abs=1e-9)
+    assert report.metrics["ess"] == pytest.approx(1.0)
+
+
+def test_what_was_sampled_greedily_is_refused_by_name(model_dir: Path) -> None:
+    learner = Learner(TrainerSettings(model_dir=model_dir))
+    greedy = TrainedSequence(sequence=sequence(5, 1.0), prompt=0, temperature=0.0)
+    with pytest.raises(InvalidSequence) as caught:
+        learner.rows_to_train([greedy], current=VERSION)
+    assert caught.value.reason == "GREEDY_SAMPLING"

@@ -34,6 +34,7 @@ async def test_what_is_trained_is_acknowledged_by_the_checkpoint_that_holds_it(
         here.offer(*names)
     await here.run()
     assert here.replay.acknowledged == [f"lease-{name}" for name in "abcdef"]
+    assert here.learner.temperatures == [[1.0] * 4] * 3
     assert here.publisher.published == [("main-1", 0), ("main-2", 1), ("main-3", 2), ("main-4", 3)]
 
 
