@@ -116,8 +116,6 @@ class TrainFields(_Shared):
     """Groups in a row that no train step can take before the job fails; three batches at least."""
     num_minibatches: int = Field(default=2, ge=1)
     """Optimiser updates of a train step."""
-    max_row_tokens: int = Field(default=1024, ge=16)
-    """Most tokens in a packed row."""
     learning_rate: float = Field(default=1e-4, gt=0)
     """Peak learning rate."""
     optimizer: Literal["adamw", "muon"] = "adamw"

@@ -148,6 +148,8 @@ class TrainSection(_Section, TrainFields):
     """Processes that share the model (FSDP2); on CUDA each has a device of its own."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of the trainer, of each of its processes."""
+    max_row_tokens: int | None = Field(default=None, ge=16)
+    """Most tokens in a packed row; absent: 1024, or inference.max_model_len where that is more."""
 
     @model_validator(mode="after")
     def _require_staleness_covers_depth(self) -> TrainSection:
@@ -309,6 +311,22 @@ class JobConfig(_Section):
             raise ValueError(
                 'placement = "shared" with engine = "transformers", which samples on the CPU, and '
                 'device = "cuda": they have a device each; set placement to split'
+            )
+        return self
+
+    @property
+    def max_row_tokens(self) -> int:
+        """A packed row of the trainer holds whatever the engine can sample."""
+        said = self.train.max_row_tokens
+        return max(1024, self.inference.max_model_len) if said is None else said
+
+    @model_validator(mode="after")
+    def _require_rows_for_what_is_sampled(self) -> JobConfig:
+        if self.train.mode == "rl" and self.max_row_tokens < self.inference.max_model_len:
+            raise ValueError(
+                f"max_row_tokens is {self.max_row_tokens}, below max_model_len "
+                f"{self.inference.max_model_len} in [inference]: a longer sequence could not be "
+                "trained; leave it out, or raise it"
             )
         return self
 

@@ -253,6 +253,7 @@ class Layout:
         section = self.config.train
         return {
             **_said(section, TrainFields),
+            "max_row_tokens": self.config.max_row_tokens,
             "sft": self.config.sft.model_dump(),
             "lora": self._lora(),
             "trackers": self.config.trackers.model_dump(),

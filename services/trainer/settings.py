@@ -79,6 +79,8 @@ class TrainerSettings(ServerSettings, TrainFields):
     """What SFT trains on, as {"file": "chats.jsonl", "num_epochs": 3}."""
     num_train_steps: int = Field(default=50, ge=0)
     """Train steps; one leased batch each, or one batch of demonstrations."""
+    max_row_tokens: int = Field(default=1024, ge=16)
+    """Most tokens in a packed row: of the longest sequence, at least."""
 
     lease_s: float = Field(default=120.0, gt=0)
     """Seconds a leased group is ours without an extension."""

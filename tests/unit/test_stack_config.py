@@ -60,6 +60,20 @@ def test_groups_of_one_are_refused_where_their_advantages_are_to_be_trained(
         load_config(written(tmp_path, f"{alone}[train]\n{trains_none}\n"), environment={})
 
 
+def test_the_trainers_rows_hold_what_the_engine_can_sample(tmp_path: Path) -> None:
+    def told(text: str) -> object:
+        config = load_config(written(tmp_path, text), environment={})
+        ports = ports_of(config, with_redis=False)
+        layout = Layout(config=config, run_dir=RunDir(path=tmp_path, run_id="r"), ports=ports)
+        return layout.values_of("trainer")["max_row_tokens"]
+
+    long = "[inference]\nmax_model_len = 4096\n"
+    assert (told(""), told(long)) == (1024, 4096)
+    assert told(f"{long}[train]\nmax_row_tokens = 8192\n") == 8192
+    message = mistake_in(tmp_path, f"{long}[train]\nmax_row_tokens = 2048\n")
+    assert "max_row_tokens is 2048, below max_model_len 4096" in message
+
+
 def test_a_file_that_is_not_toml_is_told_with_its_line(tmp_path: Path) -> None:
     assert "line 2" in mistake_in(tmp_path, "run = 'a'\nseed = = 3\n")
 

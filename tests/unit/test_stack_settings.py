@@ -94,7 +94,7 @@ def test_a_key_that_table_and_service_share_is_told_as_it_is() -> None:
         "collector": {"group_size": 3, "temperature": 0.5, "max_new_tokens": 5},
         "scorer": {"top_k": 2, "rewards": ({"name": "a", "use": "b:c"},), "divide_by_std": True},
         "train": {
-            "max_row_tokens": 99,
+            "max_row_tokens": 999,
             "loss_options": {"cap": 2.0},
             "objective": {"num_epochs": 2},
         },
