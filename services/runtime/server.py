@@ -9,6 +9,7 @@ async with server:                      # listens; server.port is the bound port
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from services.runtime.auth import Token
 from services.runtime.calls import Calls
 from services.runtime.handlers import Handlers
 from services.runtime.listening import address_of, bound_socket, require_safe_address
-from services.runtime.shutdown import StopSignal
+from services.runtime.shutdown import StopSignal, owns_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -138,6 +139,9 @@ class GrpcServer:
             self._rest_port = bound.getsockname()[1]
             await door.open(bound)
         await self.set_serving(True)
+        if owns_process.get():
+            # What stands now stays: a full collection need not walk torch's and protobuf's objects.
+            gc.freeze()
         where = {"rest_address": self.rest_address} if door else {}
         log.info("Serving.", extra={**where, "address": self.address})
         return self

@@ -13,6 +13,7 @@ unless the config says {"train": {"num_steps": ...}}.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import tempfile
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -66,6 +67,7 @@ async def in_process(
         services = _Services(layout)
         exits.push_async_callback(services.stop)
         await services.start()
+        _rest_from_collecting(exits)
         channels = {name: services.network.connect(name) for name in _REACHABLE}
         for channel in channels.values():
             exits.push_async_callback(channel.close)
@@ -77,6 +79,17 @@ async def in_process(
             trainer=channels["trainer"],
         )
         services.require_well()
+
+
+def _rest_from_collecting(exits: AsyncExitStack) -> None:
+    """Until `exits`, full garbage collections leave alone what stands now.
+
+    Torch's and transformers' 400,000 objects took 8% of the CPU of training a tiny model, and
+    stopped all services for as long as each collection walked them.
+    """
+    gc.collect()
+    gc.freeze()
+    exits.callback(gc.unfreeze)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,12 @@ async def test_a_group_is_played_scored_and_weights_are_published() -> None:
         with pytest.raises(NotFound) as caught:
             await dialoop.task("nope")
         assert caught.value.reason == "ENVIRONMENT_NOT_FOUND"
+
+
+async def test_full_garbage_collections_leave_alone_what_stands_until_the_end() -> None:
+    async with in_process():
+        assert gc.get_freeze_count() > 100_000
+    assert gc.get_freeze_count() == 0
 
 
 async def test_runs_are_played_on_the_stacks_own_policy() -> None:

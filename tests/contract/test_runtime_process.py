@@ -101,6 +101,16 @@ def test_a_taken_port_is_one_sentence_and_exit_code_2():
     assert f"Port {port} on 127.0.0.1 is taken" in complaint
 
 
+def test_full_garbage_collections_leave_alone_what_a_service_stands_on():
+    frozen = SERVICE.replace("server.port}", "gc.get_freeze_count()}").replace(
+        "asyncio, sys", "gc, sys"
+    )
+    service = start(frozen)
+    assert int(service.stdout.readline()) > 10_000
+    service.send_signal(signal.SIGTERM)
+    service.communicate(timeout=PATIENCE_S)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_service_with_exit_code_0(number):
     service = start(SERVICE)
