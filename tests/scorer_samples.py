@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dialoop.chat import History
 from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
-from dialoop.trajectory import Group, Reward, SamplingParams, Task, Trajectory, Turn
+from dialoop.trajectory import DoneReason, Group, Reward, SamplingParams, Task, Trajectory, Turn
 
 MAIN_0 = PolicyVersion(lineage="main", number=0)
 
@@ -24,6 +24,8 @@ def make_trajectory(name: str, reward: float, **given) -> Trajectory:
         ),
         "sequences": (make_sequence(),),
         "sampling": SamplingParams(temperature=1.0),
+        "terminated": True,
+        "done_reason": DoneReason.SUBMITTED,
     }
     return Trajectory(
         trajectory_id=name,

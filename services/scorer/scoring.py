@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from dialoop.errors import InvalidInput, PreconditionFailed
+from dialoop.trajectory import DoneReason
 
 from services.rl.advantages import AdvantageSettings, with_advantages
 from services.rl.monte_carlo import with_turn_advantages
@@ -51,8 +52,9 @@ class Scoring:
     def score(self, group: Group) -> Group:
         """The scored group. The same group gives the same scores: a redelivery changes nothing.
 
-        Raises InvalidInput (GROUP_INCOMPLETE, GROUP_TOO_SMALL, UNSCORABLE_TRAJECTORY, ...) and
-        PreconditionFailed (REWARD_FAILED, UNIFORM_REWARD); the reason is what it is dropped under.
+        Raises InvalidInput (GROUP_INCOMPLETE, GROUP_TOO_SMALL, UNSCORABLE_TRAJECTORY,
+        TRAJECTORY_NOT_DONE, ...) and PreconditionFailed (REWARD_FAILED, UNIFORM_REWARD); the reason
+        is what it is dropped under.
         """
         require_scorable(group)
         for reward in self.rewards:
@@ -78,7 +80,7 @@ class Scoring:
 
 
 def require_scorable(group: Group) -> None:
-    """A whole group of at least two, in which nothing failed but the policy; else InvalidInput."""
+    """A whole group of two or more that ended and failed by the policy alone; else InvalidInput."""
     if group.num_trajectories != group.task.num_trajectories:
         raise InvalidInput(
             f"{group.group_id} has {group.num_trajectories} of {group.task.num_trajectories}"
@@ -99,6 +101,19 @@ def require_scorable(group: Group) -> None:
                 reason="UNSCORABLE_TRAJECTORY",
                 remedy="Retry it, or drop the group and re-issue its task.",
             )
+        if _is_unfinished(trajectory):
+            raise InvalidInput(
+                f"Trajectory {trajectory.trajectory_id} has not ended: it is neither terminated "
+                "nor truncated.",
+                reason="TRAJECTORY_NOT_DONE",
+                remedy="Play it to its end, or say that it was cut: truncated, with done_reason.",
+            )
+
+
+def _is_unfinished(trajectory: Trajectory) -> bool:
+    """Whether nobody says that it ended: what it has earned so far is not its reward."""
+    has_ended = trajectory.terminated or trajectory.truncated
+    return not has_ended and trajectory.done_reason is DoneReason.NOT_DONE
 
 
 def with_reference(group: Group, reference: Reference) -> Group:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
-from dialoop.trajectory import Failure, Owner, Reward, SamplingParams
+from dialoop.trajectory import DoneReason, Failure, Owner, Reward, SamplingParams
 
 from services.rl.advantages import AdvantageSettings
 from services.scorer.rewards import GroupReward, KlPenalty, load_rewards, token_kl, with_reward
@@ -126,6 +126,18 @@ def test_a_group_that_cannot_be_scored_says_why(group, reason):
     with pytest.raises(InvalidInput) as caught:
         Scoring().score(group)
     assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize("cut", [{"terminated": True}, {"truncated": True}, {}])
+def test_a_trajectory_that_has_not_ended_is_not_scored(cut):
+    ending = {"terminated": False, "done_reason": DoneReason.NOT_DONE} | cut
+    group = make_group(0.0, 1.0, **ending)
+    if cut:
+        assert Scoring().score(group)
+        return
+    with pytest.raises(InvalidInput, match="Trajectory t0 has not ended") as caught:
+        Scoring().score(group)
+    assert caught.value.reason == "TRAJECTORY_NOT_DONE"
 
 
 def test_a_policys_own_failure_is_scored():
