@@ -19,6 +19,7 @@ from schemathesis.checks import CHECKS
 from services.runtime.examples import EXAMPLES
 from services.runtime.routes import TABLE
 from services.runtime.schema import Models, comments
+from tests.patience import PATIENCE_S
 from tests.rest_world import routes, served
 
 SERVICES = ("environment", "replay", "inference", "scorer", "trainer")
@@ -118,7 +119,7 @@ def exercise(operation: Any, mode: GenerationMode) -> None:
                 in_path = f"{{{parameter}}}" in operation.path
                 (case.path_parameters if in_path else case.query)[parameter] = value
         seconds = {} if is_no_time(case) else {TIMEOUT: "0.3" if is_stream else "2"}
-        response = case.call(headers=TOKEN | seconds)
+        response = case.call(headers=TOKEN | seconds, timeout=PATIENCE_S)
         case.validate_response(response, checks=checks, headers=TOKEN | seconds)
         if response.status_code >= 500:
             assert response.status_code in (501, 503, 504)
