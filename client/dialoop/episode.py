@@ -81,6 +81,7 @@ class Sample:
     `sequence` continues the context that was sent (its segments count from 0 of the new tokens)
     when its fork_cause is NONE and a context was sent; else it is a whole new sequence.
     Asked with text or token ids, `history` is empty and `text` says it in words.
+    Samples of the same prompt tokens have the same `prompt_id`, empty where nobody gave one.
     """
 
     history: ChatHistory
@@ -95,6 +96,8 @@ class Sample:
     text: ContinuedText | None = None
     update_mode: UpdateMode = UpdateMode.RECOMPUTE
     num_truncated_tokens: int = 0
+    prompt_id: str = ""
+    sample_index: int = 0
     warnings: tuple[str, ...] = ()
 
 

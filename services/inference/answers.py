@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 from dialoop.episode import UpdateMode
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dialoop.episode import Sample
+    from dialoop.sequences import Ids
     from dialoop.token_builder import Prompt
     from dialoop.tokenizer import RunningText
     from dialoop.trajectory import SamplingParams
@@ -29,6 +31,8 @@ def sample_to_proto(sample: Sample) -> pb.Sample:
         sequence=sequence_to_proto(sample.sequence),
         stop_reason=int(sample.stop_reason),  # type: ignore[arg-type]  # enums are ints
         stop_string=sample.stop_string,
+        prompt_id=sample.prompt_id,
+        sample_index=sample.sample_index,
     )
     if sample.text is None:
         proto.history.CopyFrom(chat_history_to_proto(sample.history))
@@ -38,6 +42,11 @@ def sample_to_proto(sample: Sample) -> pb.Sample:
             chat_pb2.Text(prompt=text.prompt, response=text.response, full=text.full)
         )
     return proto
+
+
+def prompt_id_of(token_ids: Ids) -> str:
+    """A digest of prompt tokens int32 [L]."""
+    return hashlib.blake2b(token_ids.tobytes(), digest_size=8).hexdigest()
 
 
 def piece_to_proto(

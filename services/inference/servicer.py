@@ -22,6 +22,7 @@ from dialoop.wire import (
 from services.inference.answers import (
     num_truncated_of,
     piece_to_proto,
+    prompt_id_of,
     sample_to_proto,
     scored_to_proto,
     update_mode_of,
@@ -45,9 +46,10 @@ if TYPE_CHECKING:
 
     import grpc
     from dialoop.sequences import Sequence
+    from dialoop.token_builder import Prompt
 
-    from services.inference.engine import Piece
-    from services.inference.rendering import Renderer
+    from services.inference.engine import Piece, Sampled
+    from services.inference.rendering import RawPrompt, Renderer
     from services.inference.replica import Replica
 
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -175,7 +177,7 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
             adapter=request.adapter,
         )
         return pb.GenerateResponse(
-            samples=[sample_to_proto(self._renderer.sample(prompt, one)) for one in sampled],
+            samples=self._samples(prompt, sampled),
             tokenizer_digest=self._renderer.tokenizer.digest,
             template_digest=self._renderer.template_named(ask.template_name).digest,
             sampling=sampling_to_proto(sampling),
@@ -186,6 +188,14 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
             warnings=warnings_of(ask, sampling),
             distribution=int(sampling.distribution),  # type: ignore[arg-type]  # enums are ints
         )
+
+    def _samples(self, prompt: Prompt | RawPrompt, sampled: tuple[Sampled, ...]) -> list[pb.Sample]:
+        prompt_id = prompt_id_of(prompt.sequence.token_ids)
+        made = (self._renderer.sample(prompt, one) for one in sampled)
+        return [
+            sample_to_proto(replace(one, prompt_id=prompt_id, sample_index=index))
+            for index, one in enumerate(made)
+        ]
 
     def _shown(self, piece: Piece, *, skips_special: bool) -> Iterable[int]:
         """The tokens of a piece that are told as text."""

@@ -136,3 +136,16 @@ async def test_special_tokens_are_left_out_of_a_response_s_text_and_stay_tokens(
         assert texts == [sample.text.response for sample in skipping]
         with pytest.warns(DialoopWarning, match="skip_special_tokens is not used"):
             await w.client.generate(QUESTION, sampling=sampling, skip_special_tokens=True)
+
+
+async def test_samples_of_one_prompt_share_its_id_and_are_numbered(model_dir, tmp_path):
+    sampling = SamplingParams(max_new_tokens=2)
+    async with world(model_dir, tmp_path / "w", has_rest=True) as w, http_of(w.server) as http:
+        samples = await w.client.generate(QUESTION, sampling=sampling, num_samples=3)
+        assert [sample.sample_index for sample in samples] == [0, 1, 2]
+        (prompt_id,) = {sample.prompt_id for sample in samples}
+        (other,) = await w.client.generate(text="12", sampling=sampling)
+        assert prompt_id != other.prompt_id
+        told = (await http.post("/v1/generate", json={"history": PROMPT, "num_samples": 2})).json()
+        found = [(sample["prompt_id"], sample["sample_index"]) for sample in told["samples"]]
+        assert found == [(prompt_id, 0), (prompt_id, 1)]

@@ -104,6 +104,8 @@ def sample_from_proto(sample: pb.Sample, shared: Mapping[str, Any]) -> Sample:
         sequence=sequence_from_proto(sample.sequence),
         stop_reason=StopReason(sample.stop_reason),
         stop_string=sample.stop_string,
+        prompt_id=sample.prompt_id,
+        sample_index=sample.sample_index,
         **shared,
     )
 
