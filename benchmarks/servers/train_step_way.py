@@ -9,6 +9,7 @@ answers with JSON lines.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -39,7 +40,7 @@ TRL = {
 }
 TORCHRL = {"torchrl": True, "torchrl_no_entropy": False}
 OURS = ("ours", "ours_entropy", "ours_entropy_bonus")
-SORTED = {"sorted_1": 1, "sorted_2": 2, "sorted_4": 4}
+SORTED = {"sorted_1": 1, "sorted_2": 2, "sorted_4": 4, "sorted_1_onednn": 1, "sorted_2_onednn": 2}
 
 
 class OurStep:
@@ -103,9 +104,13 @@ class SortedStep:
     """A plain loop over transformers: sorted by length, right-padded, logits of answers only.
 
     No attention mask is needed: under a causal mask no token sees the filling on its right.
+    With `products` its linear layers are computed as ours are, which torch does not do by itself.
     """
 
-    def __init__(self, folder: Path, micro_batch: int) -> None:
+    def __init__(self, folder: Path, micro_batch: int, *, products: bool) -> None:
+        from services.learning.products import OneDnnLinear
+
+        self._products = OneDnnLinear if products else contextlib.nullcontext
         self.model = load_model(folder)
         batch = sorted(load_batch(folder), key=lambda s: -len(s.ids))
         self._total = sum(s.num_trained for s in batch)
@@ -122,8 +127,9 @@ class SortedStep:
             mask = torch.zeros_like(ids, dtype=torch.bool)
             for row, s in zip(mask, part, strict=True):
                 row[s.num_prompt : len(s.ids)] = True
-            states = self.model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-            logits = self.model.lm_head(states[mask[:, 1:]])
+            with self._products():
+                states = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
+                logits = self.model.lm_head(states[:, :-1][mask[:, 1:]])
             chosen = logits.gather(-1, ids[mask][:, None]).squeeze(-1)
             old = torch.cat([s.inference_logprobs for s in part])
             advantages = torch.cat([torch.full((s.num_trained,), s.advantage) for s in part])
@@ -139,15 +145,24 @@ class SortedStep:
 
 
 class MatmulPeak:
-    """No train step: large float32 products, the most this machine does."""
+    """No train step: large float32 products by the faster library, the most this machine does."""
 
     def __init__(self) -> None:
+        from services.learning.products import product
+
         self._one, self._other = torch.randn(2, 2048, 2048)
+        took = {f: min(self._time(f) for _ in range(3)) for f in (torch.mm, product)}
+        self._product = min(took, key=lambda f: took[f])
+
+    def _time(self, product: Callable[..., Any]) -> float:
+        began = time.perf_counter()
+        product(self._one, self._other)
+        return time.perf_counter() - began
 
     def step(self, _: peers.Took) -> None:
         """Ten products of 2 * 2048^3 operations."""
         for _ in range(10):
-            self._one @ self._other
+            self._product(self._one, self._other)
 
 
 class Desk:
@@ -218,7 +233,7 @@ def main() -> None:
         if way in TORCHRL:
             made = peers.TorchrlStep(folder, entropy_bonus=TORCHRL[way])
         elif way in SORTED:
-            made = SortedStep(folder, SORTED[way])
+            made = SortedStep(folder, SORTED[way], products=way.endswith("_onednn"))
         else:
             made = MatmulPeak() if way == "peak" else OurStep(folder, way)
         while True:

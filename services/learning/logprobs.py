@@ -12,6 +12,7 @@ import torch
 from dialoop.errors import InvalidInput
 
 from services.learning.fused_head import cut_kernel, cut_logprobs, refuse_entropy
+from services.learning.products import product
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,13 +138,15 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if probs is None or grads[1] is not None:
                 logits = _logits(hidden[part], weight, scale, part)
                 logprobs = logits.sub_(normalisers[part, None])
-                slope = _slope(logprobs, targets[part], entropy, part, grads)
-                slope = slope.mul_(_of(scale, part)).to(weight.dtype)
-                grad_hidden[part] = slope @ weight
-                _add_product(grad_weight, slope.T, hidden[part])
-            elif grads[0] is not None:
-                given = _Rows(hidden[part], targets[part], grads[0][part, None] * _of(scale, part))
-                grad_hidden[part] = _gradients(probs, weight, given, grad_weight)
+                if grads[1] is not None:
+                    slope = _slope(logprobs, targets[part], entropy, part, grads)
+                    slope = slope.mul_(_of(scale, part)).to(weight.dtype)
+                    grad_hidden[part] = product(slope, weight)
+                    _add_product(grad_weight, slope.T, hidden[part])
+                    continue
+                probs = logprobs.exp_()
+            given = _Rows(hidden[part], targets[part], grads[0][part, None] * _of(scale, part))
+            grad_hidden[part] = _gradients(probs, weight, given, grad_weight)
         whole = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, whole, None, None, None
 
@@ -167,17 +170,17 @@ def _gradients(probs: Tensor, weight: Tensor, rows: _Rows, grad_weight: Tensor |
     away = probs.to(weight.dtype)
     weighed = (rows.hidden.to(rows.given.dtype) * rows.given).to(weight.dtype)
     _add_product(grad_weight, away.T, -weighed)
-    return ((away @ weight) * -rows.given).to(weight.dtype)
+    return (product(away, weight) * -rows.given).to(weight.dtype)
 
 
 def _add_product(total: Tensor | None, one: Tensor, other: Tensor) -> None:
-    """Add one @ other to total, if it is wanted, in place where their precision is the same."""
+    """Add one @ other to total, if it is wanted, in place where that is the faster way."""
     if total is None:
         return
-    if total.dtype is one.dtype:
+    if total.dtype is one.dtype and not total.is_cpu:
         total.addmm_(one, other)
     else:
-        total += one @ other
+        total += product(one, other)
 
 
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,4 +232,6 @@ def _of(scale: Tensor, part: slice) -> Tensor:
 
 def _logits(hidden: Tensor, weight: Tensor, scale: Tensor, part: slice) -> Tensor:
     """Tempered logits [rows of part, V], float32 or better."""
-    return (hidden @ weight.T).to(_precision(hidden)) * _of(scale, part)
+    if hidden.dtype is _precision(hidden):  # then hidden states may be scaled, which are fewer
+        return product(hidden * _of(scale, part), weight.T)
+    return product(hidden, weight.T).to(_precision(hidden)).mul_(_of(scale, part))

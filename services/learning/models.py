@@ -6,6 +6,7 @@ scores = policy(batch, temperature=1.0)     # log-probs [M] of the batch's M tra
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from services.learning.fused_head import cut_kernel, require_half
 from services.learning.logprobs import DEFAULT_CHUNK_ROWS, TokenScores, token_logprobs
 from services.learning.packing import TokenRow, pack_rows
 from services.learning.prefixes import share_prefixes
+from services.learning.products import OneDnnLinear
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,7 +93,9 @@ class PolicyModel(nn.Module):
 
     def checkpoint_activations(self) -> None:
         """Keep only what enters each layer, and compute the rest anew in the backward pass."""
-        self.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        # What is computed anew must come from the same kernels.
+        kernels = {"context_fn": lambda: (nullcontext(), OneDnnLinear())}
+        self.causal_lm.gradient_checkpointing_enable({"use_reentrant": False, **kernels})
         for module in self.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 # It looks at its own flag; that of what is inside stays off, and dropout with it.
@@ -107,7 +111,8 @@ class PolicyModel(nn.Module):
         plan = plan_attention(batch.attention_lengths, shared=shared, device=device)
         kept = shared.kept.to(device)
         # The head is left out of it: log-probs are of the weights in their own precision.
-        with torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None):
+        half = torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None)
+        with half, OneDnnLinear():
             output = self.causal_lm.base_model(
                 input_ids=batch.packed_tokens[kept][None],
                 position_ids=batch.position_ids[kept][None],
