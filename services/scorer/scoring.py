@@ -64,9 +64,9 @@ class Scoring:
         if self.kl_penalty is not None:
             group = with_kl_penalty(group, self.kl_penalty)
         scored = self._with_advantages(group)
-        if self.drop_uniform and _is_uniform(group, self.advantages.eps):
+        if self.drop_uniform and not _teaches(scored):
             raise PreconditionFailed(
-                f"All rewards of {group.group_id} are the same.",
+                f"All rewards of {group.group_id} are the same: no advantage differs from 0.",
                 reason="UNIFORM_REWARD",
                 remedy="Nothing is learned from it; set drop_uniform to false to keep it.",
             )
@@ -150,6 +150,7 @@ def temperature_of(trajectory: Trajectory) -> float:
     return 1.0 if temperature is None else temperature
 
 
-def _is_uniform(group: Group, eps: float) -> bool:
-    rewards = [trajectory.reward for trajectory in group.trajectories]
-    return max(rewards) - min(rewards) <= eps
+def _teaches(scored: Group) -> bool:
+    """Whether any advantage differs from 0; sums of rewards may be the same though turns differ."""
+    sequences = [s for trajectory in scored.trajectories for s in trajectory.sequences]
+    return any(s.token_advantages.any() or s.advantage for s in sequences)

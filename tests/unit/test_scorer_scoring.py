@@ -3,19 +3,22 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
-from dialoop.trajectory import DoneReason, Failure, Owner, Reward, SamplingParams
+from dialoop.sequences import Source, sequence_of
+from dialoop.trajectory import DoneReason, Failure, Owner, Reward, SamplingParams, Turn
 
 from services.rl.advantages import AdvantageSettings
 from services.scorer.rewards import GroupReward, KlPenalty, load_rewards, token_kl, with_reward
 from services.scorer.scoring import Scoring
 from services.scorer.settings import RewardSpec, ScorerSettings
 from tests.patience import PATIENCE_S
-from tests.scorer_samples import make_group, make_sequence
+from tests.scorer_samples import MAIN_0, make_group, make_sequence
 
 ROOT = Path(__file__).parents[2]
 
@@ -150,6 +153,36 @@ def test_uniform_groups_are_kept_with_advantage_zero_or_dropped_when_asked():
     assert advantages(Scoring().score(group)) == [0.0, 0.0]
     with pytest.raises(PreconditionFailed) as caught:
         Scoring(drop_uniform=True).score(group)
+    assert caught.value.reason == "UNIFORM_REWARD"
+
+
+def played(*rewards: float) -> dict[str, Any]:
+    """Turns of one sampled token and one reward each."""
+    turns = tuple(
+        Turn(message_start=1, num_messages=1, rewards=(Reward(name="r", value=value),))
+        for value in rewards
+    )
+    pieces: list[tuple[list[int], dict[str, Any]]] = [([5], {"source": Source.PROMPT})]
+    for number in range(len(rewards)):
+        model = {"source": Source.MODEL, "turn": number, "policy_version": MAIN_0}
+        pieces.append(([11 + number], model))
+    row = sequence_of(pieces, logprobs=[-0.5] * len(rewards))
+    return {"turns": turns, "sequences": (row,)}
+
+
+def test_turns_that_differ_are_no_uniform_group_though_their_sums_are_the_same():
+    turns = (played(1.0, 0.0), played(0.0, 1.0))
+    group = make_group(0.0, 0.0)
+    pairs = zip(group.trajectories, turns, strict=True)
+    differing = replace(group, trajectories=tuple(replace(t, **own) for t, own in pairs))
+    scored = Scoring(per_turn=True, drop_uniform=True).score(differing)
+    found = [t.sequences[0].token_advantages.tolist() for t in scored.trajectories]
+    assert found == [
+        pytest.approx([0.866, -0.866], abs=1e-3),
+        pytest.approx([-0.866, 0.866], abs=1e-3),
+    ]
+    with pytest.raises(PreconditionFailed) as caught:
+        Scoring(per_turn=True, drop_uniform=True).score(make_group(0.0, 0.0, **played(1.0, 1.0)))
     assert caught.value.reason == "UNIFORM_REWARD"
 
 
