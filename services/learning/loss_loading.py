@@ -31,7 +31,8 @@ class Preset:
 
     Advantages are the scorer's and not set from here: dr_grpo, dppo_mask, reinforce_pp and rloo are
     meant for divide_by_std = false, rloo for leave_one_out = true beside it. needs_advantages is
-    false where tokens are trained whatever their advantage.
+    false where tokens are trained whatever their advantage; one that imitates reads no more of it
+    than whether the scorer chose the sequence (`top_k`).
     """
 
     loss: Callable[..., losses.LossOutput]
@@ -40,6 +41,7 @@ class Preset:
     whiten: bool = False
     asks_for_proximal: bool = False
     needs_advantages: bool = True
+    imitates: bool = False
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
@@ -54,8 +56,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "dppo_mask": Preset(loss=losses.dppo_mask),
         "decoupled_ppo": Preset(loss=losses.decoupled_ppo, asks_for_proximal=True),
         "distill": Preset(loss=losses.distill, needs_advantages=False),
-        "sft": Preset(loss=losses.sft),
-        "minor_sft": Preset(loss=losses.minor_sft, aggregation="sequence"),
+        "sft": Preset(loss=losses.sft, imitates=True),
+        "minor_sft": Preset(loss=losses.minor_sft, aggregation="sequence", imitates=True),
     }
 )
 """The losses that need no import path."""
@@ -76,6 +78,7 @@ def load_objective(
         whiten=preset.whiten,
         asks_for_proximal=preset.asks_for_proximal,
         needs_advantages=preset.needs_advantages,
+        imitates=preset.imitates,
     )
     given = {key: value for key, value in surroundings.items() if value is not None}
     return replace(objective, **given)

@@ -32,6 +32,7 @@ class Objective:
     kl_coeff times the KL estimate to kl_to is added (0: none); entropy_coeff times the entropy is
     taken away; whiten normalises advantages over the train step (REINFORCE++, arXiv 2501.03262).
     KL and entropy are aggregated as the loss is; TRL's entropy bonus is always a mean over tokens.
+    A loss that imitates learns sequences by heart: all whose advantage is not 0, whatever it is.
     """
 
     loss: Loss
@@ -45,6 +46,7 @@ class Objective:
     whiten: bool = False
     asks_for_proximal: bool = False
     needs_advantages: bool = True
+    imitates: bool = False
 
     @property
     def needs_proximal(self) -> bool:

@@ -33,7 +33,6 @@ class Batch:
     train: tuple[GroupLease, ...]
     already_consumed: tuple[GroupLease, ...]
     dropped: dict[str, tuple[GroupLease, ...]]
-    needs_advantages: bool = True
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -47,7 +46,10 @@ class Batch:
 
     @property
     def sequences(self) -> tuple[TrainedSequence, ...]:
-        """The token rows to train: those with a signal."""
+        """The token rows to train: all with a sampled token.
+
+        One whose advantage is 0 is among what a loss takes its means over, and has a KL term too.
+        """
         return tuple(
             TrainedSequence(
                 sequence=sequence, prompt=prompt, temperature=_temperature_of(trajectory)
@@ -55,7 +57,7 @@ class Batch:
             for prompt, group in enumerate(self.groups)
             for trajectory in group.trajectories
             for sequence in trajectory.sequences
-            if _has_signal(sequence, self.needs_advantages)
+            if sequence.num_model_tokens
         )
 
     def staleness(self, current: PolicyVersion) -> Counter[int]:
@@ -106,7 +108,6 @@ def sort_batch(
         train=tuple(train),
         already_consumed=tuple(consumed),
         dropped={reason: tuple(found) for reason, found in dropped.items()},
-        needs_advantages=needs_advantages,
     )
 
 

@@ -123,7 +123,8 @@ class Learner:
     ) -> list[TokenRow]:
         """Sequences as rows; a DialoopError where one does not fit or lacks what the loss needs.
 
-        `current` is the policy's version, from which staleness is counted.
+        `current` is the policy's version, from which staleness is counted. A loss that imitates
+        leaves out those that the scorer did not choose.
         """
         rows = [
             TokenRow.from_sequence(
@@ -131,6 +132,8 @@ class Learner:
             )
             for s in sequences
         ]
+        if self._objective.imitates:
+            rows = [row for row in rows if row.advantages is not None and row.advantages.any()]
         self._require_fitting(rows)
         rows = alike(rows)
         require_trainable(rows, self._objective)

@@ -120,7 +120,6 @@ class Redo:
             train=trained,
             already_consumed=(),
             dropped={why: leases for why, leases in dropped.items() if leases},
-            needs_advantages=self._learner.needs_advantages,
         )
 
     async def _reopened(self, lease_ids: tuple[str, ...]) -> tuple[GroupLease, ...] | None:

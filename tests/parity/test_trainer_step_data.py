@@ -105,3 +105,37 @@ def test_what_was_sampled_greedily_is_refused_by_name(model_dir: Path) -> None:
     with pytest.raises(InvalidSequence) as caught:
         learner.rows_to_train([greedy], current=VERSION)
     assert caught.value.reason == "GREEDY_SAMPLING"
+
+
+def rewarded(advantages: tuple[float, ...]) -> list[TrainedSequence]:
+    return [
+        TrainedSequence(sequence=sequence(5 + i, a), prompt=0) for i, a in enumerate(advantages)
+    ]
+
+
+def test_a_sequence_of_advantage_0_counts_and_has_its_kl_term(
+    model_dir: Path, trained: list[PackedBatch]
+) -> None:
+    objective = {"kl_coeff": 1.0, "kl_to": "inference"}
+    settings = TrainerSettings.model_validate(
+        {"model_dir": model_dir, "loss": "grpo", "num_minibatches": 1, "objective": objective}
+    )
+    learner = Learner(settings)
+    report = learner.train_step(rewarded((1.0, 0.0, -1.0, 0.0)), current=VERSION)
+    assert report.num_trained_tokens == 12
+    assert advantages_by_name(trained) == {5: 1.0, 6: 0.0, 7: -1.0, 8: 0.0}
+
+
+@pytest.mark.parametrize("loss", ["sft", "minor_sft"])
+def test_a_loss_that_imitates_leaves_out_what_the_scorer_did_not_choose(
+    model_dir: Path, trained: list[PackedBatch], loss: str
+) -> None:
+    learner = Learner(TrainerSettings(model_dir=model_dir, loss=loss, num_minibatches=1))
+    given = [
+        replace(one, sequence=replace(one.sequence, ref_logprobs=one.sequence.inference_logprobs))
+        for one in rewarded((0.0, 1.0, 0.0, 1.0))
+    ]
+    report = learner.train_step(given, current=VERSION)
+    assert report.num_trained_tokens == 6
+    assert advantages_by_name(trained) == {6: 1.0, 8: 1.0}
+    assert learner.rows_to_train(given[:1], current=VERSION) == []

@@ -109,10 +109,10 @@ def test_staleness_is_counted_per_trajectory_by_its_oldest_token() -> None:
     assert ForkCause.NONE.name.lower() not in batch.forks()
 
 
-def test_only_rows_with_signal_are_trained() -> None:
-    leases = [lease("a", advantages=(0.0, 1.0))]
+def test_a_member_of_the_average_reward_is_trained_with_its_group() -> None:
+    leases = [lease("a", advantages=(0.0, 1.0)), lease("even", advantages=(0.0, 0.0))]
     batch = sort_batch(leases, current=NOW, max_staleness=4, consumed_group_ids=())
-    assert [s.sequence.advantage for s in batch.sequences] == [1.0]
+    assert [s.sequence.advantage for s in batch.sequences] == [0.0, 1.0]
 
 
 def test_a_restore_that_discards_published_versions_starts_a_new_lineage() -> None:
@@ -134,7 +134,7 @@ def test_a_queue_that_lost_the_newest_publish_discards_nothing() -> None:
     assert lineage_after_restore(restored, restored, version(13)) == restored
 
 
-def test_a_member_without_sampled_tokens_has_no_signal_and_no_staleness() -> None:
+def test_a_member_without_sampled_tokens_has_no_row_and_no_staleness() -> None:
     full = lease("a")
     silent = replace(full.group.trajectories[0], sequences=(_prompt_only(),))
     group = replace(full.group, trajectories=(silent, full.group.trajectories[1]))
