@@ -69,7 +69,7 @@ def load_objective(
     """The objective of the loss called `name` (built in, or "package.module:function").
 
     `options` are the loss's own, `surroundings` fields of Objective. Raises InvalidConfig for a
-    name that leads nowhere or an option the loss does not take.
+    name that leads nowhere, an option the loss does not take, or a correction it would not feel.
     """
     preset = PRESETS.get(name) or Preset(loss=_imported(name))
     objective = Objective(
@@ -81,6 +81,12 @@ def load_objective(
         imitates=preset.imitates,
     )
     given = {key: value for key, value in surroundings.items() if value is not None}
+    if given.get("correction") is not None and (preset.imitates or not preset.needs_advantages):
+        raise InvalidConfig(
+            f"A correction weighs advantages, and loss {name} reads none.",
+            reason="CORRECTION_WITHOUT_ADVANTAGES",
+            remedy="Leave correction out of [train.objective], or take another loss.",
+        )
     return replace(objective, **given)
 
 

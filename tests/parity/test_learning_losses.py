@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from dialoop.errors import InvalidConfig, InvalidInput
 
+from services.learning.corrections import Correction
 from services.learning.loss_inputs import LossInputs, LossOutput
 from services.learning.loss_loading import PRESETS, load_loss, load_objective
 from services.learning.losses import (
@@ -239,3 +240,10 @@ def test_wrong_loss_setting_is_named(name: str, options: dict[str, Any], reason:
     with pytest.raises(InvalidConfig) as caught:
         load_loss(name, options)
     assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize("name", ["distill", "sft", "minor_sft"])
+def test_a_correction_is_refused_for_a_loss_that_would_not_feel_it(name: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"loss {name} reads none") as caught:
+        load_objective(name, correction=Correction(kind="tis"))
+    assert caught.value.reason == "CORRECTION_WITHOUT_ADVANTAGES"
