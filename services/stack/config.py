@@ -100,6 +100,8 @@ class InferenceSection(_Section, InferenceFields):
     """Most tokens of prompt and response together."""
     max_num_seqs: int = Field(default=64, ge=1)
     """Sequences sampled at one time."""
+    dtype: Literal["", "float32", "bfloat16"] = ""
+    """Number format of the engine, which casts what is published; empty: as the trainer's."""
     data_plane: Literal["shared_memory", "chunks", "nccl", "ipc"] = "shared_memory"
     """How a publish gets here: a file in memory, bytes over gRPC, or vLLM's own transfer (CUDA)."""
 
@@ -236,7 +238,7 @@ class JobConfig(_Section):
     engine: Literal["vllm", "transformers"] = "vllm"
     """What samples."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of trainer and engine; log-probs agree to 1e-4 in float32 only."""
+    """Number format of the trainer's weights; log-probs agree to 1e-4 in float32 only."""
     store: Literal["redis", "memory"] = "redis"
     """Where the queue lives; memory forgets when the replay service ends."""
     placement: Literal["split", "shared"] = "split"

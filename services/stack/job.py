@@ -12,6 +12,7 @@ from dialoop.errors import Unavailable
 
 from services.stack import summary
 from services.stack.advantages import doubts_about_advantages
+from services.stack.formats import doubts_about_formats
 from services.stack.gates import gates_of
 from services.stack.live import LiveView
 from services.stack.observer import PhaseClock, observing
@@ -33,8 +34,9 @@ _POLL_S = 1.0
 async def train(plan: Plan, log: LogStream, console: Console) -> int:
     """Run the job; 0 when every gate holds, else 1. The stack has ended when it returns."""
     clock = PhaseClock()
-    log.say("stack", f"run {plan.layout.config.run}, engine {plan.layout.config.engine}")
-    for doubt in doubts_about_advantages(plan.layout.config):
+    config = plan.layout.config
+    log.say("stack", f"run {config.run}, engine {config.engine}")
+    for doubt in (*doubts_about_advantages(config), *doubts_about_formats(config)):
         log.say("stack", doubt, style="yellow")
     async with running_stack(plan, log) as stack:
         log.say("stack", "all services are ready")

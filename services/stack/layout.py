@@ -142,7 +142,7 @@ class Layout:
             **self._weights(),
             **_said(section, InferenceFields, "max_model_len", "max_num_seqs"),
             "max_new_tokens": self.config.collector.max_new_tokens,
-            "dtype": self.config.dtype,
+            "dtype": section.dtype or self.config.dtype,
             **self._device_lock(),
         }
 

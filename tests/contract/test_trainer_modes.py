@@ -7,8 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from dialoop import Dialoop
 from dialoop.clients.trainer import Phase
+from dialoop.trajectory import Group
+from safetensors.torch import load_file
 
 from services.stack.in_process import in_process
 from services.trainer.rescore import rescore
@@ -18,6 +21,13 @@ SMALL = {
     "inference": {"max_model_len": 128},
     "collector": {"group_size": 2, "max_new_tokens": 8},
 }
+ROUNDING = 0.15
+"""Nats between formats, at most, of random ids; 3e-3 is the mean (tests.engine_gates)."""
+
+
+def differing(group: Group) -> list[float]:
+    """A reward by place, so that every group trains."""
+    return [float(place) for place in range(group.num_trajectories)]
 
 
 async def until(dialoop: Dialoop, phase: Phase, *, num_train_steps: int = 0) -> Any:
@@ -92,3 +102,30 @@ async def test_a_stopped_lora_job_has_saved_every_step_it_took_and_goes_on(tmp_p
     found = await asyncio.to_thread(rescore, run_dir, run_dir / "model")
     assert found["num_tokens"] > 0
     assert found["max_difference"] < 1e-4
+
+
+async def test_an_engine_in_half_precision_serves_what_a_trainer_in_whole_publishes(
+    tmp_path: Path,
+) -> None:
+    config = {
+        **SMALL,
+        "inference": {"max_model_len": 128, "dtype": "bfloat16"},
+        "scorer": {"rewards": [{"name": "place", "use": f"{__name__}:differing"}]},
+        "warm_start": {"num_steps": 10, "batch_size": 8},
+        "train": {"num_steps": 2, "groups_per_train_step": 1, "autocast": "bfloat16"},
+        "evaluation": {"num_tasks": 0},
+        "gates": {"logprob_difference_at_most": ROUNDING},
+    }
+    run_dir = tmp_path / "small"
+    async with in_process(config, folder=tmp_path) as dialoop:
+        await until(dialoop, Phase.DONE)
+        policy = await dialoop.inference.get_policy()
+    assert policy.policy_version is not None
+    weights = load_file(run_dir / "policies" / str(policy.policy_version) / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    published = [row["max_logprob_difference"] for row in rows(run_dir, "publish")]
+    assert len(published) == 3
+    assert 1e-3 < max(published) < ROUNDING
+    found = await asyncio.to_thread(rescore, run_dir, run_dir / "model")
+    assert found["num_tokens"] > 0
+    assert 1e-4 < found["max_difference"] < ROUNDING

@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings
 from services.stack import preflight
 from services.stack.config import JobConfig
 from services.stack.config_file import load_config
+from services.stack.formats import doubts_about_formats
 from services.stack.layout import Layout, environment_options, ports_of
 from services.stack.run_dir import RunDir
 
@@ -72,6 +73,41 @@ def test_the_trainers_rows_hold_what_the_engine_can_sample(tmp_path: Path) -> No
     assert told(f"{long}[train]\nmax_row_tokens = 8192\n") == 8192
     message = mistake_in(tmp_path, f"{long}[train]\nmax_row_tokens = 2048\n")
     assert "max_row_tokens is 2048, below max_model_len 4096" in message
+
+
+HALF = {"dtype": "bfloat16"}
+WIDE = {"gates": {"logprob_difference_at_most": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, []),
+        (WIDE | HALF, ["rounds away updates"]),
+        (HALF, ["rounds away updates", "logprob_difference_at_most = 0.0001"]),
+        ({"inference": HALF}, ["logprob_difference_at_most = 0.0001"]),
+        (WIDE | {"inference": HALF, "train": {"autocast": "bfloat16"}}, []),
+        (HALF | {"train": {"num_steps": 0}}, []),
+    ],
+)
+def test_formats_that_round_away_what_is_learned_are_doubted(
+    config: dict[str, object], words: list[str]
+) -> None:
+    doubts = doubts_about_formats(JobConfig.model_validate(config))
+    assert len(doubts) == len(words)
+    assert all(word in doubt for word, doubt in zip(words, doubts, strict=True))
+
+
+def test_the_engine_may_have_a_format_of_its_own(tmp_path: Path) -> None:
+    def told(config: dict[str, object]) -> list[object]:
+        found = JobConfig.model_validate(config)
+        ports = ports_of(found, with_redis=False)
+        layout = Layout(config=found, run_dir=RunDir(path=tmp_path, run_id="r"), ports=ports)
+        return [layout.values_of(name)["dtype"] for name in ("trainer", "inference")]
+
+    assert told({}) == ["float32", "float32"]
+    assert told(HALF) == ["bfloat16", "bfloat16"]
+    assert told({"inference": HALF}) == ["float32", "bfloat16"]
 
 
 def test_a_file_that_is_not_toml_is_told_with_its_line(tmp_path: Path) -> None:
