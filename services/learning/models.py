@@ -20,7 +20,7 @@ from services.learning.fused_head import cut_kernel, require_half
 from services.learning.logprobs import DEFAULT_CHUNK_ROWS, TokenScores, token_logprobs
 from services.learning.packing import TokenRow, pack_rows
 from services.learning.prefixes import share_prefixes
-from services.learning.products import OneDnnLinear
+from services.learning.products import linear_products
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,7 +94,7 @@ class PolicyModel(nn.Module):
     def checkpoint_activations(self) -> None:
         """Keep only what enters each layer, and compute the rest anew in the backward pass."""
         # What is computed anew must come from the same kernels.
-        kernels = {"context_fn": lambda: (nullcontext(), OneDnnLinear())}
+        kernels = {"context_fn": lambda: (nullcontext(), linear_products(self.head_weight.device))}
         self.causal_lm.gradient_checkpointing_enable({"use_reentrant": False, **kernels})
         for module in self.modules():
             if isinstance(module, GradientCheckpointingLayer):
@@ -112,7 +112,7 @@ class PolicyModel(nn.Module):
         kept = shared.kept.to(device)
         # The head is left out of it: log-probs are of the weights in their own precision.
         half = torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None)
-        with half, OneDnnLinear():
+        with half, linear_products(device):
             output = self.causal_lm.base_model(
                 input_ids=batch.packed_tokens[kept][None],
                 position_ids=batch.position_ids[kept][None],

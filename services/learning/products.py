@@ -4,13 +4,14 @@ torch's own products in float32 are MKL's, which on an AMD processor leaves AVX-
 was 2.2 times as fast there (one core, 240 against 108 Gflop/s). What they round differs by the
 order of their sums alone. Everything that is not float32 on an x86 CPU stays with torch.
 
-    with OneDnnLinear():
+    with linear_products(device):
         model(...)                  # every torch.nn.functional.linear in it, and its gradients
 """
 
 from __future__ import annotations
 
 import platform
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -30,6 +32,11 @@ def product(one: Tensor, other: Tensor) -> Tensor:
     if not _is_taken(one, other):
         return one @ other
     return _onednn(one, other.T, None)
+
+
+def linear_products(device: torch.device) -> AbstractContextManager[Any]:
+    """Within it linear layers on a CPU are `OneDnnLinear`; other devices are left alone."""
+    return OneDnnLinear() if device.type == "cpu" else nullcontext()
 
 
 class OneDnnLinear(TorchFunctionMode):
