@@ -8,9 +8,9 @@ The stack tells a service whatever its table says under the service's own names.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.rl.objective_settings import ObjectiveSettings
 
@@ -129,7 +129,7 @@ class TrainFields(_Shared):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradient norm to clip at."""
     loss: str = "dppo_mask"
-    """A built-in loss, or `module:function` of yours."""
+    """A built-in loss, or `module:function` of yours; SFT has but its own, `sft`."""
     loss_options: dict[str, float] = {}
     """Options of the loss, as clip_low and clip_high."""
     objective: ObjectiveSettings = ObjectiveSettings()
@@ -154,3 +154,21 @@ class TrainFields(_Shared):
     """Compute activations anew in the backward pass: less memory for a third more time."""
     max_trajectories_mb: int = Field(default=4096, ge=0)
     """Size in MB at which the oldest part of trajectories.jsonl goes; 0 keeps all of it."""
+
+    @model_validator(mode="after")
+    def _require_what_sft_takes(self) -> Self:
+        """Demonstrations have neither advantages nor log-probs of an engine or a reference."""
+        if self.mode == "rl":
+            return self
+        if self.loss not in ("sft", type(self).model_fields["loss"].default):
+            raise ValueError(
+                f'loss is {self.loss} with mode = "sft", whose only loss is sft; leave loss out'
+            )
+        asked, plain = self.objective, ObjectiveSettings()
+        for name in ("kl_coeff", "correction", "proximal", "num_epochs"):
+            if getattr(asked, name) != getattr(plain, name):
+                raise ValueError(
+                    f'objective.{name} is {getattr(asked, name)} with mode = "sft", where it has '
+                    "no effect; leave it out"
+                )
+        return self

@@ -74,7 +74,7 @@ class Learner:
         self._ask_before_computing: Callable[[], None] | None = None
         self._policy = sharded(policy_of(settings, ranks), ranks)
         self._objective = objective_of(settings)
-        self._sft = load_objective("sft")
+        self._imitation, self._sft = load_objective("sft"), supervised_objective_of(settings)
         self._warm_start_optimizer = self._optimizer_of(warm_start_optimizer_of(settings))
         self._optimizer = self._optimizer_of(optimizer_of(settings))
         self.files = LearnerFiles(
@@ -145,7 +145,7 @@ class Learner:
 
     def warm_start_rows(self, rows: list[TokenRow]) -> UpdateReport:
         """One SFT update on rows to imitate."""
-        return self._update(rows, self._warm_start_optimizer, self._sft)
+        return self._update(rows, self._warm_start_optimizer, self._imitation)
 
     def sft_step(self, demonstrations: Rows[Sequence]) -> UpdateReport:
         """One update of SFT as a mode, with the optimiser and schedule of training."""
@@ -331,6 +331,18 @@ def objective_of(settings: TrainerSettings) -> Objective:
         kl_to=asked.kl_to,
         entropy_coeff=asked.entropy_coeff,
         correction=correction,
+    )
+
+
+def supervised_objective_of(settings: TrainerSettings) -> Objective:
+    """SFT's loss, aggregated as the settings say; warm starts before RL have theirs by token."""
+    asked = settings.objective
+    return load_objective(
+        "sft",
+        settings.loss_options if settings.mode == "sft" else None,
+        aggregation=asked.aggregation or None,
+        constant=asked.constant or float(settings.max_new_tokens),
+        entropy_coeff=asked.entropy_coeff,
     )
 
 

@@ -139,3 +139,20 @@ def test_a_loss_that_imitates_leaves_out_what_the_scorer_did_not_choose(
     assert report.num_trained_tokens == 6
     assert advantages_by_name(trained) == {6: 1.0, 8: 1.0}
     assert learner.rows_to_train(given[:1], current=VERSION) == []
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "factor"), [("token", 1.0), ("sum", 9.0), ("constant", 0.9)]
+)
+def test_sft_aggregates_as_the_config_says(
+    model_dir: Path, aggregation: str, factor: float
+) -> None:
+    """Of 2 demonstrations, 3 and 6 tokens to learn: constant is 9 / (2 * 5) of token."""
+    objective = {"aggregation": aggregation, "constant": 5.0}
+    shown = [sequence(5, 0.0, size=3), sequence(6, 0.0, size=6)]
+    settings = {"model_dir": model_dir, "mode": "sft"}
+    plain, asked = (
+        Learner(TrainerSettings.model_validate(settings | more)).sft_step(shown).loss
+        for more in ({}, {"objective": objective})
+    )
+    assert asked == pytest.approx(factor * plain, rel=1e-5)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dialoop.errors import InvalidConfig
+from pydantic import ValidationError
 
 from services.runtime.settings import load
 from services.stack.config_file import parse_config
@@ -63,6 +65,26 @@ def test_a_config_that_says_nothing_changes_nothing(
     bare = TrainerSettings()
     for name in ("mode", "sft", "lora", "trackers", "device", "autocast", "stop_at"):
         assert getattr(found, name) == getattr(bare, name)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"loss": "grpo"},
+        {"loss": "minor_sft"},
+        {"objective": {"kl_coeff": 0.1}},
+        {"objective": {"correction": "tis"}},
+        {"objective": {"proximal": True}},
+        {"objective": {"num_epochs": 2}},
+    ],
+)
+def test_sft_refuses_by_name_what_would_have_no_effect_on_it(said: dict[str, Any]) -> None:
+    (name,) = said.get("objective", ("loss",))
+    with pytest.raises(ValidationError, match=f'{name} is .* with mode = "sft"'):
+        TrainerSettings(mode="sft", **said)
+    with pytest.raises(InvalidConfig, match=f'{name} is .* with mode = "sft"'):
+        parse_config({"train": {"mode": "sft", **said}}, source="t")
+    TrainerSettings(mode="sft", loss="sft", objective={"aggregation": "sequence"})
 
 
 def test_muon_and_lora_are_refused_together() -> None:
