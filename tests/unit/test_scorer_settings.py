@@ -1,0 +1,87 @@
+"""What a scorer's settings do to a group, from the settings on, as the service makes its desk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from dialoop.errors import InvalidInput
+from dialoop.sequences import Source, sequence_of
+from dialoop.trajectory import Group, Reward, Turn
+
+from services.scorer.__main__ import make_desk
+from services.scorer.settings import ScorerSettings
+from tests.scorer_samples import MAIN_0, make_group
+
+HALF_ROOT = 0.5**0.5
+
+
+def group_of(*rewards: tuple[float, ...]) -> Group:
+    """A trajectory for each tuple; its first turn has one sampled token, its second two, ..."""
+    group = make_group(*(0.0 for _ in rewards))
+    pairs = zip(group.trajectories, rewards, strict=True)
+    trajectories = (
+        replace(
+            trajectory,
+            turns=tuple(
+                Turn(message_start=1, num_messages=1, rewards=(Reward(name="r", value=value),))
+                for value in values
+            ),
+            sequences=(
+                sequence_of(
+                    [
+                        ([5, 6], {"source": Source.PROMPT}),
+                        *(
+                            (
+                                [7] * (turn + 1),
+                                {"source": Source.MODEL, "policy_version": MAIN_0, "turn": turn},
+                            )
+                            for turn in range(len(values))
+                        ),
+                    ],
+                    logprobs=[-1.0] * sum(range(len(values) + 1)),
+                ),
+            ),
+        )
+        for trajectory, values in pairs
+    )
+    return replace(group, trajectories=tuple(trajectories))
+
+
+async def scored(group: Group, **settings: Any) -> list[Any]:
+    """The advantages of each trajectory's sequence: one number, or one of each sampled token."""
+    found = await make_desk(ScorerSettings(**settings).require_consistent()).score(group)
+    rows = [trajectory.sequences[0] for trajectory in found.trajectories]
+    return [
+        row.token_advantages.tolist() if len(row.token_advantages) else row.advantage
+        for row in rows
+    ]
+
+
+async def test_a_trajectory_has_one_advantage_of_the_sum_of_its_turns() -> None:
+    group = group_of((1.0, 0.0), (1.0, 2.0))
+    assert await scored(group) == pytest.approx([-HALF_ROOT, HALF_ROOT])
+    assert await scored(group, divide_by_std=False) == [-1.0, 1.0]
+    assert await scored(group, divide_by_std=False, leave_one_out=True) == [-2.0, 2.0]
+
+
+async def test_advantages_of_turns_are_given_to_each_turns_own_tokens() -> None:
+    # rewards 0, 0 | 0, 1: mean 0.25, std 0.5
+    found = await scored(group_of((0.0, 0.0), (0.0, 1.0)), advantages_of="turn")
+    assert found == [pytest.approx([-0.5, -0.5, -0.5]), pytest.approx([-0.5, 1.5, 1.5])]
+
+
+async def test_the_best_alone_are_to_be_imitated() -> None:
+    group = group_of((0.1,), (0.4,), (0.5,), (0.9,), (0.7,))
+    assert await scored(group, top_k=3) == [0.0, 0.0, 0.0, 1.0, 1.0]
+    assert await scored(group, top_k=1) == [0.0, 0.0, 0.0, 1.0, 0.0]
+    with pytest.raises(InvalidInput) as caught:
+        await scored(group, top_k=6)
+    assert caught.value.reason == "TOP_K_TOO_LARGE"
+
+
+async def test_rewards_that_differ_by_no_more_than_eps_have_no_advantage() -> None:
+    group = group_of((0.0,), (0.01,))
+    assert await scored(group, advantage_eps=0.1) == [0.0, 0.0]
+    assert await scored(group) == pytest.approx([-HALF_ROOT, HALF_ROOT])
