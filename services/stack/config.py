@@ -23,6 +23,7 @@ from services.rl.run_settings import (
 )
 
 _NEED_REFERENCE = ("distill", "minor_sft")
+_IMITATE = ("sft", "minor_sft")
 
 
 class _Section(BaseModel):
@@ -122,6 +123,8 @@ class ScorerSection(_Section, ScorerFields):
     """Compare each trajectory with the mean of the others; absent: as the loss is meant."""
     reference_model: str = ""
     """Directory of the reference or teacher model; empty: the starting model."""
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads of the reference model."""
     rewards: tuple[dict[str, Any], ...] = ()
     """Rewards beside the environment's: {name, use = "module:function", weight}."""
 
@@ -339,6 +342,17 @@ class JobConfig(_Section):
             raise ValueError(
                 f"group_size is {size}: advantages compare the trajectories of a group, so that no "
                 "group of one is ever trained; set it to 2 or more in [collector]"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _require_a_choice_to_imitate(self) -> JobConfig:
+        train = self.train
+        is_trained = train.mode == "rl" and train.num_steps
+        if is_trained and train.loss in _IMITATE and not self.scorer.top_k:
+            raise ValueError(
+                f"loss {train.loss} imitates bad trajectories like good ones: set top_k in "
+                "[scorer], which chooses the best of each group"
             )
         return self
 

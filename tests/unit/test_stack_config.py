@@ -61,6 +61,13 @@ def test_groups_of_one_are_refused_where_their_advantages_are_to_be_trained(
         load_config(written(tmp_path, f"{alone}[train]\n{trains_none}\n"), environment={})
 
 
+def test_a_loss_that_imitates_needs_a_choice_of_what(tmp_path: Path) -> None:
+    imitates = '[train]\nloss = "sft"\n'
+    assert "set top_k in [scorer]" in mistake_in(tmp_path, imitates)
+    for fits in ('mode = "sft"', "[scorer]\ntop_k = 1"):
+        load_config(written(tmp_path, f"{imitates}{fits}\n"), environment={})
+
+
 def test_the_trainers_rows_hold_what_the_engine_can_sample(tmp_path: Path) -> None:
     def told(text: str) -> object:
         config = load_config(written(tmp_path, text), environment={})
