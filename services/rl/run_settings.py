@@ -101,6 +101,10 @@ class ScorerFields(_Shared):
     """Reward -coefficient * KL(policy, reference model) of each trajectory."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """How KL is estimated from the sampled tokens."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the reference model."""
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    """Where the reference model is: cpu, cuda or cuda:1."""
 
 
 class TrainFields(_Shared):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
-from typing import Literal
 
 from dialoop.errors import InvalidConfig
 from pydantic import BaseModel, ConfigDict, Field
@@ -54,10 +53,6 @@ class ScorerSettings(ServerSettings, ScorerFields):
 
     model_dir: Path | None = None
     """Hugging Face model directory of the reference model."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Parameter type of the reference model."""
-    device: str = "cpu"
-    """Device of the reference model."""
     max_row_tokens: int = Field(default=4096, ge=16)
     """Most tokens in a packed row; a longer sequence has a row of its own."""
     torch_threads: int = Field(default=1, ge=1)

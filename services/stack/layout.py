@@ -173,6 +173,7 @@ class Layout:
             "model_dir": Path(section.reference_model or self.run_dir.model(self.config)).resolve(),
             **advantages_of(self.config),
             **_said(section, ScorerFields, "rewards"),
+            "torch_threads": section.num_threads,
         }
 
     def _collector(self) -> dict[str, object]:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from dialoop.errors import InvalidInput
 from dialoop.sequences import Source, sequence_of
 from dialoop.trajectory import Group, Reward, Turn
+from pydantic import ValidationError
 
-from services.scorer.__main__ import make_desk
+from services.runtime import load
+from services.scorer.__main__ import _load_reference, make_desk
 from services.scorer.settings import ScorerSettings
+from services.stack.config import JobConfig
+from services.stack.layout import Layout, ports_of
+from services.stack.run_dir import RunDir
 from tests.scorer_samples import MAIN_0, make_group
 
 HALF_ROOT = 0.5**0.5
@@ -85,3 +91,33 @@ async def test_rewards_that_differ_by_no_more_than_eps_have_no_advantage() -> No
     group = group_of((0.0,), (0.01,))
     assert await scored(group, advantage_eps=0.1) == [0.0, 0.0]
     assert await scored(group) == pytest.approx([-HALF_ROOT, HALF_ROOT])
+
+
+def test_a_job_says_where_its_reference_model_is_and_in_which_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"device": "cuda:1", "dtype": "bfloat16", "num_threads": 3}
+    config = JobConfig.model_validate({"scorer": given})
+    ports = ports_of(config, with_redis=False)
+    layout = Layout(config=config, run_dir=RunDir(path=tmp_path, run_id="r"), ports=ports)
+    for name, value in layout.spec("scorer").environment.items():
+        monkeypatch.setenv(name, value)
+    found = load(ScorerSettings)
+    assert (found.device, found.dtype, found.torch_threads) == ("cuda:1", "bfloat16", 3)
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "services.scorer.reference.load_reference", lambda path, **said: asked.update(said)
+    )
+    _load_reference(found)
+    assert asked == {
+        "device": "cuda:1",
+        "dtype": "bfloat16",
+        "num_threads": 3,
+        "max_row_tokens": 4096,
+    }
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "mps"])
+def test_a_device_that_is_none_is_refused(device: str) -> None:
+    with pytest.raises(ValidationError, match=r"scorer\.device"):
+        JobConfig.model_validate({"scorer": {"device": device}})

@@ -25,8 +25,7 @@ BY_VARIABLE = {
     "recording_ttl_s",
     "collector": "worker page_size stop max_turns member_retries agent_time_limit_s lease_s wait_s "
     "patience_s",
-    "scorer": "worker dtype device max_row_tokens torch_threads advantage_eps max_groups lease_s "
-    "wait_s patience_s",
+    "scorer": "worker max_row_tokens advantage_eps max_groups lease_s wait_s patience_s",
     "trainer": "publish_deadline_s warm_start_checkpoint_every lease_s sleep_drain_s",
 }
 # What `Layout.spec` adds for each process: no two replicas have the same.
@@ -35,7 +34,7 @@ OF_A_PROCESS = {"inference": {"seed"}}
 OTHERWISE = {
     "inference": {"num_replicas", "data_plane"},
     "collector": set[str](),
-    "scorer": {"reference_model"},
+    "scorer": {"reference_model", "num_threads"},
     "train": {"num_steps", "num_processes", "num_threads"},
 }
 SERVICE_OF = {"train": "trainer"}
