@@ -9,14 +9,22 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from dialoop.errors import InvalidInput, PreconditionFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dialoop.trajectory import Group, Trajectory
+
+Aggregate = Literal["sum", "max", "mean"]
+
+_AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "sum": sum,
+    "max": max,
+    "mean": statistics.fmean,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +34,13 @@ class AdvantageSettings:
     divide_by_std: GRPO (arXiv 2402.03300); without it, Dr. GRPO (arXiv 2503.20783).
     leave_one_out: the baseline of one trajectory is the mean of the others (RLOO, 2402.14740).
     eps: the smallest divisor, and the reward spread up to which a group counts as uniform.
+    aggregate: what of its turns' rewards is a trajectory's: their sum, the largest or the mean.
     """
 
     divide_by_std: bool = True
     leave_one_out: bool = False
     eps: float = 1e-6
+    aggregate: Aggregate = "sum"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +84,21 @@ def with_advantages(
     one of them failed through no fault of the policy: a partial group has a wrong baseline.
     """
     require_complete(group, group_size)
-    advantages = group_advantages([t.reward for t in group.trajectories], settings)
+    settings = settings or AdvantageSettings()
+    returns = [
+        return_of([turn.reward for turn in t.turns], settings.aggregate) for t in group.trajectories
+    ]
+    advantages = group_advantages(returns, settings)
     scored = map(_with_advantage, group.trajectories, advantages.values)
     return replace(group, trajectories=tuple(scored))
+
+
+def return_of(rewards: Sequence[float], aggregate: Aggregate = "sum") -> float:
+    """One number of a trajectory's rewards; of none, 0.
+
+    return_of([0.0, 1.0], "mean")    # 0.5
+    """
+    return float(_AGGREGATES[aggregate](rewards)) if rewards else 0.0
 
 
 def _scale(size: int, std: float, settings: AdvantageSettings) -> float:

@@ -11,28 +11,25 @@ than eps is there a difference: torchrl divides by 1e-6, ours are 0.
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.rl.advantages import AdvantageSettings, group_advantages, require_complete
+from services.rl.advantages import (
+    AdvantageSettings,
+    Aggregate,
+    group_advantages,
+    require_complete,
+    return_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
     from dialoop.sequences import Floats
     from dialoop.sequences import Sequence as TokenSequence
     from dialoop.trajectory import Group, Trajectory
-
-Aggregate = Literal["sum", "max", "mean"]
-
-_AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {
-    "sum": sum,
-    "max": max,
-    "mean": statistics.fmean,
-}
 
 
 def step_advantages(
@@ -57,7 +54,7 @@ def trajectory_advantages(
     aggregate: Aggregate = "sum",
 ) -> list[list[float]]:
     """The advantage of each trajectory's sum, max or mean of rewards, at each of its turns."""
-    returns = [float(_AGGREGATES[aggregate](turns)) if turns else 0.0 for turns in rewards]
+    returns = [return_of(turns, aggregate) for turns in rewards]
     values = group_advantages(returns, settings).values
     return [[value] * len(turns) for value, turns in zip(values, rewards, strict=True)]
 

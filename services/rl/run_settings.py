@@ -91,6 +91,8 @@ class ScorerFields(_Shared):
 
     advantages_of: Literal["trajectory", "turn"] = "trajectory"
     """Advantages of whole trajectories, or of each turn among all turns of the group."""
+    advantage_aggregate: Literal["sum", "max", "mean"] = "sum"
+    """What of the rewards of a trajectory's turns is compared: sum, largest or mean."""
     top_k: int = Field(default=0, ge=0)
     """Imitate at most this many trajectories of a group, those above its median; 0: all."""
     drop_uniform: bool = False
@@ -105,6 +107,16 @@ class ScorerFields(_Shared):
     """Number format of the reference model."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     """Where the reference model is: cpu, cuda or cuda:1."""
+
+    @model_validator(mode="after")
+    def _require_something_to_aggregate(self) -> Self:
+        if self.advantages_of == "turn" and self.advantage_aggregate != "sum":
+            raise ValueError(
+                f"advantage_aggregate is {self.advantage_aggregate}, and advantages are of turns, "
+                "whose rewards are not put together: leave it out, or set advantages_of to "
+                "trajectory"
+            )
+        return self
 
 
 class TrainFields(_Shared):

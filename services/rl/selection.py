@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidInput
 
+from services.rl.advantages import return_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dialoop.trajectory import Group
+
+    from services.rl.advantages import Aggregate
 
 
 def best_of(rewards: Sequence[float], *, k: int) -> tuple[int, ...]:
@@ -35,12 +39,14 @@ def best_of(rewards: Sequence[float], *, k: int) -> tuple[int, ...]:
     return tuple(sorted(above, key=lambda index: (-rewards[index], index))[:k])
 
 
-def with_best_alone(group: Group, *, k: int) -> Group:
+def with_best_alone(group: Group, *, k: int, aggregate: Aggregate = "sum") -> Group:
     """The group with advantage 1 on its best trajectories and 0 on the others.
 
+    Best by the sum, the largest or the mean of their turns' rewards.
     All stay, so that the group stays whole; what has advantage 0 is not trained.
     """
-    best = best_of([t.reward for t in group.trajectories], k=k)
+    turns = ([turn.reward for turn in t.turns] for t in group.trajectories)
+    best = best_of([return_of(rewards, aggregate) for rewards in turns], k=k)
     trajectories = tuple(
         replace(
             trajectory,

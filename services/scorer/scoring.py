@@ -74,7 +74,7 @@ class Scoring:
 
     def _with_advantages(self, group: Group) -> Group:
         if self.top_k:
-            return with_best_alone(group, k=self.top_k)
+            return with_best_alone(group, k=self.top_k, aggregate=self.advantages.aggregate)
         compute = with_turn_advantages if self.per_turn else with_advantages
         return compute(group, self.advantages, group_size=group.task.num_trajectories)
 

@@ -74,6 +74,7 @@ class ScorerSettings(ServerSettings, ScorerFields):
             divide_by_std=self.divide_by_std,
             leave_one_out=self.leave_one_out,
             eps=self.advantage_eps,
+            aggregate=self.advantage_aggregate,
         )
 
     @property

@@ -72,6 +72,30 @@ async def test_a_trajectory_has_one_advantage_of_the_sum_of_its_turns() -> None:
     assert await scored(group, divide_by_std=False, leave_one_out=True) == [-2.0, 2.0]
 
 
+@pytest.mark.parametrize(
+    ("aggregate", "better", "best"), [("sum", 0, 2), ("max", 1, 1), ("mean", 1, 1)]
+)
+async def test_a_trajectorys_reward_is_the_sum_the_largest_or_the_mean_of_its_turns(
+    aggregate: str, better: int, best: int
+) -> None:
+    # sums 3, 2; largest 1, 2; means 0.75, 2
+    two = group_of((1.0, 1.0, 1.0, 0.0), (2.0,))
+    found = await scored(two, advantage_aggregate=aggregate)
+    assert found[better] == pytest.approx(HALF_ROOT)
+    assert found[1 - better] == pytest.approx(-HALF_ROOT)
+    # sums 0, 2, 3; largest 0, 2, 1; means 0, 2, 0.75
+    three = group_of((0.0,), (2.0,), (1.0, 1.0, 1.0, 0.0))
+    found = await scored(three, advantage_aggregate=aggregate, top_k=1)
+    assert found == [float(place == best) for place in range(3)]
+
+
+def test_rewards_of_turns_are_not_put_together_where_advantages_are_of_turns() -> None:
+    with pytest.raises(ValidationError, match="advantage_aggregate is max"):
+        JobConfig.model_validate(
+            {"scorer": {"advantages_of": "turn", "advantage_aggregate": "max"}}
+        )
+
+
 async def test_advantages_of_turns_are_given_to_each_turns_own_tokens() -> None:
     # rewards 0, 0 | 0, 1: mean 0.25, std 0.5
     found = await scored(group_of((0.0, 0.0), (0.0, 1.0)), advantages_of="turn")
