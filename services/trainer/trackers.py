@@ -48,13 +48,30 @@ class TensorBoard:
 
 
 class HostedRun:
-    """A run of Weights & Biases, or of trackio, which has the same interface."""
+    """A run of Weights & Biases, or of trackio, which has the same interface.
+
+    A job that goes on, goes on in its run: by its id there, by its name in trackio.
+    """
 
     def __init__(self, package: str, settings: TrainerSettings) -> None:
         module = _required(package, setting=package)
-        self._run = module.init(
-            project=settings.trackers.project, name=settings.run, config=_shown(settings)
-        )
+        by_id = {"id": settings.run} if package == "wandb" else {}
+        try:
+            self._run = module.init(
+                project=settings.trackers.project,
+                name=settings.run,
+                config=_shown(settings),
+                resume="allow",
+                **by_id,
+            )
+        except Exception as error:
+            log.exception("The tracker %s cannot begin.", package)
+            raise InvalidConfig(
+                f"trackers.{package} is true, and {package} cannot begin a run "
+                f"({type(error).__name__}).",
+                reason="TRACKER_REFUSED",
+                remedy=f"Log in to {package}, or set trackers.{package} to false.",
+            ) from error
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Every number; the step is one of them, as a resumed run goes back in steps."""
@@ -91,7 +108,10 @@ class Careful:
 
 
 def trackers_of(settings: TrainerSettings) -> tuple[Tracker, ...]:
-    """The trackers that are asked for; InvalidConfig (TRACKER_MISSING) without their package."""
+    """The trackers that are asked for; InvalidConfig names one that cannot begin.
+
+    TRACKER_MISSING: its package is; TRACKER_REFUSED: it lets nobody in.
+    """
     asked, found = settings.trackers, []
     if asked.tensorboard:
         found.append(Careful(TensorBoard(settings.run_dir / "tensorboard")))

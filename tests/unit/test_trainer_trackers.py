@@ -110,8 +110,28 @@ def test_a_hosted_run_is_given_numbers_and_no_secret(
     write(RunRecords(tmp_path, trackers=trackers_of(settings)))
     assert (opened[0]["project"], opened[0]["name"]) == ("dialoop", "mine")
     assert "tell-nobody" not in str(opened)
+    # A job that is started again goes on in the run it has.
+    assert (opened[0]["resume"], opened[0].get("id")) == (
+        "allow",
+        "mine" if package == "wandb" else None,
+    )
     assert logged[0] == {"train/policy_version": 3.0, "train/reward": 0.25, "train_step": 1}
     assert logged[-1] == {"end": 1.0}
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_a_tracker_that_lets_nobody_in_is_named(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**_: Any) -> Any:
+        raise ConnectionError("api_key not configured")
+
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(init=init))
+    settings = TrainerSettings(run_dir=tmp_path, trackers={package: True})
+    with pytest.raises(InvalidConfig, match=rf"trackers\.{package} is true") as caught:
+        trackers_of(settings)
+    assert caught.value.reason == "TRACKER_REFUSED"
+    assert package in caught.value.remedy
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb", "trackio"])
