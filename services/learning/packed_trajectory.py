@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from dialoop.errors import InvalidInput
+from dialoop.errors import InvalidInput, InvalidSequence
 
 from services.learning.packing import PackedBatch, TokenRow, pack_rows
 
@@ -90,7 +90,14 @@ class TrajectoryData:
     policy_version: int = 0
 
     def row(self) -> TokenRow:
-        """The sequence as it is packed; InvalidInput where shapes disagree."""
+        """The sequence as it is packed; InvalidInput where shapes disagree, or without a prompt."""
+        if not len(self.prompt_tokens):
+            raise InvalidSequence(
+                f"Sequence {self.sequence_id!r} has an empty prompt: nothing predicts its first "
+                "response token.",
+                reason="EMPTY_PROMPT",
+                remedy="Give every sequence at least one prompt token.",
+            )
         count = len(self.response_tokens)
         advantages = self.advantages.expand(count) if len(self.advantages) == 1 else self.advantages
         given = {
@@ -172,7 +179,8 @@ def pack_sequences(
     items = _flat(sequences)
     _require_fit(items, max_seq_len)
     rows = [item.row() for item in items]
-    batch = pack_rows(rows, pad_to=max_seq_len, pad_id=pad_token_id).to(device)
+    names = [item.sequence_id for item in items]
+    batch = pack_rows(rows, pad_to=max_seq_len, pad_id=pad_token_id, names=names).to(device)
     packed = PackedTrajectory(
         packed_tokens=batch.packed_tokens,
         position_ids=batch.position_ids,
@@ -182,7 +190,7 @@ def pack_sequences(
         response_lens=torch.tensor([len(item.response_tokens) for item in items], device=device),
         batch=batch,
         answers=[item.answer for item in items],
-        sequence_ids=[item.sequence_id for item in items],
+        sequence_ids=names,
         group_ids=[item.group_id for item in items],
         policy_versions=[item.policy_version for item in items],
         reward_metadata=[item.reward_metadata for item in items],

@@ -211,8 +211,17 @@ def pack(sequences: Rows[Sequence], *, pad_to: int | None = None) -> PackedBatch
     return pack_rows([TokenRow.from_sequence(s) for s in sequences], pad_to=pad_to)
 
 
-def pack_rows(rows: Rows[TokenRow], *, pad_to: int | None = None, pad_id: int = 0) -> PackedBatch:
-    """One packed row; `pad_to` fills it up to a fixed length, for compiled graphs only."""
+def pack_rows(
+    rows: Rows[TokenRow],
+    *,
+    pad_to: int | None = None,
+    pad_id: int = 0,
+    names: Rows[str] | None = None,
+) -> PackedBatch:
+    """One packed row; `pad_to` fills it up to a fixed length, for compiled graphs only.
+
+    Errors name a sequence by `names`, or else by its index.
+    """
     lengths = tuple(len(row.token_ids) for row in rows)
     padding = 0 if pad_to is None else pad_to - sum(lengths)
     if not rows or padding < 0:
@@ -233,7 +242,7 @@ def pack_rows(rows: Rows[TokenRow], *, pad_to: int | None = None, pad_id: int = 
         cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
         prompts=tuple(row.prompt for row in rows),
         temperatures=tuple(row.temperature for row in rows),
-        **{name: _scattered(rows, name, response) for name in _OPTIONAL},
+        **{name: _scattered(rows, name, response, names) for name in _OPTIONAL},
     )
 
 
@@ -251,15 +260,19 @@ def _positions(lengths: tuple[int, ...]) -> Tensor:
     return torch.cat([torch.arange(length) for length in lengths])
 
 
-def _scattered(rows: Rows[TokenRow], name: str, response_mask: Tensor) -> Tensor | None:
+def _scattered(
+    rows: Rows[TokenRow], name: str, response_mask: Tensor, names: Rows[str] | None
+) -> Tensor | None:
     """Optional per-token values at the response positions, [T]; all sequences have them or none."""
-    speaking = [row for row in rows if bool(row.response_mask.any())]
-    values = [value for row in speaking if (value := getattr(row, name)) is not None]
+    speaking = [i for i, row in enumerate(rows) if bool(row.response_mask.any())]
+    values = [value for i in speaking if (value := getattr(rows[i], name)) is not None]
     if not values:
         return None
     if len(values) != len(speaking):
+        lacking = next(i for i in speaking if getattr(rows[i], name) is None)
         raise InvalidInput(
-            f"{len(values)} of {len(rows)} sequences have {name}.",
+            f"Sequence {lacking if names is None else repr(names[lacking])} has no {name}, which "
+            f"{len(values)} of {len(rows)} have.",
             reason="RAGGED",
             remedy=f"Give {name} for every sequence of a batch or for none.",
         )

@@ -141,7 +141,9 @@ def _error(build: Any) -> str:
 
 def test_advantages_for_some_sequences_only_are_refused() -> None:
     mixed = [_sequence(2, 2, advantage=1.0), _sequence(1, 3)]
-    assert _error(lambda: pack(mixed)) == "RAGGED"
+    with pytest.raises(InvalidInput, match="Sequence 1 has no advantages") as caught:
+        pack(mixed)
+    assert caught.value.reason == "RAGGED"
 
 
 def test_row_that_is_too_short_or_empty_is_refused() -> None:
