@@ -75,7 +75,8 @@ class TokenRow:
     ) -> TokenRow:
         """The row of one trajectory sequence; a single advantage is spread over its tokens.
 
-        Staleness is counted from `current`; without it, it is unknown.
+        Staleness is counted from `current`; without it, it is unknown. So are log-probs that the
+        sequence does not have for each of its sampled tokens.
         """
         count = sequence.num_model_tokens
         advantages = None
@@ -83,16 +84,19 @@ class TokenRow:
             advantages = torch.from_numpy(sequence.token_advantages.copy())
         elif sequence.advantage is not None:
             advantages = torch.full((count,), sequence.advantage)
-        has_ref = len(sequence.ref_logprobs) == count
+        known: dict[str, Any] = {
+            name: torch.from_numpy(values.copy())
+            for name in ("inference_logprobs", "ref_logprobs")
+            if len(values := getattr(sequence, name)) == count
+        }
         return cls(
             token_ids=torch.from_numpy(sequence.token_ids.astype("int64")),
             response_mask=torch.from_numpy(sequence.response_mask()),
-            inference_logprobs=torch.from_numpy(sequence.inference_logprobs.copy()),
-            ref_logprobs=torch.from_numpy(sequence.ref_logprobs.copy()) if has_ref else None,
             advantages=advantages,
             staleness=None if current is None else _staleness(sequence, current),
             prompt=prompt,
             temperature=temperature,
+            **known,
         )
 
     @classmethod

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dialoop.errors import InvalidSequence
+from dialoop.errors import InvalidInput, InvalidSequence
 from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
 
 from services.learning.packing import PackedBatch
@@ -105,6 +105,14 @@ def test_what_was_sampled_greedily_is_refused_by_name(model_dir: Path) -> None:
     with pytest.raises(InvalidSequence) as caught:
         learner.rows_to_train([greedy], current=VERSION)
     assert caught.value.reason == "GREEDY_SAMPLING"
+
+
+def test_a_sequence_without_the_engines_logprobs_is_refused_by_name(model_dir: Path) -> None:
+    learner = Learner(TrainerSettings(model_dir=model_dir, loss="grpo"))
+    given = replace(sequence(5, 1.0), inference_logprobs=np.zeros(0, dtype=np.float32))
+    with pytest.raises(InvalidInput, match="needs inference_logprobs") as caught:
+        learner.rows_to_train([TrainedSequence(sequence=given, prompt=0)], current=VERSION)
+    assert caught.value.reason == "LOSS_INPUT_MISSING"
 
 
 def rewarded(advantages: tuple[float, ...]) -> list[TrainedSequence]:
