@@ -7,8 +7,9 @@ advantage, so every surrogate that is linear in the advantage is corrected alike
 tis: min(exp(m), high), truncated importance sampling (F. Yao et al., "Your efficient RL framework
 secretly brings you off-policy RL training", 2025). icepop: exp(m) inside [low, high], else 0
 (arXiv 2510.18855). token_mask: 1 inside, else 0. sequence_mask: 1 where exp(mean m) of the whole
-sequence lies inside, else 0. kl_mask: 1 where m^2 / 2 is at most high, else 0 (torchrl's
-kl_mask_threshold; of the present policy to the sampler).
+sequence lies inside, else 0. kl_mask: 1 where d^2 / 2 is at most high, else 0, d = log policy - log
+inference (torchrl's kl_mask_threshold, which its doc calls one to the reference) or, against the
+reference, log policy - log ref.
 
 TRL's "token_truncate" is tis and its "token_mask" icepop. Its sequence modes take the ratio of the
 whole sequence, exp(sum m), and multiply the loss by it, where sequence_mask here takes exp(mean m)
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from dialoop.errors import InvalidConfig
 
 from services.learning.loss_inputs import MAX_LOG_RATIO
 
@@ -39,6 +41,16 @@ class Correction:
     kind: CorrectionKind
     low: float = 0.5
     high: float = 2.0
+    against: Literal["inference", "ref"] = "inference"
+    """Whom kl_mask keeps near; the other kinds are of the sampler's mismatch."""
+
+    def __post_init__(self) -> None:
+        if self.against != "inference" and self.kind != "kl_mask":
+            raise InvalidConfig(
+                f"Correction {self.kind} is of the sampler's mismatch, not against {self.against}.",
+                reason="CORRECTION_AGAINST_REFERENCE",
+                remedy="Use kl_mask, or leave correction_to out of [train.objective].",
+            )
 
     @property
     def needs_proximal(self) -> bool:
@@ -49,7 +61,7 @@ class Correction:
         """Weights [M] at least 0, without gradient."""
         with torch.no_grad():
             if self.kind == "kl_mask":
-                log_ratio = inputs.log_ratio_to("inference_logprobs")
+                log_ratio = inputs.log_ratio_to(f"{self.against}_logprobs")
                 return (log_ratio.square() / 2 <= self.high).to(log_ratio.dtype)
             mismatch = _mismatch(inputs)
             ratio = mismatch.exp()

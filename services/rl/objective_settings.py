@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class ObjectiveSettings(BaseModel):
@@ -32,9 +32,20 @@ class ObjectiveSettings(BaseModel):
     """Smallest ratio trainer / engine that is kept."""
     correction_high: float = Field(default=2.0, gt=0)
     """Largest ratio that is kept; of kl_mask, the largest squared log-ratio over two."""
+    correction_to: Literal["inference", "ref"] = "inference"
+    """What kl_mask keeps the policy near: the engine that sampled, or the scorer's reference."""
     proximal: bool = False
     """Clip around the policy as the train step began, not around the engine's."""
     num_epochs: int = Field(default=1, ge=1)
     """Times that a train step goes over its batch."""
     max_fresh_mismatch_kl: float = Field(default=1e-2, gt=0)
     """KL between engine and trainer on data of the present policy that is an alarm, in nats."""
+
+    @model_validator(mode="after")
+    def _require_a_correction_to_the_reference(self) -> ObjectiveSettings:
+        if self.correction_to == "ref" and self.correction != "kl_mask":
+            raise ValueError(
+                f"correction_to is ref, and correction '{self.correction}': only kl_mask is of the "
+                "reference, the others are of the engine that sampled"
+            )
+        return self

@@ -359,11 +359,16 @@ class JobConfig(_Section):
     @model_validator(mode="after")
     def _require_reference_for_the_loss(self) -> JobConfig:
         objective, loss = self.train.objective, self.train.loss
-        to_ref = objective.kl_coeff > 0 and objective.kl_to == "ref"
-        if (to_ref or loss in _NEED_REFERENCE) and not self.scorer.reference_logprobs:
+        asked = {
+            f"loss {loss}": loss in _NEED_REFERENCE,
+            f"kl_coeff {objective.kl_coeff:g}": objective.kl_coeff and objective.kl_to == "ref",
+            "correction_to ref": objective.correction and objective.correction_to == "ref",
+        }
+        askers = [name for name, asks in asked.items() if asks]
+        if askers and not self.scorer.reference_logprobs:
             raise ValueError(
-                f"loss {loss} with kl_coeff {objective.kl_coeff} needs log-probs of a reference "
-                "model: set reference_logprobs = true in [scorer]"
+                f"{' and '.join(askers)} needs log-probs of a reference model: set "
+                "reference_logprobs = true in [scorer]"
             )
         if self.scorer.top_k > self.collector.group_size:
             raise ValueError(

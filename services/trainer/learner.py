@@ -319,7 +319,10 @@ def objective_of(settings: TrainerSettings) -> Objective:
     correction = None
     if asked.correction:
         correction = Correction(
-            kind=asked.correction, low=asked.correction_low, high=asked.correction_high
+            kind=asked.correction,
+            low=asked.correction_low,
+            high=asked.correction_high,
+            against=asked.correction_to,
         )
     return load_objective(
         settings.loss,

@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from dialoop.errors import InvalidConfig, InvalidInput
 
 from services.learning.corrections import Correction
 from services.learning.kl import k1, k2, k3
 from services.learning.loss_inputs import LossInputs
 from services.learning.losses import dppo_mask, grpo, reinforce, sft
 from services.learning.objective import Objective, combine_metrics
+from services.trainer.learner import objective_of
+from services.trainer.settings import TrainerSettings
 from tests.loss_samples import inputs_of, log
 
 
@@ -121,6 +124,24 @@ def test_kl_mask_looks_at_the_present_policy_and_needs_no_proximal() -> None:
     correction = Correction(kind="kl_mask", high=0.1)
     assert correction.weights(inputs_of(log(0.8, 0.5), log(0.4, 0.5))).tolist() == [0.0, 1.0]
     assert not correction.needs_proximal
+
+
+def test_kl_mask_may_look_at_the_reference_instead() -> None:
+    correction = Correction(kind="kl_mask", high=0.1, against="ref")
+    far = inputs_of(log(0.8, 0.5), log(0.8, 0.5), ref_logprobs=log(0.4, 0.5))
+    assert correction.weights(far).tolist() == [0.0, 1.0]
+    assert Correction(kind="kl_mask", high=0.1).weights(far).tolist() == [1.0, 1.0]
+    with pytest.raises(InvalidInput, match="ref_logprobs"):
+        correction.weights(inputs_of(log(0.8, 0.5), log(0.8, 0.5)))
+    settings = TrainerSettings(
+        objective={"correction": "kl_mask", "correction_high": 0.1, "correction_to": "ref"}
+    )
+    assert objective_of(settings).correction == correction
+
+
+def test_only_kl_mask_may_be_against_the_reference() -> None:
+    with pytest.raises(InvalidConfig, match="tis is of the sampler's mismatch"):
+        Correction(kind="tis", against="ref")
 
 
 def test_corrections_have_no_gradient() -> None:

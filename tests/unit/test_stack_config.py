@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from dialoop.errors import InvalidConfig
+from pydantic import ValidationError
 from pydantic_settings import BaseSettings
 
 from services.stack import preflight
@@ -115,6 +116,37 @@ def test_the_engine_may_have_a_format_of_its_own(tmp_path: Path) -> None:
     assert told({}) == ["float32", "float32"]
     assert told(HALF) == ["bfloat16", "bfloat16"]
     assert told({"inference": HALF}) == ["float32", "bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("train", "asker"),
+    [
+        ({"loss": "distill"}, "loss distill needs"),
+        ({"objective": {"kl_coeff": 0.1}}, "kl_coeff 0.1 needs"),
+        (
+            {"objective": {"correction": "kl_mask", "correction_to": "ref"}},
+            "correction_to ref needs",
+        ),
+        ({"objective": {"kl_coeff": 0.1, "kl_to": "inference"}}, ""),
+        ({"objective": {"correction": "kl_mask"}}, ""),
+    ],
+)
+def test_whatever_needs_a_reference_model_asks_for_its_logprobs(
+    train: dict[str, object], asker: str
+) -> None:
+    config: dict[str, object] = {"train": train}
+    if asker:
+        with pytest.raises(ValidationError, match=asker):
+            JobConfig.model_validate(config)
+        config["scorer"] = {"reference_logprobs": True}
+    assert JobConfig.model_validate(config)
+
+
+@pytest.mark.parametrize("correction", ["", "tis"])
+def test_only_kl_mask_may_be_of_the_reference(correction: str) -> None:
+    objective = {"correction": correction, "correction_to": "ref"}
+    with pytest.raises(ValidationError, match="only kl_mask is of the reference"):
+        JobConfig.model_validate({"train": {"objective": objective}})
 
 
 def test_a_file_that_is_not_toml_is_told_with_its_line(tmp_path: Path) -> None:
