@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dialoop.environments import ChatEnv, load_environment
 from dialoop.errors import InvalidConfig
 
-from services.trainer.warm_start import no_demonstrations, read_demonstrations
+from services.trainer.warm_start import no_demonstrations, numbered_demonstrations
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from services.trainer.settings import TrainerSettings
 
     Show = Callable[[int, random.Random], History]
+    Render = Callable[[History], Sequence]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,7 @@ class DemonstrationSet:
 
     size: int
     show: Show
-    render: Callable[[History], Sequence]
+    render: Render
     batch_size: int
     seed: int
     heldout: tuple[Sequence, ...] = ()
@@ -59,7 +60,10 @@ class DemonstrationSet:
 
 
 def demonstration_set(settings: TrainerSettings, builder: TokenBuilder) -> DemonstrationSet:
-    """What the settings name: a file, or what the environment demonstrates of its train split."""
+    """What the settings name: a file, or what the environment demonstrates of its train split.
+
+    InvalidConfig names the line of a file that the trainer's rows have no room for.
+    """
     use = settings.environment_use or settings.environment
     environment = load_environment(use, settings.environment_options)
     stop = environment.traits.stop
@@ -69,7 +73,7 @@ def demonstration_set(settings: TrainerSettings, builder: TokenBuilder) -> Demon
 
     heldout: list[History] = []
     if settings.sft.file:
-        train, heldout = _split(settings)
+        train, heldout = _split(settings, render)
 
         def show(which: int, generator: random.Random) -> History:
             return train[which]
@@ -95,11 +99,11 @@ def demonstration_set(settings: TrainerSettings, builder: TokenBuilder) -> Demon
     )
 
 
-def _split(settings: TrainerSettings) -> tuple[list[History], list[History]]:
+def _split(settings: TrainerSettings, render: Render) -> tuple[list[History], list[History]]:
     """What to train and what to hold out, from one file or two."""
-    histories = read_demonstrations(settings.sft.file)
+    histories = _fitting(settings.sft.file, render, settings.max_row_tokens)
     if settings.sft.heldout_file:
-        return histories, read_demonstrations(settings.sft.heldout_file)
+        return histories, _fitting(settings.sft.heldout_file, render, settings.max_row_tokens)
     random.Random(settings.seed).shuffle(histories)
     num_heldout = int(len(histories) * settings.sft.heldout_fraction)
     if num_heldout == len(histories):
@@ -108,3 +112,18 @@ def _split(settings: TrainerSettings) -> tuple[list[History], list[History]]:
             remedy="Add demonstrations, or lower heldout_fraction.",
         )
     return histories[num_heldout:], histories[:num_heldout]
+
+
+def _fitting(file: str, render: Render, max_tokens: int) -> list[History]:
+    """All of a file: what does not fit is told now, and not when its train step comes."""
+    histories = []
+    for number, history in numbered_demonstrations(file):
+        length = len(render(history).token_ids)
+        if length > max_tokens:
+            raise InvalidConfig(
+                f"{file} line {number} has {length} tokens, more than the {max_tokens} of a row.",
+                reason="SEQUENCE_TOO_LONG",
+                remedy="Raise max_row_tokens in [train], or shorten the demonstration.",
+            )
+        histories.append(history)
+    return histories

@@ -92,8 +92,13 @@ def demonstrations_from_file(path: Path) -> Demonstrator:
 
 def read_demonstrations(path: Path | str) -> list[History]:
     """All of a JSONL file of {"messages": [...]} lines; InvalidConfig names a wrong line."""
+    return [history for _, history in numbered_demonstrations(path)]
+
+
+def numbered_demonstrations(path: Path | str) -> list[tuple[int, History]]:
+    """The same, each with the number of its line."""
     path = Path(path)
-    histories: list[History] = []
+    histories: list[tuple[int, History]] = []
     try:
         # By newlines alone: JSON strings may hold every other line separator there is.
         lines = path.read_text("utf-8").split("\n")
@@ -104,7 +109,7 @@ def read_demonstrations(path: Path | str) -> list[History]:
         ) from error
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            histories.append(_history(path, number, line))
+            histories.append((number, _history(path, number, line)))
     if not histories:
         raise InvalidConfig(f"{path} holds no demonstration.", remedy="Add one per line.")
     return histories

@@ -247,6 +247,21 @@ def test_the_environment_demonstrates_each_task_of_its_train_split(model_dir: Pa
     assert [tuple(s.token_ids) for s in first] == [tuple(s.token_ids) for s in again]
 
 
+@pytest.mark.parametrize("name", ["file", "heldout_file"])
+def test_a_demonstration_that_fits_no_row_is_named_by_its_line_before_any_step(
+    tmp_path: Path, model_dir: Path, name: str
+) -> None:
+    short, long = write_chats(tmp_path / "short.jsonl", 3), tmp_path / "long.jsonl"
+    lines = short.read_text("utf-8").splitlines()
+    lines[1] = lines[1].replace("?", "how much is it? " * 40)
+    long.write_text("\n" + "\n".join(lines), "utf-8")  # an empty line counts as one
+    sft = {"file": str(short), name: str(long)}
+    settings = TrainerSettings(model_dir=model_dir, mode="sft", sft=sft, max_row_tokens=128)
+    with pytest.raises(InvalidConfig, match=r"long\.jsonl line 3 has \d+ tokens") as caught:
+        demonstration_set(settings, _builder(settings))
+    assert caught.value.reason == "SEQUENCE_TOO_LONG"
+
+
 def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path, model_dir: Path) -> None:
     settings = TrainerSettings(
         model_dir=model_dir, mode="sft", sft={"file": str(tmp_path / "none.jsonl")}
