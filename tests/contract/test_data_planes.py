@@ -100,7 +100,8 @@ async def test_a_replica_of_another_host_gets_policies_in_chunks(model_dir, tmp_
         for _ in range(2):
             published = await trainer.publish()
             assert published.num_replicas == 1
-            assert published.max_logprob_difference < 1e-5
+            # A unit in the last place of its log-probs, which are near -150, is 1.5e-5.
+            assert published.max_logprob_difference < 1e-4
             await serves(w, trainer)
         assert published.weights.num_bytes > 10 * CHUNK
 
