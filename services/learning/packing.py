@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from dialoop.sequences import PolicyVersion, Sequence
     from torch import Tensor
 
-_OPTIONAL = ("inference_logprobs", "proximal_logprobs", "ref_logprobs", "advantages", "staleness")
+OPTIONAL = ("inference_logprobs", "proximal_logprobs", "ref_logprobs", "advantages", "staleness")
+"""What a row may know of each of its trained tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -205,7 +206,7 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch on another device."""
         names = ("packed_tokens", "position_ids", "sample_mask", "response_mask", "loss_mask")
-        values = {name: getattr(self, name) for name in (*names, "cu_seqlens", *_OPTIONAL)}
+        values = {name: getattr(self, name) for name in (*names, "cu_seqlens", *OPTIONAL)}
         moved: dict[str, Any] = {k: v if v is None else v.to(device) for k, v in values.items()}
         return replace(self, **moved)
 
@@ -246,7 +247,7 @@ def pack_rows(
         cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
         prompts=tuple(row.prompt for row in rows),
         temperatures=tuple(row.temperature for row in rows),
-        **{name: _scattered(rows, name, response, names) for name in _OPTIONAL},
+        **{name: _scattered(rows, name, response, names) for name in OPTIONAL},
     )
 
 

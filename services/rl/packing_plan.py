@@ -96,7 +96,7 @@ def _too_long(
     return InvalidInput(
         f"Sequence {name} has {lengths[index]} tokens, more than the {max_tokens} of a row.",
         reason="SEQUENCE_TOO_LONG",
-        remedy="Raise max_tokens, shorten the episodes, or set oversize to 'drop'.",
+        remedy="Raise max_row_tokens, shorten the episodes, or set oversize in [train].",
     )
 
 

@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.rl.objective_settings import ObjectiveSettings
 
+Oversize = Literal["error", "drop", "truncate"]
+"""What becomes of a sequence that is longer than a packed row."""
+
 
 class _Shared(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -132,6 +135,8 @@ class TrainFields(_Shared):
     """Groups in a row that no train step can take before the job fails; three batches at least."""
     num_minibatches: int = Field(default=2, ge=1)
     """Optimiser updates of a train step."""
+    oversize: Oversize = "error"
+    """A sequence above max_row_tokens: set its group aside, or drop or truncate it alone."""
     learning_rate: float = Field(default=1e-4, gt=0)
     """Peak learning rate."""
     optimizer: Literal["adamw", "muon"] = "adamw"

@@ -327,11 +327,12 @@ class JobConfig(_Section):
 
     @model_validator(mode="after")
     def _require_rows_for_what_is_sampled(self) -> JobConfig:
-        if self.train.mode == "rl" and self.max_row_tokens < self.inference.max_model_len:
+        is_asked = self.train.mode == "rl" and self.train.oversize == "error"
+        if is_asked and self.max_row_tokens < self.inference.max_model_len:
             raise ValueError(
                 f"max_row_tokens is {self.max_row_tokens}, below max_model_len "
                 f"{self.inference.max_model_len} in [inference]: a longer sequence could not be "
-                "trained; leave it out, or raise it"
+                "trained; leave it out, raise it, or set oversize"
             )
         return self
 

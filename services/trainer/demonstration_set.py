@@ -5,6 +5,7 @@ Every batch is a function of the seed and the step, so a restarted trainer goes 
 
 from __future__ import annotations
 
+import logging
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     Show = Callable[[int, random.Random], History]
     Render = Callable[[History], Sequence]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +104,9 @@ def demonstration_set(settings: TrainerSettings, builder: TokenBuilder) -> Demon
 
 def _split(settings: TrainerSettings, render: Render) -> tuple[list[History], list[History]]:
     """What to train and what to hold out, from one file or two."""
-    histories = _fitting(settings.sft.file, render, settings.max_row_tokens)
+    histories = _fitting(settings.sft.file, render, settings)
     if settings.sft.heldout_file:
-        return histories, _fitting(settings.sft.heldout_file, render, settings.max_row_tokens)
+        return histories, _fitting(settings.sft.heldout_file, render, settings)
     random.Random(settings.seed).shuffle(histories)
     num_heldout = int(len(histories) * settings.sft.heldout_fraction)
     if num_heldout == len(histories):
@@ -114,16 +117,25 @@ def _split(settings: TrainerSettings, render: Render) -> tuple[list[History], li
     return histories[num_heldout:], histories[:num_heldout]
 
 
-def _fitting(file: str, render: Render, max_tokens: int) -> list[History]:
+def _fitting(file: str, render: Render, settings: TrainerSettings) -> list[History]:
     """All of a file: what does not fit is told now, and not when its train step comes."""
-    histories = []
+    histories, max_tokens, oversize = [], settings.max_row_tokens, settings.oversize
     for number, history in numbered_demonstrations(file):
         length = len(render(history).token_ids)
-        if length > max_tokens:
+        if length > max_tokens and oversize == "drop":
+            log.warning("A demonstration is dropped: %s line %d, %d tokens.", file, number, length)
+            continue
+        if length > max_tokens and oversize == "error":
             raise InvalidConfig(
                 f"{file} line {number} has {length} tokens, more than the {max_tokens} of a row.",
                 reason="SEQUENCE_TOO_LONG",
-                remedy="Raise max_row_tokens in [train], or shorten the demonstration.",
+                remedy="Raise max_row_tokens in [train], shorten it, or set oversize.",
             )
         histories.append(history)
+    if not histories:
+        raise InvalidConfig(
+            f"No demonstration of {file} fits a row of {max_tokens} tokens.",
+            reason="SEQUENCE_TOO_LONG",
+            remedy="Raise max_row_tokens in [train].",
+        )
     return histories

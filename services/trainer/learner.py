@@ -20,12 +20,12 @@ from services.learning.models import DTYPES, load_policy
 from services.learning.moving import move_training
 from services.learning.objective import mean_metrics
 from services.learning.optim import GuardedOptimizer, OptimizerSettings
+from services.learning.oversize import fitting
 from services.learning.packing import TokenRow
 from services.learning.parallel import ALONE, Ranks, sharded
 from services.learning.parallel_rows import own_rows, score_rows
 from services.learning.trainable import alike, require_trainable
 from services.learning.training import UpdateReport, update, whitened_sequences
-from services.rl.packing_plan import plan_rows
 from services.trainer.learner_files import ExportedWeights, LearnerFiles
 
 if TYPE_CHECKING:
@@ -115,8 +115,7 @@ class Learner:
             TokenRow.from_demonstration(s.token_ids.tolist(), s.response_mask().tolist())
             for s in demonstrations
         ]
-        self._require_fitting(rows)
-        return rows
+        return self._fitting(rows)
 
     def rows_to_train(
         self, sequences: Rows[TrainedSequence], *, current: PolicyVersion
@@ -134,8 +133,7 @@ class Learner:
         ]
         if self._objective.imitates:
             rows = [row for row in rows if row.advantages is not None and row.advantages.any()]
-        self._require_fitting(rows)
-        rows = alike(rows)
+        rows = alike(self._fitting(rows))
         require_trainable(rows, self._objective)
         return rows
 
@@ -272,9 +270,9 @@ class Learner:
         if self._ask_before_computing is not None:
             self._ask_before_computing()
 
-    def _require_fitting(self, rows: Rows[TokenRow]) -> None:
-        lengths = [len(row.token_ids) for row in rows]
-        plan_rows(lengths, max_tokens=self._settings.max_row_tokens)
+    def _fitting(self, rows: Rows[TokenRow]) -> list[TokenRow]:
+        settings = self._settings
+        return fitting(rows, max_tokens=settings.max_row_tokens, oversize=settings.oversize)
 
     def _optimizer_of(self, settings: OptimizerSettings) -> GuardedOptimizer:
         parameters, matrices = self._policy.parameters(), self._policy.hidden_matrices()

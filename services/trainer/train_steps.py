@@ -172,10 +172,18 @@ class TrainSteps:
             self._num_refused = 0
             self._board.sound(GROUPS_SET_ASIDE, on=False)
             row |= _row_of_report(report) | _row_of_staleness(batch, version)
+            row |= self._row_of_oversize(batch)
             row |= self._alarm(report, version) | {"train_s": time.perf_counter() - started}
         progress.num_train_steps += 1
         self._board.num_train_steps = progress.num_train_steps
         return row
+
+    def _row_of_oversize(self, batch: Batch) -> dict[str, Any]:
+        """How many sequences were dropped or truncated, where that was asked for."""
+        if self._settings.oversize == "error":
+            return {}
+        most = self._settings.max_row_tokens
+        return {"num_oversize": sum(len(s.sequence.token_ids) > most for s in batch.sequences)}
 
     def _alarm(self, report: TrainStepReport, version: PolicyVersion) -> dict[str, Any]:
         """Say so when engine and trainer disagree on what the present policy has sampled.

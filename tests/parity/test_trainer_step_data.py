@@ -13,7 +13,8 @@ import torch
 from dialoop.errors import InvalidInput, InvalidSequence
 from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
 
-from services.learning.packing import PackedBatch
+from services.learning.oversize import truncated
+from services.learning.packing import PackedBatch, TokenRow
 from services.learning.tiny import make_tiny_model
 from services.trainer import learner as learner_module
 from services.trainer.batches import TrainedSequence
@@ -164,3 +165,46 @@ def test_sft_aggregates_as_the_config_says(
         for more in ({}, {"objective": objective})
     )
     assert asked == pytest.approx(factor * plain, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("oversize", "lengths"), [("drop", [4]), ("truncate", [16, 4]), ("error", None)]
+)
+def test_a_sequence_longer_than_a_row_is_treated_as_the_config_says(
+    model_dir: Path, oversize: str, lengths: list[int] | None
+) -> None:
+    """Of prompts of one token with 24 and 3 sampled ones, and a prompt that fills the row."""
+    settings = {"model_dir": model_dir, "max_row_tokens": 16, "oversize": oversize}
+    learner = Learner(TrainerSettings.model_validate(settings))
+    full = sequence_of(
+        [
+            (list(range(5, 25)), {"source": Source.PROMPT}),
+            ([7], {"source": Source.MODEL, "policy_version": VERSION}),
+        ],
+        logprobs=[-5.5],
+    )
+    rows = [sequence(5, 1.0, size=24), sequence(6, -1.0), replace(full, advantage=1.0)]
+    given = [TrainedSequence(sequence=row, prompt=0) for row in rows]
+    if lengths is None:
+        with pytest.raises(InvalidInput, match="Sequence 0 has 25 tokens") as caught:
+            learner.rows_to_train(given, current=VERSION)
+        assert "max_row_tokens" in caught.value.remedy
+        return
+    found = learner.rows_to_train(given, current=VERSION)
+    assert [len(row.token_ids) for row in found] == lengths
+    assert learner.train_step(given, current=VERSION).num_trained_tokens == sum(lengths) - len(
+        found
+    )
+    with pytest.raises(InvalidInput, match="Nothing is left") as caught:
+        learner.rows_to_train(given[2:], current=VERSION)
+    assert caught.value.reason == "SEQUENCE_TOO_LONG"
+
+
+def test_what_is_truncated_keeps_what_is_known_of_its_first_tokens() -> None:
+    row = TokenRow.from_sequence(sequence(5, 1.0, size=24), current=VERSION)
+    cut = truncated(row, 16)
+    assert cut.inference_logprobs is not None
+    assert cut.staleness is not None
+    assert cut.advantages is not None
+    assert {len(cut.inference_logprobs), len(cut.staleness), len(cut.advantages)} == {15}
+    assert cut.token_ids.tolist() == row.token_ids[:16].tolist()

@@ -260,6 +260,11 @@ def test_a_demonstration_that_fits_no_row_is_named_by_its_line_before_any_step(
     with pytest.raises(InvalidConfig, match=r"long\.jsonl line 3 has \d+ tokens") as caught:
         demonstration_set(settings, _builder(settings))
     assert caught.value.reason == "SEQUENCE_TOO_LONG"
+    for oversize, size in (("drop", 2), ("truncate", 3)):
+        asked = {"sft": {**sft, "file": str(long)}, "oversize": oversize, "max_row_tokens": 128}
+        settings = TrainerSettings.model_validate({"model_dir": model_dir, "mode": "sft", **asked})
+        found = demonstration_set(settings, _builder(settings))
+        assert found.size + len(found.heldout) == (size if name == "file" else 2 * size)
 
 
 def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path, model_dir: Path) -> None:
