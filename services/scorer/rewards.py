@@ -118,7 +118,15 @@ def token_kl(policy: Floats, reference: Floats, estimator: str = "k1") -> Floats
     """Per-token estimates of KL(policy, reference) from sampled tokens' log-probs, [M].
 
     token_kl([-1.0], [-1.5])  # k1: 0.5, k2: 0.125, k3: 0.1065
+
+    Raises InvalidInput (RAGGED) where the two are not of the same tokens.
     """
+    if policy.shape != reference.shape:
+        raise InvalidInput(
+            f"The policy has {policy.size} log-probs, the reference {reference.size}.",
+            reason="RAGGED",
+            remedy="Give one of each for every sampled token.",
+        )
     difference = policy - reference
     if estimator == "k1":
         values = difference

@@ -214,6 +214,13 @@ def test_kl_estimates_are_those_computed_by_hand(estimator, value):
     assert token_kl(policy, reference, estimator) == pytest.approx([value], abs=1e-6)
 
 
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_kl_of_other_tokens_is_refused_and_not_spread_over_them(size):
+    with pytest.raises(InvalidInput) as caught:
+        token_kl(np.zeros(2, dtype=np.float32), np.zeros(size, dtype=np.float32))
+    assert caught.value.reason == "RAGGED"
+
+
 def test_a_reward_is_found_by_its_import_path():
     (reward,) = load_rewards([RewardSpec(name="b", use=f"{__name__}:brevity", weight=2.0)])
     assert reward.function(make_group(0.0, 1.0)) == [-2.0, -2.0]
