@@ -1,7 +1,7 @@
 """What a loss reads and what it answers.
 
-Every aggregation is a weight per token whose denominators count the whole train step before any
-mask, so the losses and metrics of several packed rows (and ranks) add up to those of one big row.
+Every aggregation is a weight per token whose denominators count the whole update before any mask,
+so the losses and metrics of several packed rows (and ranks) add up to those of one big row.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MAX_LOG_RATIO = 20.0
 Aggregation = Literal["token", "sequence", "prompt", "constant", "sum"]
 """How token losses become one number.
 
-token: their mean over the train step (DAPO, arXiv 2503.14476). sequence: the mean of each
-sequence's own mean (GRPO, arXiv 2402.03300). prompt: the mean of the token means of each prompt's
-group. constant: the mean over sequences of sums divided by one constant, as the longest answer
-(Dr. GRPO, arXiv 2503.20783). sum: plain.
+token: their mean over the update (DAPO, arXiv 2503.14476). sequence: the mean of each sequence's
+own mean (GRPO, arXiv 2402.03300). prompt: the mean of the token means of each prompt's group.
+constant: the mean over sequences of sums divided by one constant, as the longest answer (Dr. GRPO,
+arXiv 2503.20783). sum: plain.
 
-The train step is all that one update learns from. TRL's "bnpo" counts each micro-batch by itself,
-and its "dapo" takes the mean of all updates made from one generation. torchrl calls sequence
-"prompt_mean".
+An update is what one step of the optimiser learns from: one of the `num_minibatches` parts of a
+train step. TRL's "bnpo" counts each micro-batch by itself, and its "dapo" takes the mean of all
+updates made from one generation. torchrl calls sequence "prompt_mean".
 """
 
 
@@ -55,7 +55,7 @@ class LossInputs:
     engine that sampled, proximal_logprobs of the policy as the train step began, ref_logprobs of a
     reference or teacher, advantages, staleness in policy versions (None where unknown); entropy [M]
     with gradient. sequence_index int64 [M], which sequence of the row; loss_mask bool [M].
-    num_tokens, num_sequences and num_prompts count the whole train step, over all rows and ranks;
+    num_tokens, num_sequences and num_prompts count the whole update, over all rows and ranks;
     prompt_num_tokens [M] is how many trained tokens a token's prompt has there.
     """
 
@@ -76,14 +76,14 @@ class LossInputs:
     constant: float = 1.0
 
     def mean(self, values: Tensor) -> Tensor:
-        """This row's share of the train step's mean of values [M], as the aggregation weighs it."""
+        """This row's share of the update's mean of values [M], as the aggregation weighs it."""
         if self.aggregation == "token":
             return self.token_mean(values)
         # `where`, because a masked token may hold inf, and 0 * inf is not a number.
         return torch.where(self.loss_mask, values * self._weights(), 0.0).sum()
 
     def token_mean(self, values: Tensor) -> Tensor:
-        """This row's share of the train step's mean over tokens of values [M]: for metrics."""
+        """This row's share of the update's mean over tokens of values [M]: for metrics."""
         return torch.where(self.loss_mask, values, 0.0).sum() / self.num_tokens
 
     def sequence_mean(self, values: Tensor) -> Tensor:
