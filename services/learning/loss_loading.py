@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from services.learning.loss_inputs import Aggregation, Loss
 
 
+log = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
     """A built-in loss as its paper sets it; every option can be set otherwise.
@@ -32,7 +36,8 @@ class Preset:
     Advantages are the scorer's and not set from here: dr_grpo, dppo_mask, reinforce_pp and rloo are
     meant for divide_by_std = false, rloo for leave_one_out = true beside it. needs_advantages is
     false where tokens are trained whatever their advantage; one that imitates reads no more of it
-    than whether the scorer chose the sequence (`top_k`).
+    than whether the scorer chose the sequence (`top_k`). One that holds to the reference by itself
+    takes no KL term beside it.
     """
 
     loss: Callable[..., losses.LossOutput]
@@ -42,6 +47,7 @@ class Preset:
     asks_for_proximal: bool = False
     needs_advantages: bool = True
     imitates: bool = False
+    holds_to_reference: bool = False
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
@@ -57,7 +63,9 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "decoupled_ppo": Preset(loss=losses.decoupled_ppo, asks_for_proximal=True),
         "distill": Preset(loss=losses.distill, needs_advantages=False),
         "sft": Preset(loss=losses.sft, imitates=True),
-        "minor_sft": Preset(loss=losses.minor_sft, aggregation="sequence", imitates=True),
+        "minor_sft": Preset(
+            loss=losses.minor_sft, aggregation="sequence", imitates=True, holds_to_reference=True
+        ),
     }
 )
 """The losses that need no import path."""
@@ -87,6 +95,9 @@ def load_objective(
             reason="CORRECTION_WITHOUT_ADVANTAGES",
             remedy="Leave correction out of [train.objective], or take another loss.",
         )
+    if given.get("kl_coeff") and preset.holds_to_reference:
+        log.warning("Loss %s holds the policy to the reference: kl_coeff counts as 0.", name)
+        given["kl_coeff"] = 0.0
     return replace(objective, **given)
 
 

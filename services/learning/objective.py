@@ -32,6 +32,7 @@ class Objective:
     kl_coeff times the KL estimate to kl_to is added (0: none); entropy_coeff times the entropy is
     taken away; whiten normalises advantages over the train step (REINFORCE++, arXiv 2501.03262).
     KL and entropy are aggregated as the loss is; TRL's entropy bonus is always a mean over tokens.
+    The metrics loss_objective, loss_kl and loss_entropy add up to the loss.
     A loss that imitates learns sequences by heart: all whose advantage is not 0, whatever it is.
     """
 
@@ -68,14 +69,17 @@ class Objective:
             metrics |= corrected
         output = self.loss(inputs)
         loss = output.loss
+        terms = {"loss_objective": loss}
         if self.kl_coeff:
             other = inputs.require(f"{self.kl_to}_logprobs")
             kl = estimate(self.kl_estimator, inputs.policy_logprobs, other)
-            loss = loss + self.kl_coeff * inputs.mean(kl)
+            terms["loss_kl"] = self.kl_coeff * inputs.mean(kl)
+            loss = loss + terms["loss_kl"]
             metrics[f"kl_to_{self.kl_to}"] = inputs.token_mean(kl.detach())
         if self.entropy_coeff:
-            loss = loss - self.entropy_coeff * inputs.mean(inputs.require("entropy"))
-        metrics |= output.metrics
+            terms["loss_entropy"] = -self.entropy_coeff * inputs.mean(inputs.require("entropy"))
+            loss = loss + terms["loss_entropy"]
+        metrics |= {name: term.detach() for name, term in terms.items()} | output.metrics
         if output.clipped is not None:
             metrics["clip_fraction"] = inputs.token_mean(output.clipped.float())
         metrics |= _by_staleness(inputs, output.clipped)

@@ -10,6 +10,7 @@ from dialoop.errors import InvalidConfig, InvalidInput
 from services.learning.corrections import Correction
 from services.learning.kl import k1, k2, k3
 from services.learning.loss_inputs import LossInputs
+from services.learning.loss_loading import load_objective
 from services.learning.losses import dppo_mask, grpo, reinforce, sft
 from services.learning.objective import Objective, combine_metrics
 from services.trainer.learner import objective_of
@@ -80,6 +81,39 @@ def test_kl_to_the_sampler_is_a_choice() -> None:
 def test_entropy_bonus_lowers_the_loss() -> None:
     inputs = inputs_of([-1.0, -1.0], [-1.0, -1.0], advantages=[1.0, 1.0], entropy=[1.0, 3.0])
     assert Objective(loss=grpo, entropy_coeff=0.1)(inputs).loss.item() == pytest.approx(-1.2)
+
+
+def test_the_terms_of_the_loss_are_told_and_add_up() -> None:
+    # grpo -1, k3 to the reference 0.193147, entropy (1 + 3) / 2
+    inputs = inputs_of(
+        log(0.5, 0.5),
+        log(0.5, 0.5),
+        advantages=[1.0, 1.0],
+        ref_logprobs=log(0.25, 0.25),
+        entropy=[1.0, 3.0],
+    )
+    output = Objective(loss=grpo, kl_coeff=0.5, entropy_coeff=0.1)(inputs)
+    terms = {name: float(value) for name, value in output.metrics.items() if "loss_" in name}
+    assert terms == pytest.approx(
+        {"loss_objective": -1.0, "loss_kl": 0.0965736, "loss_entropy": -0.2}, abs=1e-6
+    )
+    assert output.loss.item() == pytest.approx(sum(terms.values()))
+    plain = Objective(loss=grpo)(inputs).metrics
+    assert [name for name in plain if "loss_" in name] == ["loss_objective"]
+    two = combine_metrics([output.metrics, output.metrics])  # the rows of one update add up
+    assert two["loss_kl"] == pytest.approx(2 * terms["loss_kl"])
+
+
+def test_minor_sft_holds_to_the_reference_and_takes_no_kl_beside_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    objective = load_objective("minor_sft", kl_coeff=0.1)
+    assert objective.kl_coeff == 0.0
+    assert "kl_coeff counts as 0" in caplog.text
+    caplog.clear()
+    assert load_objective("minor_sft", kl_coeff=0.0) == load_objective("minor_sft")
+    assert load_objective("sft", kl_coeff=0.1).kl_coeff == 0.1
+    assert not caplog.text
 
 
 def _mismatched() -> LossInputs:
