@@ -15,7 +15,7 @@ import pytest
 from dialoop.clients.replay import GroupLease
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.sequences import Sequence, Source, sequence_of
-from dialoop.trajectory import Group, Stage
+from dialoop.trajectory import Group, SamplingParams, Stage
 from transformers import Qwen2ForCausalLM
 
 from services.learning.tiny import make_tiny_model, tiny_config
@@ -307,6 +307,23 @@ def test_a_fault_names_the_trajectory_and_changes_nothing(
     assert fault.error.remedy
     after = learner._policy.state_dict()
     assert all(bool((after[name] == values).all()) for name, values in before.items())
+
+
+def test_a_group_with_a_greedy_member_is_set_aside_and_one_at_mixed_temperatures_is_not(
+    model_dir: Path, groups: list[Group]
+) -> None:
+    def at(group: Group, *temperatures: float) -> GroupLease:
+        pairs = zip(group.trajectories, temperatures, strict=True)
+        sampled_so = tuple(replace(t, sampling=SamplingParams(temperature=x)) for t, x in pairs)
+        group = replace(group, trajectories=sampled_so)
+        return GroupLease(lease_id=group.group_id, group=group, num_deliveries=1, expires_in_s=60)
+
+    learner = Learner(TrainerSettings(model_dir=model_dir, **SETTINGS))
+    leases = [at(groups[0], 0.5, 1.0), at(groups[1], 1.0, 0.0)]
+    batch = sort_batch(leases, current=FIRST, max_staleness=0, consumed_group_ids=())
+    (fault,) = faults_of(batch, learner, FIRST)
+    assert (fault.lease, fault.reason) == (leases[1], "greedy_sampling")
+    assert fault.trajectory_id == groups[1].trajectories[1].trajectory_id
 
 
 def test_a_group_without_a_sampled_token_is_dropped_by_name(groups: list[Group]) -> None:
