@@ -1,4 +1,4 @@
-"""The whole objective of a train step: a loss, how it is aggregated, and what goes with any loss.
+"""The whole objective of an update: a loss, how it is aggregated, and what goes with any loss.
 
 objective = Objective(loss=losses.grpo, aggregation="sequence", kl_coeff=0.1)
 objective(inputs).loss
@@ -87,7 +87,7 @@ class Objective:
 
 
 def combine_metrics(rows: Iterable[Mapping[str, Tensor | float]]) -> dict[str, Any]:
-    """Add up the metrics of a train step's rows, and derive what is no sum.
+    """Add up the metrics of an update's rows, and derive what is no sum.
 
     ess, the effective sample size as a share of all tokens: mean(r)^2 / mean(r^2), 1 on-policy.
     by_staleness: {versions behind: {num_tokens, mismatch_kl, ratio, ess, ...}}, means over the
@@ -139,7 +139,7 @@ def _means(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def _mismatch_metrics(inputs: LossInputs) -> dict[str, Tensor]:
-    """How far the policy is from the sampler, and its entropy, over the train step's tokens."""
+    """How far the policy is from the sampler, and its entropy, over the update's tokens."""
     metrics = {name: inputs.token_mean(values) for name, values in _token_metrics(inputs).items()}
     if "mismatch_kl" in metrics:
         metrics["approx_kl"] = metrics.pop("mismatch_kl")
