@@ -150,7 +150,7 @@ class TrainFields(_Shared):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradient norm to clip at."""
     loss: str = "dppo_mask"
-    """A built-in loss, or `module:function` of yours; SFT has but its own, `sft`."""
+    """A built-in loss, or `module:function` of yours; of SFT `sft` or `minor_sft`."""
     loss_options: dict[str, float] = {}
     """Options of the loss, as clip_low and clip_high."""
     objective: ObjectiveSettings = ObjectiveSettings()
@@ -178,15 +178,15 @@ class TrainFields(_Shared):
 
     @model_validator(mode="after")
     def _require_what_sft_takes(self) -> Self:
-        """Demonstrations have neither advantages nor log-probs of an engine or a reference."""
+        """Demonstrations have neither advantages nor log-probs of an engine."""
         if self.mode == "rl":
             return self
-        if self.loss not in ("sft", type(self).model_fields["loss"].default):
+        if self.loss not in ("sft", "minor_sft", type(self).model_fields["loss"].default):
             raise ValueError(
-                f'loss is {self.loss} with mode = "sft", whose only loss is sft; leave loss out'
+                f'loss is {self.loss} with mode = "sft", whose losses are sft and minor_sft'
             )
         asked, plain = self.objective, ObjectiveSettings()
-        for name in ("kl_coeff", "correction", "proximal", "num_epochs"):
+        for name in ("kl_to", "correction", "proximal", "num_epochs"):
             if getattr(asked, name) != getattr(plain, name):
                 raise ValueError(
                     f'objective.{name} is {getattr(asked, name)} with mode = "sft", where it has '

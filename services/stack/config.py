@@ -366,7 +366,7 @@ class JobConfig(_Section):
             "correction_to ref": objective.correction and objective.correction_to == "ref",
         }
         askers = [name for name, asks in asked.items() if asks]
-        if askers and not self.scorer.reference_logprobs:
+        if self.train.mode == "rl" and askers and not self.scorer.reference_logprobs:
             raise ValueError(
                 f"{' and '.join(askers)} needs log-probs of a reference model: set "
                 "reference_logprobs = true in [scorer]"

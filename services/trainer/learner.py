@@ -26,6 +26,7 @@ from services.learning.parallel import ALONE, Ranks, sharded
 from services.learning.parallel_rows import own_rows, score_rows
 from services.learning.trainable import alike, require_trainable
 from services.learning.training import UpdateReport, update, whitened_sequences
+from services.rl.run_settings import LoraSettings
 from services.trainer.learner_files import ExportedWeights, LearnerFiles
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Learner:
         self._imitation, self._sft = load_objective("sft"), supervised_objective_of(settings)
         self._warm_start_optimizer = self._optimizer_of(warm_start_optimizer_of(settings))
         self._optimizer = self._optimizer_of(optimizer_of(settings))
+        self._reference = reference_of(settings, ranks)
         self.files = LearnerFiles(
             self._policy,
             {"warm_start": self._warm_start_optimizer, "train": self._optimizer},
@@ -108,6 +110,8 @@ class Learner:
     def move_to(self, device: str) -> None:
         """Move the policy and the optimisers' state there, and leave nothing behind."""
         move_training(self._policy, (self._warm_start_optimizer, self._optimizer), device)
+        if self._reference is not None:
+            move_training(self._reference, (), device)
 
     def rows_to_imitate(self, demonstrations: Rows[Sequence]) -> list[TokenRow]:
         """Demonstrations as rows; a DialoopError where one cannot be packed."""
@@ -151,6 +155,10 @@ class Learner:
 
     def sft_rows(self, rows: list[TokenRow]) -> UpdateReport:
         """The same on rows to imitate."""
+        if self._reference is not None:
+            scores = self._scores(rows, policy=self._reference)
+            pairs = zip(rows, scores, strict=True)
+            rows = [replace(row, ref_logprobs=logprobs) for row, logprobs in pairs]
         return self._update(rows, self._optimizer, self._sft)
 
     def heldout_loss(self, demonstrations: Rows[Sequence]) -> tuple[float, int]:
@@ -238,10 +246,12 @@ class Learner:
         pairs = zip(rows, scores, strict=True)
         return [replace(row, proximal_logprobs=logprobs) for row, logprobs in pairs]
 
-    def _scores(self, rows: Rows[TokenRow], longest: int = 0) -> list[torch.Tensor]:
+    def _scores(
+        self, rows: Rows[TokenRow], longest: int = 0, *, policy: PolicyModel | None = None
+    ) -> list[torch.Tensor]:
         self._ask()
         most = max(longest, self._settings.max_row_tokens)
-        return score_rows(self._policy, rows, self._ranks, max_tokens=most)
+        return score_rows(policy or self._policy, rows, self._ranks, max_tokens=most)
 
     def _update(
         self,
@@ -306,6 +316,14 @@ def policy_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel:
     return policy
 
 
+def reference_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel | None:
+    """The starting model, which stays as it is, where SFT is held to it; RL's is the scorer's."""
+    if settings.mode == "rl" or not (settings.objective.kl_coeff or settings.loss == "minor_sft"):
+        return None
+    plain = {"lora": LoraSettings(), "activation_checkpointing": False}
+    return sharded(policy_of(settings.model_copy(update=plain), ranks), ranks)
+
+
 def _fresh_mismatch(first: UpdateReport) -> float | None:
     fresh = first.metrics.get("by_staleness", {}).get(0, {})
     return float(fresh["mismatch_kl"]) if "mismatch_kl" in fresh else None
@@ -336,13 +354,17 @@ def objective_of(settings: TrainerSettings) -> Objective:
 
 
 def supervised_objective_of(settings: TrainerSettings) -> Objective:
-    """SFT's loss, aggregated as the settings say; warm starts before RL have theirs by token."""
+    """SFT's loss and what goes with it, as the settings say; warm starts before RL have theirs."""
     asked = settings.objective
+    if settings.mode == "rl":
+        return load_objective("sft")
     return load_objective(
-        "sft",
-        settings.loss_options if settings.mode == "sft" else None,
+        "minor_sft" if settings.loss == "minor_sft" else "sft",
+        settings.loss_options,
         aggregation=asked.aggregation or None,
         constant=asked.constant or float(settings.max_new_tokens),
+        kl_coeff=asked.kl_coeff,
+        kl_estimator=asked.kl_estimator,
         entropy_coeff=asked.entropy_coeff,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Rows
 from dataclasses import replace
 from pathlib import Path
@@ -208,3 +209,17 @@ def test_what_is_truncated_keeps_what_is_known_of_its_first_tokens() -> None:
     assert cut.advantages is not None
     assert {len(cut.inference_logprobs), len(cut.staleness), len(cut.advantages)} == {15}
     assert cut.token_ids.tolist() == row.token_ids[:16].tolist()
+
+
+def test_sft_is_held_to_the_starting_model_where_that_is_asked_for(model_dir: Path) -> None:
+    """Before the first step they are one; log 2 is minor_sft's loss where nothing has moved."""
+    shown = [sequence(5, 0.0, size=3), sequence(6, 0.0, size=6)]
+    settings = {"model_dir": model_dir, "mode": "sft", "learning_rate": 1e-2}
+    held = Learner(TrainerSettings.model_validate(settings | {"objective": {"kl_coeff": 0.5}}))
+    terms = [held.sft_step(shown).metrics["kl_to_ref"] for _ in range(3)]
+    assert terms[0] == pytest.approx(0.0, abs=1e-6)
+    assert terms[2] > 1e-3
+    minor = Learner(TrainerSettings.model_validate(settings | {"loss": "minor_sft"}))
+    losses = [minor.sft_step(shown).loss for _ in range(3)]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert losses[2] < losses[0]

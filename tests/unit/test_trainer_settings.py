@@ -71,8 +71,7 @@ def test_a_config_that_says_nothing_changes_nothing(
     "said",
     [
         {"loss": "grpo"},
-        {"loss": "minor_sft"},
-        {"objective": {"kl_coeff": 0.1}},
+        {"objective": {"kl_to": "inference"}},
         {"objective": {"correction": "tis"}},
         {"objective": {"proximal": True}},
         {"objective": {"num_epochs": 2}},
@@ -84,7 +83,8 @@ def test_sft_refuses_by_name_what_would_have_no_effect_on_it(said: dict[str, Any
         TrainerSettings(mode="sft", **said)
     with pytest.raises(InvalidConfig, match=f'{name} is .* with mode = "sft"'):
         parse_config({"train": {"mode": "sft", **said}}, source="t")
-    TrainerSettings(mode="sft", loss="sft", objective={"aggregation": "sequence"})
+    for fits in ({"loss": "minor_sft"}, {"objective": {"aggregation": "sum", "kl_coeff": 0.1}}):
+        parse_config({"train": {"mode": "sft", **fits}}, source="t")
 
 
 def test_muon_and_lora_are_refused_together() -> None:
