@@ -211,6 +211,19 @@ async def test_what_the_loss_does_not_need_may_be_missing_from_some(
     assert not letters
 
 
+async def test_a_sequence_too_long_is_dropped_alone_and_counted_where_that_is_asked_for(
+    tmp_path: Path, model_dir: Path, groups: list[Group]
+) -> None:
+    given = [changed(groups[0], too_long, member=1), groups[1]]
+    async with recorded(tmp_path, model_dir, MemoryStore(Limits()), given) as world:
+        async with training(world, num_train_steps=1, oversize="drop"):
+            await until_done(world)
+        letters = await world.replay.list_dead_letters(world.run)
+    (row,) = world.train_rows
+    assert (row["num_groups_trained"], row["num_oversize"]) == (2, 1)
+    assert not letters
+
+
 def other_model(directory: Path) -> Path:
     """The tiny model with half of its layers."""
     make_tiny_model(directory)
