@@ -116,7 +116,7 @@ def launched(command: list[str], size: int, last_words_s: float = 5.0) -> tuple[
         ("sys.exit(2 if rank else 1)", 2, ""),
         ("sys.exit(1) if rank else time.sleep(600)", 1, ""),
         (
-            "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(600 - 600 * (rank == 2))",
+            "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(600)",
             1,
             "dialoop trainer: Rank 1 was ended by signal 9. The others were ended with it. "
             "Resume all ranks from the last checkpoint.",
