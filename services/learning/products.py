@@ -4,12 +4,17 @@ torch's own products in float32 are MKL's, which on an AMD processor leaves AVX-
 was 2.2 times as fast there (one core, 240 against 108 Gflop/s). What they round differs by the
 order of their sums alone. Everything that is not float32 on an x86 CPU stays with torch.
 
+oneDNN keeps what it prepared for each shape, with a buffer of the output's size, for 1024 shapes;
+packed rows have another length in nearly every update, so that would grow to gigabytes. Importing
+this module, before the process's first oneDNN operation, bounds both of its caches.
+
     with linear_products(device):
         model(...)                  # every torch.nn.functional.linear in it, and its gradients
 """
 
 from __future__ import annotations
 
+import os
 import platform
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -23,6 +28,10 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch import Tensor
+
+# Read by the libraries when they are first used. Enough for the layers of one row, which share it.
+for _name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+    os.environ.setdefault(_name, "32")
 
 _AVAILABLE = platform.machine() in ("x86_64", "AMD64") and torch._C._has_mkldnn
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from services.learning.models import load_policy
 from services.learning.packing import TokenRow, pack_rows
 from services.learning.products import OneDnnLinear, product
 from services.learning.tiny import make_tiny_model
+from tests.patience import PATIENCE_S
 
 
 def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
@@ -91,3 +95,32 @@ def test_checkpointed_layers_are_computed_anew_by_the_same_products(tmp_path: Pa
         policy(pack_rows([row])).logprobs.sum().backward()
         found.append([p.grad for p in policy.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+GROWTH = """
+import resource, torch
+from services.learning.products import product
+def peak_mb():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+weight = torch.randn(128, 2048)
+product(torch.randn(1024, 128), weight)
+before = peak_mb()
+for rows in range(400, 1000, 2):
+    product(torch.randn(rows, 128), weight)
+print(peak_mb() - before)
+"""
+
+
+@pytest.mark.skipif(not products._AVAILABLE, reason="products are not oneDNN's here")
+def test_rows_of_ever_other_lengths_keep_no_memory() -> None:
+    # Unbounded, oneDNN keeps a buffer for each of the 300 lengths: 1.6 GB.
+    inherited = {k: v for k, v in os.environ.items() if not k.endswith("_CACHE_CAPACITY")}
+    done = subprocess.run(
+        [sys.executable, "-c", GROWTH],
+        env=inherited | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
+    )
+    assert float(done.stdout) < 500
