@@ -97,7 +97,10 @@ class ScorerFields(_Shared):
     advantage_aggregate: Literal["sum", "max", "mean"] = "sum"
     """What of the rewards of a trajectory's turns is compared: sum, largest or mean."""
     top_k: int = Field(default=0, ge=0)
-    """Imitate at most this many trajectories of a group, those above its median; 0: all."""
+    """Advantage 1 for at most this many of a group, of those above its median, 0 for the others.
+
+    Losses that imitate (sft, minor_sft) train those alone; 0: advantages as otherwise set.
+    """
     drop_uniform: bool = False
     """Drop groups whose rewards are all the same, from which nothing is learned."""
     reference_logprobs: bool = False
@@ -118,6 +121,17 @@ class ScorerFields(_Shared):
                 f"advantage_aggregate is {self.advantage_aggregate}, and advantages are of turns, "
                 "whose rewards are not put together: leave it out, or set advantages_of to "
                 "trajectory"
+            )
+        if self.advantages_of == "turn" and self.top_k:
+            raise ValueError(
+                "top_k chooses whole trajectories, and advantages are of turns: set advantages_of "
+                "to trajectory, or leave top_k out"
+            )
+        if self.kl_coefficient and self.advantage_aggregate != "sum":
+            raise ValueError(
+                f"advantage_aggregate is {self.advantage_aggregate}, which would lose or shrink "
+                "the KL penalty, a reward of the last turn: set kl_coefficient to 0, or the "
+                "aggregate to sum"
             )
         return self
 

@@ -43,7 +43,7 @@ def with_best_alone(group: Group, *, k: int, aggregate: Aggregate = "sum") -> Gr
     """The group with advantage 1 on its best trajectories and 0 on the others.
 
     Best by the sum, the largest or the mean of their turns' rewards.
-    All stay, so that the group stays whole; what has advantage 0 is not trained.
+    All stay, so that the group stays whole; losses that imitate train those with advantage 1 alone.
     """
     turns = ([turn.reward for turn in t.turns] for t in group.trajectories)
     best = best_of([return_of(rewards, aggregate) for rewards in turns], k=k)

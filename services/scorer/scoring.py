@@ -66,7 +66,7 @@ class Scoring:
         scored = self._with_advantages(group)
         if self.drop_uniform and not _teaches(scored):
             raise PreconditionFailed(
-                f"All rewards of {group.group_id} are the same: no advantage differs from 0.",
+                f"No advantage of {group.group_id} differs from 0.",
                 reason="UNIFORM_REWARD",
                 remedy="Nothing is learned from it; set drop_uniform to false to keep it.",
             )

@@ -89,11 +89,19 @@ async def test_a_trajectorys_reward_is_the_sum_the_largest_or_the_mean_of_its_tu
     assert found == [float(place == best) for place in range(3)]
 
 
-def test_rewards_of_turns_are_not_put_together_where_advantages_are_of_turns() -> None:
-    with pytest.raises(ValidationError, match="advantage_aggregate is max"):
-        JobConfig.model_validate(
-            {"scorer": {"advantages_of": "turn", "advantage_aggregate": "max"}}
-        )
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"advantages_of": "turn", "advantage_aggregate": "max"}, "advantage_aggregate is max"),
+        ({"advantages_of": "turn", "top_k": 1}, "top_k chooses whole trajectories"),
+        ({"kl_coefficient": 0.1, "advantage_aggregate": "mean"}, "shrink the KL penalty"),
+    ],
+)
+def test_settings_of_which_one_would_undo_the_other_are_refused(
+    settings: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ValidationError, match=said):
+        JobConfig.model_validate({"scorer": settings})
 
 
 async def test_advantages_of_turns_are_given_to_each_turns_own_tokens() -> None:
