@@ -98,6 +98,10 @@ class RequestBatches:
             self._alarm.cancel()
             self._alarm = None
         if self._is_due():
+            # All of a due batch stays due: what finds no room now does not wait for others again.
+            now = asyncio.get_running_loop().time()
+            for waiter in self._waiting:
+                waiter.ends_at = min(waiter.ends_at, now)
             while self._waiting and self._has_room(self._waiting[0].size):
                 waiter = self._waiting.popleft()
                 self._num_inside += waiter.size

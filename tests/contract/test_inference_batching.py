@@ -123,6 +123,23 @@ async def test_no_more_than_the_largest_batch_is_with_the_engine():
         assert asker.engine.most == 2
 
 
+async def test_what_of_a_due_batch_found_no_room_begins_once_there_is_room():
+    async with asking(min_batch_size=2, max_batch_size=3, timeout_s=NEVER_S) as asker:
+        tasks = [await asker.ask(number) for number in (1, 2, 3, 4)]
+        assert sorted(asker.engine.inside) == [1, 2, 3]
+        tasks[0].cancel()
+        await settle()
+        assert sorted(asker.engine.inside) == [2, 3, 4]
+        later = await asker.ask(5)
+        tasks[1].cancel()
+        await settle()
+        assert sorted(asker.engine.inside) == [
+            3,
+            4,
+        ]  # who comes after them waits for a batch of its own
+        later.cancel()
+
+
 async def test_a_request_is_never_split_and_a_large_one_begins_alone():
     async with asking(max_batch_size=4) as asker:
         first = await asker.ask(1, num_samples=3)
