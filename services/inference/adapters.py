@@ -126,6 +126,11 @@ class Adapters:
         """The loaded adapters by name."""
         return {name: entry.adapter.policy_version for name, entry in self._entries.items()}
 
+    def require(self, name: str) -> None:
+        """Refuse the name of no adapter: NotFound (ADAPTER_NOT_FOUND). Empty is the policy."""
+        if name and name not in self._entries:
+            raise _unknown(name, self._entries)
+
     def require_room(self, manifest: Manifest) -> AdapterConfig:
         """Refuse before any byte is read what can never be loaded here."""
         name, space = manifest.adapter, self._host.adapter_space

@@ -14,6 +14,13 @@ from dialoop.errors import DialoopError, PreconditionFailed, Unavailable
 from services.inference.batching import RequestBatches
 from services.inference.data_planes import Arrived, DataPlanes
 from services.inference.device_turn import DeviceTurn, to_the_end
+from services.inference.engine import (
+    context_full,
+    require_ids,
+    require_one_stream,
+    require_sampling,
+    room_for,
+)
 from services.inference.policy_adapters import BaseDigest, PolicyAdapter, policy_adapter
 from services.inference.publications import Publications, require_intact
 from services.inference.sleeper import Sleeper
@@ -93,11 +100,18 @@ class Replica(Sleeper):
     ) -> tuple[Sampled, ...]:
         """Sample; Unavailable while the replica is out of rotation."""
         self._require_ready()
+        # What is refused, or has no room to be answered in, neither waits for others nor counts.
+        self._adapters.require(adapter)
+        require_ids(prompt_ids, vocab_size=self._engine.vocab_size)
+        require_sampling(sampling)
+        require_one_stream(num_samples, on_tokens)
+        if room_for(prompt_ids, sampling, self._engine.max_model_len) <= 0:
+            return context_full(num_samples)
         self.num_requests_running += 1
-        num_ended = self._num_ended
         try:
             async with self._batches.place(num_samples):
                 self._require_ready()  # or no longer, after a wait for others
+                num_ended = self._num_ended  # loads during that wait changed nothing of this
                 sampling_now = self._adapters.sample(
                     adapter,
                     lambda chosen, tell: self._engine.sample(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-from dialoop.errors import InvalidConfig, Unavailable
+from dialoop.episode import UpdateMode
+from dialoop.errors import DialoopError, InvalidConfig, Unavailable
+from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams, StopReason
 
 from services.inference.batching import BatchLimits, RequestBatches
 from services.inference.engine import Sampled, StopTokens
+from services.inference.publications import Manifest
 from services.inference.replica import Replica
 from services.inference.settings import InferenceSettings
 from services.runtime.settings import load
@@ -21,6 +25,7 @@ from tests.rest_world import TwinEngine, http_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -52,13 +57,17 @@ class HeldEngine(TwinEngine):
 class Asker:
     """Asks a replica with limits, one number per request."""
 
-    def __init__(self, tasks: asyncio.TaskGroup, **limits) -> None:
+    def __init__(
+        self, tasks: asyncio.TaskGroup, *, weights_root: Path | None = None, **limits
+    ) -> None:
         async def report(serving: bool) -> None:
             """Nobody asks."""
 
         self.engine = HeldEngine()
         self.batches = RequestBatches(BatchLimits(**limits))
-        self.replica = Replica(self.engine, weights_root=None, report=report, batches=self.batches)
+        self.replica = Replica(
+            self.engine, weights_root=weights_root, report=report, batches=self.batches
+        )
         self._tasks = tasks
 
     async def ask(self, number: int, num_samples: int = 1) -> asyncio.Task:
@@ -183,6 +192,62 @@ async def test_a_replica_that_left_rotation_meanwhile_says_so_to_those_who_waite
             with pytest.raises(Unavailable):
                 await asked
         assert asker.engine.most == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"prompt_ids": []}, "NO_TOKENS"),
+        ({"prompt_ids": [10**6]}, "TOKEN_OUT_OF_RANGE"),
+        ({"sampling": SamplingParams(top_p=0.0)}, "INVALID_SAMPLING"),
+        ({"num_samples": 2, "on_tokens": print}, "INVALID_SAMPLING"),
+        ({"adapter": "nope"}, "ADAPTER_NOT_FOUND"),
+    ],
+)
+async def test_what_is_refused_neither_waits_for_a_batch_nor_counts_in_it(given, reason):
+    asked = {"prompt_ids": [2], "sampling": SamplingParams(), "stop": StopTokens()} | given
+    async with asking(min_batch_size=2, timeout_s=NEVER_S) as asker:
+        waiting = await asker.ask(1)
+        with pytest.raises(DialoopError) as refused:
+            await asker.replica.sample(**asked)
+        assert refused.value.reason == reason
+        await settle()
+        assert asker.engine.began == []
+        waiting.cancel()
+
+
+async def test_a_full_context_is_answered_without_a_batch():
+    async with asking(min_batch_size=2, timeout_s=NEVER_S) as asker:
+        waiting = await asker.ask(1)
+        full = [7] * asker.engine.max_model_len
+        (one,) = await asker.replica.sample(full, SamplingParams(), stop=StopTokens())
+        assert (one.stop_reason, one.token_ids) == (StopReason.CONTEXT_FULL, ())
+        await settle()
+        assert asker.engine.began == []
+        waiting.cancel()
+
+
+async def test_a_load_during_the_wait_for_a_batch_is_no_load_during_the_sampling(tmp_path):
+    (tmp_path / "weights").write_bytes(b"x")
+    manifest = Manifest(
+        policy_version=PolicyVersion(lineage="main", number=4),
+        sha256=hashlib.sha256(b"x").hexdigest(),
+        num_bytes=1,
+        path="weights",
+        update_mode=UpdateMode.KEEP_KV,
+    )
+    async with asking(min_batch_size=2, timeout_s=NEVER_S, weights_root=tmp_path) as asker:
+        early = await asker.ask(1)
+        await asker.replica.load(manifest, nothing())
+        await asker.ask(2)
+        asker.engine.may_end.set()
+        (sampled,) = await early
+        assert sampled.update_mode is UpdateMode.RECOMPUTE
+
+
+async def nothing() -> AsyncIterator[bytes]:
+    return
+    yield b""
 
 
 async def test_both_doors_share_a_batch(model_dir, tmp_path):
