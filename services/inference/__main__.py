@@ -119,6 +119,7 @@ async def _until_over(server: Server, replica: Replica, *, wake_after_s: float) 
         if dying.done():
             raise engine_stopped()
     finally:
+        replica.release()  # or the server's drain would pass with requests that wait for others
         dying.cancel()
         following.cancel()
         waking.cancel()

@@ -70,6 +70,7 @@ class RequestBatches:
         # Filled by `place`, drained by `_admit`; the callers of `place` wait.
         self._waiting: deque[_Waiter] = deque()
         self._num_inside = 0
+        self._is_released = False
         self._alarm: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
@@ -92,6 +93,11 @@ class RequestBatches:
                 self._waiting.remove(waiter)
             self._admit()
 
+    def release(self) -> None:
+        """From now on nobody waits for others, only for room: the service is about to stop."""
+        self._is_released = True
+        self._admit()
+
     def _admit(self) -> None:
         """Let a batch in, if there is one and room for it; else look again at the deadline."""
         if self._alarm is not None:
@@ -111,9 +117,9 @@ class RequestBatches:
             self._alarm = loop.call_at(self._waiting[0].ends_at, self._admit)
 
     def _is_due(self) -> bool:
-        """Whether enough wait, or the oldest has waited long enough."""
-        if not self._waiting:
-            return False
+        """Whether enough wait, or the oldest has waited long enough, or all are released."""
+        if not self._waiting or self._is_released:
+            return bool(self._waiting)
         num_waiting = sum(waiter.size for waiter in self._waiting)
         late = asyncio.get_running_loop().time() >= self._waiting[0].ends_at
         return late or num_waiting >= self._limits.min_batch_size

@@ -131,6 +131,10 @@ class Replica(Sleeper):
         mode = self._mode_since(num_ended)
         return tuple(replace(one, update_mode=mode) for one in sampled)
 
+    def release(self) -> None:
+        """Begin whatever waits for a batch, and let nobody wait for one again."""
+        self._batches.release()
+
     def _mode_since(self, num_ended: int) -> UpdateMode:
         """How loads treat what is under way; KEEP_KV only if such a load was, since then."""
         if self._num_begun > num_ended:

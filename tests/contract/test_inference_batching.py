@@ -13,11 +13,13 @@ from dialoop.errors import DialoopError, InvalidConfig, Unavailable
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams, StopReason
 
+from services.inference.__main__ import _until_over
 from services.inference.batching import BatchLimits, RequestBatches
 from services.inference.engine import Sampled, StopTokens
 from services.inference.publications import Manifest
 from services.inference.replica import Replica
 from services.inference.settings import InferenceSettings
+from services.runtime.in_process import InProcessNetwork
 from services.runtime.settings import load
 from tests.inference_world import QUESTION, model_dir, world  # noqa: F401
 from tests.patience import PATIENCE_S
@@ -180,6 +182,21 @@ async def test_who_leaves_the_engine_gives_the_place_to_the_next():
         first.cancel()
         await settle()
         assert asker.engine.inside == [2]
+
+
+async def test_a_server_that_stops_begins_what_waits_for_a_batch():
+    server = InProcessNetwork().server("inference")
+    async with asking(min_batch_size=3, max_batch_size=3, timeout_s=NEVER_S) as asker:
+        serving = asyncio.create_task(_until_over(server, asker.replica, wake_after_s=NEVER_S))
+        await asker.ask(1)
+        assert asker.engine.inside == []
+        server.stop()
+        await serving
+        await settle()
+        assert asker.engine.inside == [1]
+        await asker.ask(2)
+        await asker.ask(3, num_samples=2)
+        assert sorted(asker.engine.inside) == [1, 2]  # there is room for no more
 
 
 async def test_a_replica_that_left_rotation_meanwhile_says_so_to_those_who_waited():
