@@ -35,6 +35,9 @@ BASE_VERSION = PolicyVersion(lineage="base", number=0)
 
 MIN_TEMPERATURE = 0.01
 """Below this vLLM would silently sample at another temperature; 0 is greedy."""
+MIN_PENALTY, MAX_PENALTY = 0.01, 100.0
+"""Far beyond these a penalized logit is no number any more, nor is any log-prob."""
+_ROUNDING = 1e-6  # of 0.01 that came over the wire as the float32 next to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,11 +241,18 @@ def require_sampling(sampling: SamplingParams) -> None:
             remedy="Give temperature 0 for greedy sampling.",
         )
     temperature = sampling.temperature
-    if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
+    if temperature is not None and 0 < temperature < MIN_TEMPERATURE * (1 - _ROUNDING):
         raise InvalidInput(
             f"temperature is {temperature}.",
             reason="INVALID_SAMPLING",
             remedy=f"Give 0 for greedy sampling, or at least {MIN_TEMPERATURE}.",
+        )
+    penalty = sampling.repetition_penalty
+    if penalty is not None and not MIN_PENALTY * (1 - _ROUNDING) <= penalty <= MAX_PENALTY:
+        raise InvalidInput(
+            f"repetition_penalty is {penalty}.",
+            reason="INVALID_SAMPLING",
+            remedy=f"Give {MIN_PENALTY} to {MAX_PENALTY:g}; 1 is none.",
         )
 
 

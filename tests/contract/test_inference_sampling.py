@@ -50,14 +50,25 @@ async def test_an_answer_says_which_distribution_its_log_probs_are_of(model_dir,
         assert scored.distribution == chat_pb2.DISTRIBUTION_RAW
 
 
-async def test_a_penalty_that_is_none_is_refused_at_both_doors(model_dir, tmp_path):
+async def test_a_penalty_out_of_its_bounds_is_refused_at_both_doors(model_dir, tmp_path):
     async with world(model_dir, tmp_path / "w", has_rest=True) as w, http_of(w.server) as http:
-        for penalty in (0.0, -1.5):
+        for penalty in (0.0, -1.5, 1e-40, 1e-10, 0.0099, 100.1, 1e30):
             request = {"history": PROMPT, "sampling": {"repetition_penalty": penalty}}
             answer = await http.post("/v1/generate", json=request)
             assert (answer.status_code, answer.json()["reason"]) == (400, "INVALID_SAMPLING")
             with pytest.raises(InvalidInput, match="repetition_penalty"):
                 await w.channel.call(GENERATE, pb.GenerateRequest(**request))
+
+
+@pytest.mark.parametrize("penalty", [0.01, 100.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.01, 1.0])
+async def test_at_the_bounds_of_sampling_log_probs_are_numbers(
+    model_dir, tmp_path, penalty, temperature
+):
+    sampling = SamplingParams(repetition_penalty=penalty, temperature=temperature, max_new_tokens=8)
+    async with world(model_dir, tmp_path / "w") as w:
+        (sample,) = await w.client.generate(QUESTION, sampling=sampling)
+        assert np.isfinite(sample.sequence.inference_logprobs).all()
 
 
 async def test_older_names_of_sampling_are_read_as_ours_are(model_dir, tmp_path):
