@@ -24,8 +24,6 @@ _LENGTHS = ("max_tokens", "max_new_tokens")
 _STOPS = ("stop_sequences", "stop_strings", "stop")
 _COUNTS = ("n", "num_return_sequences", "num_samples")
 _BEAM_ONLY = ("length_penalty", "early_stopping")
-# Values that say "off" in vLLM or transformers, where ours is to leave the name out.
-_OFF: Mapping[str, tuple[Any, ...]] = MappingProxyType({"top_k": (-1, 0)})
 # Further names of vLLM and transformers, and the values with which they do nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -98,7 +96,6 @@ class _Reader:
         stop = self._oldest(_STOPS)
         count = self._count()
         sampling = {n: self._given.pop(n) for n in _PLAIN if n in self._given}
-        sampling = {n: v for n, v in sampling.items() if v not in _OFF.get(n, ())}
         self._take_do_sample(sampling)
         skips = self._given.pop("skip_special_tokens", False)
         _require(isinstance(skips, bool), "skip_special_tokens", skips, "true or false")

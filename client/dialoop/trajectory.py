@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
+_NO_TOP_K = (0, -1)
+
+
 class StopReason(IntEnum):
     """Why sampling ended."""
 
@@ -79,7 +82,10 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample; `None` is neutral (temperature 1, nothing truncated, engine's own limit)."""
+    """How to sample; `None` is neutral (temperature 1, nothing truncated, engine's own limit).
+
+    A top_k of 0 or -1, which is "off" in transformers and in vLLM, is read as `None`.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -91,6 +97,8 @@ class SamplingParams:
     repetition_penalty: float | None = None
 
     def __post_init__(self) -> None:
+        if self.top_k in _NO_TOP_K:
+            object.__setattr__(self, "top_k", None)
         self._require_penalty()
         checks = (
             ("temperature", self.temperature, 0.0, float("inf")),

@@ -139,7 +139,8 @@ class SamplingBody(_Body):
     temperature: float | None = Field(default=None, ge=0)
     """0 is greedy."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    """0 and -1 are none."""
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)

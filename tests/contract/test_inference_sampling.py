@@ -84,6 +84,20 @@ async def test_older_names_of_sampling_are_read_as_ours_are(model_dir, tmp_path)
         assert told["warnings"] == []
 
 
+@pytest.mark.parametrize("beside", [{}, {"max_new_tokens": 6}, {"max_tokens": 6}])
+@pytest.mark.parametrize(("top_k", "status"), [(0, 200), (-1, 200), (-2, 400)])
+async def test_a_top_k_means_the_same_whatever_stands_beside_it(beside, top_k, status):
+    async with service("inference") as server, http_of(server) as http:
+        body = {"history": PROMPT, "sampling": {"top_k": top_k} | beside}
+        answer = await http.post("/v1/generate", json=body)
+        assert answer.status_code == status
+        if status == 200:
+            assert "top_k" not in answer.json()["sampling"]
+            assert answer.json()["distribution"] == "DISTRIBUTION_RAW"
+        else:
+            assert answer.json()["reason"] == "INVALID_SAMPLING"
+
+
 async def test_of_two_names_the_older_wins_with_a_warning_also_on_a_stream():
     both = {"max_tokens": 6, "max_new_tokens": 9}
     said = ["max_tokens 6 was taken, max_new_tokens 9 was not: give one of them."]

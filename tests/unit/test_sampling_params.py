@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from dialoop.errors import InvalidInput
 from dialoop.trajectory import Distribution, SamplingParams
+from dialoop.v1 import trajectory_pb2
 from dialoop.wire import sampling_from_proto, sampling_to_proto
 
 
@@ -31,6 +32,19 @@ def test_log_probs_are_raw_only_where_sampling_changes_nothing(given, distributi
 def test_a_penalty_that_is_not_above_zero_is_refused(penalty):
     with pytest.raises(InvalidInput, match="repetition_penalty"):
         SamplingParams(repetition_penalty=penalty)
+
+
+@pytest.mark.parametrize("off", [0, -1])
+def test_a_top_k_that_is_off_elsewhere_is_absent(off):
+    assert SamplingParams(top_k=off) == SamplingParams()
+    over_the_wire = trajectory_pb2.SamplingParams(top_k=off)
+    assert sampling_from_proto(over_the_wire) == SamplingParams()
+    assert not sampling_to_proto(SamplingParams(top_k=off)).HasField("top_k")
+
+
+def test_any_other_top_k_below_one_is_refused():
+    with pytest.raises(InvalidInput, match="top_k is -2"):
+        SamplingParams(top_k=-2)
 
 
 def test_a_penalty_survives_the_wire():
