@@ -63,6 +63,13 @@ async def test_an_answer_has_the_shape_of_openai(directory):
         assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
 
+@pytest.mark.parametrize("off", [0, -1])
+async def test_a_top_k_that_is_off_is_taken(directory, off):
+    async with agent_world(directory, ScriptedEngine(directory, ["Seven."])) as world:
+        answer = await world.client().chat.completions.create(**CHAT, extra_body={"top_k": off})
+        assert answer.choices[0].message.content == "Seven."
+
+
 async def test_the_prompt_is_the_template_with_its_tools(directory):
     engine = ScriptedEngine(directory, ["Seven.", "Seven."])
     async with agent_world(directory, engine) as world:
