@@ -170,7 +170,7 @@ def _warm_start(settings: TrainerSettings, builder: TokenBuilder) -> Demonstrati
     """Read what a warm start needs before anything heavy is loaded."""
     if not settings.warm_start_steps:
         return None
-    demonstrate, stop = demonstrator(settings)
+    demonstrate, stop = demonstrator(settings, builder)
     return Demonstrations(
         demonstrate,
         builder,

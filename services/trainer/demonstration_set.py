@@ -5,7 +5,6 @@ Every batch is a function of the seed and the step, so a restarted trainer goes 
 
 from __future__ import annotations
 
-import logging
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING
 from dialoop.environments import ChatEnv, load_environment
 from dialoop.errors import InvalidConfig
 
-from services.trainer.warm_start import no_demonstrations, numbered_demonstrations
+from services.trainer.demonstration_files import fitting_demonstrations
+from services.trainer.warm_start import no_demonstrations
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     Show = Callable[[int, random.Random], History]
     Render = Callable[[History], Sequence]
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +102,9 @@ def demonstration_set(settings: TrainerSettings, builder: TokenBuilder) -> Demon
 
 def _split(settings: TrainerSettings, render: Render) -> tuple[list[History], list[History]]:
     """What to train and what to hold out, from one file or two."""
-    histories = _fitting(settings.sft.file, render, settings)
+    histories = fitting_demonstrations(settings.sft.file, render, settings)
     if settings.sft.heldout_file:
-        return histories, _fitting(settings.sft.heldout_file, render, settings)
+        return histories, fitting_demonstrations(settings.sft.heldout_file, render, settings)
     random.Random(settings.seed).shuffle(histories)
     num_heldout = int(len(histories) * settings.sft.heldout_fraction)
     if num_heldout == len(histories):
@@ -115,27 +113,3 @@ def _split(settings: TrainerSettings, render: Render) -> tuple[list[History], li
             remedy="Add demonstrations, or lower heldout_fraction.",
         )
     return histories[num_heldout:], histories[:num_heldout]
-
-
-def _fitting(file: str, render: Render, settings: TrainerSettings) -> list[History]:
-    """All of a file: what does not fit is told now, and not when its train step comes."""
-    histories, max_tokens, oversize = [], settings.max_row_tokens, settings.oversize
-    for number, history in numbered_demonstrations(file):
-        length = len(render(history).token_ids)
-        if length > max_tokens and oversize == "drop":
-            log.warning("A demonstration is dropped: %s line %d, %d tokens.", file, number, length)
-            continue
-        if length > max_tokens and oversize == "error":
-            raise InvalidConfig(
-                f"{file} line {number} has {length} tokens, more than the {max_tokens} of a row.",
-                reason="SEQUENCE_TOO_LONG",
-                remedy="Raise max_row_tokens in [train], shorten it, or set oversize.",
-            )
-        histories.append(history)
-    if not histories:
-        raise InvalidConfig(
-            f"No demonstration of {file} fits a row of {max_tokens} tokens.",
-            reason="SEQUENCE_TOO_LONG",
-            remedy="Raise max_row_tokens in [train].",
-        )
-    return histories

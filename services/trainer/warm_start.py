@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import random
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
-from dialoop.chat import History
 from dialoop.environments import ChatEnv, load_environment
 from dialoop.errors import InvalidConfig
+
+from services.trainer.demonstration_files import fitting_demonstrations
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Self
 
+    from dialoop.chat import History
     from dialoop.sequences import Sequence
     from dialoop.token_builder import TokenBuilder
 
@@ -56,12 +57,16 @@ class Demonstrations:
         return [self._demonstrate(self._random) for _ in range(self._batch_size)]
 
 
-def demonstrator(settings: TrainerSettings) -> tuple[Demonstrator, tuple[str, ...]]:
+def demonstrator(
+    settings: TrainerSettings, builder: TokenBuilder
+) -> tuple[Demonstrator, tuple[str, ...]]:
     """What shows the way, and the strings that end a message in that environment."""
     use = settings.environment_use or settings.environment
     environment = load_environment(use, settings.environment_options)
     if settings.warm_start_file is not None:
-        return demonstrations_from_file(settings.warm_start_file), environment.traits.stop
+        render = partial(builder.demonstration, stop=environment.traits.stop)
+        histories = fitting_demonstrations(settings.warm_start_file, render, settings)
+        return lambda generator: generator.choice(histories), environment.traits.stop
     if not isinstance(environment, ChatEnv) or environment.demonstrate is None:
         raise no_demonstrations(
             environment.name, remedy="Name a warm_start_file, or set warm_start_steps to 0."
@@ -82,49 +87,3 @@ def no_demonstrations(environment: str, *, remedy: str) -> InvalidConfig:
         reason="NO_DEMONSTRATIONS",
         remedy=remedy,
     )
-
-
-def demonstrations_from_file(path: Path) -> Demonstrator:
-    """A demonstrator that draws from a JSONL file of {"messages": [...]} lines."""
-    histories = read_demonstrations(path)
-    return lambda generator: generator.choice(histories)
-
-
-def read_demonstrations(path: Path | str) -> list[History]:
-    """All of a JSONL file of {"messages": [...]} lines; InvalidConfig names a wrong line."""
-    return [history for _, history in numbered_demonstrations(path)]
-
-
-def numbered_demonstrations(path: Path | str) -> list[tuple[int, History]]:
-    """The same, each with the number of its line."""
-    path = Path(path)
-    histories: list[tuple[int, History]] = []
-    try:
-        # By newlines alone: JSON strings may hold every other line separator there is.
-        lines = path.read_text("utf-8").split("\n")
-    except OSError as error:
-        raise InvalidConfig(
-            f"Cannot read the demonstrations {path}: {error.strerror}.",
-            remedy="Name a readable JSONL file of demonstrations.",
-        ) from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            histories.append((number, _history(path, number, line)))
-    if not histories:
-        raise InvalidConfig(f"{path} holds no demonstration.", remedy="Add one per line.")
-    return histories
-
-
-def _history(path: Path, number: int, line: str) -> History:
-    try:
-        history: History = History.from_chats(json.loads(line)["messages"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidConfig(
-            f"{path} line {number} is not a demonstration ({type(error).__name__}).",
-            remedy='Write one {"messages": [{"role": ..., "content": ...}, ...]} per line.',
-        ) from error
-    if not any(message.role == "assistant" for message in history):
-        raise InvalidConfig(
-            f"{path} line {number} has no assistant message.", remedy="Show what to say."
-        )
-    return history

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 
 import numpy as np
 from dialoop.chat import History, Message
@@ -14,9 +13,9 @@ from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.trajectory import SamplingParams, Trajectory
 
 from services.stack.summary import count_outcomes
+from services.trainer.demonstration_files import numbered_demonstrations
 from services.trainer.records import RunRecords
 from services.trainer.rescore import sampled_by_version
-from services.trainer.warm_start import demonstrations_from_file
 
 VERSION = PolicyVersion(lineage="main", number=3)
 SEPARATORS = "a\u2028b\x85c\x0bd"
@@ -119,5 +118,5 @@ def test_a_demonstration_may_hold_any_line_separator(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": SEPARATORS}, {"role": "assistant", "content": "4"}]
     path = tmp_path / "demonstrations.jsonl"
     path.write_text(json.dumps({"messages": messages}, ensure_ascii=False) + "\n", "utf-8")
-    demonstrate = demonstrations_from_file(path)
-    assert demonstrate(Random(0))[0].content == SEPARATORS
+    ((number, history),) = numbered_demonstrations(path)
+    assert (number, history[0].content) == (1, SEPARATORS)

@@ -15,8 +15,9 @@ from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
 
 from services.learning.tiny import make_tiny_model
 from services.stack.plot import draw_learning
-from services.trainer.__main__ import _builder, with_steps_of
+from services.trainer.__main__ import _builder, _warm_start, with_steps_of
 from services.trainer.demonstration_set import DemonstrationSet, demonstration_set
+from services.trainer.learner import Learner
 from services.trainer.settings import TrainerSettings
 from tests.trainer_world import World, worlds
 
@@ -260,11 +261,55 @@ def test_a_demonstration_that_fits_no_row_is_named_by_its_line_before_any_step(
     with pytest.raises(InvalidConfig, match=r"long\.jsonl line 3 has \d+ tokens") as caught:
         demonstration_set(settings, _builder(settings))
     assert caught.value.reason == "SEQUENCE_TOO_LONG"
-    for oversize, size in (("drop", 2), ("truncate", 3)):
-        asked = {"sft": {**sft, "file": str(long)}, "oversize": oversize, "max_row_tokens": 128}
-        settings = TrainerSettings.model_validate({"model_dir": model_dir, "mode": "sft", **asked})
-        found = demonstration_set(settings, _builder(settings))
-        assert found.size + len(found.heldout) == (size if name == "file" else 2 * size)
+
+
+@pytest.mark.parametrize("name", ["file", "heldout_file"])
+@pytest.mark.parametrize(("oversize", "dropped"), [("drop", (2, 3)), ("truncate", (2,))])
+def test_a_demonstration_of_which_nothing_is_left_to_train_is_dropped_by_its_line(
+    tmp_path: Path,
+    model_dir: Path,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    oversize: str,
+    dropped: tuple[int, ...],
+) -> None:
+    """Its prompt alone fills the row: as the only one of a batch it would fail every step."""
+    short, long = write_chats(tmp_path / "short.jsonl", 3), tmp_path / "long.jsonl"
+    lines = short.read_text("utf-8").splitlines()
+    lines[1] = lines[1].replace("?", "how much is it? " * 40)
+    lines[2] = lines[2].replace('"2"', '"' + "2" * 400 + '"')
+    long.write_text("\n".join(lines), "utf-8")
+    sft = {"file": str(short), "heldout_fraction": 0.0, "batch_size": 1, name: str(long)}
+    asked = {"sft": sft, "oversize": oversize, "max_row_tokens": 128}
+    settings = TrainerSettings.model_validate({"model_dir": model_dir, "mode": "sft", **asked})
+    found = demonstration_set(settings, _builder(settings))
+    assert len(found.heldout if name == "heldout_file" else range(found.size)) == 3 - len(dropped)
+    for warning, number in zip(caplog.messages, dropped, strict=True):
+        assert f"long.jsonl line {number}, " in warning
+    learner = Learner(settings)
+    for step in range(found.steps_per_epoch):
+        learner.sft_step(found.batch(step))
+    long.write_text(lines[1], "utf-8")
+    with pytest.raises(InvalidConfig, match=r"Of no demonstration of .*long\.jsonl") as caught:
+        demonstration_set(settings, _builder(settings))
+    assert caught.value.reason == "SEQUENCE_TOO_LONG"
+
+
+def test_a_warm_start_never_draws_what_leaves_nothing_to_train(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    path = write_chats(tmp_path / "chats.jsonl", 2)
+    lines = path.read_text("utf-8").splitlines()
+    path.write_text("\n".join((lines[0], lines[1].replace("?", "why? " * 100))), "utf-8")
+    asked = {"warm_start_file": path, "warm_start_steps": 1, "max_row_tokens": 128}
+    settings = TrainerSettings.model_validate({"model_dir": model_dir, **asked})
+    with pytest.raises(InvalidConfig, match="line 2 has"):
+        _warm_start(settings, _builder(settings))
+    settings = settings.model_copy(update={"oversize": "truncate"})
+    demonstrations = _warm_start(settings, _builder(settings))
+    assert demonstrations is not None
+    drawn = [one for _ in range(3) for one in next(demonstrations)]
+    assert max(len(one.token_ids) for one in drawn) < 128
 
 
 def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path, model_dir: Path) -> None:
