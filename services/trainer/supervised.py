@@ -7,6 +7,8 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from services.trainer.demonstration_files import num_tokens_to_train
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
@@ -103,7 +105,7 @@ class SupervisedSteps:
         step = progress.num_train_steps
         batch = await asyncio.to_thread(self._demonstrations.batch, step)
         report = await asyncio.to_thread(self._parts.learner.sft_step, batch)
-        num_tokens = sum(int(sequence.num_model_tokens) for sequence in batch)
+        num_tokens = sum(num_tokens_to_train(sequence, self._settings) for sequence in batch)
         progress.num_train_steps += 1
         progress.num_trained_tokens += num_tokens
         self._parts.board.num_train_steps = progress.num_train_steps
@@ -119,4 +121,12 @@ class SupervisedSteps:
             num_updates=int(report.step.applied),
             num_refused=int(not report.step.applied),
             train_s=time.perf_counter() - started,
+            **self._row_of_oversize(batch),
         )
+
+    def _row_of_oversize(self, batch: list[Sequence]) -> dict[str, int]:
+        """How many demonstrations were dropped or truncated, where that was asked for."""
+        if self._settings.oversize == "error":
+            return {}
+        most = self._settings.max_row_tokens
+        return {"num_oversize": sum(len(sequence.token_ids) > most for sequence in batch)}

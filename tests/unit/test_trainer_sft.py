@@ -312,6 +312,26 @@ def test_a_warm_start_never_draws_what_leaves_nothing_to_train(
     assert max(len(one.token_ids) for one in drawn) < 128
 
 
+@pytest.mark.parametrize(("oversize", "num_tokens"), [("truncate", 15 + 4), ("drop", 4)])
+async def test_tokens_that_are_cut_off_are_not_counted_as_trained(
+    world: Callable[..., World], tmp_path: Path, oversize: str, num_tokens: int
+) -> None:
+    def long(history: History) -> Sequence:
+        sampled = {"source": Source.MODEL, "policy_version": VERSION}
+        answer = [7] * (40 if history[0].content == "0" else 4)
+        pieces: list[tuple[list[int], dict[str, Any]]] = [
+            ([1], {"source": Source.PROMPT}),
+            (answer, sampled),
+        ]
+        return sequence_of(pieces, logprobs=[0.0] * len(answer))
+
+    both = DemonstrationSet(size=2, show=shown, render=long, batch_size=2, seed=0)
+    options = {"oversize": oversize, "max_row_tokens": 16}
+    await world(supervised=both, num_train_steps=1, **options).run()
+    (found,) = metrics(tmp_path, "train")
+    assert (found["num_trained_tokens"], found["num_oversize"]) == (num_tokens, 1)
+
+
 def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path, model_dir: Path) -> None:
     settings = TrainerSettings(
         model_dir=model_dir, mode="sft", sft={"file": str(tmp_path / "none.jsonl")}
