@@ -218,7 +218,12 @@ class FakeEvaluator:
 
     def __init__(self) -> None:
         self.num_asked = 0
+        self.num_swept = 0
         self.rewards: list[float] = []
+
+    async def drop_held(self) -> None:
+        assert not self.num_asked, "what it holds by now is its own"
+        self.num_swept += 1
 
     async def evaluate(self, plan: Any, **_: Any) -> Any:
         is_running = plan.label == "running"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, Task, Trajectory
 
 from services.runtime.patience import Patience, patiently
+from services.trainer.leases import WORKER
 
 if TYPE_CHECKING:
     from typing import Self
@@ -105,6 +106,18 @@ class Evaluator:
         )
         return _summarise(trajectories, num_failed)
 
+    async def drop_held(self) -> None:
+        """Drop what a killed trainer of this run had leased, or was handed when it was dead.
+
+        Nobody counts those groups: the evaluations they are of are done anew. What nobody has
+        leased yet is swept up by `_take`.
+        """
+        held = await patiently(
+            lambda: self._replay.list_leases(self._run, Stage.EVALUATION, worker=WORKER),
+            self._patience,
+        )
+        await self._replay.drop(self._run, held, _ABANDONED)
+
     async def _played(self, plan: EvaluationPlan, prefix: str) -> tuple[list[Trajectory], int]:
         """The plan's trajectories, and how many tasks gave none."""
         tasks = await self._tasks(plan, prefix)
@@ -163,7 +176,7 @@ class Evaluator:
         leased = await self._replay.lease_groups(
             self._run,
             Stage.EVALUATION,
-            worker="trainer",
+            worker=WORKER,
             max_groups=_OFFER,
             lease_s=_LEASE_S,
             wait_s=_WAIT_S,

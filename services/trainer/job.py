@@ -132,6 +132,8 @@ class TrainingJob:
             if not (standing.progress.num_policy_versions or self._board.is_stopping):
                 with standing.phase(Phase.EVALUATING, "publish_first"):
                     await standing.publish_first()
+        if not self._board.is_stopping:
+            await self._unless_stopped(self._parts.evaluator.drop_held())
 
     async def _train(self) -> None:
         with self._standing.phase(Phase.TRAINING, "train"):

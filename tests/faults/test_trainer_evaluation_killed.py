@@ -83,14 +83,19 @@ async def until(condition: Callable[[], object], trainer: Trainer) -> None:
         await asyncio.sleep(0.01)
 
 
-async def until_taken(world: Recorded, num_groups: int) -> None:
-    """Until the trainer has taken so many groups of evaluations."""
+async def until_counted(world: Recorded, count: str, number: int) -> None:
+    """Until the queue has counted so many of its evaluations' groups or trajectories."""
     async with asyncio.timeout(120):
-        while True:
-            stats = await world.replay.get_stats(world.run)
-            if stats.evaluation.num_groups_consumed >= num_groups:
-                return
+        while getattr((await world.replay.get_stats(world.run)).evaluation, count) < number:
             await asyncio.sleep(0.02)
+
+
+async def hand_to_the_dead(world: Recorded) -> None:
+    """One of the killed trainer's groups, if that has not happened by itself."""
+    await world.replay.lease_groups(
+        world.run, Stage.EVALUATION, worker="trainer", max_groups=1, lease_s=600
+    )
+    assert await world.replay.list_leases(world.run, Stage.EVALUATION, worker="trainer")
 
 
 def running_rows(world: Recorded) -> list[dict[str, Any]]:
@@ -118,12 +123,15 @@ async def test_an_evaluation_under_way_at_a_kill_is_in_the_records_once_and_whol
         exits.callback(playing.cancel)
         given = world.environment(**SETTINGS, environment_address=environment.address)
         first = start.start(given, world.run_dir / "log")
-        before = 2 * NUM_TASKS  # greedy and sampled
+        before = after = 2 * NUM_TASKS  # greedy and sampled
         await until(lambda: len(world.train_rows) == NUM_STEPS, first)
-        await until_taken(world, before + NUM_PARTIAL)
+        await until_counted(world, "num_groups_consumed", before + NUM_PARTIAL)
         first.kill()
         assert not running_rows(world)
         collector.num_running = 1000
+        # Each is of one trajectory. What the dead one had asked for may be handed to it still.
+        await until_counted(world, "num_trajectories_generated", before + NUM_TASKS)
+        await hand_to_the_dead(world)
         second = start.start(given, world.run_dir / "log")
         await until((world.run_dir / "trainer.json").is_file, second)
         second.stop()
@@ -135,6 +143,11 @@ async def test_an_evaluation_under_way_at_a_kill_is_in_the_records_once_and_whol
     lines = (world.run_dir / "trajectories.jsonl").read_text("utf-8").splitlines()
     labels = [json.loads(line)["label"] for line in lines]
     assert labels.count("running") == NUM_TASKS
-    assert stats.evaluation.num_groups_dropped == {"abandoned": NUM_TASKS - NUM_PARTIAL}
-    assert stats.evaluation.num_open == 0
+    # Every group is counted once: of the killed evaluation those that it took, and the rest as
+    # abandoned, whether they lay in the queue or were handed to the dead; of the others all.
+    counts = stats.evaluation
+    assert counts.num_groups_dropped == {"abandoned": NUM_TASKS - NUM_PARTIAL}
+    assert counts.num_groups_consumed == before + NUM_PARTIAL + NUM_TASKS + after
+    assert counts.num_trajectories_generated == before + 2 * NUM_TASKS + after
+    assert counts.num_open == 0
     assert [row["train_step"] for row in world.train_rows] == [1, 2, 3, 4]

@@ -13,7 +13,7 @@ from dialoop.chat import History, Message
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.replay import ReplayClient
 from dialoop.errors import Unavailable
-from dialoop.trajectory import Group, Purpose, SamplingParams, Task, Trajectory
+from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, Task, Trajectory
 
 from services.runtime.patience import Patience
 from services.trainer.evaluation import Evaluation, EvaluationPlan, Evaluator
@@ -34,6 +34,7 @@ class FakeReplay:
         self._failing = failing
         self.ready: dict[str, Group] = {}
         self.dropped: list[str] = []
+        self.held: dict[tuple[Stage, str], str] = {}
         self.num_away = 0
 
     def play(self, task: Task) -> None:
@@ -56,6 +57,12 @@ class FakeReplay:
     async def acknowledge(self, run: str, lease_ids: list[str]) -> None:
         for name in lease_ids:
             del self.ready[name]
+
+    async def list_leases(self, run: str, stage: Stage, *, worker: str) -> tuple[str, ...]:
+        if self.num_away:
+            self.num_away -= 1
+            raise Unavailable("away")
+        return (self.held[stage, worker],)
 
     async def drop(self, run: str, lease_ids: list[str], reason: str) -> None:
         await self.acknowledge(run, lease_ids)
@@ -127,6 +134,22 @@ async def test_groups_that_a_killed_trainer_waited_for_do_not_hold_up_the_next_e
     async with asyncio.timeout(PATIENCE_S):
         found: Evaluation = await evaluate(replay).evaluate(plan("after"), train_step=1)
     assert (found.num_trajectories, found.num_failed) == (2, 1)
+    assert replay.dropped == [orphan().task_id]
+
+
+async def test_groups_that_a_killed_trainer_held_are_dropped_and_no_others(
+    evaluate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Patience, "pause_s", lambda *_: 0.0)
+    replay = FakeReplay()
+    replay.num_away = 1
+    replay.play(orphan())
+    replay.held = {
+        (Stage.EVALUATION, "trainer"): orphan().task_id,
+        (Stage.EVALUATION, "somebody"): "theirs",
+        (Stage.SCORED, "trainer"): "to be redone",
+    }
+    await evaluate(replay).drop_held()
     assert replay.dropped == [orphan().task_id]
 
 

@@ -57,6 +57,7 @@ async def test_an_evaluation_that_a_kill_cut_short_is_run_again_once(
     again.evaluator.rewards = [0.5, 0.75]
     again.offer("g", "h")
     await again.run()
+    assert again.evaluator.num_swept == 1
     assert [(due, reward) for due, _, reward in running_rows(again)] == [(2, 0.5)]
     assert again.job._standing.progress.best_evaluation == 0.5
     third = world(**settings)
