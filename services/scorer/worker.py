@@ -92,7 +92,9 @@ class Worker:
             log.warning("A group is set aside: %s", error, extra={"group_id": group_id})
             await self._set_aside(lease, error.reason.lower())
         except DialoopError as error:
-            log.warning("A group is dropped: %s", error, extra={"group_id": group_id})
+            # Asked for by the config, and the course of things where tasks are easy or hard.
+            level = logging.INFO if error.reason == "UNIFORM_REWARD" else logging.WARNING
+            log.log(level, "A group is dropped: %s", error, extra={"group_id": group_id})
             await self._drop(lease, error.reason.lower())
         except Exception:
             log.exception("A group cannot be scored.", extra={"group_id": group_id})

@@ -121,12 +121,14 @@ async def test_a_reward_that_fails_drops_its_group_under_that_reason():
         assert adds_up(counts)
 
 
-async def test_uniform_groups_are_dropped_when_asked_and_free_their_credit():
+async def test_uniform_groups_are_dropped_when_asked_and_free_their_credit(caplog):
     async with world() as w:
         await collected(w, 2)
         async with scoring(w, Desk(Scoring(drop_uniform=True), None)):
             await w.until(lambda c: c.num_groups_dropped == {"uniform_reward": 2})
         assert (await w.replay.get_stats(RUN)).credits == 2
+    # The course of things: counted, and nothing to be warned of.
+    assert not [one for one in caplog.records if one.name == "services.scorer.worker"]
 
 
 async def test_evaluation_groups_are_not_scored():
