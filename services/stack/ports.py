@@ -8,12 +8,8 @@ import random
 import socket
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidConfig
-
-if TYPE_CHECKING:
-    from typing import IO
 
 HOST = "127.0.0.1"
 
@@ -23,7 +19,7 @@ _FREE = range(20_000, 32_000)
 _NUM_TRIES = 200
 # Locks on what this process has chosen, until it ends: another stack of the same user that starts
 # before our services listen chooses others.
-_reserved: list[IO[str]] = []
+_reserved: list[int] = []
 
 
 def choose_ports(wanted: dict[str, int]) -> dict[str, int]:
@@ -63,11 +59,11 @@ def _reserve(port: int) -> bool:
     """Whether no other process of this user has chosen it; the kernel ends our lock with us."""
     folder = Path(tempfile.gettempdir()) / f"dialoop-ports-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    file = (folder / str(port)).open("w", encoding="utf-8")
+    file = os.open(folder / str(port), os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.close()
+        os.close(file)
         return False
     _reserved.append(file)
     return True
