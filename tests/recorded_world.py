@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -228,6 +229,14 @@ class Trainer:
             return "State:\tZ" not in Path(f"/proc/{self.pid}/status").read_text()
         except OSError:
             return False
+
+    async def until(self, condition: Callable[[], object], *, every_s: float = 0.01) -> None:
+        """Wait for a fact while it runs; its log is told when it ends first."""
+        deadline = time.monotonic() + 2 * PATIENCE_S
+        while not condition():
+            assert self.is_alive, self.log.read_text()[-4000:]
+            assert time.monotonic() < deadline, self.log.read_text()[-4000:]
+            await asyncio.sleep(every_s)
 
 
 class Trainers:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from services.replay.store import Limits, Reopened
 from tests.recorded_world import (
     GROUPS_PER_STEP,
     Recorded,
-    Trainer,
     Trainers,
     record_groups,
     recorded,
@@ -53,18 +50,10 @@ class HoldingStore(MemoryStore):
         await asyncio.Event().wait()
 
 
-async def until(condition: Callable[[], object], trainer: Trainer) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert trainer.is_alive, trainer.log.read_text()[-4000:]
-        assert time.monotonic() < deadline, trainer.log.read_text()[-4000:]
-        await asyncio.sleep(0.01)
-
-
 async def killed_when_held(world: Recorded, start: Trainers, store: HoldingStore) -> None:
     store.is_holding = False
     trainer = start.start(world.environment(**SETTINGS), world.run_dir / "log")
-    await until(lambda: store.is_holding, trainer)
+    await trainer.until(lambda: store.is_holding)
     trainer.kill()
 
 
@@ -89,7 +78,7 @@ async def test_a_trainer_away_for_longer_than_its_leases_and_killed_in_each_redo
             clock.pass_s(1000)
             store.holds_reopened = False
             trainer = start.start(world.environment(**SETTINGS), world.run_dir / "log")
-            await until((world.run_dir / "trainer.json").is_file, trainer)
+            await trainer.until((world.run_dir / "trainer.json").is_file)
             trainer.stop()
         stats = await world.replay.get_stats(world.run)
     assert stats.num_dead_letters == 0

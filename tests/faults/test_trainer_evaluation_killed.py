@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +23,6 @@ from services.replay.store import Limits
 from tests.recorded_world import (
     GROUPS_PER_STEP,
     Recorded,
-    Trainer,
     record_groups,
     recorded,
     trainers,
@@ -75,14 +72,6 @@ class Collector:
         return Group(group_id=lease.group_id, task=lease.task, trajectories=(played,))
 
 
-async def until(condition: Callable[[], object], trainer: Trainer) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert trainer.is_alive, trainer.log.read_text()[-4000:]
-        assert time.monotonic() < deadline, trainer.log.read_text()[-4000:]
-        await asyncio.sleep(0.01)
-
-
 async def until_counted(world: Recorded, count: str, number: int) -> None:
     """Until the queue has counted so many of its evaluations' groups or trajectories."""
     async with asyncio.timeout(120):
@@ -124,7 +113,7 @@ async def test_an_evaluation_under_way_at_a_kill_is_in_the_records_once_and_whol
         given = world.environment(**SETTINGS, environment_address=environment.address)
         first = start.start(given, world.run_dir / "log")
         before = after = 2 * NUM_TASKS  # greedy and sampled
-        await until(lambda: len(world.train_rows) == NUM_STEPS, first)
+        await first.until(lambda: len(world.train_rows) == NUM_STEPS)
         await until_counted(world, "num_groups_consumed", before + NUM_PARTIAL)
         first.kill()
         assert not running_rows(world)
@@ -133,7 +122,7 @@ async def test_an_evaluation_under_way_at_a_kill_is_in_the_records_once_and_whol
         await until_counted(world, "num_trajectories_generated", before + NUM_TASKS)
         await hand_to_the_dead(world)
         second = start.start(given, world.run_dir / "log")
-        await until((world.run_dir / "trainer.json").is_file, second)
+        await second.until((world.run_dir / "trainer.json").is_file)
         second.stop()
         stats = await world.replay.get_stats(world.run)
         assert not playing.done(), playing.exception()

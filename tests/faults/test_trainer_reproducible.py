@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import random
-import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from functools import partial
@@ -23,7 +22,6 @@ from services.stack.plot import read_metrics
 from tests.recorded_world import (
     GROUPS_PER_STEP,
     Recorded,
-    Trainer,
     Trainers,
     record_groups,
     recorded,
@@ -35,14 +33,6 @@ from tests.redis_server import redis_url  # noqa: F401
 NUM_STEPS = 8
 NUM_KILLS = 8
 SETTINGS = {"num_train_steps": NUM_STEPS, "checkpoint_every": 3, "learning_rate": 3e-3}
-
-
-async def until(condition: Callable[[], object], trainer: Trainer, *, every_s: float = 0.0) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert trainer.is_alive, trainer.log.read_text()[-4000:]
-        assert time.monotonic() < deadline, trainer.log.read_text()[-4000:]
-        await asyncio.sleep(every_s)
 
 
 def is_done(world: Recorded) -> bool:
@@ -92,7 +82,7 @@ def progress_of(world: Recorded) -> dict[str, object]:
 async def train_through(world: Recorded, start: Trainers, **settings: Any) -> None:
     """From the first step to the last in one process."""
     trainer = start.start(world.environment(**SETTINGS, **settings), world.run_dir / "log")
-    await until(lambda: is_done(world), trainer, every_s=0.02)
+    await trainer.until(lambda: is_done(world), every_s=0.02)
     trainer.stop()
 
 
@@ -100,11 +90,11 @@ async def train_with_kills(world: Recorded, start: Trainers, **settings: Any) ->
     """Killed with steps behind its checkpoint, then while it writes the next one."""
     environment, log = world.environment(**SETTINGS, **settings), world.run_dir / "log"
     first = start.start(environment, log)
-    await until(lambda: len(world.train_rows) >= 5, first)
+    await first.until(lambda: len(world.train_rows) >= 5, every_s=0.0)
     first.kill()
     assert len(world.train_rows) in (5, 6)
     second = start.start(environment, log)
-    await until(lambda: is_saving(world, 2), second)
+    await second.until(lambda: is_saving(world, 2), every_s=0.0)
     second.kill()
     assert is_saving(world, 2), "it was quicker than the kill"
     await train_through(world, start, **settings)
@@ -122,7 +112,7 @@ async def train_with_many_kills(world: Recorded, start: Trainers) -> None:
     for _ in range(NUM_KILLS):
         num_up = num_serving(log)
         trainer = start.start(environment, log)
-        await until(partial(lambda before: num_serving(log) > before, num_up), trainer)
+        await trainer.until(partial(lambda before: num_serving(log) > before, num_up), every_s=0.0)
         await asyncio.sleep(moments.uniform(0.0, 0.8))
         trainer.kill()
     await train_through(world, start)
