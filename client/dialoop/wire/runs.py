@@ -43,7 +43,7 @@ def text_history_to_proto(history: TextHistory) -> pb.TextHistory:
             pb.TextSegment(
                 text=segment.text,
                 token_ids=segment.token_ids,
-                source=int(segment.source),  # type: ignore[arg-type]
+                source=int(segment.source),  # type: ignore[arg-type]  # enums are ints
                 turn=segment.turn,
                 inference_logprobs=segment.logprobs,
                 policy_runs=_runs_to_proto(segment.versions),
