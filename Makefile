@@ -9,14 +9,14 @@ setup:  ## make or update .venv
 	@infra/setup.sh
 
 demo: setup  ## the main job: a tiny model learns to use a calculator; SEED=1 for another seed
-	@SEED=$(SEED) $(BIN)/python -m services.stack train infra/configs/demo.toml --fresh
+	@SEED=$(SEED) $(BIN)/python -m dialoop_services.stack train infra/configs/demo.toml --fresh
 
 learn: setup  ## every algorithm learns from the demo's warm start; ONLY=grpo,lora takes some
-	@SEED=$(SEED) $(BIN)/python -m services.stack.learn infra/configs/demo.toml \
+	@SEED=$(SEED) $(BIN)/python -m dialoop_services.stack.learn infra/configs/demo.toml \
 	  infra/configs/learn --only "$(ONLY)"
 
 up: setup  ## every service on this machine, until Ctrl-C
-	@$(BIN)/python -m services.stack
+	@$(BIN)/python -m dialoop_services.stack
 
 test: setup  ## all tests but the heavy ones, which are listed first
 	$(BIN)/python -m pytest -m "not heavy"

@@ -23,13 +23,13 @@ from typing import Any
 import tokenizers
 from dialoop.chat import History, Message
 from dialoop.sequences import ForkCause, PolicyVersion, Sequence
-from dialoop.templates import ChatTemplate
-from dialoop.token_builder import TokenBuilder
-from dialoop.tokenizer import Tokenizer
+from dialoop.templates.chat_template import ChatTemplate
+from dialoop.tokens.builder import TokenBuilder
+from dialoop.tokens.tokenizer import Tokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tests.chat_families import FAMILIES
+from tests.support.samples.chat_families import FAMILIES
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VERSION = PolicyVersion(lineage="main", number=1)

@@ -48,7 +48,7 @@ def environment_service(root: Path) -> Iterator[tuple[int, str, str]]:
         "DIALOOP_ENVIRONMENT_REST_PORT": "0",
         "DIALOOP_ENVIRONMENT_ENVIRONMENTS": "benchmarks.servers.minimal_environment:environment",
     }
-    command = [sys.executable, "-m", "services.environment"]
+    command = [sys.executable, "-m", "dialoop_services.environment"]
     process = subprocess.Popen(
         command, env=os.environ | variables, cwd=root, stderr=subprocess.PIPE, text=True
     )

@@ -40,7 +40,7 @@ def _launch() -> tuple[subprocess.Popen[str], str]:
         "PYTHONPATH": str(ROOT),
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", "services.environment"],
+        [sys.executable, "-m", "dialoop_services.environment"],
         env={**os.environ, **given},
         stderr=subprocess.PIPE,
         text=True,

@@ -23,10 +23,10 @@ from dialoop.chat import History, Message
 from dialoop.clients.channel import Channel
 from dialoop.clients.inference import InferenceClient
 from dialoop.trajectory import SamplingParams
+from dialoop_services.inference.rendering import Ask, Renderer
+from dialoop_services.inference.vllm_engine.environment import prepare
 
 from benchmarks.servers.models import SIZES, make_model
-from services.inference.rendering import Ask, Renderer
-from services.inference.vllm_environment import prepare
 
 IN_FLIGHT, NEW_TOKENS, MAX_MODEL_LEN = 64, 64, 256
 Generate = Callable[[int], Awaitable[int]]
@@ -40,7 +40,7 @@ def _launch(model_dir: Path) -> tuple[subprocess.Popen[str], str]:
         "MAX_NUM_SEQS": str(IN_FLIGHT),
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", "services.inference"],
+        [sys.executable, "-m", "dialoop_services.inference"],
         env=os.environ | {f"DIALOOP_INFERENCE_{name}": value for name, value in settings.items()},
         stderr=subprocess.PIPE,
         text=True,
@@ -68,10 +68,9 @@ async def _tokens_per_s(generate: Generate, num_requests: int) -> float:
 async def _measure(
     model_dir: Path, address: str, options: argparse.Namespace
 ) -> dict[str, list[float]]:
+    from dialoop_services.inference.vllm_engine.engine import VllmEngine
+    from dialoop_services.inference.vllm_engine.options import VllmOptions, vllm_params
     from vllm.inputs.engine import tokens_input
-
-    from services.inference.vllm_engine import VllmEngine
-    from services.inference.vllm_options import VllmOptions, vllm_params
 
     sizes = VllmOptions(max_model_len=MAX_MODEL_LEN, max_num_seqs=IN_FLIGHT)
     engine = await VllmEngine.start(model_dir, sizes)

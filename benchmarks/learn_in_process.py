@@ -19,27 +19,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from dialoop.environments.arithmetic_tasks import ArithmeticTasks
+from dialoop.environments.tasks.arithmetic_tasks import ArithmeticTasks
 from dialoop.sequences import PolicyVersion, Source, sequence_of
+from dialoop_services.learning.loss.loss_loading import load_loss
+from dialoop_services.learning.model.policy import load_policy
+from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_services.learning.packing.rows import TokenRow, pack, pack_rows
+from dialoop_services.learning.training import update
+from dialoop_services.rl.advantages import group_advantages
+from dialoop_services.rl.packing_plan import plan_rows
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
-
-from services.learning.loss_loading import load_loss
-from services.learning.models import load_policy
-from services.learning.optim import GuardedOptimizer, OptimizerSettings
-from services.learning.packing import TokenRow, pack, pack_rows
-from services.learning.tiny import make_tiny_model
-from services.learning.training import update
-from services.rl.advantages import group_advantages
-from services.rl.packing_plan import plan_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Many
 
     from dialoop.sequences import Sequence
-
-    from services.learning.models import PolicyModel
-    from services.learning.packing import PackedBatch
+    from dialoop_services.learning.model.policy import PolicyModel
+    from dialoop_services.learning.packing.rows import PackedBatch
 
 OPEN, CLOSE = "<|im_start|>{}\n", "<|im_end|>\n"
 CALL = re.compile(r"<request><Calculator>(\d{1,4})\+(\d{1,4})<call>$")

@@ -24,17 +24,17 @@ import torch
 from dialoop.episode import UpdateMode
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
+from dialoop_services.config.shared import LoraSettings
+from dialoop_services.inference.engine import Engine, LoadTimes, Piece, StopTokens
+from dialoop_services.inference.vllm_engine.environment import prepare
+from dialoop_services.inference.weights.policy_adapters import PolicyAdapter
+from dialoop_services.learning.lora.layers import ADAPTER
+from dialoop_services.trainer.learner.learner import Learner
+from dialoop_services.trainer.settings import TrainerSettings
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from benchmarks.servers.models import SIZES, make_model
-from services.inference.engine import Engine, LoadTimes, Piece, StopTokens
-from services.inference.policy_adapters import PolicyAdapter
-from services.inference.vllm_environment import prepare
-from services.learning.lora import ADAPTER
-from services.rl.run_settings import LoraSettings
-from services.trainer.learner import Learner
-from services.trainer.settings import TrainerSettings
 
 IN_FLIGHT, MAX_MODEL_LEN = 16, 448
 
@@ -54,13 +54,13 @@ def _plain_copy_ms(path: Path, times: int) -> list[float]:
 
 async def _engine(kind: str, model_dir: Path) -> Engine:
     if kind == "vllm":
-        from services.inference.vllm_engine import VllmEngine
-        from services.inference.vllm_options import VllmOptions
+        from dialoop_services.inference.vllm_engine.engine import VllmEngine
+        from dialoop_services.inference.vllm_engine.options import VllmOptions
 
         return await VllmEngine.start(
             model_dir, VllmOptions(max_model_len=MAX_MODEL_LEN, kv_cache_bytes=512 << 20)
         )
-    from services.inference.transformers_engine import TransformersEngine
+    from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 
     return await TransformersEngine.start(
         model_dir, max_model_len=MAX_MODEL_LEN, max_num_seqs=IN_FLIGHT

@@ -22,8 +22,8 @@ from typing import Any
 
 import tokenizers
 from dialoop.chat import History
-from dialoop.template_registry import named_template
-from dialoop.tokenizer import Tokenizer
+from dialoop.templates.registry import named_template
+from dialoop.tokens.tokenizer import Tokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 

@@ -23,7 +23,7 @@ from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2 as messages
 from dialoop.v1.replay_service_pb2_grpc import ReplayServiceStub
 
-from tests.redis_server import RedisServer
+from tests.support.redis_server import RedisServer
 
 RUN = "benchmark"
 UNSCORED = messages.STAGE_UNSCORED
@@ -31,7 +31,7 @@ UNSCORED = messages.STAGE_UNSCORED
 
 def _launch(settings: dict[str, str]) -> tuple[subprocess.Popen[str], str]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "services.replay"],
+        [sys.executable, "-m", "dialoop_services.replay"],
         env={**os.environ, **settings},
         stderr=subprocess.PIPE,
         text=True,

@@ -8,8 +8,8 @@ with bf16, same number of threads. Every way has a process of its own. Before an
 their losses and gradients are compared. Then come rounds in which each way makes one step, in turn,
 so that what else runs on the machine slows all of them.
 
-A sorted loop with _onednn has the products that ours has (services.learning.products) and torch as
-it ships has not.
+A sorted loop with _onednn has the products that ours has (dialoop_services.learning.model.products)
+and torch as it ships has not.
 
 Memory is the peak of the process's resident set (VmHWM, reset before a step of its own) above what
 was resident just before, when weights and optimiser state exist and freed memory has been given
@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_services.learning.packing.prefixes import share_prefixes
 from transformers import AutoConfig
 
 from benchmarks.servers import train_step_batch
 from benchmarks.servers.train_step_batch import Sequence, load_batch
-from services.learning.prefixes import share_prefixes
-from services.learning.tiny import make_tiny_model
 
 OURS = ["ours", "ours_entropy", "ours_entropy_bonus"]
 HERE = [*OURS, "sorted_1", "sorted_2", "sorted_4", "sorted_1_onednn", "sorted_2_onednn"]

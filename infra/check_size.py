@@ -1,4 +1,4 @@
-"""Fail when a Python file has more than 400 lines or a function more than 60."""
+"""Fail when a Python file has more than 600 lines or a function more than 60."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import sys
 from pathlib import Path
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60
 FOLDERS = ("client/dialoop", "services", "tests", "benchmarks", "infra")
 GENERATED = Path("client/dialoop/v1")
 

@@ -20,7 +20,7 @@ MODULES = ("environment", "inference", "recordings", "replay", "scorer", "templa
 # Clients that are not named after their module.
 NAMES = {"recordings": "RecordingClient"}
 # What a twin wraps, where that is more than the client itself.
-WRAPPED = {"environment": ("dialoop.local", "Environments")}
+WRAPPED = {"environment": ("dialoop.local.client", "Environments")}
 MAX_ARGUMENTS = 6
 
 Method = ast.FunctionDef | ast.AsyncFunctionDef

@@ -24,9 +24,9 @@ for name in "${@:-openenv torchrl verifiers peers}"; do
       echo "import site; site.addsitedir('$ours')" > "$site/ours.pth"
     fi
     .venv/bin/python -m pip --python "$venv/bin/python" install -q "${wanted[@]}"
-    tests=(tests/contract/test_compat_"$one"*.py)
-    [[ "$one" == torchrl ]] && tests+=(tests/unit/test_tensors.py)
-    [[ "$one" == peers ]] && tests+=(tests/parity/test_learning_peers*.py)
+    tests=(tests/contract/compat/test_"$one"*.py)
+    [[ "$one" == torchrl ]] && tests+=(tests/unit/views/test_tensors.py)
+    [[ "$one" == peers ]] && tests+=(tests/parity/learning/test_peers*.py)
     "$venv/bin/python" -m pytest -p no:cacheprovider "${tests[@]}"
   done
 done

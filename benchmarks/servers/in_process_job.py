@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dialoop.clients.trainer import Phase
-
-from services.stack.in_process import in_process
+from dialoop_services.stack.in_process import in_process
 
 _LOOK_EVERY_S = 0.25
 

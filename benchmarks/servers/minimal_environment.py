@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dialoop.environments import ChatEnv, TaskData
-from dialoop.environments.tasks import TaskSource
+from dialoop.environments.tasks.source import TaskSource
 from dialoop.errors import NotFound
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from dialoop_services.learning.model.tiny import make_tiny_model, tiny_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
-
-from services.learning.tiny import make_tiny_model, tiny_config
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from dialoop.environments import ChatEnv, load_environment
 from dialoop.tasks.column_addition import final_number
-from dialoop.templates import ChatTemplate
-from dialoop.token_builder import TokenBuilder
-from dialoop.tokenizer import Tokenizer
+from dialoop.templates.chat_template import ChatTemplate
+from dialoop.tokens.builder import TokenBuilder
+from dialoop.tokens.tokenizer import Tokenizer
+from dialoop_services.config.file import parse_config
+from dialoop_services.config.text import toml_of
+from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_services.trainer.data.warm_start import Demonstrations, demonstrator
+from dialoop_services.trainer.learner.learner import Learner
+from dialoop_services.trainer.settings import TrainerSettings
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from services.learning.tiny import make_tiny_model
-from services.stack.config_file import parse_config
-from services.stack.config_text import toml_of
-from services.trainer.learner import Learner
-from services.trainer.settings import TrainerSettings
-from services.trainer.warm_start import Demonstrations, demonstrator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -177,7 +176,7 @@ def _command_of(name: str, model: Path, folder: Path, recipe: Recipe) -> list[st
         return [sys.executable, "-m", "benchmarks.servers.in_process_job", "job.json", "runs"]
     text = toml_of(parse_config(job, source="the race"))
     (folder / "job.toml").write_text(text, encoding="utf-8")
-    return [sys.executable, "-m", "services.stack", "train", "job.toml", "--fresh"]
+    return [sys.executable, "-m", "dialoop_services.stack", "train", "job.toml", "--fresh"]
 
 
 def read_ours(folder: Path, started: float) -> Run:

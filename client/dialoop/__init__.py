@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from dialoop.clients.scorer import ScorerClient
     from dialoop.clients.template import TemplateClient
     from dialoop.clients.trainer import TrainerClient
-    from dialoop.declared_parser import TemplateParser
     from dialoop.environments import ChatEnv, arithmetic, load_environment, tool_environment
     from dialoop.errors import DialoopError
-    from dialoop.local import LocalEnvironmentClient
+    from dialoop.local.client import LocalEnvironmentClient
     from dialoop.rollout import play, play_group
     from dialoop.sequences import PolicyVersion, Segment, Sequence, Source
-    from dialoop.template_registry import TemplateRegistry
-    from dialoop.templates import ChatTemplate
-    from dialoop.tokenizer import Tokenizer
+    from dialoop.templates.chat_template import ChatTemplate
+    from dialoop.templates.declared_parser import TemplateParser
+    from dialoop.templates.registry import TemplateRegistry
+    from dialoop.tokens.tokenizer import Tokenizer
     from dialoop.trajectory import Group, Reward, SamplingParams, Task, Trajectory, Turn
 
 __version__ = "0.1.0"
@@ -44,7 +44,7 @@ _HOMES = {
     "Channel": "clients.channel",
     "ChatEnv": "environments",
     "ChatHistory": "chat",
-    "ChatTemplate": "templates",
+    "ChatTemplate": "templates.chat_template",
     "ContentPart": "chat",
     "Dialoop": "clients.connection",
     "DialoopError": "errors",
@@ -54,7 +54,7 @@ _HOMES = {
     "History": "chat",
     "InferenceClient": "clients.inference",
     "InteractiveSessions": "clients.interact",
-    "LocalEnvironmentClient": "local",
+    "LocalEnvironmentClient": "local.client",
     "Message": "chat",
     "PolicyVersion": "sequences",
     "ReplayClient": "clients.replay",
@@ -67,9 +67,9 @@ _HOMES = {
     "Source": "sequences",
     "Task": "trajectory",
     "TemplateClient": "clients.template",
-    "TemplateParser": "declared_parser",
-    "TemplateRegistry": "template_registry",
-    "Tokenizer": "tokenizer",
+    "TemplateParser": "templates.declared_parser",
+    "TemplateRegistry": "templates.registry",
+    "Tokenizer": "tokens.tokenizer",
     "ToolCall": "chat",
     "ToolDefinition": "chat",
     "TrainerClient": "clients.trainer",

@@ -20,9 +20,9 @@ from dialoop.errors import DialoopWarning, InvalidHistory, PreconditionFailed
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from dialoop.template_options import TemplateOptions
-    from dialoop.template_registry import TemplateRegistry
-    from dialoop.tokenizer import Tokenizer
+    from dialoop.templates.options import TemplateOptions
+    from dialoop.templates.registry import TemplateRegistry
+    from dialoop.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ class History:
 
         Raises InvalidInput (NOT_PARSEABLE), PreconditionFailed (NO_PARSER).
         """
-        from dialoop.template_options import chosen
+        from dialoop.templates.options import chosen
 
         template = chosen(tokenizer, chat_template, chat_template_name, registry)
         return template.parse(text)
@@ -157,7 +157,7 @@ class History:
         registry: TemplateRegistry | None = None,
     ) -> History:
         """Read token ids back; text that merely spells a special token opens and closes no turn."""
-        from dialoop.template_options import chosen
+        from dialoop.templates.options import chosen
 
         template = chosen(tokenizer, chat_template, chat_template_name, registry)
         return template.parse_tokens(token_ids, tokenizer)
@@ -170,7 +170,7 @@ class History:
         self, tokenizer: Tokenizer | None = None, **options: Unpack[TemplateOptions]
     ) -> Any:
         """The conversation as text, token ids, or a dict with masks; see TemplateOptions."""
-        from dialoop.template_options import applied
+        from dialoop.templates.options import applied
 
         return applied(self, tokenizer, options)
 
@@ -237,7 +237,7 @@ class Histories:
         self, tokenizer: Tokenizer | None = None, **options: Unpack[TemplateOptions]
     ) -> Any:
         """A list of what each history gives, or one dict of padded rows; see TemplateOptions."""
-        from dialoop.template_options import applied_to_all
+        from dialoop.templates.options import applied_to_all
 
         return applied_to_all(self, tokenizer, options)
 

@@ -18,11 +18,11 @@ from tokenizers import decoders, models, pre_tokenizers
 from dialoop.chat import ChatHistory, History
 from dialoop.episode import Sample
 from dialoop.errors import InvalidInput
-from dialoop.local import LocalEnvironmentClient
+from dialoop.local.client import LocalEnvironmentClient
 from dialoop.sequences import PolicyVersion
-from dialoop.templates import ChatTemplate
-from dialoop.token_builder import TokenBuilder
-from dialoop.tokenizer import Tokenizer
+from dialoop.templates.chat_template import ChatTemplate
+from dialoop.tokens.builder import TokenBuilder
+from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import SamplingParams, StopReason
 
 if TYPE_CHECKING:

@@ -12,17 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from dialoop import BlockingDialoop, Sequence, arithmetic
-from dialoop.templates import ChatTemplate
+from dialoop.templates.chat_template import ChatTemplate
 from dialoop.testing import ScriptedPolicy
-from dialoop.token_builder import TokenBuilder
-from dialoop.tokenizer import Tokenizer
-
-from services.learning.loss_loading import load_loss
-from services.learning.models import load_policy
-from services.learning.optim import GuardedOptimizer, OptimizerSettings
-from services.learning.packing import pack
-from services.learning.tiny import make_tiny_model
-from services.learning.training import update
+from dialoop.tokens.builder import TokenBuilder
+from dialoop.tokens.tokenizer import Tokenizer
+from dialoop_services.learning.loss.loss_loading import load_loss
+from dialoop_services.learning.model.policy import load_policy
+from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_services.learning.packing.rows import pack
+from dialoop_services.learning.training import update
 
 CONFIG = """
 [train]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from dialoop import BlockingDialoop, SamplingParams
-from dialoop.running import find_stack
+from dialoop.cli.running_stacks import find_stack
 
 ROOT = Path(__file__).parents[2]
 # Nothing is published here: the policy that answers is the tiny model as it was made.

@@ -23,27 +23,27 @@ from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.replay import ReplayClient
 from dialoop.sandbox import Level
 from dialoop.sequences import Sequence, Source
-from dialoop.templates import ChatTemplate
-from dialoop.token_builder import TokenBuilder
-from dialoop.tokenizer import Tokenizer
+from dialoop.templates.chat_template import ChatTemplate
+from dialoop.tokens.builder import TokenBuilder
+from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import Stage, StopReason, Trajectory
+from dialoop_services.config.file import parse_config
+from dialoop_services.inference.engine import BASE_VERSION
+from dialoop_services.learning.loss.loss_loading import load_objective
+from dialoop_services.learning.model.policy import load_policy
+from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_services.learning.packing.rows import TokenRow, pack_rows
+from dialoop_services.learning.training import update
+from dialoop_services.stack.layout import Layout
+from dialoop_services.stack.processes.log_stream import LogStream
+from dialoop_services.stack.processes.supervisor import Supervisor, supervised
+from dialoop_services.stack.run_dir import opened
+from dialoop_services.stack.running import planned
 from rich.console import Console
 
-from services.inference.engine import BASE_VERSION
-from services.learning.loss_loading import load_objective
-from services.learning.models import load_policy
-from services.learning.optim import GuardedOptimizer, OptimizerSettings
-from services.learning.packing import TokenRow, pack_rows
-from services.learning.tiny import make_tiny_model
-from services.learning.training import update
-from services.stack.config_file import parse_config
-from services.stack.layout import Layout
-from services.stack.log_stream import LogStream
-from services.stack.run_dir import opened
-from services.stack.running import planned
-from services.stack.supervisor import Supervisor, supervised
-from tests.played_environments import PLAYED, Played, demonstrations
-from tests.stack_jobs import ROOT
+from tests.support.played_environments import PLAYED, Played, demonstrations
+from tests.support.stack_jobs import ROOT
 
 if TYPE_CHECKING:
     from dialoop.trajectory import Group

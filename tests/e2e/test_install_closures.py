@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dialoop_services.stack.processes.ports import choose_ports
 
-from services.stack.ports import choose_ports
-from tests.containers import ROOT, Target, compose_file, targets
+from tests.support.containers import ROOT, Target, compose_file, targets
 
 pytestmark = [
     pytest.mark.heavy(reason="installs six virtual environments from PyPI"),
@@ -128,7 +128,7 @@ def test_every_closure_installs_alone_and_imports(name: str, registry: Registry)
     image = registry.image(name)
     program = str(image.venv / "bin" / "python")
     # `import` of a __main__ loads all it names and starts nothing.
-    command = [program, "-c", f"import services.{name}.__main__"]
+    command = [program, "-c", f"import dialoop_services.{name}.__main__"]
     subprocess.run(command, cwd=image.venv, env=image.variables, check=True)
 
 

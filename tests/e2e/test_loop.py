@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack_jobs import Job, assert_accounted, lines_of, write_config
+from tests.support.stack_jobs import Job, assert_accounted, lines_of, write_config
 
 NUM_TRAIN_STEPS = 6
 FIELDS = (

@@ -21,12 +21,12 @@ import torch
 from dialoop import BlockingDialoop, Message
 from dialoop.environments.environment import Given
 from dialoop.testing import ScriptedPolicy
+from dialoop_services.learning.loss.loss_loading import load_loss
+from dialoop_services.learning.loss.losses import LossInputs
+from dialoop_services.stack.__main__ import FIXED_PORTS
 
-from services.learning.loss_loading import load_loss
-from services.learning.losses import LossInputs
-from services.stack.__main__ import FIXED_PORTS
-from tests.patience import PATIENCE_S
-from tests.stack_jobs import Job, wait_for
+from tests.support.patience import PATIENCE_S
+from tests.support.stack_jobs import Job, wait_for
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")

@@ -11,15 +11,15 @@ import pytest
 import torch
 from dialoop.sequences import Source
 from dialoop.trajectory import SamplingParams
+from dialoop_services.inference.transformers_engine.engine import TransformersEngine
+from dialoop_services.learning.loss.loss_loading import load_objective
+from dialoop_services.learning.model.policy import load_policy
+from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_services.learning.packing.rows import TokenRow, pack_rows
+from dialoop_services.learning.training import update
 
-from services.inference.transformers_engine import TransformersEngine
-from services.learning.loss_loading import load_objective
-from services.learning.models import load_policy
-from services.learning.optim import GuardedOptimizer, OptimizerSettings
-from services.learning.packing import TokenRow, pack_rows
-from services.learning.training import update
-from tests.agent_world import LoggingEngine, agent_world, make_tool_model
-from tests.recorded_agents import AGENTS, ANSWER, demonstrations, run_by_hand, warm_start
+from tests.support.agent_world import LoggingEngine, agent_world, make_tool_model
+from tests.support.recorded_agents import AGENTS, ANSWER, demonstrations, run_by_hand, warm_start
 
 pytestmark = pytest.mark.timeout(300)  # a busy machine takes its time
 
@@ -106,7 +106,7 @@ async def test_a_streaming_agent_gives_the_same_tokens(warm):
 @pytest.mark.heavy(reason="starts vLLM")
 @pytest.mark.vllm
 async def test_unmodified_agents_on_vllm(warm):
-    vllm_engine = pytest.importorskip("services.inference.vllm_engine")
+    vllm_engine = pytest.importorskip("dialoop_services.inference.vllm_engine.engine")
     engine = await vllm_engine.VllmEngine.start(
         warm,
         vllm_engine.VllmOptions(

@@ -18,10 +18,10 @@ from dialoop.clients.inference import InferenceClient
 from dialoop.clients.replay import ReplayClient
 from dialoop.errors import Unavailable
 from dialoop.trajectory import Stage
+from dialoop_services.collector.replicas import Replicas
+from dialoop_services.runtime.retry import Patience
 
-from services.collector.replicas import Replicas
-from services.runtime.patience import Patience
-from tests.collector_world import (
+from tests.support.collector_world import (
     RUN,
     ScriptedPolicy,
     World,
@@ -31,7 +31,7 @@ from tests.collector_world import (
     serving_replay,
     world,
 )
-from tests.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 PROMPT = as_history("1+2")
@@ -41,7 +41,7 @@ BRIEF = Patience(total_s=PATIENCE_S, first_s=0.02, longest_s=0.2)
 
 @asynccontextmanager
 async def collector_process(w: World, inference_address: str, run_dir: Path, worker: str):
-    """`python -m services.collector`; killed on leaving if it is still there."""
+    """`python -m dialoop_services.collector`; killed on leaving if it is still there."""
     settings = {
         "RUN": RUN,
         "RUN_DIR": str(run_dir),
@@ -57,7 +57,11 @@ async def collector_process(w: World, inference_address: str, run_dir: Path, wor
     environment = {f"DIALOOP_COLLECTOR_{name}": value for name, value in settings.items()}
     paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.collector", cwd=ROOT, env=os.environ | paths | environment
+        sys.executable,
+        "-m",
+        "dialoop_services.collector",
+        cwd=ROOT,
+        env=os.environ | paths | environment,
     )
     try:
         yield process

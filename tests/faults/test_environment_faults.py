@@ -10,14 +10,14 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 from dialoop.environments import ArithmeticTasks, ChatEnv, Transform, tool_environment
+from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop.v1 import chat_pb2, trajectory_pb2
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceStub
+from dialoop_services.environment.serving import serving
+from dialoop_services.environment.settings import EnvironmentSettings
 
-from services.environment.catalogue import Catalogue
-from services.environment.serving import serving
-from services.environment.settings import EnvironmentSettings
-from tests.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 TASKS = ArithmeticTasks()
 KEY = TASKS.keys("train")[0]
@@ -165,7 +165,7 @@ async def test_stopping_the_service_mid_step_ends_in_time_and_cancels_the_tool()
 def _launch(port: int) -> subprocess.Popen[str]:
     environment = dict(os.environ, DIALOOP_ENVIRONMENT_PORT=str(port))
     return subprocess.Popen(
-        [sys.executable, "-m", "services.environment"],
+        [sys.executable, "-m", "dialoop_services.environment"],
         env=environment,
         stderr=subprocess.PIPE,
         text=True,
@@ -212,7 +212,7 @@ def test_a_broken_task_file_or_an_unknown_environment_is_one_sentence_and_exit_2
         ("ENVIRONMENTS", "nope", "There is no environment 'nope'."),
     ]:
         ended = subprocess.run(
-            [sys.executable, "-m", "services.environment"],
+            [sys.executable, "-m", "dialoop_services.environment"],
             env=dict(os.environ, **{f"DIALOOP_ENVIRONMENT_{name}": value}),
             capture_output=True,
             text=True,

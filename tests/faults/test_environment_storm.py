@@ -12,10 +12,9 @@ from dialoop.chat import ChatHistory, History, Message
 from dialoop.clients.channel import Channel, RetryPolicy
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.environments import ArithmeticTasks, ExactResult, tool_environment
-
-from services.environment.catalogue import Catalogue
-from services.environment.serving import serving
-from services.environment.settings import EnvironmentSettings
+from dialoop.environments.sessions.catalogue import Catalogue
+from dialoop_services.environment.serving import serving
+from dialoop_services.environment.settings import EnvironmentSettings
 
 TASKS = ArithmeticTasks()
 KEYS = TASKS.keys("train")

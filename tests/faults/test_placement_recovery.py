@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 from dialoop.errors import Unavailable
+from dialoop_services.runtime.device_lock import DeviceLock, is_owned
+from dialoop_services.stack.processes.supervisor import supervised
 
-from services.runtime.device_lock import DeviceLock, is_owned
-from services.stack.supervisor import supervised
 from tests.faults.test_stack_supervisor import STUBBORN_CHILD, log_in, spec
-from tests.patience import PATIENCE_S
-from tests.placement_parts import HOLD
-from tests.stack_jobs import Job, lines_of, wait_for
+from tests.support.patience import PATIENCE_S
+from tests.support.placement_parts import HOLD
+from tests.support.stack_jobs import Job, lines_of, wait_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,12 +32,12 @@ max_num_seqs = 16
 group_size = 2
 max_new_tokens = 8
 [scorer]
-rewards = [{{ name = "sum", use = "tests.placement_parts:token_sum" }}]
+rewards = [{{ name = "sum", use = "tests.support.placement_parts:token_sum" }}]
 [train]
 num_steps = 5
 groups_per_train_step = 2
 pipeline_depth = 0
-loss = "tests.placement_parts:held"
+loss = "tests.support.placement_parts:held"
 checkpoint_every = 2
 [evaluation]
 num_tasks = 2

@@ -14,9 +14,8 @@ import pytest_asyncio
 import redis.asyncio
 from dialoop.errors import Unavailable
 from dialoop.trajectory import Stage
-
-from services.replay.redis_store import RedisStore
-from services.replay.store import (
+from dialoop_services.replay.redis_store.store import RedisStore
+from dialoop_services.replay.store import (
     Acknowledgement,
     AppendStatus,
     GroupLeases,
@@ -25,9 +24,17 @@ from services.replay.store import (
     Outcome,
     State,
 )
-from tests.patience import PATIENCE_S
-from tests.redis_server import RedisServer, new_run, own_redis, redis_url  # noqa: F401
-from tests.replay_samples import Clock, announce, assert_adds_up, bare_group, bare_task, play
+
+from tests.support.patience import PATIENCE_S
+from tests.support.redis_server import RedisServer, new_run, own_redis, redis_url  # noqa: F401
+from tests.support.samples.replay_samples import (
+    Clock,
+    announce,
+    assert_adds_up,
+    bare_group,
+    bare_task,
+    play,
+)
 
 pytestmark = pytest.mark.redis
 RUN = "run"

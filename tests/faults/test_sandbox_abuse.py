@@ -26,8 +26,8 @@ from dialoop.sandbox import Level, Limits, Sandbox
 from dialoop.sandbox.programs import rules_of
 from dialoop.sandbox.self_test import assess
 
-from tests.patience import PATIENCE_S
-from tests.sandbox_world import (
+from tests.support.patience import PATIENCE_S
+from tests.support.sandbox_world import (
     LIMITS,
     descendants,
     gone,

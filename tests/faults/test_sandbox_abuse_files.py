@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from dialoop.sandbox import Level, Sandbox
 
-from tests.sandbox_world import LIMITS, scene  # noqa: F401
+from tests.support.sandbox_world import LIMITS, scene  # noqa: F401
 
 
 async def test_the_disk_is_not_filled(scene):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack_jobs import Job, wait_for, write_config
+from tests.support.stack_jobs import Job, wait_for, write_config
 
 
 def told(directory: Path, *arguments: str, timeout_s: float = 60.0, **variables: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack_jobs import Job, assert_accounted, lines_of, wait_for, write_config
+from tests.support.stack_jobs import Job, assert_accounted, lines_of, wait_for, write_config
 
 
 def num_train_rows(job: Job) -> int:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from dialoop.errors import InvalidConfig, Unavailable
+from dialoop_services.stack.processes.child import ServiceSpec
+from dialoop_services.stack.processes.log_stream import LogStream
+from dialoop_services.stack.processes.processes import members
+from dialoop_services.stack.processes.redis_server import find_redis, redis_service
+from dialoop_services.stack.processes.supervisor import Supervisor, supervised
 from rich.console import Console
 
-from services.stack.child import ServiceSpec
-from services.stack.log_stream import LogStream
-from services.stack.processes import members
-from services.stack.redis_server import find_redis, redis_service
-from services.stack.supervisor import Supervisor, supervised
-from tests.patience import PATIENCE_S, until
+from tests.support.patience import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +46,7 @@ import asyncio, pathlib, sys
 from rich.console import Console
 sys.path.insert(0, sys.argv[3])
 from tests.faults.test_stack_supervisor import STUBBORN_CHILD, spec, log_in
-from services.stack.supervisor import supervised
+from dialoop_services.stack.processes.supervisor import supervised
 
 async def main():
     directory = pathlib.Path(sys.argv[1])
@@ -178,7 +178,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.redis
 async def test_redis_comes_back_with_what_it_held(tmp_path: Path) -> None:
-    from services.stack.ports import choose_ports
+    from dialoop_services.stack.processes.ports import choose_ports
 
     port = choose_ports({"redis": 0})["redis"]
     redis = redis_service(find_redis({"PATH": ""}).program, port=port, directory=tmp_path / "redis")

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_services.replay.memory_store.store import MemoryStore
+from dialoop_services.replay.store import Limits, Reopened
 
-from services.learning.tiny import make_tiny_model
-from services.replay.memory_store import MemoryStore
-from services.replay.store import Limits, Reopened
-from tests.recorded_world import (
+from tests.support.recorded_world import (
     GROUPS_PER_STEP,
     Recorded,
     Trainers,
@@ -19,7 +19,7 @@ from tests.recorded_world import (
     recorded,
     trainers,
 )
-from tests.replay_samples import Clock
+from tests.support.samples.replay_samples import Clock
 
 NUM_STEPS = 4
 SETTINGS: dict[str, Any] = {"num_train_steps": NUM_STEPS, "checkpoint_every": 100, "lease_s": 60}

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from dialoop.clients.replay import TaskLease
 from dialoop.environments import arithmetic
+from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop.trajectory import Group, Purpose, Stage
+from dialoop_services.environment.serving import serving
+from dialoop_services.environment.settings import EnvironmentSettings
+from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_services.replay.memory_store.store import MemoryStore
+from dialoop_services.replay.store import Limits
 
-from services.environment.catalogue import Catalogue
-from services.environment.serving import serving
-from services.environment.settings import EnvironmentSettings
-from services.learning.tiny import make_tiny_model
-from services.replay.memory_store import MemoryStore
-from services.replay.store import Limits
-from tests.recorded_world import (
+from tests.support.recorded_world import (
     GROUPS_PER_STEP,
     Recorded,
     record_groups,

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 from dialoop.trajectory import Group
+from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_services.replay.memory_store.store import MemoryStore
+from dialoop_services.replay.store import Limits
 from safetensors.torch import load_file
 
-from services.learning.tiny import make_tiny_model
-from services.replay.memory_store import MemoryStore
-from services.replay.store import Limits
-from tests.recorded_world import ROOT, Recorded, record_groups, recorded
+from tests.support.recorded_world import ROOT, Recorded, record_groups, recorded
 
 pytestmark = [
     pytest.mark.timeout(480),  # processes start slowly on a busy machine
@@ -44,15 +44,15 @@ def groups(model_dir: Path) -> list[Group]:
 
 
 class Trainer:
-    """`python -m services.trainer`, or its launch with `size` processes."""
+    """`python -m dialoop_services.trainer`, or its launch with `size` processes."""
 
     def __init__(self, world: Recorded, *, size: int, under_torchrun: bool = False, **given: Any):
-        module = ["services.trainer"]
+        module = ["dialoop_services.trainer"]
         if under_torchrun:
             module = ["torch.distributed.run", "--standalone", f"--nproc-per-node={size}", "-m"]
-            module += ["services.trainer"]
+            module += ["dialoop_services.trainer"]
         elif size > 1:
-            module = ["services.trainer.launch", str(size)]
+            module = ["dialoop_services.trainer.learner.launch", str(size)]
         self.log = world.run_dir / f"log of {size}"
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("DIALOOP_")}
         paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}", "OMP_NUM_THREADS": "1"}

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_services.replay.memory_store.store import MemoryStore
+from dialoop_services.replay.redis_store.store import RedisStore
+from dialoop_services.replay.store import Limits, Store
+from dialoop_services.stack.report.plot import read_metrics
 
-from services.learning.tiny import make_tiny_model
-from services.replay.memory_store import MemoryStore
-from services.replay.redis_store import RedisStore
-from services.replay.store import Limits, Store
-from services.stack.plot import read_metrics
-from tests.recorded_world import (
+from tests.support.recorded_world import (
     GROUPS_PER_STEP,
     Recorded,
     Trainers,
@@ -28,7 +28,7 @@ from tests.recorded_world import (
     trainers,
     without_times,
 )
-from tests.redis_server import redis_url  # noqa: F401
+from tests.support.redis_server import redis_url  # noqa: F401
 
 NUM_STEPS = 8
 NUM_KILLS = 8

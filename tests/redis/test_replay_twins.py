@@ -10,10 +10,9 @@ import pytest
 from dialoop.errors import DialoopError
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Purpose, Stage
-
-from services.replay.memory_store import MemoryStore
-from services.replay.redis_store import RedisStore
-from services.replay.store import (
+from dialoop_services.replay.memory_store.store import MemoryStore
+from dialoop_services.replay.redis_store.store import RedisStore
+from dialoop_services.replay.store import (
     DEAD_LETTER,
     DEAD_LETTER_FORGOTTEN,
     Acknowledgement,
@@ -27,8 +26,9 @@ from services.replay.store import (
     Store,
     VersionSpan,
 )
-from tests.redis_server import new_run, redis_url  # noqa: F401
-from tests.replay_samples import Clock, assert_adds_up, bare_group, bare_task
+
+from tests.support.redis_server import new_run, redis_url  # noqa: F401
+from tests.support.samples.replay_samples import Clock, assert_adds_up, bare_group, bare_task
 
 pytestmark = pytest.mark.redis
 

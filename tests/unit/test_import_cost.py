@@ -10,7 +10,7 @@ from pathlib import Path
 
 import dialoop
 import dialoop.chat
-import dialoop.history
+import dialoop.compat.history
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,11 @@ def test_the_command_loads_nothing_heavy():
 
 @pytest.mark.parametrize(
     "module",
-    ["services.environment.servicer", "services.replay.servicer", "dialoop.clients.connection"],
+    [
+        "dialoop_services.environment.servicer",
+        "dialoop_services.replay.servicer",
+        "dialoop.clients.connection",
+    ],
 )
 def test_services_without_a_model_load_no_torch(module):
     _, loaded = imported(module)
@@ -75,5 +79,5 @@ def test_a_name_that_is_not_exported():
 
 
 def test_history_is_another_name_of_chat():
-    for name in dialoop.history.__all__:
-        assert getattr(dialoop.history, name) is getattr(dialoop.chat, name)
+    for name in dialoop.compat.history.__all__:
+        assert getattr(dialoop.compat.history, name) is getattr(dialoop.chat, name)

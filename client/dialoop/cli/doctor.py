@@ -118,7 +118,7 @@ def _disk() -> Finding:
 
 def _libraries() -> list[Finding]:
     rows = (
-        ("dialoop-services", "services", "up and train", True, "make setup"),
+        ("dialoop-services", "dialoop_services", "up and train", True, "make setup"),
         ("torch", "torch", "training", True, "pip install torch==2.13.0"),
         (
             "transformers",

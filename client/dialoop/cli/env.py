@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from dialoop.cli.console import say
 from dialoop.cli.env_template import TEMPLATE
 from dialoop.cli.play import from_here, options_of
+from dialoop.cli.running_stacks import require_addresses
 from dialoop.clients.connection import Dialoop
-from dialoop.conformance import Finding, check_environment
+from dialoop.conformance.checks import Finding, check_environment
 from dialoop.environments.loading import BUILT_IN, load_environment
 from dialoop.errors import InvalidInput
-from dialoop.running import require_addresses
 
 if TYPE_CHECKING:
     import argparse

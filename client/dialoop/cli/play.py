@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from dialoop.cli.console import rich_console, say
+from dialoop.cli.running_stacks import require_addresses
 from dialoop.clients.connection import Dialoop
 from dialoop.environments import load_environment
 from dialoop.errors import InvalidInput, NotFound, Unavailable
-from dialoop.running import require_addresses
 from dialoop.sequences import Source
 from dialoop.testing import ScriptedPolicy
 from dialoop.trajectory import SamplingParams
-from dialoop.transcripts import STYLES
+from dialoop.views.display import STYLES
 
 if TYPE_CHECKING:
     import argparse

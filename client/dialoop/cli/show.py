@@ -12,9 +12,8 @@ from rich.text import Text
 
 from dialoop.cli.console import rich_console
 from dialoop.errors import DialoopError, InvalidInput, NotFound
-from dialoop.run_files import TRAJECTORIES, trajectory_files
-from dialoop.tokenizer import Tokenizer
-from dialoop.transcripts import (
+from dialoop.tokens.tokenizer import Tokenizer
+from dialoop.views.display import (
     legend,
     messages_of,
     policy_of,
@@ -22,12 +21,13 @@ from dialoop.transcripts import (
     token_table,
     transcript,
 )
+from dialoop.views.run_files import TRAJECTORIES, trajectory_files
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
-    from dialoop.transcripts import Row
+    from dialoop.views.display import Row
 
 
 def show(given: argparse.Namespace) -> int:

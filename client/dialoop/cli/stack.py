@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.cli.console import complain, say
+from dialoop.cli.running_stacks import announced, find_stack, find_stacks
 from dialoop.errors import InvalidConfig, NotFound, Unavailable
-from dialoop.running import announced, find_stack, find_stacks
 
 if TYPE_CHECKING:
     import argparse
 
-    from dialoop.running import Stack
+    from dialoop.cli.running_stacks import Stack
 
 DEFAULT_RUN = "default"
 """What `dialoop up` without a config serves."""
@@ -51,7 +51,7 @@ def export(given: argparse.Namespace) -> int:
     words = [str(run_dir), given.version, str(given.directory)]
     words += ["--merged"] if given.merged else []
     words += ["--base", given.base] if given.base else []
-    return _become(words, module="services.trainer.export")
+    return _become(words, module="dialoop_services.trainer.publish.export")
 
 
 def down(given: argparse.Namespace) -> int:
@@ -99,8 +99,8 @@ def _job_words(given: argparse.Namespace) -> list[str]:
     return [*words, "--fresh"] if given.fresh else words
 
 
-def _command(words: list[str], module: str = "services.stack") -> list[str]:
-    if importlib.util.find_spec("services") is None and not Path("services/stack").is_dir():
+def _command(words: list[str], module: str = "dialoop_services.stack") -> list[str]:
+    if importlib.util.find_spec("dialoop_services") is None:
         raise InvalidConfig(
             "This needs the distribution dialoop-services, which is not installed.",
             reason="NO_SERVICES",
@@ -111,7 +111,7 @@ def _command(words: list[str], module: str = "services.stack") -> list[str]:
     return [sys.executable, "-m", module, *words]
 
 
-def _become(words: list[str], module: str = "services.stack") -> int:
+def _become(words: list[str], module: str = "dialoop_services.stack") -> int:
     """Turn into the stack, or another of its programs: signals and the exit code are its own."""
     command = _command(words, module)
     sys.stdout.flush()

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
 
+    from dialoop.cli.running_stacks import Stack
     from dialoop.clients.replay import ReplayStats
     from dialoop.clients.trainer import TrainerStatus
-    from dialoop.running import Stack
 
     Check = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
 

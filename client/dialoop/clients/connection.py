@@ -4,7 +4,7 @@ async with Dialoop(environment="127.0.0.1:50051", inference="127.0.0.1:50052") a
     trajectory = await dialoop.play(await dialoop.task("arithmetic", "35+40"))
 
 Without servers: an environment of this process and any policy; or, where dialoop-services is
-installed, every service in this process with `services.stack.in_process`.
+installed, every service in this process with `dialoop_services.stack.in_process`.
 
 async with Dialoop(environment=arithmetic(), inference=ScriptedPolicy([...])) as dialoop: ...
 async with in_process() as dialoop: ...
@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from dialoop.cli.running_stacks import require_addresses
 from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
@@ -26,9 +27,8 @@ from dialoop.clients.scorer import ScorerClient
 from dialoop.clients.template import TemplateClient
 from dialoop.clients.trainer import TrainerClient
 from dialoop.errors import InvalidConfig, NotFound
-from dialoop.local import LocalEnvironmentClient
+from dialoop.local.client import LocalEnvironmentClient
 from dialoop.rollout import play, play_group
-from dialoop.running import require_addresses
 from dialoop.trajectory import SamplingParams, Task
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from dialoop.environments import Environment
     from dialoop.episode import Policy
-    from dialoop.local import Environments
+    from dialoop.local.client import Environments
     from dialoop.trajectory import Group, Trajectory
 
 C = TypeVar(

@@ -21,13 +21,13 @@ from dialoop.clients.environment_records import (
     step_to_proto,
 )
 from dialoop.clients.errors import error_of_item
-from dialoop.environments.choosing import TaskChoice
 from dialoop.environments.environment import Given
 from dialoop.environments.episode import Score
-from dialoop.environments.tasks import TaskPage, TaskRef
-from dialoop.text_environment import TextRun
+from dialoop.environments.tasks.choosing import TaskChoice
+from dialoop.environments.tasks.source import TaskPage, TaskRef
+from dialoop.text_environment.environment import TextRun
 from dialoop.trajectory import SamplingParams
-from dialoop.trials import TrialOptions
+from dialoop.trials.trial import TrialOptions
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire import (
     chat_history_from_proto,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from dialoop.episode import Opening, Outcome
     from dialoop.errors import DialoopError
     from dialoop.trajectory import Trajectory
-    from dialoop.trials import TrialResult
+    from dialoop.trials.trial import TrialResult
 
 __all__ = [
     "EnvironmentClient",

@@ -26,8 +26,8 @@ from dialoop.wire import (
 
 if TYPE_CHECKING:
     from dialoop.chat import ChatHistory
-    from dialoop.environments.choosing import TaskChoice
     from dialoop.environments.modes import Answered
+    from dialoop.environments.tasks.choosing import TaskChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

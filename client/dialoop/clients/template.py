@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from dialoop.chat import History, ToolDefinition
     from dialoop.clients.channel import Channel
-    from dialoop.declared_parser import TemplateParser
     from dialoop.sequences import Sequence
-    from dialoop.template_registry import TemplateInfo
+    from dialoop.templates.declared_parser import TemplateParser
+    from dialoop.templates.registry import TemplateInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -8,14 +8,7 @@ environment = tool_environment(
 )
 """
 
-from dialoop.environments.answer_tags import AnswerTagReward, tag_text
-from dialoop.environments.arithmetic_tasks import ArithmeticDemonstrations, ArithmeticTasks
-from dialoop.environments.browser import BrowserTools
-from dialoop.environments.calculator import Calculator
-from dialoop.environments.call_syntax import CallSyntax, parse_call
 from dialoop.environments.chat_env import ChatEnv
-from dialoop.environments.choosing import TaskChoice, chosen_task
-from dialoop.environments.data_loading import DataCursor, DataLoadingPrimer, DataSource, Loaded
 from dialoop.environments.endings import (
     EndOnTag,
     EndOnText,
@@ -35,15 +28,10 @@ from dialoop.environments.environment import (
     TakesQuestions,
 )
 from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData
-from dialoop.environments.function_tools import ArgumentTool, FunctionTool
-from dialoop.environments.jsonl_tasks import JsonlTasks
-from dialoop.environments.kl_reward import KLReward
 from dialoop.environments.loading import load_environment
-from dialoop.environments.mcp_tools import McpServer, McpTools
 from dialoop.environments.modes import Answered, InputMode, RewardShape, Text, Tokens
-from dialoop.environments.python_interpreter import PythonInterpreter
-from dialoop.environments.rewards import ExactResult, NamedReward, RewardFunction, Rewards
-from dialoop.environments.row_tasks import RowTasks, dataset_chat_env
+from dialoop.environments.rewards.functions import ExactResult, NamedReward, RewardFunction, Rewards
+from dialoop.environments.rewards.kl_reward import KLReward
 from dialoop.environments.spec import EnvironmentSpec, FieldSpec, shaped, spec_of
 from dialoop.environments.stamps import (
     PolicyVersions,
@@ -53,9 +41,27 @@ from dialoop.environments.stamps import (
     TokenizeTransform,
 )
 from dialoop.environments.standard import arithmetic, jsonl, tool_environment, tool_transforms
-from dialoop.environments.tasks import NoTasks, TaskPage, TaskRef, TaskSource, task_not_found
+from dialoop.environments.tasks.arithmetic_tasks import ArithmeticDemonstrations, ArithmeticTasks
+from dialoop.environments.tasks.choosing import TaskChoice, chosen_task
+from dialoop.environments.tasks.data_loading import (
+    DataCursor,
+    DataLoadingPrimer,
+    DataSource,
+    Loaded,
+)
+from dialoop.environments.tasks.jsonl_tasks import JsonlTasks
+from dialoop.environments.tasks.row_tasks import RowTasks, dataset_chat_env
+from dialoop.environments.tasks.source import NoTasks, TaskPage, TaskRef, TaskSource, task_not_found
 from dialoop.environments.thinking import AddThinkingPrompt
-from dialoop.environments.tool_syntaxes import (
+from dialoop.environments.tools.answer_tags import AnswerTagReward, tag_text
+from dialoop.environments.tools.browser import BrowserTools
+from dialoop.environments.tools.calculator import Calculator
+from dialoop.environments.tools.call_syntax import CallSyntax, parse_call
+from dialoop.environments.tools.function_tools import ArgumentTool, FunctionTool
+from dialoop.environments.tools.mcp_tools import McpServer, McpTools
+from dialoop.environments.tools.python_interpreter import PythonInterpreter
+from dialoop.environments.tools.text_tools import Tool, ToolCalls, ToolInputError
+from dialoop.environments.tools.tool_syntaxes import (
     AskedCall,
     BlockCalls,
     JsonCalls,
@@ -63,8 +69,7 @@ from dialoop.environments.tool_syntaxes import (
     ToolSyntax,
     XmlCalls,
 )
-from dialoop.environments.tool_use import EndWithoutCalls, ToolUse
-from dialoop.environments.tools import Tool, ToolCalls, ToolInputError
+from dialoop.environments.tools.tool_use import EndWithoutCalls, ToolUse
 from dialoop.environments.transform import Traits, Transform
 
 __all__ = [

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from dialoop.chat import ChatHistory, History, Message
-from dialoop.environments.data_loading import DataLoadingPrimer
 from dialoop.environments.environment import Demonstrate, Given
 from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData
 from dialoop.environments.failures import failure_of
 from dialoop.environments.modes import Answered, InputMode
-from dialoop.environments.rescoring import episodes_of
-from dialoop.environments.rewards import finite
-from dialoop.environments.tasks import NoTasks, TaskSource
+from dialoop.environments.rewards.functions import finite
+from dialoop.environments.rewards.rescoring import episodes_of
+from dialoop.environments.tasks.data_loading import DataLoadingPrimer
+from dialoop.environments.tasks.source import NoTasks, TaskSource
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import (
     DialoopError,
@@ -34,7 +34,7 @@ from dialoop.errors import (
     PreconditionFailed,
     Unsupported,
 )
-from dialoop.tokenizer import Tokenizer
+from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import Failure, Owner, Trajectory
 
 

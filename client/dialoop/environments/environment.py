@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 from dialoop.chat import History, Message
 from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData
 from dialoop.environments.modes import Answered
-from dialoop.environments.tasks import TaskSource
+from dialoop.environments.tasks.source import TaskSource
 from dialoop.environments.transform import Traits
 from dialoop.trajectory import Trajectory
 

@@ -18,8 +18,8 @@ from dialoop.errors import InvalidConfig
 from dialoop.trajectory import DoneReason
 
 if TYPE_CHECKING:
-    from dialoop.templates import ChatTemplate
-    from dialoop.tokenizer import Tokenizer
+    from dialoop.templates.chat_template import ChatTemplate
+    from dialoop.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ class TokenizeTransform(Transform):
     """Show the prompt as token ids too: the ids of the rendered text. Goes after TemplateTransform.
 
     For callers that want ids to look at. What a policy samples is never tokenised again: that is
-    tokens mode, or `dialoop.token_builder`.
+    tokens mode, or `dialoop.tokens.builder`.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

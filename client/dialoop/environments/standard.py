@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dialoop.environments.answer_tags import AnswerTagReward
-from dialoop.environments.arithmetic_tasks import ArithmeticDemonstrations, ArithmeticTasks
-from dialoop.environments.calculator import Calculator
-from dialoop.environments.call_syntax import CallSyntax
 from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.endings import (
     EndOnTag,
@@ -18,12 +14,16 @@ from dialoop.environments.endings import (
     MaxTurns,
 )
 from dialoop.environments.environment import Demonstrate
-from dialoop.environments.jsonl_tasks import JsonlTasks
-from dialoop.environments.mcp_tools import McpTools
-from dialoop.environments.rewards import ExactResult, RewardCallable, Rewards
+from dialoop.environments.rewards.functions import ExactResult, RewardCallable, Rewards
 from dialoop.environments.stamps import StepCounter
-from dialoop.environments.tasks import TaskSource
-from dialoop.environments.tools import ToolCalls, ToolFunction
+from dialoop.environments.tasks.arithmetic_tasks import ArithmeticDemonstrations, ArithmeticTasks
+from dialoop.environments.tasks.jsonl_tasks import JsonlTasks
+from dialoop.environments.tasks.source import TaskSource
+from dialoop.environments.tools.answer_tags import AnswerTagReward
+from dialoop.environments.tools.calculator import Calculator
+from dialoop.environments.tools.call_syntax import CallSyntax
+from dialoop.environments.tools.mcp_tools import McpTools
+from dialoop.environments.tools.text_tools import ToolCalls, ToolFunction
 from dialoop.environments.transform import Transform
 
 

@@ -13,13 +13,13 @@ from dialoop.chat import ChatHistory, History
 from dialoop.environments.modes import Answered, InputMode, Text, Tokens
 from dialoop.errors import InvalidHistory, InvalidInput, PreconditionFailed
 from dialoop.sequences import ForkCause, PolicyVersion, Sequence, Source, sequence_of
-from dialoop.token_builder import Prompt, TokenBuilder
+from dialoop.tokens.builder import Prompt, TokenBuilder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dialoop.templates import ChatTemplate
-    from dialoop.tokenizer import Tokenizer
+    from dialoop.templates.chat_template import ChatTemplate
+    from dialoop.tokens.tokenizer import Tokenizer
 
 _CALLER = PolicyVersion(lineage="caller", number=0)
 _T = TypeVar("_T", str, tuple[int, ...])
@@ -183,7 +183,7 @@ def viewer_of(
     """The viewer of a mode; None for messages, which need none."""
     if mode is InputMode.HISTORY:
         return None
-    from dialoop.templates import ChatTemplate
+    from dialoop.templates.chat_template import ChatTemplate
 
     template = ChatTemplate.of(tokenizer)
     if template_kwargs:

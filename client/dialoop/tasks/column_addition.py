@@ -4,7 +4,7 @@ user       35+47
 assistant  5+7=12 3+4+1=8 #### 82          reward 1; so is a right guess, `#### 82`
 
 The last term of the second column is the carry. No tool helps: what is learned is to reason first.
-`python -m services.stack train infra/configs/reasoning.toml` trains it.
+`python -m dialoop_services.stack train infra/configs/reasoning.toml` trains it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import re
 from dataclasses import dataclass
 
 from dialoop.chat import Message
-from dialoop.environments.arithmetic_tasks import ArithmeticTasks
 from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.endings import EndWhenIncomplete
 from dialoop.environments.episode import Episode, Outcome, Score, TaskData
 from dialoop.environments.stamps import StepCounter
+from dialoop.environments.tasks.arithmetic_tasks import ArithmeticTasks
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
 from dialoop.trajectory import DoneReason, Reward

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dialoop.environments.row_tasks import Collate, RowTasks, text_to_query
-from dialoop.environments.tasks import share_of
+from dialoop.environments.tasks.row_tasks import Collate, RowTasks, text_to_query
+from dialoop.environments.tasks.source import share_of
 from dialoop.errors import InvalidConfig
 
 Row = Mapping[str, Any]

@@ -10,12 +10,12 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dialoop.environments.answer_tags import tag_text
 from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.endings import EndOnTag, EndWhenIncomplete
 from dialoop.environments.episode import Episode, Score
-from dialoop.environments.rewards import normalised
+from dialoop.environments.rewards.functions import normalised
 from dialoop.environments.stamps import StepCounter
+from dialoop.environments.tools.answer_tags import tag_text
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidInput
 from dialoop.tasks.files import file_tasks

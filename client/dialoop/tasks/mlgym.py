@@ -22,7 +22,7 @@ from dialoop.environments.endings import EndWhenIncomplete, MaxTurns
 from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData
 from dialoop.environments.failures import failure_of
 from dialoop.environments.loading import imported
-from dialoop.environments.row_tasks import RowTasks
+from dialoop.environments.tasks.row_tasks import RowTasks
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.trajectory import DoneReason, Failure, Owner, Reward

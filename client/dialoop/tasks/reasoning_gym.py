@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dialoop.environments.answer_tags import tag_text
 from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.endings import EndOnTag, EndWhenIncomplete
 from dialoop.environments.episode import Episode, Score, TaskData
 from dialoop.environments.stamps import StepCounter
-from dialoop.environments.tasks import TaskSource, task_not_found
+from dialoop.environments.tasks.source import TaskSource, task_not_found
+from dialoop.environments.tools.answer_tags import tag_text
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
 from dialoop.trajectory import Reward

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dialoop.sequences import Source
-from dialoop.text_history import TextHistory, TextSegment
-from dialoop.trials import Action, MaskScope, PlayedEpisode, PlayedStep, Trial, TrialResult
+from dialoop.text_environment.history import TextHistory, TextSegment
+from dialoop.trials.trial import Action, MaskScope, PlayedEpisode, PlayedStep, Trial, TrialResult
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire.messages import history_from_proto, history_to_proto, message_to_proto
 from dialoop.wire.records import (

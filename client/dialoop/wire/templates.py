@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dialoop.declared_parser import TemplateParser
-from dialoop.template_registry import TemplateInfo
+from dialoop.templates.declared_parser import TemplateParser
+from dialoop.templates.registry import TemplateInfo
 from dialoop.v1 import template_service_pb2 as pb
 
 _TEXTS = (

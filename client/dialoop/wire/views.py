@@ -6,7 +6,7 @@ import numpy as np
 
 from dialoop.trajectory import Distribution
 from dialoop.v1 import chat_pb2
-from dialoop.views import LogProbRow, LogProbs, Masks
+from dialoop.views.views import LogProbRow, LogProbs, Masks
 
 _VIEWS = ("prompt", "response", "full")
 

@@ -10,6 +10,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from dialoop.cli.running_stacks import require_addresses
 from dialoop.clients.blocking.environment import BlockingEnvironmentClient
 from dialoop.clients.blocking.inference import BlockingInferenceClient
 from dialoop.clients.blocking.loop import BackgroundLoop
@@ -19,7 +20,6 @@ from dialoop.clients.blocking.scorer import BlockingScorerClient
 from dialoop.clients.blocking.template import BlockingTemplateClient
 from dialoop.clients.blocking.trainer import BlockingTrainerClient
 from dialoop.clients.connection import Dialoop
-from dialoop.running import require_addresses
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,17 +17,17 @@ if TYPE_CHECKING:
         SessionState,
         StepItem,
     )
-    from dialoop.environments.choosing import TaskChoice
     from dialoop.environments.environment import Given
     from dialoop.environments.episode import Score
     from dialoop.environments.modes import Answered
-    from dialoop.environments.tasks import TaskPage
+    from dialoop.environments.tasks.choosing import TaskChoice
+    from dialoop.environments.tasks.source import TaskPage
     from dialoop.episode import Opening, Outcome
     from dialoop.errors import DialoopError
-    from dialoop.local import Environments
-    from dialoop.text_environment import TextRun
+    from dialoop.local.client import Environments
+    from dialoop.text_environment.environment import TextRun
     from dialoop.trajectory import SamplingParams, Trajectory
-    from dialoop.trials import TrialOptions, TrialResult
+    from dialoop.trials.trial import TrialOptions, TrialResult
 
 
 class BlockingEnvironmentClient:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from dialoop.chat import History, ToolDefinition
     from dialoop.clients.blocking.loop import BackgroundLoop
     from dialoop.clients.template import RenderedConversation, TemplateClient
-    from dialoop.declared_parser import TemplateParser
-    from dialoop.template_registry import TemplateInfo
+    from dialoop.templates.declared_parser import TemplateParser
+    from dialoop.templates.registry import TemplateInfo
 
 
 class BlockingTemplateClient:

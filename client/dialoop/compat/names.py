@@ -1,0 +1,75 @@
+"""Names of older APIs that the users' documents show; nothing in the domain depends on a seed.
+
+DialoGPT's format has no roles and no openings, so nothing can read it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dialoop.errors import InvalidInput
+from dialoop.views.views import Masks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from dialoop.chat import History
+    from dialoop.templates.registry import TemplateInfo, TemplateRegistry
+
+TEMPLATE_ALIASES: Mapping[str, str] = MappingProxyType({"chatml_format": "chatml"})
+"""Other names of the named templates."""
+
+DIALOGPT = (
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}{% endgeneration %}{{ eos_token }}"
+    "{% elif message.role == 'user' %}{{ message.content + eos_token }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ ' ' }}{% endif %}"
+)
+"""DialoGPT's format: contents of user and assistant, each followed by the eos_token."""
+
+
+def add_chat_template(
+    registry: TemplateRegistry,
+    template_name: str,
+    template: str,
+    inverse_parser: Callable[[str], History] | None = None,
+    model_family_keywords: Iterable[str] | None = None,
+) -> TemplateInfo:
+    """The older spelling of `TemplateRegistry.add_chat_template`, which replaces what is there."""
+    return registry.add_chat_template(
+        template_name,
+        template,
+        inverse_parser,
+        model_family_keywords or (),
+        replace=True,
+    )
+
+
+MASK_ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "attention_mask_all": "all_attention_mask",
+        "assistant_mask_all": "all_assistant_mask",
+    }
+)
+"""Other names of the masks."""
+
+
+def masks_of(given: Mapping[str, Any]) -> Masks:
+    """Masks under their names or the older ones; InvalidInput for others, or for both at once."""
+    found: dict[str, Any] = {}
+    for name, values in given.items():
+        known = MASK_ALIASES.get(name, name)
+        if known not in MASK_ALIASES.values() or known in found:
+            raise InvalidInput(
+                f"There is no mask '{name[:40]}', or it is given twice.",
+                reason="UNKNOWN_FIELD",
+                remedy=f"Give each of {', '.join(MASK_ALIASES.values())} once.",
+            )
+        found[known] = np.array(values, dtype=np.bool_)
+    return Masks(**found)

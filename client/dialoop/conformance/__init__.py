@@ -1,0 +1,4 @@
+"""The checks that any environment must pass, and a scripted play to run them on.
+
+An environment enters; a report of what it breaks leaves.
+"""

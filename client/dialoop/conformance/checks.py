@@ -1,0 +1,256 @@
+"""What every environment must do, asked of one: a kit for its author, behind `dialoop env check`.
+
+    findings = await check_environment(environment, answers=["[apple]", "Is it alive?"])
+    assert all(finding.is_ok for finding in findings)
+
+It is played in this process: by its own demonstrations where it has some, by the given answers, and
+by a few that fit many environments. Exceptions are shown as they are: they are the author's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dialoop.conformance.play import MAX_TURNS, Bench, Broken, Case, told
+from dialoop.environments.environment import Environment, Stateless
+from dialoop.environments.modes import InputMode
+from dialoop.errors import DialoopError, NotFound
+from dialoop.trajectory import Owner
+
+_MANY_KEYS = 1000
+_SPEAKERS = ("system", "user")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One check: Finding(check="reset", problem="", note="6 episodes").
+
+    problem: what is wrong, empty when all is well; note: what was looked at.
+    """
+
+    check: str
+    problem: str = ""
+    remedy: str = ""
+    note: str = ""
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether the environment does what it must."""
+        return not self.problem
+
+
+async def check_environment(
+    environment: Environment, *, answers: Sequence[str] = (), num_tasks: int = 3
+) -> tuple[Finding, ...]:
+    """Every check in order; `answers` are further things to say to it."""
+    async with Bench(environment, answers=answers, num_tasks=num_tasks) as bench:
+        return tuple([await _finding(name, check, bench) for name, check in CHECKS.items()])
+
+
+async def _finding(name: str, check: Callable[[Bench], Awaitable[str]], bench: Bench) -> Finding:
+    try:
+        return Finding(check=name, note=await check(bench))
+    except Broken as broken:
+        return Finding(check=name, problem=broken.problem, remedy=broken.remedy)
+    except DialoopError as error:
+        cause = error.__cause__
+        said = f"{type(cause).__name__}: {cause}" if cause is not None else error.message
+        return Finding(check=name, problem=f"It raises {said}", remedy=error.remedy)
+    except Exception as error:
+        return Finding(check=name, problem=f"It raises {type(error).__name__}: {error}")
+
+
+async def _tasks(bench: Bench) -> str:
+    """Splits have tasks, keys are unique and stay, and an unknown one is NotFound."""
+    tasks = bench.environment.tasks
+    found = []
+    for split in tasks.splits:
+        keys = list(tasks.keys(split)[:_MANY_KEYS])
+        if not keys:
+            raise Broken(f"Split '{split}' has no task.", "Leave the split out, or fill it.")
+        if len(set(keys)) < len(keys):
+            raise Broken(f"Split '{split}' names two tasks alike.", "Make keys unique.")
+        if keys != list(tasks.keys(split)[:_MANY_KEYS]):
+            raise Broken(
+                f"The keys of '{split}' are others each time.",
+                "Choose keys once, where the source is made, and shuffle with ListTasks.",
+            )
+        if tasks.get(split, keys[0]) != tasks.get(split, keys[0]):
+            raise Broken(f"Task '{keys[0]}' is another each time.", "Let the key decide the task.")
+        found.append(f"{split} {tasks.num_tasks(split)}")
+        try:
+            tasks.get(split, "no such task: dialoop env check")
+        except NotFound:
+            continue
+        raise Broken(
+            f"Split '{split}' has a task for any key.", "Raise task_not_found for an unknown key."
+        )
+    return ", ".join(found) or "questions come from the caller"
+
+
+async def _resets(bench: Bench) -> str:
+    """The same task and seed open alike."""
+    for case in bench.cases:
+        for seed in (0, 1):
+            first, second = [await bench.opened(case, seed=seed) for _ in "ab"]
+            if told(first) != told(second):
+                raise Broken(
+                    f"{case}: two resets with seed {seed} open differently.",
+                    "Draw chance from the seed alone: random.Random(seed), or episode.rng(...).",
+                )
+    return f"{len(bench.cases)} tasks, two seeds each"
+
+
+async def _retries(bench: Bench) -> str:
+    """A retried reset or step, also while the first is under way, does its work once."""
+    for case in bench.cases:
+        counted, answers = await bench.retried(case)
+        if counted.num_resets != 1 or counted.num_steps != 1:
+            raise Broken(
+                f"{case}: one reset and one step, retried, made {counted.num_resets} resets and "
+                f"{counted.num_steps} steps.",
+                "Answers must equal themselves: give messages as dialoop.chat makes them.",
+            )
+        if any(told(answer) != told(answers[0]) for answer in answers):
+            raise Broken(f"{case}: a retry got another answer.", "Return values, not live objects.")
+    return f"{len(bench.cases)} episodes; no tool ran twice"
+
+
+async def _ends(bench: Bench) -> str:
+    """Every episode ends, and no later than max_turns says."""
+    limit = bench.environment.traits.max_turns
+    most = 0
+    for played in await bench.plays():
+        if not played.outcomes[-1].done:
+            turns = len(played.outcomes)
+            said = f"max_turns says {limit}" if limit else "it names no max_turns"
+            raise Broken(
+                f"{played.case}: it is not over after {turns} turns of "
+                f"{played.case.lines[-1].text!r}; {said}.",
+                "Add MaxTurns or StepCounter to the transforms.",
+            )
+        most = max(most, len(played.outcomes))
+    return (
+        f"{len(await bench.plays())} episodes of at most {most} turns (limit {limit or MAX_TURNS})"
+    )
+
+
+async def _rewards(bench: Bench) -> str:
+    """Rewards are finite, named as declared, and their functions do not fail."""
+    declared = bench.environment.traits.reward_names
+    seen: set[str] = set()
+    for played in await bench.plays():
+        for outcome in played.outcomes:
+            for failure in outcome.failures:
+                if failure.owner is Owner.REWARD:
+                    raise Broken(
+                        f"{played.case}: after {played.said!r}: {failure.message}",
+                        "The exception is logged above. Give None where there is no reward.",
+                    )
+            seen |= {reward.name for reward in outcome.rewards}
+    if not seen <= set(declared):
+        raise Broken(
+            f"Rewards {', '.join(sorted(seen - set(declared)))} are not in traits.reward_names.",
+            "Declare each name there.",
+        )
+    silent = ", ".join(sorted(set(declared) - seen))
+    return ", ".join(sorted(seen)) + (f" (never given: {silent})" if silent else "") or "none"
+
+
+async def _traits(bench: Bench) -> str:
+    """Who speaks, which tools run and whether a step needs its session are as declared."""
+    environment = bench.environment
+    roles = {*environment.traits.roles, *_SPEAKERS, *bench.own_roles}
+    for played in await bench.plays():
+        if strangers := played.speakers - roles:
+            raise Broken(
+                f"{played.case}: {', '.join(sorted(strangers))} speaks and is not in traits.roles.",
+                "Declare the roles of the messages that a transform adds.",
+            )
+        if any(o.num_tool_calls for o in played.outcomes) and not environment.traits.tools:
+            raise Broken(
+                f"{played.case}: a tool ran and traits.tools is empty.", "Declare its name there."
+            )
+        for failure in (f for o in played.outcomes for f in o.failures):
+            if failure.owner in (Owner.TOOL, Owner.ENVIRONMENT):
+                raise Broken(
+                    f"{played.case}: after {played.said!r}: {failure.message}",
+                    "The exception is logged above. What is the policy's mistake is a "
+                    "ToolInputError; what is yours, mend.",
+                )
+    return f"roles {', '.join(sorted(roles))}; stop {list(environment.traits.stop)}"
+
+
+async def _state(bench: Bench) -> str:
+    """What an episode remembers lies in its state, and is never changed in place."""
+    environment = bench.environment
+    is_stateless = isinstance(environment, Stateless) and not environment.traits.needs_session
+    for case in bench.cases:
+        changed, outcomes = await bench.stepped_twice(case)
+        if changed:
+            raise Broken(
+                f"{case}: a step changes state[{changed!r}] of an episode in place.",
+                "Remember a new value: outcome.remember(name=[*old, more]).",
+            )
+        if is_stateless and told(outcomes[0]) != told(outcomes[1]):
+            raise Broken(
+                f"{case}: the same step of the same episode gives another answer the second time.",
+                "Keep what is remembered in the episode, or declare Traits(needs_session=True).",
+            )
+    return "a step needs nothing but its episode" if is_stateless else "steps need their session"
+
+
+async def _demonstrations(bench: Bench) -> str:
+    """A demonstration is what the environment would have said to its answers."""
+    shown = bench.demonstrated
+    if not shown:
+        return "none"
+    if bench.mode is not InputMode.HISTORY:
+        return "not checked: they are messages"
+    for case, history in shown:
+        played = await bench.played(case)
+        after = played.outcomes[-1].history.require_prompt()
+        for number, (ours, theirs) in enumerate(zip(after, history, strict=False)):
+            if (ours.role, ours.text) != (theirs.role, theirs.text):
+                raise Broken(
+                    f"{case}: message {number} of the demonstration is {theirs.role} "
+                    f"{theirs.text!r}, and the environment says {ours.role} {ours.text!r}.",
+                    "Demonstrate what the environment and its tools say.",
+                )
+        if len(after) != len(history) or not played.outcomes[-1].done:
+            raise Broken(
+                f"{case}: the demonstration does not end where its episode does.",
+                "Let it run to the message that ends the episode.",
+            )
+    return f"{len(shown)} play to their end"
+
+
+async def _sessions(bench: Bench) -> str:
+    """Episodes played at the same time go as they do alone."""
+    alone = await bench.plays()
+    async with asyncio.TaskGroup() as playing:
+        tasks = [playing.create_task(bench.played(played.case)) for played in alone]
+    for one, task in zip(alone, tasks, strict=True):
+        beside = task.result()
+        if [told(o) for o in one.outcomes] != [told(o) for o in beside.outcomes]:
+            raise Broken(
+                f"{one.case}: it goes otherwise beside other sessions, or a second time.",
+                "Keep what belongs to an episode in its state, and draw chance from its seed.",
+            )
+    return f"{len(alone)} at the same time"
+
+
+CHECKS: Mapping[str, Callable[[Bench], Awaitable[str]]] = {
+    "tasks": _tasks,
+    "reset": _resets,
+    "retry": _retries,
+    "end": _ends,
+    "rewards": _rewards,
+    "traits": _traits,
+    "state": _state,
+    "demonstrations": _demonstrations,
+    "sessions": _sessions,
+}
+__all__ = ["CHECKS", "Case", "Finding", "check_environment"]

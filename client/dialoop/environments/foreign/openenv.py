@@ -1,0 +1,190 @@
+"""OpenEnv servers as environments: extra `dialoop[openenv]`.
+
+use = "dialoop.environments.foreign.openenv:openenv"
+options = { name = "echo", url = "http://127.0.0.1:8000", action_key = "message" }
+
+An episode is a WebSocket of its own, with one request under way at most. Their frames carry no
+correlation id: a reply that comes late would pass for the next one's. So a connection whose
+request failed, timed out or was cancelled is closed and never asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dialoop.chat import History, Message
+from dialoop.environments.episode import TaskData
+from dialoop.environments.foreign.driver import Begun, ForeignEnvironment, Moved, NumberedTasks
+from dialoop.environments.tasks.source import TaskSource
+from dialoop.errors import CapacityExhausted, InvalidConfig
+
+ToAction = Callable[[str], Mapping[str, Any]]
+
+_CLOSE_S = 1.0
+_CAPACITY = "CAPACITY_REACHED"
+_NOT_SHOWN = ("done", "reward", "metadata")
+
+
+def openenv(  # noqa: PLR0913 - the options are the interface
+    *,
+    name: str,
+    url: str,
+    action_key: str = "message",
+    observation_key: str = "",
+    to_action: ToAction | None = None,
+    tasks: TaskSource | None = None,
+    num_tasks: int = 1000,
+    num_heldout: int = 0,
+    connect_timeout_s: float = 10.0,
+    timeout_s: float = 60.0,
+    max_observation: int = 100_000,
+    **options: Any,
+) -> ForeignEnvironment:
+    """The environment behind an OpenEnv server; InvalidConfig (PACKAGE_MISSING).
+
+    action_key: the field of their action that the policy's text is; `to_action` makes another one.
+    observation_key: the field of their observation that is shown; all of it as JSON by default.
+    tasks: what its resets are given; without them each task is a seed. options: of
+    ForeignEnvironment, as system_prompt or max_turns.
+    """
+    driver = OpenEnvDriver(
+        url=url,
+        to_action=to_action or (lambda text: {action_key: text}),
+        observation_key=observation_key,
+        connect_timeout_s=connect_timeout_s,
+        timeout_s=timeout_s,
+        max_observation=max_observation,
+    )
+    given: dict[str, Any] = {"reward_name": "openenv"} | options
+    source = tasks or NumberedTasks(num_tasks, num_heldout)
+    return ForeignEnvironment(name=name, driver=driver, tasks=source, **given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenEnvDriver:
+    """Plays episodes at an OpenEnv server, by its own client."""
+
+    url: str
+    to_action: ToAction
+    observation_key: str = ""
+    connect_timeout_s: float = 10.0
+    timeout_s: float = 60.0
+    max_observation: int = 100_000
+
+    def __post_init__(self) -> None:
+        _client_class()
+
+    async def begin(self, task: TaskData, seed: int) -> Begun:
+        """Connect and reset; CapacityExhausted (CAPACITY) while all their sessions are taken."""
+        connection = _Connection(
+            _client_class()(
+                base_url=self.url,
+                connect_timeout_s=self.connect_timeout_s,
+                message_timeout_s=self.timeout_s,
+            )
+        )
+        asked = {"seed": seed, "episode_id": uuid.uuid4().hex} | _facts_of(task)
+        try:
+            result = await connection.ask("reset", **asked)
+        except Exception as error:
+            if _CAPACITY not in f"{error} {connection.parting_code}":
+                raise
+            raise CapacityExhausted(
+                "All sessions of the OpenEnv server are in use.",
+                reason="CAPACITY",
+                remedy="Try again later, or raise its max_concurrent_envs.",
+            ) from error
+        return Begun(place=connection, messages=(self._message(result),))
+
+    async def move(self, place: _Connection, history: History) -> Moved:
+        """Step with the action of the policy's text."""
+        action = dict(self.to_action(history[-1].text))
+        result = await place.ask("step", action)
+        reward = None if result.reward is None else float(result.reward)
+        if result.done:
+            return Moved(reward=reward, terminated=True)
+        return Moved(messages=(self._message(result),), reward=reward)
+
+    async def end(self, place: _Connection) -> None:
+        """Close the WebSocket, and their session with it."""
+        await place.close()
+
+    def _message(self, result: Any) -> Message:
+        shown = {k: v for k, v in dict(result.observation).items() if k not in _NOT_SHOWN}
+        if self.observation_key:
+            chosen = shown[self.observation_key]
+            text = chosen if isinstance(chosen, str) else json.dumps(chosen)
+        else:
+            text = json.dumps(shown)
+        if len(text) > self.max_observation:
+            raise ValueError(f"an observation of {len(text)} characters")
+        return Message(role="user", content=text)
+
+
+class _Connection:
+    """One WebSocket; the first thing that goes wrong ends it."""
+
+    def __init__(self, client: Any) -> None:
+        self._client: Any = client
+        self._is_asking = False
+        # Of the error that the server sent unasked before it hung up.
+        self.parting_code = ""
+
+    async def ask(self, method: str, *arguments: Any, **given: Any) -> Any:
+        """A request and its reply; never one while another is under way."""
+        if self._client is None:
+            raise ConnectionError("the connection was given up")
+        if self._is_asking:
+            await self.close()
+            raise ConnectionError("a request came while another was under way")
+        self._is_asking = True
+        try:
+            return await getattr(self._client, method)(*arguments, **given)
+        except BaseException as error:
+            if "ConnectionClosed" in type(error).__name__:
+                self.parting_code = await _parting_code(self._client)
+            await self.close()
+            raise
+        finally:
+            self._is_asking = False
+
+    async def close(self) -> None:
+        """Close it for good."""
+        client, self._client = self._client, None
+        if client is not None:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(_CLOSE_S):
+                    await client.disconnect()
+
+
+async def _parting_code(client: Any) -> str:
+    """The code of an error frame that lies unread: their client sends before it reads."""
+    with contextlib.suppress(Exception):
+        async with asyncio.timeout(_CLOSE_S):
+            frame = await client._receive()
+            return str(frame["data"]["code"])
+    return ""
+
+
+def _facts_of(task: TaskData) -> dict[str, Any]:
+    """What a reset is told of the task beside the seed; servers ignore what they do not know."""
+    facts: dict[str, Any] = {k: v for k, v in task.metadata.items() if k != "seed"}
+    return facts | ({"question": task.question} if task.question else {})
+
+
+def _client_class() -> Any:
+    try:
+        from openenv.core import GenericEnvClient
+    except ImportError as error:
+        raise InvalidConfig(
+            "OpenEnv servers need the `openenv-core` package.",
+            reason="PACKAGE_MISSING",
+            remedy='Run: pip install "dialoop[openenv]"',
+        ) from error
+    return GenericEnvClient

@@ -1,0 +1,192 @@
+"""TorchRL chat environments as environments: extra `dialoop[torchrl]`.
+
+def gsm8k():                                # in my_environments.py
+    return torchrl_environment(name="gsm8k", make=make_chat_env, tasks=my_tasks)
+
+`make` builds a ChatEnv of theirs in history mode and batch size 1, with any transforms. Each
+episode has one of its own, on a thread of its own. torch and torchrl are imported by who calls
+this, and by nothing else of the SDK: only the process that serves such an environment has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from dialoop.chat import History, Message
+from dialoop.environments.episode import TaskData
+from dialoop.environments.foreign.driver import Begun, ForeignEnvironment, Moved
+from dialoop.environments.tasks.source import NoTasks, TaskSource
+from dialoop.errors import InvalidConfig
+
+T = TypeVar("T")
+
+
+def torchrl_environment(
+    *, name: str, make: Callable[[], Any], tasks: TaskSource | None = None, **options: Any
+) -> ForeignEnvironment:
+    """A ChatEnv of theirs; InvalidConfig (PACKAGE_MISSING).
+
+    tasks: their questions are what resets are given under the environment's `data_key`. options: of
+    ForeignEnvironment, as max_turns.
+    """
+    given: dict[str, Any] = {"reward_name": "torchrl"} | options
+    driver = TorchrlDriver(make=make)
+    return ForeignEnvironment(name=name, driver=driver, tasks=tasks or NoTasks(), **given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchrlDriver:
+    """Plays each episode in a TorchRL environment made for it."""
+
+    make: Callable[[], Any]
+
+    def __post_init__(self) -> None:
+        _libraries()
+
+    async def begin(self, task: TaskData, seed: int) -> Begun:
+        """Make and reset an environment."""
+        place = _Place()
+        try:
+            history = await place.run(lambda: place.reset(self.make, task, seed))
+        except BaseException:
+            place.close()
+            raise
+        return Begun(place=place, messages=history.messages)
+
+    async def move(self, place: _Place, history: History) -> Moved:
+        """Step with the whole conversation as `full`."""
+        return await place.run(lambda: place.step(history))
+
+    async def end(self, place: _Place) -> None:
+        """Close the environment, once its step is over."""
+        place.close()
+
+
+@dataclass(slots=True)
+class _Place:
+    """One environment of theirs and the only thread that touches it."""
+
+    thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="torchrl")
+    )
+    environment: Any = None
+    state: Any = None
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """What the work gives; cancelled, the thread is given up when it comes back."""
+        return await asyncio.get_running_loop().run_in_executor(self.thread, work)
+
+    def close(self) -> None:
+        """Close the environment on its own thread, and end that."""
+        self.thread.submit(self._close)
+        self.thread.shutdown(wait=False)
+
+    def reset(self, make: Callable[[], Any], task: TaskData, seed: int) -> History:
+        """The prompt that their reset shows."""
+        torchrl, tensordict = _libraries()
+        self.environment = make()
+        if getattr(self.environment, "input_mode", "history") != "history":
+            raise InvalidConfig(
+                "The TorchRL environment is not in history mode.",
+                reason="HISTORY_MODE_ONLY",
+                remedy='Make it with input_mode="history".',
+            )
+        if tuple(self.environment.batch_size) != (1,):
+            raise InvalidConfig(
+                "The TorchRL environment is a batch.",
+                reason="BATCH_SIZE",
+                remedy="Make it with batch_size=(1,): each episode has its own.",
+            )
+        self.environment.set_seed(seed % 2**31)
+        asked = {self.environment.data_key: _question(torchrl, task)}
+        asked |= {k: v for k, v in task.metadata.items() if k != "seed"}
+        if task.answer:
+            asked["answer"] = task.answer
+        given = tensordict.TensorDict(asked, batch_size=(1,))
+        self.state = self.environment.reset(given)
+        return _messages(self.state["history"].prompt)
+
+    def step(self, history: History) -> Moved:
+        """What their step makes of the conversation."""
+        torchrl, _ = _libraries()
+        prompt = len(_messages(self.state["history"].prompt))
+        asked = self.state.copy()
+        asked["history"] = torchrl.ChatHistory(
+            prompt=_theirs(torchrl, history[:prompt]),
+            response=_theirs(torchrl, history[prompt:]),
+            full=_theirs(torchrl, history),
+        )
+        stepped = self.environment.step(asked)
+        after = stepped["next"]
+        told = _messages(after["history"].prompt)
+        if _said(told)[: len(history)] != _said(history):
+            raise ValueError("the next prompt does not begin with what was sent")
+        reward = after.get("reward", None)
+        self.state = self.environment.step_mdp(stepped)  # with what the reset brought
+        terminated, truncated = (_flag(after, name) for name in ("terminated", "truncated"))
+        return Moved(
+            messages=told.messages[len(history) :],
+            reward=None if reward is None else float(reward.sum()),
+            terminated=terminated or (_flag(after, "done") and not truncated),
+            truncated=truncated,
+        )
+
+    def _close(self) -> None:
+        with contextlib.suppress(Exception):
+            if self.environment is not None:
+                self.environment.close(raise_if_closed=False)
+
+
+def _flag(state: Any, name: str) -> bool:
+    value = state.get(name, None)
+    return value is not None and bool(value.any())
+
+
+def _question(torchrl: Any, task: TaskData) -> Any:
+    if task.messages is not None:
+        return _theirs(torchrl, task.messages)
+    return task.question
+
+
+def _theirs(torchrl: Any, history: History) -> Any:
+    if any(message.tool_calls for message in history):
+        raise ValueError("TorchRL's messages here are text: they carry no tool calls")
+    chats = [{"role": m.role, "content": m.text, "is_complete": m.is_complete} for m in history]
+    return torchrl.History.from_chats([chats])
+
+
+def _messages(history: Any) -> History:
+    """The messages of the one conversation in a batch of theirs."""
+    roles, contents = list(history.role[0]), list(history.content[0])
+    return History(tuple(Message(role=r, content=c) for r, c in zip(roles, contents, strict=True)))
+
+
+def _said(history: History) -> list[tuple[str, str]]:
+    return [(message.role, message.text) for message in history]
+
+
+def _libraries() -> tuple[Any, Any]:
+    try:
+        import tensordict
+        import torchrl.data.llm.history as histories
+        import torchrl.modules.llm.policies.common as containers
+    except ImportError as error:
+        raise InvalidConfig(
+            "TorchRL environments need the `torchrl` package.",
+            reason="PACKAGE_MISSING",
+            remedy='Run: pip install "dialoop[torchrl]"',
+        ) from error
+    return _Names(histories.History, containers.ChatHistory), tensordict
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The containers that are used here."""
+
+    History: Any
+    ChatHistory: Any

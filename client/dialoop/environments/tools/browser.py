@@ -1,0 +1,275 @@
+r"""A web browser as tools: navigate, click, type, scroll and extract, on named domains alone.
+
+BrowserTools(allowed_domains=("docs.example.org",))
+<tool>navigate\n{"url": "https://docs.example.org/start"}</tool>
+<tool>extract\n{"selector": "h1"}</tool>
+
+A domain allows its own host and those below it: "example.com" allows www.example.com, never
+evilexample.com. The browser itself resolves no other name, so that redirects, clicks, scripts and
+images cannot leave either. Needs the extra `dialoop[browser]` and a Chromium.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from dialoop.environments.episode import Episode, Opening, Outcome
+from dialoop.environments.tools.function_tools import FunctionTool
+from dialoop.environments.tools.text_tools import ToolInputError
+from dialoop.environments.tools.tool_syntaxes import BlockCalls, ToolSyntax
+from dialoop.environments.tools.tool_use import ToolUse
+from dialoop.environments.transform import Traits, Transform
+from dialoop.errors import InvalidConfig
+
+_STATE = "browser_tab"
+_ACTIONS = ("navigate", "click", "type", "scroll", "extract")
+# The page gives up before the tool does: a page that is slow is no failure of ours.
+_PAGE_SHARE = 0.8
+_BLANK = "about:blank"
+
+Launch = Callable[[Mapping[str, Any]], Awaitable[Any]]
+
+
+class BrowserTools(Transform):
+    """One browser, started with the service; each episode has a page and cookies of its own.
+
+    What the policy got wrong (a foreign address, a selector that matches nothing) is told to it; a
+    browser that is gone ends the episode as an error of the tool. `launch` makes the browser of
+    playwright's keyword arguments; `executable` is a Chromium of yours.
+    """
+
+    def __init__(  # noqa: PLR0913 - the options are the interface
+        self,
+        *,
+        allowed_domains: tuple[str, ...] | list[str],
+        syntax: ToolSyntax | None = None,
+        role: str = "tool",
+        timeout_s: float = 30.0,
+        max_tool_response: int = 10_000,
+        executable: str = "",
+        arguments: tuple[str, ...] | list[str] = (),
+        launch: Launch | None = None,
+    ) -> None:
+        self._domains = tuple(_domain(given) for given in allowed_domains)
+        if not self._domains or timeout_s <= 0:
+            raise InvalidConfig(
+                "BrowserTools has no domain or no time.",
+                remedy='Name allowed_domains, as ("example.com",), and a timeout_s above 0.',
+            )
+        self._options: dict[str, Any] = {
+            "syntax": syntax or BlockCalls(),
+            "role": role,
+            "timeout_s": timeout_s,
+            "max_tool_response": max_tool_response,
+        }
+        self._page_ms = 1000 * timeout_s * _PAGE_SHARE
+        rules = ", ".join(f"EXCLUDE {name}, EXCLUDE *.{name}" for name in self._domains)
+        self._launch_options: dict[str, Any] = {
+            "args": [*arguments, f"--host-resolver-rules=MAP * ~NOTFOUND, {rules}"],
+            **({"executable_path": executable} if executable else {}),
+        }
+        self._launch = launch or _launched
+        self._browser: Any = None
+
+    @property
+    def traits(self) -> Traits:
+        """The actions, and the domains they may reach."""
+        use = ToolUse(_tools(_Tab(self)), **self._options)
+        facts = {"browser_domains": ", ".join(self._domains)}
+        return replace(use.traits, needs_session=True, facts=facts)
+
+    def reset(self, opening: Opening) -> Opening:
+        """A page of its own, opened by the first action."""
+        return opening.remember(**{_STATE: _Tab(self)})
+
+    async def step(self, outcome: Outcome) -> Outcome:
+        """Run the actions of the policy's message, in order."""
+        tab = outcome.episode.state[_STATE]
+        return await ToolUse(_tools(tab), **self._options).step(outcome)
+
+    async def acquire(self) -> None:
+        """Start the browser; InvalidConfig (BROWSER_MISSING) when there is none."""
+        try:
+            self._browser = await self._launch(self._launch_options)
+        except InvalidConfig:
+            raise
+        except Exception as error:
+            raise InvalidConfig(
+                f"The browser cannot be started ({type(error).__name__}).",
+                reason="BROWSER_MISSING",
+                remedy="Run `playwright install chromium`, or name the executable of a Chromium.",
+            ) from error
+
+    async def release(self) -> None:
+        """End the browser."""
+        if self._browser is not None:
+            await self._browser.close()
+
+    async def close(self, episode: Episode) -> None:
+        """Close this episode's page; no other's."""
+        tab = episode.state.get(_STATE)
+        if isinstance(tab, _Tab):
+            await tab.close()
+
+    def problem(self) -> str:
+        """A browser that ended."""
+        return "" if self.is_running else "The browser is not running."
+
+    @property
+    def is_running(self) -> bool:
+        """Whether pages can be opened."""
+        return self._browser is not None and bool(self._browser.is_connected())
+
+    def allows(self, url: str) -> bool:
+        """Whether a page of this address may be open."""
+        parts = urlsplit(url)
+        host = (parts.hostname or "").rstrip(".").lower()
+        of_web = parts.scheme in ("http", "https")
+        return of_web and any(host == d or host.endswith(f".{d}") for d in self._domains)
+
+    async def opened(self) -> Any:
+        """A page with cookies of its own, whose every request is checked."""
+        context = await self._browser.new_context(service_workers="block", accept_downloads=False)
+        context.set_default_timeout(self._page_ms)
+        await context.route("**/*", self._checked)
+        return await context.new_page()
+
+    async def _checked(self, route: Any) -> None:
+        if self.allows(route.request.url):
+            await route.continue_()
+        else:
+            await route.abort()
+
+
+class _Tab:
+    """The page of one episode, and what may be done with it; each answers with a text."""
+
+    def __init__(self, browser: BrowserTools) -> None:
+        self._browser = browser
+        self._page: Any = None
+
+    async def navigate(self, url: str) -> str:
+        """Open the page at a URL."""
+        if not self._browser.allows(url):
+            raise _foreign()
+        return await self._done(lambda page: page.goto(url), opens=True)
+
+    async def click(self, selector: str) -> str:
+        """Click on what a CSS selector matches."""
+        return await self._done(lambda page: page.click(selector))
+
+    async def type(self, selector: str, text: str) -> str:
+        """Write a text into the field that a CSS selector matches."""
+        return await self._done(lambda page: page.fill(selector, text))
+
+    async def scroll(self, pixels: int = 600) -> str:
+        """Scroll down, or up by a negative number."""
+        return await self._done(lambda page: page.mouse.wheel(0, pixels))
+
+    async def extract(self, selector: str = "body") -> str:
+        """The text of what a CSS selector matches."""
+        found = await self._acted(lambda page: page.inner_text(selector))
+        return str(found)
+
+    async def close(self) -> None:
+        """Close the page and forget its cookies."""
+        page, self._page = self._page, None
+        if page is not None and self._browser.is_running:
+            await page.context.close()
+
+    async def _done(self, act: Callable[[Any], Awaitable[Any]], *, opens: bool = False) -> str:
+        await self._acted(act, opens=opens)
+        return f"{await self._page.title()}\n{self._page.url}"
+
+    async def _acted(self, act: Callable[[Any], Awaitable[Any]], *, opens: bool = False) -> Any:
+        """Act, and stay only where that is allowed; a page that did not open leaves a blank one."""
+        if self._page is None:
+            self._page = await self._browser.opened()
+        elif self._is_foreign:  # what an earlier click led to came late
+            await self._start_anew()
+        try:
+            result = await act(self._page)
+            await self._page.wait_for_load_state()
+        except Exception as error:
+            if not self._browser.is_running:
+                raise
+            if opens or self._is_foreign:
+                await self._start_anew()
+            raise ToolInputError(_told(error)) from error
+        if self._is_foreign:
+            await self._start_anew()
+            raise _foreign()
+        return result
+
+    @property
+    def _is_foreign(self) -> bool:
+        url = self._page.url
+        return url != _BLANK and not self._browser.allows(url)
+
+    async def _start_anew(self) -> None:
+        """A blank page with the same cookies: the browser's error page would come in between."""
+        page = self._page
+        self._page = await page.context.new_page()
+        await page.close()
+
+
+def _tools(tab: _Tab) -> list[FunctionTool]:
+    return [FunctionTool(getattr(tab, action), name=action) for action in _ACTIONS]
+
+
+def _told(error: Exception) -> str:
+    """What the policy may know: a browser's own messages show addresses and its insides."""
+    if type(error).__name__ == "TimeoutError":
+        return "nothing matched, or the page took too long."
+    return "the page could not be opened, or the selector is no CSS."
+
+
+def _foreign() -> ToolInputError:
+    return ToolInputError("that address is not among the allowed domains.")
+
+
+def _domain(given: str) -> str:
+    name = given.strip().lower().strip(".")
+    # It becomes part of a rule of the browser, where these have a meaning.
+    if not name or set(name) & set(" ,/*:@"):
+        raise InvalidConfig(
+            f"'{given}' is no domain.", remedy="Write a host, as example.com or 127.0.0.1."
+        )
+    return name
+
+
+async def _launched(options: Mapping[str, Any]) -> Any:
+    """A headless Chromium of playwright's, which ends with it."""
+    try:
+        playwright = importlib.import_module("playwright.async_api")
+    except ImportError as error:
+        raise InvalidConfig(
+            "A browser needs the package playwright.",
+            reason="BROWSER_MISSING",
+            remedy="Install it with `pip install 'dialoop[browser]'`.",
+        ) from error
+    driver = await playwright.async_playwright().start()
+    try:
+        browser = await driver.chromium.launch(headless=True, **options)
+    except BaseException:
+        await driver.stop()
+        raise
+    return _Driven(browser, driver)
+
+
+class _Driven:
+    """A browser that takes its driver along when it ends."""
+
+    def __init__(self, browser: Any, driver: Any) -> None:
+        self._browser = browser
+        self._driver = driver
+        self.new_context = browser.new_context
+        self.is_connected = browser.is_connected
+
+    async def close(self) -> None:
+        await self._browser.close()
+        await self._driver.stop()

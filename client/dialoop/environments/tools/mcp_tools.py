@@ -1,0 +1,298 @@
+"""Tools of MCP servers: programs that speak over stdio, or addresses of streamable HTTP.
+
+McpTools({"files": McpServer(command="uvx", args=("mcp-server-files==1.2", "/data"))})
+McpTools({"search": McpServer(url="http://127.0.0.1:8000/mcp")}, syntax=BlockCalls())
+
+A call names `server.tool`; without a server the first one is meant. Needs the extra `dialoop[mcp]`.
+Servers run with the rights of the service: name only ones that you trust, at fixed versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dialoop.chat import ToolDefinition
+from dialoop.environments.episode import Outcome
+from dialoop.environments.failures import failure_of
+from dialoop.environments.tools.function_tools import ArgumentTool, checked
+from dialoop.environments.tools.text_tools import ToolInputError
+from dialoop.environments.tools.tool_syntaxes import BlockCalls, ToolSyntax
+from dialoop.environments.tools.tool_use import ToolFailures, ToolUse
+from dialoop.environments.transform import Traits, Transform
+from dialoop.errors import InvalidConfig
+from dialoop.trajectory import Owner
+
+# JSON-RPC's code, in the SDK's use, for a connection that has ended.
+_CONNECTION_CLOSED = -32000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class McpServer:
+    """How to reach one server: a command to run, or a URL.
+
+    The program gets `env` and a few variables it cannot run without (PATH, HOME), nothing else.
+    """
+
+    command: str = ""
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    url: str = ""
+    # Tools to offer; empty: all it has.
+    allowed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if bool(self.command) == bool(self.url):
+            raise InvalidConfig(
+                "An MCP server has a command or a url, one of the two.",
+                remedy='Write McpServer(command="...") or McpServer(url="http://.../mcp").',
+            )
+
+
+class McpTools(Transform):
+    """Connects when the service starts; a server that cannot be reached keeps it from starting."""
+
+    def __init__(  # noqa: PLR0913 - the options are the interface
+        self,
+        servers: Mapping[str, McpServer | Mapping[str, Any]],
+        *,
+        syntax: ToolSyntax | None = None,
+        role: str = "tool",
+        timeout_s: float = 10.0,
+        start_timeout_s: float = 30.0,
+        tool_failures: ToolFailures = "end",
+        max_tool_response: int = 10_000,
+    ) -> None:
+        if not servers:
+            raise InvalidConfig("McpTools has no server.", remedy="Name at least one.")
+        self._connections = {
+            name: _Connection(name, _server(given), start_timeout_s)
+            for name, given in servers.items()
+        }
+        self._options: dict[str, Any] = {
+            "syntax": syntax or BlockCalls(),
+            "role": role,
+            "timeout_s": timeout_s,
+            "tool_failures": tool_failures,
+            "max_tool_response": max_tool_response,
+            "show_outcome": True,
+        }
+        self._use = _Use((), (), self._options)
+
+    @property
+    def traits(self) -> Traits:
+        """The tools of all servers, as `server.tool`; known once they are connected."""
+        return self._use.traits
+
+    async def step(self, outcome: Outcome) -> Outcome:
+        """Run the calls of the policy's message."""
+        return await self._use.step(outcome)
+
+    async def acquire(self) -> None:
+        """Connect to every server and ask for its tools; InvalidConfig (MCP_UNREACHABLE)."""
+        try:
+            for connection in self._connections.values():
+                await connection.open()
+        except BaseException:
+            await self.release()
+            raise
+        tools = [tool for c in self._connections.values() for tool in c.tools]
+        self._use = _Use(tools, tuple(self._connections), self._options)
+
+    async def release(self) -> None:
+        """End every connection, and the programs with them."""
+        for connection in self._connections.values():
+            await connection.close()
+
+    def problem(self) -> str:
+        """The servers whose connection ended."""
+        return " ".join(filter(None, (c.problem for c in self._connections.values())))
+
+
+class _Use(ToolUse):
+    """ToolUse in which a name without a server means the first one's tool."""
+
+    def __init__(self, tools: Any, servers: tuple[str, ...], options: Mapping[str, Any]) -> None:
+        super().__init__(tools, **options)
+        self._servers = servers
+
+    def tool(self, name: str) -> ArgumentTool | None:
+        found = super().tool(name)
+        if found is None and self._servers:
+            found = super().tool(f"{self._servers[0]}.{name}")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _McpTool:
+    definition: ToolDefinition
+    name: str
+    connection: _Connection
+
+    async def run(self, arguments: Mapping[str, Any], *, timeout_s: float) -> str:
+        checked(arguments, json.loads(self.definition.parameters_json))
+        async with asyncio.timeout(timeout_s):
+            return await self.connection.call(self.name, arguments)
+
+
+class _Connection:
+    """One server; a task of its own holds the connection, since the SDK's scopes must nest.
+
+    A connection that breaks is made again, after a wait that grows; until then calls fail.
+    """
+
+    def __init__(self, name: str, server: McpServer, start_timeout_s: float) -> None:
+        self._name = name
+        self._server = server
+        self._start_timeout_s = start_timeout_s
+        self._holder: asyncio.Task[None] | None = None
+        self._leave = asyncio.Event()
+        self._broken = asyncio.Event()
+        self._client: Any = None
+        self.tools: list[_McpTool] = []
+
+    @property
+    def problem(self) -> str:
+        """Why no call can be made."""
+        return "" if self._client is not None else f"The MCP server {self._name} is not connected."
+
+    async def open(self) -> None:
+        """Connect and list the tools; InvalidConfig (MCP_UNREACHABLE, MCP_MISSING)."""
+        self._leave = asyncio.Event()
+        ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._holder = asyncio.create_task(self._hold(ready))
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                listed = await asyncio.shield(ready)
+        except InvalidConfig:
+            raise
+        except Exception as error:
+            self._holder.cancel()
+            raise self._unreachable(error) from error
+        self.tools = [self._tool(t) for t in listed if self._is_allowed(t.name)]
+        missing = set(self._server.allowed) - {tool.name for tool in self.tools}
+        if missing:
+            raise InvalidConfig(
+                f"The MCP server {self._name} has no tool {', '.join(sorted(missing))}.",
+                reason="MCP_TOOL_MISSING",
+                remedy=f"It has: {', '.join(t.name for t in listed)}.",
+            )
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The text of a tool's result; ToolInputError when the server calls it an error."""
+        client = self._client
+        if client is None:
+            raise ConnectionError(self.problem)
+        try:
+            result = await client.call_tool(name, dict(arguments))
+        except Exception as error:
+            if getattr(error, "code", None) == _CONNECTION_CLOSED:
+                self._client = None
+                self._broken.set()
+            raise
+        text = "\n".join(_content(part) for part in result.content)
+        if result.is_error:
+            raise ToolInputError(text or "the tool reported an error.")
+        return text
+
+    async def close(self) -> None:
+        """End the connection."""
+        self._leave.set()
+        self._broken.set()
+        if self._holder is not None:
+            await asyncio.wait([self._holder], timeout=10)
+            self._holder.cancel()
+
+    async def _hold(self, ready: asyncio.Future[Any]) -> None:
+        """Connect, until told to leave; the first time an error is the caller's."""
+        wait_s = 0.5
+        while not self._leave.is_set():
+            self._broken.clear()
+            try:
+                async with _client(self._server) as client:
+                    listed = (await client.list_tools()).tools
+                    self._client = client
+                    wait_s = 0.5
+                    if not ready.done():
+                        ready.set_result(listed)
+                    await self._broken.wait()
+            except Exception as error:
+                if not ready.done():
+                    ready.set_exception(error)
+                    return
+                what = f"MCP server {self._name}"
+                failure_of(error, owner=Owner.TOOL, reason="MCP_GONE", what=what)
+            finally:
+                self._client = None
+            await self._paused(wait_s)
+            wait_s = min(wait_s * 2, 30.0)
+
+    async def _paused(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._leave.wait()
+
+    def _tool(self, listed: Any) -> _McpTool:
+        definition = ToolDefinition(
+            name=f"{self._name}.{listed.name}",
+            description=listed.description or "",
+            parameters_json=json.dumps(listed.input_schema),
+        )
+        return _McpTool(definition, listed.name, self)
+
+    def _is_allowed(self, name: str) -> bool:
+        return not self._server.allowed or name in self._server.allowed
+
+    def _unreachable(self, error: Exception) -> InvalidConfig:
+        where = self._server.url or " ".join((self._server.command, *self._server.args))
+        why = "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
+        return InvalidConfig(
+            f"The MCP server {self._name} ({where}) cannot be used: {why}.",
+            reason="MCP_UNREACHABLE",
+            remedy="Run the command or open the address by hand, and mend what it says.",
+        )
+
+
+def _client(server: McpServer) -> Any:
+    """The official SDK's client, not yet connected."""
+    try:
+        import mcp
+    except ImportError as error:
+        raise InvalidConfig(
+            "MCP tools need the package mcp.",
+            reason="MCP_MISSING",
+            remedy="Install it with `pip install 'dialoop[mcp]'`.",
+        ) from error
+    if server.url:
+        return mcp.Client(server.url)
+    parameters = mcp.StdioServerParameters(
+        command=server.command, args=list(server.args), env=dict(server.env)
+    )
+    return mcp.Client(parameters)
+
+
+def _server(given: McpServer | Mapping[str, Any]) -> McpServer:
+    """A server as it is, or from a config's {"command": ..., "args": [...], "env": {...}}."""
+    if isinstance(given, McpServer):
+        return given
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    try:
+        return McpServer(**fields)
+    except TypeError as error:
+        raise InvalidConfig(
+            f"An MCP server is described by unknown fields: {error}.",
+            remedy="Give command, args and env, or url; and allowed if not all tools are.",
+        ) from error
+
+
+def _content(part: Any) -> str:
+    """What one part of a result says; what is no text is named, never shown as a repr."""
+    text = getattr(part, "text", None)
+    if isinstance(text, str):
+        return text
+    resource = getattr(getattr(part, "resource", None), "text", None)
+    return resource if isinstance(resource, str) else f"[{getattr(part, 'type', 'content')}]"

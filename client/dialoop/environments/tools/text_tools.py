@@ -1,0 +1,126 @@
+"""Tools the policy calls, and the transform that runs them.
+
+def capital(country: str) -> str:
+    if country not in CAPITALS:
+        raise ToolInputError(f"no country {country}")      # the policy's mistake: it reads this
+    return CAPITALS[country]                               # any other exception is a failure
+
+ToolCalls([capital, Calculator()])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from dialoop.chat import Message
+from dialoop.environments.episode import Outcome
+from dialoop.environments.failures import failure_of
+from dialoop.environments.tools.call_syntax import CallSyntax, parse_span
+from dialoop.environments.tools.calling import call, name_of
+from dialoop.environments.transform import Traits, Transform
+from dialoop.errors import InvalidConfig
+from dialoop.trajectory import Failure, Owner
+
+
+class ToolInputError(Exception):
+    """The policy asked a tool for something it cannot do; its text becomes the tool's answer."""
+
+
+class Tool(Protocol):
+    """A named tool; a plain function is one too, named by itself. Either may be async."""
+
+    @property
+    def name(self) -> str:
+        """What the policy calls it."""
+        ...
+
+    def __call__(self, query: str) -> Any:
+        """The answer (its `str` is used); ToolInputError for a query that makes no sense."""
+        ...
+
+
+ToolFunction = Tool | Callable[[str], Any]
+
+
+def cut(text: str, limit: int) -> str:
+    """At most `limit` characters, the last three of them dots where something was cut."""
+    if len(text) <= limit:
+        return text
+    return text[: limit - 3] + "..." if limit > 3 else text[:limit]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCalls(Transform):
+    """Run the calls in the policy's message and append one message per call.
+
+    Only the message the policy sent is read, so nothing in a tool's text can call or submit. A
+    failing tool (any exception but ToolInputError, or a timeout) ends the episode as an error.
+    """
+
+    tools: Mapping[str, ToolFunction] | Sequence[ToolFunction]
+    syntax: CallSyntax = field(default_factory=CallSyntax, kw_only=True)
+    role: str = field(default="tool", kw_only=True)
+    max_tool_response: int = field(default=100, kw_only=True)
+    max_calls: int = field(default=8, kw_only=True)
+    timeout_s: float = field(default=10.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if len(self._by_name()) != len(self.tools):
+            raise InvalidConfig(
+                f"Two tools have one name: {', '.join(map(name_of, self.tools))}.",
+                remedy="Give the tools as a dict with a name for each.",
+            )
+        if self.max_tool_response < 1 or self.max_calls < 1 or self.timeout_s <= 0:
+            raise InvalidConfig(
+                "A limit of ToolCalls is not positive.",
+                remedy="Set max_tool_response, max_calls and timeout_s above 0.",
+            )
+
+    @property
+    def traits(self) -> Traits:
+        """The tools' names, and where the policy's message stops."""
+        return Traits(stop=(self.syntax.call,), tools=tuple(self._by_name()), roles=(self.role,))
+
+    async def step(self, outcome: Outcome) -> Outcome:
+        """Run each call in turn; the first failure ends it."""
+        if outcome.episode.done:
+            return outcome
+        for number, span in enumerate(self.syntax.spans(outcome.episode.answer_text)):
+            if number == self.max_calls:
+                return self._answered(outcome, "Too many calls.")
+            outcome = await self._run(outcome, span)
+            if outcome.episode.done:
+                return outcome
+        return outcome
+
+    async def _run(self, outcome: Outcome, span: str) -> Outcome:
+        name, query = parse_span(span)
+        if name is None or query is None:
+            return self._answered(outcome, "Unknown tool call.")
+        tool = self._by_name().get(name)
+        if tool is None:
+            return self._answered(outcome, f"Unknown tool {name}.")
+        outcome = replace(outcome, num_tool_calls=outcome.num_tool_calls + 1)
+        try:
+            # str() belongs in here: it is the tool's code too.
+            text = str(await call(tool, query, timeout_s=self.timeout_s))
+        except ToolInputError as error:
+            text = f"Tool error: {error}"
+        except Exception as error:
+            return outcome.fail(self._failure(error, name))
+        return self._answered(outcome, text)
+
+    def _answered(self, outcome: Outcome, text: str) -> Outcome:
+        content = cut(text, self.max_tool_response) + self.syntax.response
+        return outcome.append(Message(role=self.role, content=content))
+
+    def _failure(self, error: Exception, name: str) -> Failure:
+        reason = "TOOL_TIMEOUT" if isinstance(error, TimeoutError) else "TOOL_FAILED"
+        return failure_of(error, owner=Owner.TOOL, reason=reason, what=f"Tool {name}")
+
+    def _by_name(self) -> dict[str, ToolFunction]:
+        if isinstance(self.tools, Mapping):
+            return dict(self.tools)
+        return {name_of(tool): tool for tool in self.tools}

@@ -1,0 +1,48 @@
+"""Runs that need a policy, of environments in this process: there is none here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dialoop.errors import PreconditionFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from dialoop.text_environment.environment import TextRun
+    from dialoop.trajectory import SamplingParams
+    from dialoop.trials.trial import TrialOptions, TrialResult
+
+
+def no_inference(remedy: str) -> PreconditionFailed:
+    """Nobody here samples."""
+    return PreconditionFailed(
+        "These environments know no inference service.", reason="NO_INFERENCE", remedy=remedy
+    )
+
+
+class LocalRuns:
+    """EnvironmentClient's methods that ask the service's own policy; always NO_INFERENCE."""
+
+    async def run_text(
+        self,
+        environment: str,
+        queries: Iterable[str],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        sampling: SamplingParams | None = None,
+        compat: str = "",
+    ) -> TextRun:
+        """Not without a service."""
+        raise no_inference("Run a TextEnvironment with a policy of yours.")
+
+    async def run_trial(
+        self,
+        environment: str,
+        inputs: Iterable[Mapping[str, str]],
+        *,
+        options: TrialOptions | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> TrialResult:
+        """Not without a service."""
+        raise no_inference("Call dialoop.trials.trial.run_trial with an agent of yours.")

@@ -1,0 +1,385 @@
+"""Chat templates: a conversation as the text a model was trained to read.
+
+    template = ChatTemplate.of(tokenizer)
+    template.render(history)          # with the opening of the assistant's turn
+    template.render_blocks(history)   # and where the template's generation blocks lie
+
+Tokens and masks of a whole conversation are `dialoop.templates.masks`'s part, templates by name
+`dialoop.templates.registry`'s, and who wrote which token of a rollout `dialoop.tokens.builder`'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+
+from dialoop.chat_dicts import chat_for_template, tool_for_template
+from dialoop.errors import (
+    DialoopError,
+    InvalidConfig,
+    InvalidInput,
+    PreconditionFailed,
+    Unsupported,
+)
+from dialoop.templates.jinja_sandbox import TemplateSandbox
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from jinja2.parser import Parser as JinjaParser
+
+    from dialoop.chat import History, Message, ToolDefinition
+    from dialoop.templates.parsing import Parser
+    from dialoop.tokens.tokenizer import Tokenizer
+
+    Tools = Iterable[ToolDefinition | Mapping[str, Any]]
+
+Span = tuple[int, int]
+"""Half-open range of characters."""
+
+SPECIAL_NAMES = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
+_RESERVED = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message"}
+    | {"with_mask", "with_offsets", "include_eos"}
+)
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# Noncharacters: no text that is meant for interchange holds them, and no tokenizer's vocabulary.
+_MARKS = ("\ufdd0", "\ufdd1", "\ufdd2")
+_UNFINISHED = "\ufdd3unfinished "
+
+
+@dataclass(slots=True)
+class _Blocks:
+    """What one rendering's generation blocks are marked with, and how many there were."""
+
+    mark: str
+    count: int = 0
+
+
+class _GenerationBlock(Extension):
+    """Mark what stands in `{% generation %}...{% endgeneration %}`: what an assistant writes."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2's own contract)
+
+    def parse(self, parser: JinjaParser) -> nodes.Node:
+        """A call block, so that names set inside stay inside, as with transformers."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    @jinja2.pass_context
+    def _marked(self, context: jinja2.runtime.Context, caller: Callable[[], str]) -> str:
+        blocks = context.get("_generation_blocks")
+        if not isinstance(blocks, _Blocks):
+            return caller()
+        blocks.count += 1
+        return f"{blocks.mark}{caller()}{blocks.mark}"
+
+
+def _raise_exception(message: str) -> None:
+    raise InvalidInput(
+        f"The chat template refuses this conversation: {message}",
+        reason="TEMPLATE_REFUSED",
+        remedy="Use the roles and order of messages the model's template knows.",
+    )
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+@lru_cache(maxsize=256)
+def _compiled(source: str) -> jinja2.Template:
+    """The template with the settings and functions that transformers gives to it."""
+    environment = TemplateSandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise InvalidConfig(
+            f"The chat template does not parse: line {error.lineno}: {error.message}.",
+            reason="TEMPLATE_INVALID",
+            remedy="Mend the template.",
+        ) from None
+
+
+class ChatTemplate:
+    """A Jinja chat template, rendered as transformers renders it."""
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        name: str = "",
+        parser: Parser | None = None,
+    ) -> None:
+        self._template = _compiled(source)
+        self._special_tokens = dict(special_tokens or {})
+        self._parser = parser
+        self._is_parser_known = parser is not None
+        self._understands_parts: bool | None = None
+        self.source = source
+        self.name = name
+        self.digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+        self.has_generation_blocks = _GENERATION.search(source) is not None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
+        """The tokenizer's own template; InvalidConfig when it has none."""
+        source = tokenizer.chat_template
+        if source is None:
+            raise InvalidConfig(
+                "The tokenizer has no chat template.",
+                reason="TEMPLATE_MISSING",
+                remedy="Add chat_template to tokenizer_config.json, or chat_template.jinja.",
+            )
+        return cls(source, name=tokenizer.name).with_special_tokens_of(tokenizer)
+
+    def with_special_tokens_of(self, tokenizer: Tokenizer) -> ChatTemplate:
+        """This template, which writes the tokenizer's bos_token and so on."""
+        found = {name: tokenizer.special_token(name) for name in SPECIAL_NAMES}
+        return ChatTemplate(
+            self.source,
+            special_tokens={k: v for k, v in found.items() if v is not None},
+            name=self.name,
+            parser=self._parser,
+        )
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """What the template knows as bos_token, eos_token and so on."""
+        return self._special_tokens
+
+    @property
+    def parser(self) -> Parser | None:
+        """What reads the rendered text back: the one given, or a built-in one that provably does.
+
+        None when neither is there. Proven means: it read back what this template rendered.
+        """
+        if not self._is_parser_known:
+            from dialoop.templates.parsing import parser_for
+
+            self._parser, self._is_parser_known = parser_for(self), True
+        return self._parser
+
+    def parse(self, text: str) -> History:
+        """The messages of a rendered text; PreconditionFailed (NO_PARSER) without a parser."""
+        return self._require_parser().parse(text, self._special_tokens)
+
+    def parse_tokens(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> History:
+        """The messages of token ids: only ids of special tokens open and close turns."""
+        from dialoop.templates.parsing import parse_tokens
+
+        return parse_tokens(self._require_parser(), token_ids, tokenizer, self._special_tokens)
+
+    def _require_parser(self) -> Parser:
+        if self.parser is None:
+            raise PreconditionFailed(
+                f"Nothing reads back what the chat template {self.name} writes.".replace("  ", " "),
+                reason="NO_PARSER",
+                remedy="Register the template together with a parser.",
+            )
+        return self.parser
+
+    def render(
+        self,
+        history: History,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Tools | None = None,
+        **options: Any,
+    ) -> str:
+        """The conversation as text; with the opening of the assistant's turn by default.
+
+        continue_final_message: leave the last message open, so that the policy continues it.
+        options: further variables of the template, such as enable_thinking.
+        """
+        opens = _opens(add_generation_prompt, continue_final_message)
+        variables = self._variables(history, tools, options)
+        if continue_final_message:
+            return self._continued(variables)
+        return self._filled(variables, opens)
+
+    def render_blocks(
+        self,
+        history: History,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Tools | None = None,
+        **options: Any,
+    ) -> tuple[str, tuple[Span, ...]]:
+        """The text, and the spans of the generation blocks that messages filled."""
+        opens = _opens(add_generation_prompt, continue_final_message)
+        variables = self._variables(history, tools, options)
+        if continue_final_message:
+            mark = _absent_mark(variables)
+            pieces = self._continued(variables | {"_generation_blocks": _Blocks(mark)}).split(mark)
+        else:
+            pieces = self._marked_pieces(variables, opens)
+        spans = _spans(pieces)
+        text = "".join(pieces)
+        if opens and spans and not text[spans[-1][1] :].strip():
+            # The last block may be the opening's: nobody has written it.
+            spans = spans[: len(self._marked_pieces(variables, opens=False)) // 2]
+        return text, spans
+
+    def _marked_pieces(self, variables: dict[str, Any], opens: bool) -> list[str]:
+        """The text cut at the ends of its generation blocks, by a mark that is not in it."""
+        for mark in _MARKS:
+            blocks = _Blocks(mark)
+            variables["_generation_blocks"] = blocks
+            pieces = self._filled(variables, opens).split(mark)
+            if len(pieces) == 2 * blocks.count + 1:
+                return pieces
+        raise Unsupported(
+            "The chat template writes its generation blocks more or less than once.",
+            reason="MASK_UNAVAILABLE",
+            remedy="Ask without a mask, or mend the template.",
+        )
+
+    def _variables(
+        self, history: History, tools: Tools | None, options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        require_variables(options)
+        tool_dicts = [tool_for_template(tool) for tool in tools] if tools is not None else None
+        self._require_tools_written(history, bool(tool_dicts))
+        messages = [
+            chat_for_template(message) if isinstance(message.content, str) else self._parts(message)
+            for message in history.messages
+        ]
+        return {"messages": messages, "tools": tool_dicts, **self._special_tokens, **options}
+
+    def _parts(self, message: Message) -> dict[str, Any]:
+        return chat_for_template(message, as_parts=self._reads_parts())
+
+    def _require_tools_written(self, history: History, offers_tools: bool) -> None:
+        calls = any(message.tool_calls for message in history)
+        if (offers_tools and "tools" not in self.source) or (
+            calls and "tool_calls" not in self.source
+        ):
+            raise Unsupported(
+                "The conversation has tools or tool calls and the chat template writes none.",
+                reason="TOOLS_UNSUPPORTED",
+                remedy="Render with a template that knows tools, such as qwen.",
+            )
+
+    def _reads_parts(self) -> bool:
+        """Whether the template writes the text of content parts, rather than a list of them."""
+        if self._understands_parts is None:
+            parts = [{"type": "text", "text": "90817263"}]
+            variables = {"messages": [{"role": "user", "content": parts}], **self._special_tokens}
+            try:
+                text = self._filled(variables, opens=False)
+            except DialoopError:
+                text = ""
+            self._understands_parts = "90817263" in text and "'text'" not in text
+        return self._understands_parts
+
+    def _filled(self, variables: Mapping[str, Any], opens: bool) -> str:
+        try:
+            return self._template.render(add_generation_prompt=opens, **variables)
+        except DialoopError:
+            raise  # the template's own raise_exception
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            raise InvalidInput(
+                f"The chat template cannot render this conversation ({type(error).__name__}).",
+                reason="TEMPLATE_REFUSED",
+                remedy="Give the roles, fields and options that the template reads.",
+            ) from error
+
+    def _continued(self, variables: dict[str, Any]) -> str:
+        """The text up to the end of the last message's content."""
+        messages = variables["messages"]
+        if not messages:
+            raise InvalidInput("There is no final message to continue.", reason="PROMPT_MISSING")
+        last = dict(messages[-1])
+        if not isinstance(last["content"], str):
+            last["content"] = "".join(part["text"] for part in last["content"])
+        last["content"] += _UNFINISHED
+        text = self._filled(variables | {"messages": [*messages[:-1], last]}, opens=False)
+        position = text.rfind(_UNFINISHED.strip())
+        if position < 0:
+            raise InvalidInput(
+                "The chat template does not write the final message's content.",
+                reason="TEMPLATE_REFUSED",
+                remedy="Continue a message whose content the template shows.",
+            )
+        if text.startswith(_UNFINISHED, position):
+            return text[:position]
+        return text[:position].rstrip()  # the template trims contents
+
+
+def require_variables(options: Mapping[str, Any]) -> None:
+    """Raise InvalidInput (OPTION_RESERVED) where one is an argument of rendering itself."""
+    reserved = sorted(_RESERVED & options.keys())
+    if reserved:
+        raise InvalidInput(
+            f"{reserved[0]} is no template option.",
+            reason="OPTION_RESERVED",
+            remedy="Give it as the argument of this name.",
+        )
+
+
+def _opens(add_generation_prompt: bool | None, continue_final_message: bool) -> bool:
+    if add_generation_prompt and continue_final_message:
+        raise InvalidInput(
+            "add_generation_prompt and continue_final_message are both asked for.",
+            reason="BAD_OPTIONS",
+            remedy="Open a new turn, or continue the last one.",
+        )
+    return not continue_final_message if add_generation_prompt is None else add_generation_prompt
+
+
+def _absent_mark(variables: Mapping[str, Any]) -> str:
+    contents = json.dumps([variables["messages"], variables["tools"]], ensure_ascii=False)
+    for mark in _MARKS:
+        if mark not in contents:
+            return mark
+    raise InvalidInput(
+        "The conversation holds the noncharacters U+FDD0, U+FDD1 and U+FDD2.",
+        reason="MASK_UNAVAILABLE",
+        remedy="Leave them out: they are not meant for interchange.",
+    )
+
+
+def _spans(pieces: list[str]) -> tuple[Span, ...]:
+    """Ranges of the odd pieces in the joined text; an unclosed last one is an open turn's."""
+    spans: list[Span] = []
+    position = 0
+    for index, piece in enumerate(pieces):
+        if index % 2:
+            spans.append((position, position + len(piece)))
+        position += len(piece)
+    return tuple(spans)

@@ -1,0 +1,350 @@
+"""A whole conversation as token ids and a mask of what the assistant wrote.
+
+    found = tokenised(template, tokenizer, history, add_generation_prompt=False)
+    found.token_ids[found.assistant_mask]      # the assistant's tokens and no others
+
+The mask comes from where the template writes the assistant's text: from its generation blocks, or,
+when it has none, from marks that stand for the contents in a second rendering. Text is never
+searched for a content. Special tokens that a message merely spells get no special ids.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dialoop.chat import History, Message
+from dialoop.errors import DialoopError, Unsupported
+from dialoop.templates.parsing import absent_character, guarded
+from dialoop.tokens.tokenizer import Encoded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    from dialoop.templates.chat_template import ChatTemplate, Span
+    from dialoop.tokens.tokenizer import Tokenizer
+
+_MARK = ("\ufdd0", "\ufdd1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rendered:
+    """A conversation: text, int32 ids [L] and whether the assistant wrote each token, bool [L].
+
+    assistant_mask is None when it was not asked for. offsets: the half-open range of characters of
+    each token, int64 [L, 2]; only where it was asked for.
+    """
+
+    text: str
+    token_ids: NDArray[np.int32]
+    assistant_mask: NDArray[np.bool_] | None = None
+    offsets: NDArray[np.int64] | None = None
+
+
+def tokenised(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    history: History,
+    *,
+    with_mask: bool = True,
+    with_offsets: bool = False,
+    include_eos: bool = False,
+    **options: Any,
+) -> Rendered:
+    """The conversation rendered with `options` (those of ChatTemplate.render) and tokenised.
+
+    include_eos: the mask also covers the special token that ends each of the assistant's turns, as
+    a model that learns by imitation needs it. Raises Unsupported (MASK_UNAVAILABLE) when the
+    template does not show where the assistant's text stands.
+    """
+    (found,) = tokenised_all(
+        template,
+        tokenizer,
+        (history,),
+        with_mask=with_mask,
+        with_offsets=with_offsets,
+        include_eos=include_eos,
+        **options,
+    )
+    return found
+
+
+def tokenised_all(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    histories: Iterable[History],
+    *,
+    with_mask: bool = True,
+    with_offsets: bool = False,
+    include_eos: bool = False,
+    **options: Any,
+) -> tuple[Rendered, ...]:
+    """Each conversation as `tokenised` has it, tokenised side by side."""
+    histories = tuple(histories)
+    drawn = [_drawn(template, history, options, with_mask=with_mask) for history in histories]
+    codes = tokenizer.encode_all([text for text, _ in drawn])
+    found: list[Rendered] = []
+    for history, (text, spans), ids in zip(histories, drawn, codes, strict=True):
+        if tokenizer.spells_special(_written(history)):
+            text, spans, tokens = _literal(template, tokenizer, history, options, with_mask)
+        elif with_mask or with_offsets:
+            fast = None if with_offsets else _in_bytes(text, ids, tokenizer)
+            tokens = fast or _in_characters(tokenizer.encode(text, trusted=True))
+        else:
+            nowhere = np.zeros(0, np.int64)
+            tokens = _Tokens(np.array(ids, np.int32), nowhere, nowhere)
+        mask = _mask(tokens, spans, tokenizer, include_eos=include_eos) if with_mask else None
+        found.append(
+            Rendered(
+                text=text,
+                token_ids=tokens.ids,
+                assistant_mask=mask,
+                offsets=np.stack((tokens.starts, tokens.ends), axis=1) if with_offsets else None,
+            )
+        )
+    return tuple(found)
+
+
+def assistant_spans(
+    template: ChatTemplate, history: History, text: str, **options: Any
+) -> tuple[Span, ...]:
+    """Where a template without generation blocks writes what the assistant says."""
+    found: list[Span] = []
+    contents = content_spans(template, history, text, **options)
+    for index, message in enumerate(history):
+        if message.role != "assistant":
+            continue
+        if message.tool_calls or message.reasoning:
+            found.append(_turn_span(template, history, index, text, options))
+        elif contents is None:
+            raise _no_mask()
+        elif index in contents:
+            found.append(contents[index])
+    return tuple(found)
+
+
+def content_spans(
+    template: ChatTemplate, history: History, text: str, **options: Any
+) -> dict[int, Span] | None:
+    """Where the content of each message stands in the rendered text, by its index.
+
+    Contents that the template leaves out are left out here. None when it changes them otherwise
+    than by trimming.
+    """
+    marks = {i: f"{_MARK[0]}{i}{_MARK[1]}" for i, message in enumerate(history) if message.text}
+    marked_history = History(
+        tuple(
+            replace(message, content=marks[i]) if i in marks else message
+            for i, message in enumerate(history)
+        )
+    )
+    try:
+        marked = template.render(marked_history, **options)
+    except DialoopError:
+        return None
+    if any(marked.count(mark) > 1 for mark in marks.values()):
+        return None
+    shown = [i for i, mark in marks.items() if mark in marked]
+    glues: list[str] = []
+    for i in shown:
+        glue, found, marked = marked.partition(marks[i])
+        if not found:
+            return None  # contents stand in another order
+        glues.append(glue)
+    return _aligned(text, [*glues, marked], [history[i].text for i in shown], shown)
+
+
+def _aligned(
+    text: str, glues: list[str], contents: list[str], indices: list[int]
+) -> dict[int, Span] | None:
+    """The spans of the contents in glue, content, glue, ... or None when that is not the text."""
+    if not text.startswith(glues[0]):
+        return None
+    position = len(glues[0])
+    spans: dict[int, Span] = {}
+    for index, content, glue in zip(indices, contents, glues[1:], strict=True):
+        for shape in (content, content.strip(), content.lstrip(), content.rstrip()):
+            if text.startswith(shape + glue, position):
+                break
+        else:
+            return None
+        spans[index] = (position, position + len(shape))
+        position += len(shape) + len(glue)
+    return spans if position == len(text) else None
+
+
+def _turn_span(
+    template: ChatTemplate, history: History, index: int, text: str, options: dict[str, Any]
+) -> Span:
+    """What follows the opening of the assistant's turn; the mask leaves out what ends it."""
+    given = {k: v for k, v in options.items() if k not in _OPENING}
+    before = template.render(history[:index], add_generation_prompt=True, **given)
+    through = template.render(history[: index + 1], add_generation_prompt=False, **given)
+    if not (through.startswith(before) and text.startswith(through)):
+        raise _no_mask()
+    empty = template.render(
+        history[:index].append(Message(role="assistant")), add_generation_prompt=False, **given
+    )
+    closing = empty.removeprefix(before)
+    end = len(through) - (len(closing) if through.endswith(closing) else 0)
+    return len(before), end
+
+
+_OPENING = ("add_generation_prompt", "continue_final_message")
+
+
+def _drawn(
+    template: ChatTemplate, history: History, options: dict[str, Any], *, with_mask: bool
+) -> tuple[str, tuple[Span, ...]]:
+    if not with_mask:
+        return template.render(history, **options), ()
+    if template.has_generation_blocks:
+        return template.render_blocks(history, **options)
+    text = template.render(history, **options)
+    return text, assistant_spans(template, history, text, **options)
+
+
+def _written(history: History) -> str:
+    """All that messages say, in one text."""
+    texts: list[str] = []
+    for message in history:
+        texts += (message.role, message.text, message.reasoning, message.name)
+        texts += message.tool_responses
+        for call in message.tool_calls:
+            texts += (call.name, call.arguments_json)
+    return "\n".join(texts)
+
+
+def _literal(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    history: History,
+    options: dict[str, Any],
+    with_mask: bool,
+) -> tuple[str, tuple[Span, ...], _Tokens]:
+    """The text, spans and tokens of messages that spell special tokens."""
+    plain, _ = _drawn(template, history, options, with_mask=False)
+    guard = absent_character(plain + _written(history))
+    safe = History(tuple(_guarded_message(message, guard, tokenizer) for message in history))
+    text, spans = _drawn(template, safe, options, with_mask=with_mask)
+    if text.replace(guard, "") != plain:
+        raise Unsupported(
+            "A message spells a special token that the chat template reads for its meaning.",
+            reason="SPECIAL_TOKEN_SPELLED",
+            remedy="Leave it out of the text, or send token ids.",
+        )
+    ids: list[int] = []
+    offsets: list[Span] = []
+    position = 0
+    for start, end in (*tokenizer.special_spans(text), (len(text), len(text))):
+        for piece, trusted in ((text[position:start], False), (text[start:end], True)):
+            base = sum(len(p) for p in (text[:position].replace(guard, ""),))
+            if trusted:
+                base += len(text[position:start].replace(guard, ""))
+            code = tokenizer.encode(piece.replace(guard, ""), trusted=trusted)
+            ids += code.ids
+            offsets += [(base + first, base + last) for first, last in code.offsets]
+        position = end
+    moved = tuple(
+        (len(text[:start].replace(guard, "")), len(text[:end].replace(guard, "")))
+        for start, end in spans
+    )
+    return plain, moved, _in_characters(Encoded(ids=tuple(ids), offsets=tuple(offsets)))
+
+
+def _guarded_message(message: Message, guard: str, tokenizer: Tokenizer) -> Message:
+    def safe(text: str) -> str:
+        return guarded(text, guard, tokenizer)
+
+    return replace(
+        message,
+        role=safe(message.role),
+        content=safe(message.text),
+        reasoning=safe(message.reasoning),
+        name=safe(message.name),
+        tool_responses=tuple(safe(text) for text in message.tool_responses),
+        tool_calls=tuple(
+            replace(call, name=safe(call.name), arguments_json=safe(call.arguments_json))
+            for call in message.tool_calls
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tokens:
+    """Ids [L] and where each starts and ends in the text, [L]: in characters or UTF-8 bytes."""
+
+    ids: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    text: str = ""
+    in_bytes: bool = False
+
+    def positions(self, spans: Iterable[Span]) -> Iterable[Span]:
+        """The spans of characters in the unit of the offsets."""
+        if not self.in_bytes or self.text.isascii():
+            return spans
+        moved: list[Span] = []
+        done = at = 0
+        for span in spans:
+            ends = []
+            for character in span:
+                at += len(self.text[done:character].encode())
+                done = character
+                ends.append(at)
+            moved.append((ends[0], ends[1]))
+        return moved
+
+
+def _in_bytes(text: str, ids: list[int], tokenizer: Tokenizer) -> _Tokens | None:
+    """Where each token stands, from the bytes it spells; None where that is not the text."""
+    table = tokenizer.byte_lengths
+    is_plain = text.isascii()
+    if table is None or not (is_plain or unicodedata.is_normalized("NFC", text)):
+        return None
+    numbers = np.array(ids, np.int32)
+    lengths = table[numbers]
+    ends = lengths.cumsum()
+    if len(ids) and ends[-1] != (len(text) if is_plain else len(text.encode())):
+        return None
+    return _Tokens(numbers, ends - lengths, ends, text, True)
+
+
+def _in_characters(code: Encoded) -> _Tokens:
+    offsets = np.array(code.offsets, np.int64).reshape(-1, 2)
+    return _Tokens(np.array(code.ids, np.int32), offsets[:, 0], offsets[:, 1])
+
+
+def _mask(
+    tokens: _Tokens, spans: Iterable[Span], tokenizer: Tokenizer, *, include_eos: bool
+) -> NDArray[np.bool_]:
+    """True on each token that spells a character of the spans, and on no special token after."""
+    size = len(tokens.ids)
+    mask = np.zeros(size, dtype=np.bool_)
+    starts, ends = tokens.starts, tokens.ends
+    for begin, end in tokens.positions(spans):
+        first = int(np.searchsorted(ends, begin, side="right"))
+        last = max(first, int(np.searchsorted(starts, end, side="left")))
+        while last > first and _ends_turn(int(tokens.ids[last - 1]), tokenizer):
+            last -= 1
+        if include_eos and last < size and _ends_turn(int(tokens.ids[last]), tokenizer):
+            last += 1
+        mask[first:last] = True
+    return mask
+
+
+def _ends_turn(token_id: int, tokenizer: Tokenizer) -> bool:
+    return tokenizer.is_special(token_id) or token_id in tokenizer.end_of_turn_ids
+
+
+def _no_mask() -> Unsupported:
+    return Unsupported(
+        "The chat template does not show where the assistant's text stands.",
+        reason="MASK_UNAVAILABLE",
+        remedy="Give the template generation blocks, or train on sampled tokens.",
+    )

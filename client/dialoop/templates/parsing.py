@@ -1,0 +1,330 @@
+r"""Rendered conversations back to messages: the inverse of a chat template.
+
+    CHATML.parse("<|im_start|>user\nhi<|im_end|>\n", {})      # one complete user message
+
+A turn is opened only where the one before has ended, so an opening inside a turn is content. From
+token ids (`parse_tokens`) only ids of special tokens open and close turns: text that merely spells
+one is content, whatever it says. From text the two cannot be told apart.
+
+What a format does not write (ids of tool calls, names) comes back empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from dialoop.chat import History, Message
+from dialoop.errors import DialoopError, InvalidInput
+from dialoop.templates.parsing_parts import split_calls, split_reasoning, split_responses
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dialoop.templates.chat_template import ChatTemplate
+    from dialoop.tokens.tokenizer import Tokenizer
+
+SpecialTokens = Mapping[str, str]
+"""bos_token, eos_token and so on, as the tokenizer spells them."""
+
+_NONCHARACTERS = tuple(map(chr, range(0xFDD4, 0xFDF0)))
+THINK = ("<think>\n", "\n</think>\n\n")
+TOOL_CALL = ("\n<tool_call>\n", "\n</tool_call>")
+TOOL_RESPONSE = ("\n<tool_response>\n", "\n</tool_response>")
+
+
+class Parser(Protocol):
+    """Reads a rendered conversation back."""
+
+    def parse(self, text: str, special_tokens: SpecialTokens) -> History:
+        """The messages; InvalidInput (NOT_PARSEABLE) when there are none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionParser:
+    """A parser of the user's own, in this process only."""
+
+    function: Callable[[str], History]
+
+    def parse(self, text: str, special_tokens: SpecialTokens) -> History:
+        """What the function finds."""
+        return self.function(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnParser:
+    """Formats whose turns are `start role after_role content end glue`, as ChatML's.
+
+    default_system: what the template writes when there is no system message; dropped again.
+    tools_start, tools_end: around the tools in the system message; dropped again.
+    """
+
+    start: str
+    after_role: str
+    ends: tuple[str, ...]
+    glue: str = ""
+    reasoning: tuple[str, str] | None = None
+    tool_call: tuple[str, str] | None = None
+    tool_response: tuple[str, str] | None = None
+    default_system: str | None = None
+    tools_start: str = ""
+    tools_end: str = ""
+
+    def parse(self, text: str, special_tokens: SpecialTokens) -> History:
+        """The turns, the last one incomplete where nothing ends it."""
+        position = len(_bos(text, special_tokens))
+        messages: list[Message] = []
+        while position < len(text):
+            if not text.startswith(self.start, position):
+                raise not_parseable(f"At character {position} no turn begins.")
+            role, body, position, is_complete = self._turn(text, position + len(self.start))
+            messages += self._messages(role, body, is_complete)
+        if not messages:
+            raise not_parseable("There is no turn in it.")
+        return History(tuple(self._without_additions(messages)))
+
+    def _turn(self, text: str, position: int) -> tuple[str, str, int, bool]:
+        """Role, body, where the next turn begins, and whether this one has ended."""
+        role_end = text.find(self.after_role, position)
+        if role_end < 0:
+            return text[position:], "", len(text), False
+        begin = role_end + len(self.after_role)
+        search = begin
+        while (found := _first(text, self.ends, search)) is not None:
+            end, search = found
+            for glue in dict.fromkeys((self.glue, "")):
+                after = search + len(glue)
+                if text.startswith(glue, search) and (
+                    after == len(text) or text.startswith(self.start, after)
+                ):
+                    return text[position:role_end], text[begin:end], after, True
+        return text[position:role_end], text[begin:], len(text), False
+
+    def _messages(self, role: str, body: str, is_complete: bool) -> list[Message]:
+        if not role:
+            raise not_parseable("A turn has no role.")
+        if role == "tool" and self.tool_response is not None:
+            contents = split_responses(f"\n{body}", *self.tool_response)
+            if contents is not None:
+                made = [Message(role=role, content=content) for content in contents]
+                return [*made[:-1], replace(made[-1], is_complete=is_complete)]
+        message = Message(role=role, content=body, is_complete=is_complete)
+        if role == "assistant" and self.tool_call is not None:
+            rest, calls = split_calls(f"\n{body}", *self.tool_call)
+            message = replace(message, content=rest[1:], tool_calls=calls)
+        if role == "assistant" and self.reasoning is not None:
+            reasoning, content = split_reasoning(message.text, *self.reasoning)
+            message = replace(message, content=content, reasoning=reasoning)
+        return [message]
+
+    def _without_additions(self, messages: list[Message]) -> list[Message]:
+        """Without the tools and the system message that the template adds of itself."""
+        first = messages[0]
+        if first.role != "system":
+            return messages
+        if self.tools_start and first.text.endswith(self.tools_end):
+            content, found, _ = first.text.rpartition(self.tools_start)
+            first = replace(first, content=content) if found else first
+        if first.text == self.default_system and first.is_complete:
+            return messages[1:]
+        return [first, *messages[1:]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixParser:
+    """Formats that write `User: ...` and `Assistant: ...` in plain text, as Falcon's.
+
+    A paragraph that begins with one of the prefixes ends the turn before it, whoever wrote it:
+    the format has nothing to tell them apart. A system message comes first or not at all.
+    assistant_end: what ends the assistant's turn; None means the tokenizer's eos_token.
+    """
+
+    user: str = "User: "
+    assistant: str = "Assistant:"
+    user_end: str = "\n\n"
+    assistant_end: str | None = None
+
+    def parse(self, text: str, special_tokens: SpecialTokens) -> History:
+        """The turns, the last one incomplete where nothing ends it."""
+        eos = special_tokens.get("eos_token", "")
+        own_end = eos if self.assistant_end is None else self.assistant_end
+        position = len(_bos(text, special_tokens))
+        messages: list[Message] = []
+        while position < len(text):
+            role, begin = self._opened(text, position, is_first=not messages)
+            ends = (own_end, eos) if role == "assistant" else (self.user_end,)
+            end, position = self._ended(text, begin, tuple(dict.fromkeys(filter(None, ends))))
+            content = text[begin:end]
+            if role == "assistant":
+                content = content.removeprefix(" ")
+            messages.append(Message(role=role, content=content, is_complete=position > end))
+        if not messages:
+            raise not_parseable("There is no turn in it.")
+        return History(tuple(messages))
+
+    def _opened(self, text: str, position: int, *, is_first: bool) -> tuple[str, int]:
+        for role, prefix in (("user", self.user), ("assistant", self.assistant)):
+            if text.startswith(prefix, position):
+                return role, position + len(prefix)
+        if not is_first:
+            raise not_parseable(f"At character {position} no turn begins.")
+        return "system", position
+
+    def _ended(self, text: str, begin: int, ends: tuple[str, ...]) -> tuple[int, int]:
+        """Where the content ends and where the next turn begins; equal when nothing ends it."""
+        search = begin
+        while (found := _first(text, ends, search)) is not None:
+            end, after = found
+            if after == len(text) or text.startswith((self.user, self.assistant), after):
+                return end, after
+            search = end + 1
+        return len(text), len(text)
+
+
+CHATML = TurnParser(
+    start="<|im_start|>",
+    after_role="\n",
+    ends=("<|im_end|>", "<|endoftext|>"),
+    glue="\n",
+    reasoning=THINK,
+)
+QWEN = replace(
+    CHATML,
+    tool_call=TOOL_CALL,
+    tool_response=TOOL_RESPONSE,
+    default_system="You are a helpful assistant.",
+    tools_start="\n\n# Tools\n\nYou may call one or more functions",
+    tools_end='{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
+)
+LLAMA = TurnParser(start="<|header_start|>", after_role="<|header_end|>\n\n", ends=("<|eot|>",))
+LLAMA3 = replace(
+    LLAMA,
+    start="<|start_header_id|>",
+    after_role="<|end_header_id|>\n\n",
+    ends=("<|eot_id|>",),
+)
+FALCON = PrefixParser(assistant_end="\n")
+DEEPSEEK = PrefixParser()
+
+
+def parse_tokens(
+    parser: Parser,
+    token_ids: Sequence[int],
+    tokenizer: Tokenizer,
+    special_tokens: SpecialTokens,
+) -> History:
+    """The messages of token ids; special tokens that are merely spelled are content."""
+    pieces = _pieces(token_ids, tokenizer)
+    whole = "".join(text for text, _ in pieces)
+    guard = absent_character(whole)
+    text = "".join(
+        piece if is_special else guarded(piece, guard, tokenizer) for piece, is_special in pieces
+    )
+    found = parser.parse(text, special_tokens)
+    return History(tuple(_unguarded(message, guard) for message in found))
+
+
+def absent_character(text: str) -> str:
+    """A noncharacter that the text does not hold."""
+    for char in _NONCHARACTERS:
+        if char not in text:
+            return char
+    raise InvalidInput("The text holds every noncharacter.", remedy="Leave one of them out.")
+
+
+def parser_for(template: ChatTemplate) -> Parser | None:
+    """A built-in parser that reads back what this template renders, tried on small histories."""
+    for parser in (QWEN, replace(QWEN, default_system=None), CHATML, LLAMA, LLAMA3):
+        try:
+            if all(_reads_back(template, parser, probe) for probe in _PROBES):
+                return parser
+        except DialoopError:
+            continue
+    return None
+
+
+def not_parseable(message: str) -> InvalidInput:
+    """The error of a text that is not what the template renders."""
+    return InvalidInput(
+        f"The text is no rendered conversation of this template: {message}",
+        reason="NOT_PARSEABLE",
+        remedy="Give what was rendered with the same template, special tokens included.",
+    )
+
+
+def _probe(*texts: str) -> History:
+    roles = ("user", "assistant") * len(texts)
+    return History(tuple(Message(role=r, content=t) for r, t in zip(roles, texts, strict=False)))
+
+
+_PROBES = (
+    _probe("one", "two"),
+    _probe("one", "two", "three\n\nfour", "five"),
+    _probe(" one\n", " two "),
+    History((Message(role="system", content="zero"), *_probe("one", "two"))),
+)
+
+
+def _reads_back(template: ChatTemplate, parser: Parser, history: History) -> bool:
+    text = template.render(history, add_generation_prompt=False)
+    return parser.parse(text, template.special_tokens) == history
+
+
+def _bos(text: str, special_tokens: SpecialTokens) -> str:
+    bos = special_tokens.get("bos_token", "")
+    return bos if bos and text.startswith(bos) else ""
+
+
+def _first(text: str, markers: tuple[str, ...], position: int) -> tuple[int, int] | None:
+    """Start and end of the first of the markers from `position` on."""
+    found = ((text.find(marker, position), marker) for marker in markers)
+    starts = [(start, start + len(marker)) for start, marker in found if start >= 0]
+    return min(starts, default=None)
+
+
+def _pieces(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+    """The text of each special token, and of each run of others."""
+    pieces: list[tuple[str, bool]] = []
+    run: list[int] = []
+    for token in token_ids:
+        if tokenizer.is_special(int(token)):
+            if run:
+                pieces.append((tokenizer.decode(run), False))
+                run = []
+            pieces.append((tokenizer.decode([int(token)]), True))
+        else:
+            run.append(int(token))
+    if run:
+        pieces.append((tokenizer.decode(run), False))
+    return pieces
+
+
+def guarded(text: str, guard: str, tokenizer: Tokenizer) -> str:
+    """The text with a guard inside each special token that it spells, until it spells none."""
+    while spans := tokenizer.special_spans(text):
+        pieces, position = [], 0
+        for start, _ in spans:
+            pieces.append(text[position : start + 1])
+            position = start + 1
+        text = guard.join([*pieces, text[position:]])
+    return text
+
+
+def _unguarded(message: Message, guard: str) -> Message:
+    return replace(
+        message,
+        role=message.role.replace(guard, ""),
+        content=message.text.replace(guard, ""),
+        reasoning=message.reasoning.replace(guard, ""),
+        tool_responses=tuple(text.replace(guard, "") for text in message.tool_responses),
+        tool_calls=tuple(
+            replace(
+                call,
+                name=call.name.replace(guard, ""),
+                arguments_json=call.arguments_json.replace(guard, ""),
+            )
+            for call in message.tool_calls
+        ),
+    )

@@ -1,0 +1,224 @@
+"""Chat templates by name, and which one renders for a tokenizer.
+
+registry = TemplateRegistry()
+registry.add_chat_template("zephyr", source, model_family_keywords=["zephyr"])
+registry.choose(tokenizer)      # the tokenizer's own, else one of its family, else chatml
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import TYPE_CHECKING
+
+from dialoop.compat.names import DIALOGPT, TEMPLATE_ALIASES
+from dialoop.errors import AlreadyExists, DialoopError, InvalidInput, NotFound
+from dialoop.templates.chat_template import ChatTemplate
+from dialoop.templates.parsing import CHATML, DEEPSEEK, FALCON, LLAMA, QWEN, FunctionParser
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from dialoop.chat import History
+    from dialoop.templates.parsing import Parser
+    from dialoop.tokens.tokenizer import Tokenizer
+
+_PARSERS: Mapping[str, Parser | None] = {
+    "chatml": CHATML,
+    "deepseek": DEEPSEEK,
+    "dialogpt": None,  # it writes no roles: nothing can read it back
+    "falcon": FALCON,
+    "llama": LLAMA,
+    "qwen": QWEN,
+}
+# In this order: a deepseek distilled into a qwen speaks deepseek's format.
+_FAMILIES = ("deepseek", "qwen", "dialogpt", "falcon", "llama")
+_FALLBACK = "chatml"
+MAX_SOURCE = 1 << 18
+"""Longest source of a template, in characters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateInfo:
+    """A registered template: `invertible` says whether what it renders can be read back."""
+
+    name: str
+    digest: str
+    version: int
+    invertible: bool
+    is_default: bool = False
+    model_family_keywords: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    template: ChatTemplate
+    parser: Parser | None
+    keywords: tuple[str, ...]
+    version: int
+
+
+@lru_cache(maxsize=16)
+def named_template(name: str) -> ChatTemplate:
+    """A template that comes with Dialoop; NotFound (TEMPLATE_NOT_FOUND) for another name."""
+    if name not in _PARSERS:
+        raise _not_found(name, _PARSERS)
+    source = DIALOGPT if name == "dialogpt" else _file(name)
+    return ChatTemplate(source, name=name, parser=_PARSERS[name])
+
+
+class TemplateRegistry:
+    """The named templates and those added to this object; names never change silently."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+
+    def add_chat_template(
+        self,
+        name: str,
+        template: str,
+        parser: Parser | Callable[[str], History] | None = None,
+        model_family_keywords: Iterable[str] = (),
+        *,
+        replace: bool = False,
+    ) -> TemplateInfo:
+        """Add a template; the same again changes nothing.
+
+        parser: reads the rendered text back, before any built-in parser. model_family_keywords:
+        the template is chosen for tokenizers without one whose name contains any of these, in any
+        case.
+
+        Raises InvalidInput (TEMPLATE_INVALID), AlreadyExists (TEMPLATE_CONFLICT) for other content
+        under the name unless `replace`, which makes it the name's next version.
+        """
+        name = TEMPLATE_ALIASES.get(name, name)
+        made = _checked(name, template)
+        reader, keywords = _parser(parser), tuple(model_family_keywords)
+        known = self._entries.get(name) or _builtin_entry(name)
+        if known is not None:
+            old = (known.template.digest, known.parser, known.keywords)
+            if (made.digest, reader, keywords) == old:
+                return self.info(name)
+            if not replace:
+                raise AlreadyExists(
+                    f"The template '{name}' is registered with other content.",
+                    reason="TEMPLATE_CONFLICT",
+                    remedy="Choose another name, or register with replace.",
+                )
+        self._entries[name] = _Entry(
+            template=ChatTemplate(template, name=name, parser=reader),
+            parser=reader,
+            keywords=keywords,
+            version=1 if known is None else known.version + 1,
+        )
+        return self.info(name)
+
+    def get(self, name: str) -> ChatTemplate:
+        """The template of this name; NotFound (TEMPLATE_NOT_FOUND)."""
+        return self._entry(name).template
+
+    def info(self, name: str) -> TemplateInfo:
+        """What is known of a template; NotFound (TEMPLATE_NOT_FOUND)."""
+        entry = self._entry(name)
+        return TemplateInfo(
+            name=entry.template.name,
+            digest=entry.template.digest,
+            version=entry.version,
+            invertible=entry.template.parser is not None,
+            model_family_keywords=entry.keywords,
+        )
+
+    def list(self) -> tuple[TemplateInfo, ...]:
+        """All templates, by name."""
+        return tuple(self.info(name) for name in sorted(self._entries.keys() | _PARSERS.keys()))
+
+    def choose(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        chat_template: str | None = None,
+        chat_template_name: str | None = None,
+    ) -> ChatTemplate:
+        """The template that renders and parses, with the tokenizer's special tokens.
+
+        The source given, else the name given, else the tokenizer's own, else one added for its
+        family, else the named one of its family, else chatml.
+        """
+        if chat_template is not None:
+            found = ChatTemplate(chat_template)
+        elif chat_template_name:
+            found = self.get(chat_template_name)
+        elif tokenizer is None:
+            raise InvalidInput(
+                "There is neither a tokenizer nor the name of a template.",
+                reason="TEMPLATE_MISSING",
+                remedy="Give tokenizer, chat_template or chat_template_name.",
+            )
+        elif tokenizer.chat_template is not None:
+            return ChatTemplate.of(tokenizer)
+        else:
+            found = self.get(self._family(tokenizer.name))
+        return found if tokenizer is None else found.with_special_tokens_of(tokenizer)
+
+    def _family(self, tokenizer_name: str) -> str:
+        lowered = tokenizer_name.lower()
+        for name, entry in self._entries.items():
+            if any(keyword.lower() in lowered for keyword in entry.keywords):
+                return name
+        if "microsoft/dialo" in lowered:
+            return "dialogpt"
+        return next((family for family in _FAMILIES if family in lowered), _FALLBACK)
+
+    def _entry(self, name: str) -> _Entry:
+        name = TEMPLATE_ALIASES.get(name, name)
+        entry = self._entries.get(name) or _builtin_entry(name)
+        if entry is None:
+            raise _not_found(name, self._entries.keys() | _PARSERS.keys())
+        return entry
+
+
+def _builtin_entry(name: str) -> _Entry | None:
+    if name not in _PARSERS:
+        return None
+    template = named_template(name)
+    return _Entry(template=template, parser=_PARSERS[name], keywords=(), version=1)
+
+
+def _file(name: str) -> str:
+    return (resources.files("dialoop.templates") / "named" / f"{name}.jinja").read_text("utf-8")
+
+
+def _parser(parser: Parser | Callable[[str], History] | None) -> Parser | None:
+    if parser is None or hasattr(parser, "parse"):
+        return parser
+    return FunctionParser(function=parser)
+
+
+def _checked(name: str, source: str) -> ChatTemplate:
+    if not name or "/" in name or len(name) > 128:
+        raise _invalid(f"The name '{name[:40]}' is empty, too long or has a slash.")
+    if len(source) > MAX_SOURCE:
+        raise _invalid(f"The template has more than {MAX_SOURCE} characters.")
+    try:
+        template = ChatTemplate(source, name=name)
+    except DialoopError as error:
+        raise _invalid(error.message) from None
+    if not template.has_generation_blocks:
+        raise _invalid(
+            "The template has no {% generation %}...{% endgeneration %} around what the assistant "
+            "writes."
+        )
+    return template
+
+
+def _invalid(message: str) -> InvalidInput:
+    return InvalidInput(message, reason="TEMPLATE_INVALID", remedy="Mend it and register again.")
+
+
+def _not_found(name: str, names: Iterable[str]) -> NotFound:
+    return NotFound(
+        f"There is no template '{name}'.",
+        reason="TEMPLATE_NOT_FOUND",
+        remedy=f"Choose one of: {', '.join(sorted(names))}; or register it.",
+    )

@@ -1,0 +1,104 @@
+"""Text environments without their policy: what an author writes and a service has by name.
+
+capitals = TextSetup(name="capitals", tools=[lookup], reward=each(exact), prompt=SHOTS)
+DIALOOP_ENVIRONMENT_TEXT_ENVIRONMENTS=calculator,my_folder.capitals:capitals
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dialoop.compat.trl_text import TrlTextEnvironment
+from dialoop.environments.loading import imported, made
+from dialoop.environments.tools.calculator import Calculator
+from dialoop.environments.tools.call_syntax import CallSyntax
+from dialoop.environments.tools.text_tools import ToolFunction
+from dialoop.errors import InvalidConfig, InvalidInput
+from dialoop.text_environment.environment import Reward, TextEnvironment, TextLimits, each
+
+if TYPE_CHECKING:
+    from dialoop.text_environment.environment import TextPolicy
+    from dialoop.tokens.tokenizer import Tokenizer
+    from dialoop.trajectory import SamplingParams
+
+_SHOTS = """\
+What is 13-3?
+<request><Calculator>13-3<call>10<response>Result=10<submit>
+What is 4*5?
+<request><Calculator>4*5<call>20<response>Result=20<submit>
+"""
+COMPATS: Mapping[str, type[TextEnvironment]] = {"": TextEnvironment, "trl": TrlTextEnvironment}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSetup:
+    """All that a TextEnvironment needs beside a policy and its tokenizer."""
+
+    name: str
+    tools: Mapping[str, ToolFunction] | Sequence[ToolFunction] | None = None
+    reward: Reward | None = None
+    prompt: str = ""
+    limits: TextLimits = field(default_factory=TextLimits)
+    syntax: CallSyntax = field(default_factory=CallSyntax)
+    description: str = ""
+
+    def on(
+        self,
+        policy: TextPolicy,
+        tokenizer: Tokenizer,
+        *,
+        sampling: SamplingParams,
+        compat: str = "",
+    ) -> TextEnvironment:
+        """The environment to run; `compat` "trl" answers as TRL's did (InvalidInput for others)."""
+        if compat not in COMPATS:
+            raise InvalidInput(
+                f"compat is '{compat[:80]}'.",
+                reason="BAD_COMPAT",
+                remedy='Leave it empty, or give "trl".',
+            )
+        return COMPATS[compat](
+            policy,
+            tokenizer,
+            tools=self.tools,
+            reward=self.reward,
+            prompt=self.prompt,
+            limits=self.limits,
+            sampling=sampling,
+            syntax=self.syntax,
+        )
+
+
+def calculator() -> TextSetup:
+    """The built-in `calculator`: `answers`, one per query, are what rewards compare with."""
+    return TextSetup(
+        name="calculator",
+        tools=[Calculator()],
+        reward=each(exact_result),
+        prompt=_SHOTS,
+        description="Arithmetic in a running text, with a calculator.",
+    )
+
+
+def exact_result(text: str, answers: str) -> float:
+    """1 when the text holds `Result=<answer><submit>`, else 0."""
+    found = text.partition("Result=")[2].partition("<submit>")[0]
+    return float(found.strip() == str(answers).strip())
+
+
+def load_text_setup(use: str, options: Mapping[str, Any] | None = None) -> TextSetup:
+    """`calculator`, or `module:attribute`: a TextSetup or a function that makes one.
+
+    InvalidConfig when it is none.
+    """
+    found = calculator if use == "calculator" else imported(use, ("calculator",))
+    setup = made(found, dict(options or {}), use)
+    if not isinstance(setup, TextSetup):
+        raise InvalidConfig(
+            f"{use} is not a text environment.",
+            reason="NOT_A_TEXT_ENVIRONMENT",
+            remedy="Name a TextSetup, or a function that returns one.",
+        )
+    return setup

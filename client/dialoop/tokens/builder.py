@@ -1,0 +1,328 @@
+"""How a conversation becomes tokens, one turn at a time.
+
+    builder = TokenBuilder(tokenizer, template)
+    prompt = builder.prompt(history)                     # opening: everything is rendered
+    answer = builder.answer(prompt, ids, logprobs, versions)
+    prompt = builder.prompt(longer, context=..., num_context_messages=2)   # only the tail
+
+Law: the next prompt's ids are the previous full ids followed by the ids of the added messages.
+Where the template will not have that, a new sequence starts and says why; it keeps the ids up to
+where the texts part, as context.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dialoop.chat import History, Message
+from dialoop.errors import InvalidInput, InvalidSequence, Unsupported
+from dialoop.sequences import ForkCause, PolicyVersion, Sequence, Source, sequence_of
+from dialoop.tokens.continuation import Past, continuation
+from dialoop.tokens.decoded_cache import SpelledTexts
+from dialoop.tokens.encoding import tokens_of
+from dialoop.tokens.special_tokens import (
+    contents_literal,
+    defused,
+    only_in_contents,
+    spells_special,
+)
+from dialoop.tokens.text_spans import after, closing, cut, uncut
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from collections.abc import Sequence as AnySequence
+
+    from dialoop.templates.chat_template import ChatTemplate
+    from dialoop.tokens.text_spans import Piece, Render
+    from dialoop.tokens.tokenizer import Tokenizer
+
+DEMONSTRATION = PolicyVersion(lineage="demonstration", number=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What to feed the engine, and what of it is new.
+
+    sequence: all tokens (its ids are the engine's prompt). appended: the new ones, which continue
+    the given context when `fork_cause` is NONE, else the whole new sequence.
+    """
+
+    history: History
+    sequence: Sequence
+    appended: Sequence
+    turn: int
+
+    @property
+    def fork_cause(self) -> ForkCause:
+        """Why the tokens do not continue those given; NONE where they do.
+
+        (`sequence.fork_cause` says why the sequence was started, at this turn or before.)
+        """
+        return self.appended.fork_cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The message that was sampled, and the new tokens including those of the prompt's tail."""
+
+    message: Message
+    appended: Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rendered:
+    """A conversation as text, and how it came to be."""
+
+    history: History
+    text: str
+    render: Render
+
+
+class TokenBuilder:
+    """Turns conversations into sequences, turn by turn, and never tokenises sampled text again."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self._spelled = SpelledTexts(tokenizer)
+
+    def prompt(
+        self,
+        history: History,
+        *,
+        context: Sequence | None = None,
+        num_context_messages: int = 0,
+        turn: int = 0,
+        options: Mapping[str, Any] | None = None,
+        vouched: Iterable[int] = (),
+    ) -> Prompt:
+        """Tokens of `history` up to and with the opening of the assistant's turn.
+
+        `context` holds the tokens of the first `num_context_messages` messages, of which the last
+        is the policy's own; only what follows is tokenised. The messages need not be the objects
+        that were given out: they must render to the text that the tokens spell.
+
+        options: the template's, `tools` among them. vouched: indices of messages that the caller
+        knows to be the sampled ones (by the id of a call it gave out, say), although JSON or spaces
+        in them may be spelled otherwise now: the sampled tokens stand for them.
+        """
+        render: Render = partial(self.template.render, **(options or {}))
+        whole = _Rendered(history=history, text=render(history), render=render)
+        if context is None:
+            opening = self._tokens(self._pieces(whole, 0, "", whole.text, Source.PROMPT), turn)
+            return Prompt(history=history, sequence=opening, appended=opening, turn=turn)
+        if num_context_messages <= 0:
+            raise InvalidInput(
+                f"num_context_messages is {num_context_messages}.",
+                reason="BAD_CONTEXT",
+                remedy="Say how many of the prompt's messages the context's tokens cover.",
+            )
+        past = self._past(history, context, num_context_messages, frozenset(vouched))
+        if past is None:
+            return self._forked(whole, context, ForkCause.HISTORY_REWRITTEN, turn)
+        follows = continuation(past, whole.text, render, normal=self._normal)
+        if isinstance(follows, ForkCause):
+            return self._forked(whole, context, follows, turn)
+        pieces = self._pieces(whole, num_context_messages, past.ended, follows, None)
+        added = self._tokens(pieces, turn, follows=context)
+        sequence = context.extended_by(added)
+        self._spelled.grown(context.token_ids, added.token_ids)
+        return Prompt(history=history, sequence=sequence, appended=added, turn=turn)
+
+    def answer(
+        self,
+        prompt: Prompt,
+        token_ids: AnySequence[int],
+        *,
+        logprobs: AnySequence[float] = (),
+        versions: Iterable[tuple[int, PolicyVersion]],
+        is_complete: bool = True,
+    ) -> Answer:
+        """The assistant's message and its tokens; `versions` are (length, version) runs.
+
+        The content is the text of the sampled tokens, all of it; only a final end-of-turn token
+        is left out.
+        """
+        before = prompt.sequence.token_ids[-_LOOK_BACK:].tolist()
+        content, ended = self._content(before, token_ids)
+        pieces: list[tuple[AnySequence[int], dict[str, Any]]] = []
+        position, char_start = 0, 0
+        for length, version in versions:
+            end = position + length
+            char_end = self._num_chars(before, token_ids[:end], content + ended, len(content))
+            fields = {
+                "source": Source.MODEL,
+                "turn": prompt.turn,
+                "message_index": len(prompt.history),
+                "char_start": char_start,
+                "char_length": char_end - char_start,
+                "policy_version": version,
+            }
+            pieces.append((token_ids[position:end], fields))
+            position, char_start = end, char_end
+        if position != len(token_ids):
+            raise InvalidSequence(
+                f"The versions are of {position} tokens and {len(token_ids)} were sampled.",
+                reason="RAGGED",
+                remedy="Give the version of every sampled token.",
+            )
+        sampled = sequence_of(pieces, logprobs=logprobs)
+        self._spelled.grown(prompt.sequence.token_ids, sampled.token_ids)
+        message = Message(role="assistant", content=content, is_complete=is_complete)
+        return Answer(message=message, appended=prompt.appended.extended_by(sampled))
+
+    def demonstration(self, history: History, *, stop: Iterable[str] = ()) -> Sequence:
+        """A whole conversation as if its assistant messages had been sampled (no log-probs).
+
+        A message that ends with one of `stop` ends there, as the sampler would end it; others end
+        with the end-of-turn token that the template writes.
+        """
+        sequence: Sequence | None = None
+        covered = 0
+        for index, message in enumerate(history):
+            if message.role != "assistant":
+                continue
+            prompt = self.prompt(
+                history[:index],
+                context=sequence,
+                num_context_messages=covered,
+                turn=0 if sequence is None else sequence.segments[-1].turn + 1,
+            )
+            if prompt.fork_cause is not ForkCause.NONE:
+                raise Unsupported(
+                    "The chat template renders earlier messages otherwise once later ones follow.",
+                    reason="TEMPLATE_REWRITES_PAST",
+                    remedy="Demonstrate one assistant message at a time.",
+                )
+            ids = self.tokenizer.encode(message.text).ids
+            if not message.text.endswith(tuple(stop)):
+                ids += self._ending(history[:index])
+            appended = self.answer(prompt, ids, versions=[(len(ids), DEMONSTRATION)]).appended
+            sequence = appended if sequence is None else sequence.extended_by(appended)
+            covered = index + 1
+        if sequence is None:
+            raise InvalidInput(
+                "The demonstration has no assistant message.", remedy="Show what to say."
+            )
+        return sequence
+
+    def forget(self) -> None:
+        """Drop what was remembered to save time; nothing else changes."""
+        self._spelled = SpelledTexts(self.tokenizer)
+
+    def _ending(self, history: History) -> tuple[int, ...]:
+        """The end-of-turn token with which the template ends the answer to `history`."""
+        ends = self.tokenizer.end_of_turn_ids
+        if len(ends) > 1:
+            written = closing(history, self.template.render) or ""
+            ends = tuple(i for i in ends if written.startswith(self.tokenizer.decode([i]))) or ends
+        return ends[:1]
+
+    def _content(self, before: AnySequence[int], token_ids: AnySequence[int]) -> tuple[str, str]:
+        """The text of sampled ids, and of a final end-of-turn token."""
+        ends = len(token_ids) > 0 and token_ids[-1] in self.tokenizer.end_of_turn_ids
+        content = self.tokenizer.decode_after(before, token_ids[:-1] if ends else token_ids)
+        whole = self.tokenizer.decode_after(before, token_ids) if ends else content
+        return content, whole[len(content) :]
+
+    def _num_chars(
+        self, before: AnySequence[int], ids: AnySequence[int], text: str, most: int
+    ) -> int:
+        """How many characters of the content these first ids spell wholly."""
+        told = self.tokenizer.decode_after(before, ids)
+        pairs = enumerate(zip(told, text, strict=False))
+        shared = next((n for n, (one, other) in pairs if one != other), len(told))
+        return min(most, shared)
+
+    def _past(
+        self, history: History, context: Sequence, covered: int, vouched: frozenset[int]
+    ) -> Past | None:
+        """What the context covers; None when that cannot be the first messages of `history`."""
+        runs = _sampled_runs(context)
+        ends = context.segments[-1].end if runs else 0
+        if not runs or runs[-1][1:] != (ends, covered - 1):
+            return None
+        if any(i >= len(history) or history[i].role != "assistant" for _, _, i in runs):
+            return None
+        contents: dict[int, str] = {}
+        ended = ""
+        for start, end, index in runs:
+            if index == covered - 1 or index in vouched:
+                before = context.token_ids[max(0, start - _LOOK_BACK) : start].tolist()
+                sampled = context.token_ids[start:end].tolist()
+                contents[index], ended = self._content(before, sampled)
+        return Past(
+            history=history,
+            spelled=self._spelled.of(context.token_ids),
+            last=covered - 1,
+            content=contents[covered - 1],
+            ended=ended,
+            vouched={index: text for index, text in contents.items() if index in vouched},
+        )
+
+    def _forked(self, whole: _Rendered, context: Sequence, cause: ForkCause, turn: int) -> Prompt:
+        """The whole conversation anew, with the context's tokens up to where the texts part."""
+        kept, num_chars = self._kept(whole, context, cause)
+        pieces = after(self._pieces(whole, 0, "", whole.text, Source.PROMPT), num_chars)
+        added = self._tokens(pieces, turn, follows=kept)
+        sequence = replace(kept.extended_by(added), fork_cause=cause)
+        return Prompt(history=whole.history, sequence=sequence, appended=sequence, turn=turn)
+
+    def _kept(self, whole: _Rendered, context: Sequence, cause: ForkCause) -> tuple[Sequence, int]:
+        """The tokens that still hold, to where sampling began or ended, and their text's length."""
+        text, num_chars, position, num_kept = "", 0, 0, 0
+        is_other = cause is ForkCause.HISTORY_REWRITTEN
+        if is_other and spells_special(whole.history, self.tokenizer):
+            return context.as_context(0), 0  # equal text need not be equal tokens
+        ids = context.token_ids.tolist()
+        for edge in (edge for run in _sampled_runs(context) for edge in run[:2]):
+            text = self.tokenizer.decode_more(text, ids[:position], ids[position:edge])
+            if not whole.text.startswith(text):
+                break
+            num_chars, num_kept, position = len(text), edge, edge
+        return context.as_context(num_kept), num_chars
+
+    def _normal(self, text: str) -> str:
+        """A text as this tokenizer gives it back."""
+        return self.tokenizer.decode(self.tokenizer.encode(text, trusted=True).ids)
+
+    def _pieces(
+        self, whole: _Rendered, start: int, ended: str, text: str, source: Source | None
+    ) -> tuple[Piece, ...]:
+        """The text from message `start` on in pieces; `ended` stands before it (start > 0)."""
+        history, new = whole.history, whole.history[start:]
+        pieces = cut(ended + text, history, start, whole.render, source=source)
+        if spells_special(new, self.tokenizer):
+            if pieces is None or not only_in_contents(new, self.tokenizer):
+                owner = uncut(text, history, start, source=source)[0].source
+                pieces = defused(whole.text, history, whole.render, self.tokenizer, owner)
+                return tuple(after(pieces, len(whole.text) - len(text)))
+            pieces = contents_literal(pieces, self.tokenizer)
+        if pieces is None:
+            return uncut(text, history, start, source=source)
+        return tuple(after(pieces, len(ended)))
+
+    def _tokens(
+        self, pieces: Iterable[Piece], turn: int, *, follows: Sequence | None = None
+    ) -> Sequence:
+        before = None if follows is None or not len(follows) else int(follows.token_ids[-1])
+        return tokens_of(pieces, self.tokenizer, turn=turn, before=before)
+
+
+_LOOK_BACK = 8
+"""Tokens before new ones that a decoder may look at."""
+
+
+def _sampled_runs(sequence: Sequence) -> list[tuple[int, int, int]]:
+    """(start, end, message index) of the tokens sampled for each message, in order."""
+    runs: list[tuple[int, int, int]] = []
+    for segment in sequence.segments:
+        if segment.source is not Source.MODEL or segment.message_index is None:
+            continue
+        if runs and runs[-1][1:] == (segment.start, segment.message_index):
+            runs[-1] = (runs[-1][0], segment.end, segment.message_index)
+        else:
+            runs.append((segment.start, segment.end, segment.message_index))
+    return runs

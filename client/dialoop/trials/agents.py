@@ -1,0 +1,71 @@
+"""Agents for trials: one that samples from a policy, and one that reads from a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dialoop.trajectory import SamplingParams
+from dialoop.trials.trial import Action
+
+if TYPE_CHECKING:
+    from dialoop.chat import History
+    from dialoop.text_environment.environment import TextPolicy
+    from dialoop.tokens.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Memory:
+    """The ids of the running episode, and how many of its messages they spell."""
+
+    token_ids: tuple[int, ...] = ()
+    num_messages: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DirectOutputAgent:
+    """Says what the policy continues the running tokens with.
+
+    It feeds on exactly the ids it sampled, never on their text.
+    """
+
+    policy: TextPolicy
+    tokenizer: Tokenizer
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+    async def get_action(self, messages: History, state: Any) -> Action:
+        """Sample one action; a conversation of one message begins anew."""
+        memory = state if isinstance(state, _Memory) and len(messages) > 1 else _Memory()
+        said = "".join(message.text for message in messages[memory.num_messages :])
+        prompt = (*memory.token_ids, *self.tokenizer.encode(said).ids)
+        (sample,) = await self.policy.generate(
+            token_ids=prompt, sampling=self.sampling, turn=len(messages) // 2
+        )
+        sampled = tuple(sample.sequence.token_ids[len(prompt) :].tolist())
+        ends = bool(sampled) and sampled[-1] in self.tokenizer.end_of_turn_ids
+        return Action(
+            text=self.tokenizer.decode(sampled[:-1] if ends else sampled),
+            state=_Memory(token_ids=prompt + sampled, num_messages=len(messages) + 1),
+            token_ids=sampled,
+            logprobs=tuple(sample.sequence.inference_logprobs.tolist()),
+            versions=tuple(
+                (s.length, s.policy_version)
+                for s in sample.sequence.segments
+                if s.policy_version is not None
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedAgent:
+    """Says the script's lines, or what a function makes of the messages; counts in its state."""
+
+    script: Sequence[str] | Callable[[History], str]
+
+    async def get_action(self, messages: History, state: Any) -> tuple[str, Any]:
+        """The next line; the last one again when the script is over."""
+        if callable(self.script):
+            return self.script(messages), state
+        number = state if isinstance(state, int) else 0
+        return self.script[min(number, len(self.script) - 1)], number + 1

@@ -1,0 +1,138 @@
+"""Any game of `dialoop.trials.trial` as a chat environment, and twenty questions ready made.
+
+ChatEnv(name="guess", tasks=..., transforms=[Play(game), EndWhenIncomplete(), Rewards(...)])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from dialoop.chat import History, Message
+from dialoop.environments.chat_env import ChatEnv
+from dialoop.environments.endings import EndWhenIncomplete
+from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData
+from dialoop.environments.tasks.source import TaskSource, task_not_found
+from dialoop.environments.transform import Traits, Transform
+from dialoop.errors import Unsupported
+from dialoop.trajectory import DoneReason, Reward
+from dialoop.trials.twenty_questions import TwentyQuestions
+
+if TYPE_CHECKING:
+    from dialoop.trials.trial import Game
+
+_STATE = "game"
+_REWARD = "game_reward"
+
+
+@dataclass(frozen=True, slots=True)
+class Play(Transform):
+    """Opens with the game's prompt, plays each message of the policy, rewards what the game gives.
+
+    The task's metadata, its question and `solution` (the task's answer) are what the game begins
+    with; the state of a game lies in its episode, so games cannot touch each other.
+    """
+
+    game: Game[Any]
+
+    @property
+    def traits(self) -> Traits:
+        """The game's length, and that a step needs its session."""
+        return Traits(
+            max_turns=self.game.max_steps,
+            reward_names=(_STATE,),
+            roles=("user",),
+            needs_messages=True,
+            needs_session=True,
+        )
+
+    def reset(self, opening: Opening) -> Opening:
+        """Begin the game and show its first prompt in place of the question."""
+        episode = opening.episode
+        state = self.game.begin(_task_of(episode.task), seed=episode.seed)
+        kept = tuple(message for message in episode.history if message.role == "system")
+        shown = Message(role="user", content=self.game.prompt(state, 0))
+        begun = replace(episode, history=History((*kept, shown)))
+        return replace(opening, episode=begun).remember(**{_STATE: state})
+
+    async def step(self, outcome: Outcome) -> Outcome:
+        """Play the policy's message; show what the game says next."""
+        episode = outcome.episode
+        if episode.done:
+            return outcome
+        move = await self.game.play(episode.state[_STATE], episode.answer_text)
+        earned = episode.state.get(_REWARD, 0.0) + move.reward
+        outcome = outcome.remember(**{_STATE: move.state, _REWARD: earned}).tell(**move.info)
+        if move.done:
+            return outcome.terminate(DoneReason.SUBMITTED if earned else DoneReason.CONTENT)
+        if episode.step_index >= self.game.max_steps:
+            return outcome.truncate(DoneReason.MAX_TURNS)
+        prompt = self.game.prompt(move.state, episode.step_index)
+        return outcome.append(Message(role="user", content=prompt))
+
+    async def score(self, episode: Episode) -> Score:
+        """What the game has given so far."""
+        value = float(episode.state.get(_REWARD, 0.0))
+        return Score(rewards=(Reward(name=_STATE, value=value),))
+
+
+def game_of(environment: object) -> Game[Any]:
+    """The game that an environment plays; Unsupported (NOT_A_GAME) when it plays none."""
+    for transform in getattr(environment, "transforms", ()):
+        if isinstance(transform, Play):
+            return transform.game
+    raise Unsupported(
+        f"Environment {getattr(environment, 'name', '')} is not a game.",
+        reason="NOT_A_GAME",
+        remedy="Run trials in an environment with a Play transform, as twenty_questions.",
+    )
+
+
+class WordTasks(TaskSource):
+    """One task per hidden word; a key does not tell it."""
+
+    def __init__(self, game: TwentyQuestions) -> None:
+        self._words = {split: tuple(game.words(split)) for split in self.splits}
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Train and heldout; no word is in both."""
+        return ("train", "heldout")
+
+    def keys(self, split: str) -> Sequence[str]:
+        """word-0, word-1, ..."""
+        return [f"word-{index}" for index in range(len(self._words[self.require_split(split)]))]
+
+    def get(self, split: str, key: str) -> TaskData:
+        """The task of a key."""
+        split = self.require_split(split)
+        number = key.removeprefix("word-")
+        words = self._words[split]
+        if not number.isdecimal() or int(number) >= len(words):
+            raise task_not_found(split, key)
+        return TaskData(key=key, question="Find the hidden word.", answer=words[int(number)])
+
+
+def twenty_questions(
+    *,
+    hardcore: bool = False,
+    max_turns: int = 21,
+    error_allowance: int = 1,
+    system_prompt: str = "",
+) -> ChatEnv:
+    """The built-in `twenty_questions` environment: find the hidden word."""
+    game = TwentyQuestions(hardcore=hardcore, max_turns=max_turns, error_allowance=error_allowance)
+    return ChatEnv(
+        name="twenty_questions",
+        version="1",
+        description="Find a hidden word by yes-or-no questions, then guess it in brackets.",
+        tasks=WordTasks(game),
+        transforms=(EndWhenIncomplete(), Play(game)),
+        system_prompt=system_prompt,
+    )
+
+
+def _task_of(task: TaskData) -> Mapping[str, Any]:
+    solution = {"solution": task.answer} if task.answer else {}
+    return {**task.metadata, **({"question": task.question} if task.question else {}), **solution}

@@ -1,0 +1,208 @@
+"""Rows of different lengths as one array, and back; the lengths always travel with it.
+
+    padded = pad_tokens([Tokens(prompt=(5, 8), response=(2,), full=(5, 8, 2)), ...], pad_token_id=2)
+    padded.prompt.values      # [B, P] padded on the left
+    padded.response.values    # [B, R] padded on the right
+    padded.full.values        # [B, P + R] on both sides
+    padded.unpadded()         # the rows again, although 2 is a token as well as the padding
+    pad_output(views, pad_token_id=2)    # the same with log-probs and masks of whole turns
+
+A length is never recovered by comparing with the pad id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from dialoop.errors import InvalidInput
+from dialoop.views.views import Masks, Tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from dialoop.views.views import LogProbs, TurnView
+
+    Array = NDArray[Any]
+    Numbers = NDArray[np.int32]
+
+PaddingSide = Literal["left", "right"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PaddedRows:
+    """values [B, W]; row i holds lengths[i] values from starts[i] on (int32 [B] each)."""
+
+    values: Array
+    starts: Numbers
+    lengths: Numbers
+
+    def rows(self) -> list[Array]:
+        """The rows without padding."""
+        spans = zip(self.values, self.starts, self.lengths, strict=True)
+        return [row[start : start + length] for row, start, length in spans]
+
+    def mask(self) -> NDArray[np.bool_]:
+        """Bool [B, W]: what is not padding."""
+        places = np.arange(self.values.shape[1])[None, :]
+        starts, lengths = self.starts[:, None], self.lengths[:, None]
+        return (places >= starts) & (places < starts + lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedTokens:
+    """Token ids of a batch; a part is absent where any conversation lacks it."""
+
+    prompt: PaddedRows | None = None
+    response: PaddedRows | None = None
+    full: PaddedRows | None = None
+
+    def unpadded(self) -> list[Tokens]:
+        """The conversations again, by their lengths."""
+        parts = {name: getattr(self, name) for name in ("prompt", "response", "full")}
+        rows = {name: part.rows() for name, part in parts.items() if part is not None}
+        count = max((len(found) for found in rows.values()), default=0)
+        return [
+            Tokens(**{name: tuple(found[i].tolist()) for name, found in rows.items()})
+            for i in range(count)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedOutput:
+    """Turns, padded: tokens, masks [B, W] over the full tokens, and log-probs by part."""
+
+    tokens: PaddedTokens
+    masks: Masks
+    log_probs: dict[str, PaddedRows]
+    pad_token_id: int
+    padding_side: PaddingSide
+
+
+def pad_output(
+    views: Sequence[TurnView], *, pad_token_id: int, padding_side: PaddingSide = "left"
+) -> PaddedOutput:
+    """Turns of different lengths as arrays, as `pad_tokens`, `pad_masks` and `pad_logprobs` say.
+
+    Raises InvalidInput without turns, or with a pad id that is no id.
+    """
+    if not views or pad_token_id < 0:
+        raise InvalidInput(
+            f"{len(views)} turns are to be padded with token {pad_token_id}.",
+            reason="BAD_PADDING",
+            remedy="Give at least one turn, and the id of a token (0 or more) to pad with.",
+        )
+    tokens = pad_tokens(
+        [view.tokens for view in views], pad_token_id=pad_token_id, padding_side=padding_side
+    )
+    return PaddedOutput(
+        tokens=tokens,
+        masks=pad_masks([view.masks for view in views], tokens),
+        log_probs=pad_logprobs([view.log_probs for view in views], tokens),
+        pad_token_id=pad_token_id,
+        padding_side=padding_side,
+    )
+
+
+def pad_tokens(
+    batch: Sequence[Tokens], *, pad_token_id: int, padding_side: PaddingSide = "left"
+) -> PaddedTokens:
+    """Prompts padded left, responses right, full on both sides so that responses begin together.
+
+    padding_side: where `full` is padded when its parts are not known.
+    """
+    prompt = _column([t.prompt for t in batch], "left", pad_token_id)
+    response = _column([t.response for t in batch], "right", pad_token_id)
+    full = _column([t.full for t in batch], padding_side, pad_token_id)
+    if prompt is not None and response is not None and full is not None:
+        values = np.concatenate([prompt.values, response.values], axis=1)
+        full = PaddedRows(values=values, starts=prompt.starts, lengths=full.lengths)
+    return PaddedTokens(prompt=prompt, response=response, full=full)
+
+
+def pad_logprobs(batch: Sequence[LogProbs], tokens: PaddedTokens) -> dict[str, PaddedRows]:
+    """Log-probs laid out as their tokens, float32 [B, W] by part; NaN is unknown or padding.
+
+    A part is left out where it is unknown in every conversation.
+    """
+    found: dict[str, PaddedRows] = {}
+    for name in ("prompt", "response", "full"):
+        rows, places = [getattr(one, name) for one in batch], getattr(tokens, name)
+        if places is not None and any(row is not None for row in rows):
+            aligned = [
+                np.full(length, np.nan, np.float32) if row is None else row.aligned(int(length))
+                for row, length in zip(rows, places.lengths, strict=True)
+            ]
+            found[name] = _placed(aligned, places, np.float32(np.nan))
+    return found
+
+
+def pad_masks(batch: Sequence[Masks], tokens: PaddedTokens) -> Masks:
+    """Masks laid out as the full tokens, bool [B, W]; False on padding."""
+    if tokens.full is None:
+        raise InvalidInput(
+            "Masks go with the full tokens, which are absent.", reason="FULL_MISSING"
+        )
+    return Masks(
+        all_attention_mask=tokens.full.mask(),
+        all_assistant_mask=_assistant(batch, tokens.full),
+    )
+
+
+def padded_rows(
+    values: Array, lengths: Iterable[int] | None, *, padding_side: PaddingSide
+) -> PaddedRows:
+    """Somebody's padded array [B, W] with its lengths; InvalidInput (LENGTHS_MISSING) without.
+
+    Only the lengths tell padding from tokens: many models pad with the token that ends a turn.
+    """
+    if lengths is None:
+        raise InvalidInput(
+            "Padded rows came without their lengths.",
+            reason="LENGTHS_MISSING",
+            remedy="Give the length of each row, or unpadded rows.",
+        )
+    known = np.array(list(lengths), dtype=np.int32)
+    if values.ndim != 2 or len(known) != len(values) or np.any(known > values.shape[1]):
+        raise InvalidInput(
+            f"{len(known)} lengths up to {known.max(initial=0)} do not fit values of shape "
+            f"{values.shape}.",
+            reason="RAGGED",
+            remedy="Give values [B, W] and one length up to W for each row.",
+        )
+    starts = values.shape[1] - known if padding_side == "left" else np.zeros_like(known)
+    return PaddedRows(values=values, starts=starts.astype(np.int32), lengths=known)
+
+
+def _column(
+    rows: list[tuple[int, ...] | None], side: PaddingSide, pad_token_id: int
+) -> PaddedRows | None:
+    known = [np.array(row, dtype=np.int32) for row in rows if row is not None]
+    if not known or len(known) != len(rows):
+        return None
+    lengths = np.array([len(row) for row in known], dtype=np.int32)
+    width = int(lengths.max())
+    starts = width - lengths if side == "left" else np.zeros_like(lengths)
+    empty = np.empty((len(known), width), dtype=np.int32)
+    places = PaddedRows(values=empty, starts=starts.astype(np.int32), lengths=lengths)
+    return _placed(known, places, np.int32(pad_token_id))
+
+
+def _placed(rows: Sequence[Array], places: PaddedRows, fill: Any) -> PaddedRows:
+    values = np.full(places.values.shape, fill)
+    for index, row in enumerate(rows):
+        start = places.starts[index]
+        values[index, start : start + len(row)] = row
+    return PaddedRows(values=values, starts=places.starts, lengths=places.lengths)
+
+
+def _assistant(batch: Sequence[Masks], full: PaddedRows) -> NDArray[np.bool_] | None:
+    rows = [one.all_assistant_mask for one in batch if one.all_assistant_mask is not None]
+    if len(rows) != len(batch):
+        return None
+    values: NDArray[np.bool_] = _placed(rows, full, np.False_).values
+    return values

@@ -1,0 +1,326 @@
+"""One turn of a conversation as text, tokens, log-probs and masks; nothing is padded.
+
+    view = TurnView.of_turn(trajectory, 1, tokenizer)
+    view.tokens.response          # (11, 12, 7): what was sampled, its end of turn included
+    view.log_probs.response       # LogProbRow(values=[-0.1, -2.3, -0.4], start=0)
+    view.masks.all_assistant_mask # True on what the policy sampled, aligned with tokens.full
+
+Conversions check that the prompt is a prefix, on ids; see `dialoop.views.padding` for padded rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dialoop.chat import ChatHistory, History
+from dialoop.environments.modes import Text, Tokens
+from dialoop.errors import InvalidInput, NotFound, PreconditionFailed
+from dialoop.sequences import ForkCause, Source
+from dialoop.templates.masks import tokenised
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as AnySequence
+
+    from dialoop.episode import Sample
+    from dialoop.sequences import Floats, Mask, Sequence
+    from dialoop.templates.chat_template import ChatTemplate
+    from dialoop.tokens.tokenizer import Tokenizer
+    from dialoop.trajectory import Distribution, SamplingParams, Trajectory
+
+__all__ = [
+    "LogProbRow",
+    "LogProbs",
+    "Masks",
+    "Text",
+    "Tokens",
+    "TurnView",
+    "history_of_text",
+    "history_of_tokens",
+    "text_of_history",
+    "text_of_tokens",
+    "tokens_of_history",
+    "tokens_of_text",
+]
+
+_LOOK_BACK = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LogProbRow:
+    """Log-probs in nats, float32 [N], of the tokens from position `start` of their row on.
+
+    The token at position 0 of a conversation has none; what is not here is unknown, never 0.
+    """
+
+    values: Floats
+    start: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LogProbRow):
+            return NotImplemented
+        return self.start == other.start and np.array_equal(self.values, other.values)
+
+    __hash__ = None  # type: ignore[assignment]  # holds an array
+
+    def aligned(self, length: int) -> Floats:
+        """One value for each of `length` tokens, float32 [length]; NaN where it is unknown."""
+        if self.start < 0 or self.start + len(self.values) > length:
+            raise InvalidInput(
+                f"{len(self.values)} log-probs from position {self.start} on do not fit "
+                f"{length} tokens.",
+                reason="RAGGED",
+                remedy="Give the number of tokens of the same row.",
+            )
+        row = np.full(length, np.nan, dtype=np.float32)
+        row[self.start : self.start + len(self.values)] = self.values
+        return row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogProbs:
+    """Log-probs of prompt, response and full; `None` is unknown.
+
+    temperature_scaled: the sampling temperature was applied before the values were taken, so that
+    they are the policy's own only at temperature 1.
+    distribution: RAW is the policy's own, PROCESSED what was sampled from; `None` is unknown.
+    """
+
+    prompt: LogProbRow | None = None
+    response: LogProbRow | None = None
+    full: LogProbRow | None = None
+    temperature_scaled: bool = False
+    distribution: Distribution | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "full"):
+            row: LogProbRow | None = getattr(self, name)
+            if row is not None and row.start == 0 and len(row.values):
+                raise InvalidInput(
+                    f"The first token of {name} has a log-prob: nothing stands before it.",
+                    reason="FIRST_TOKEN_HAS_LOGPROB",
+                    remedy="Let the values start at position 1.",
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Masks:
+    """Bool [L] each, aligned with the full tokens: what is a token, and what the policy sampled."""
+
+    all_attention_mask: Mask | None = None
+    all_assistant_mask: Mask | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Masks):
+            return NotImplemented
+        return _same(self.all_attention_mask, other.all_attention_mask) and _same(
+            self.all_assistant_mask, other.all_assistant_mask
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # holds arrays
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnView:
+    """One turn in every form; text is absent without a tokenizer.
+
+    history is absent where the recorded history no longer shows the turn as it was.
+    """
+
+    tokens: Tokens
+    log_probs: LogProbs
+    masks: Masks
+    history: ChatHistory | None = None
+    text: Text | None = None
+
+    @classmethod
+    def of_sample(
+        cls,
+        sample: Sample,
+        *,
+        context: Sequence | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> TurnView:
+        """A policy's answer; `context` is what was sent with the question."""
+        whole = sample.sequence
+        if context is not None and whole.fork_cause is ForkCause.NONE:
+            whole = context.extended_by(whole)
+        start = len(whole) - sum(
+            s.length for s in sample.sequence.segments if s.source is Source.MODEL
+        )
+        return _view(whole, start, len(whole), sample.history, sample.sampling, tokenizer)
+
+    @classmethod
+    def of_turn(
+        cls, trajectory: Trajectory, turn: int, tokenizer: Tokenizer | None = None
+    ) -> TurnView:
+        """A turn of a trajectory, from the sequence that owns its tokens; NotFound without one."""
+        for sequence in trajectory.sequences:
+            sampled = [s for s in sequence.segments if s.source is Source.MODEL and s.turn == turn]
+            if sampled:
+                history = _turn_history(trajectory.history, sampled[0].message_index)
+                start, end = sampled[0].start, sampled[-1].end
+                return _view(sequence, start, end, history, trajectory.sampling, tokenizer)
+        raise NotFound(
+            f"Nothing was sampled in turn {turn} of trajectory {trajectory.trajectory_id}.",
+            reason="TURN_NOT_FOUND",
+            remedy="Ask for a turn below the number of turns that have sampled tokens.",
+        )
+
+
+def text_of_tokens(tokens: Tokens, tokenizer: Tokenizer) -> Text:
+    """What unpadded ids spell; PROMPT_NOT_PREFIX where a character is split between the parts."""
+    prompt = None if tokens.prompt is None else tokenizer.decode(tokens.prompt)
+    full = None if tokens.full is None else tokenizer.decode(tokens.full)
+    if tokens.response is None:
+        return Text(prompt=prompt, full=full)
+    response = tokenizer.decode_after((tokens.prompt or ())[-_LOOK_BACK:], tokens.response)
+    if prompt is not None and full is not None and full != prompt + response:
+        raise _not_prefix("text")
+    return Text(prompt=prompt, response=response, full=full)
+
+
+def tokens_of_text(text: Text, tokenizer: Tokenizer) -> Tokens:
+    """Rendered text as ids: special tokens in it count. PROMPT_NOT_PREFIX is checked on ids."""
+    full = text.full
+    if full is None and text.prompt is not None and text.response is not None:
+        full = text.prompt + text.response
+    prompt_ids = None if text.prompt is None else tokenizer.encode(text.prompt, trusted=True).ids
+    full_ids = None if full is None else tokenizer.encode(full, trusted=True).ids
+    if prompt_ids is None or full_ids is None:
+        response = None
+        if text.response is not None:
+            response = tokenizer.encode(text.response, trusted=True).ids
+        return Tokens(prompt=prompt_ids, response=response, full=full_ids)
+    return _parted(prompt_ids, full_ids)
+
+
+def text_of_history(history: ChatHistory, template: ChatTemplate, **options: Any) -> Text:
+    """Prompt with the opening of the assistant's turn, full without; the rest is the response."""
+    prompt = None if history.prompt is None else template.render(history.prompt, **options)
+    if history.full is None:
+        return Text(prompt=prompt)
+    full = template.render(history.full, add_generation_prompt=False, **options)
+    if prompt is None:
+        return Text(full=full)
+    if not full.startswith(prompt):
+        raise _not_prefix("text")
+    return Text(prompt=prompt, response=full[len(prompt) :], full=full)
+
+
+def tokens_of_history(
+    history: ChatHistory, template: ChatTemplate, tokenizer: Tokenizer, **options: Any
+) -> Tokens:
+    """As `text_of_history`, tokenised; what messages spell of special tokens is only text.
+
+    For demonstrations and scoring: what a policy sampled has its tokens already.
+    """
+
+    def ids(part: History, opens: bool) -> tuple[int, ...]:
+        options["add_generation_prompt"] = opens
+        found = tokenised(template, tokenizer, part, with_mask=False, **options)
+        return tuple(found.token_ids.tolist())
+
+    prompt = None if history.prompt is None else ids(history.prompt, True)
+    full = None if history.full is None else ids(history.full, False)
+    if prompt is None or full is None:
+        return Tokens(prompt=prompt, full=full)
+    return _parted(prompt, full)
+
+
+def history_of_text(text: Text, template: ChatTemplate) -> ChatHistory:
+    """Messages of rendered text; PreconditionFailed (NO_PARSER) where the format has no parser."""
+    prompt = None if text.prompt is None else _unopened(template.parse(text.prompt))
+    full = None if text.full is None else template.parse(text.full)
+    return _answered(prompt, full)
+
+
+def history_of_tokens(tokens: Tokens, template: ChatTemplate, tokenizer: Tokenizer) -> ChatHistory:
+    """Messages of ids: only ids of special tokens open and close turns."""
+
+    def parsed(ids: AnySequence[int]) -> History:
+        return template.parse_tokens(ids, tokenizer)
+
+    prompt = None if tokens.prompt is None else _unopened(parsed(tokens.prompt))
+    full = None if tokens.full is None else parsed(tokens.full)
+    return _answered(prompt, full)
+
+
+def _view(
+    sequence: Sequence,
+    start: int,
+    end: int,
+    history: ChatHistory | None,
+    sampling: SamplingParams,
+    tokenizer: Tokenizer | None,
+) -> TurnView:
+    ids = tuple(sequence.token_ids[:end].tolist())
+    tokens = Tokens(prompt=ids[:start], response=ids[start:], full=ids)
+    mask = sequence.response_mask()
+    return TurnView(
+        history=history,
+        tokens=tokens,
+        text=None if tokenizer is None else text_of_tokens(tokens, tokenizer),
+        log_probs=_logprobs(sequence, mask, start, end, sampling),
+        masks=Masks(all_attention_mask=np.ones(end, dtype=np.bool_), all_assistant_mask=mask[:end]),
+    )
+
+
+def _logprobs(
+    sequence: Sequence, mask: Mask, start: int, end: int, sampling: SamplingParams
+) -> LogProbs:
+    scaled = sampling.temperature != 0  # greedy answers report log-probs at temperature 1
+    if not len(sequence.inference_logprobs):
+        return LogProbs(temperature_scaled=scaled, distribution=sampling.distribution)
+    first = int(mask[:start].sum())
+    values = sequence.inference_logprobs[first : first + int(mask[start:end].sum())]
+    return LogProbs(
+        response=LogProbRow(values=values, start=0),
+        full=LogProbRow(values=values, start=start) if start else None,
+        temperature_scaled=scaled,
+        distribution=sampling.distribution,
+    )
+
+
+def _turn_history(history: History, index: int | None) -> ChatHistory | None:
+    if index is None or index >= len(history) or history[index].role != "assistant":
+        return None
+    return ChatHistory(prompt=history[:index]).respond(history[index])
+
+
+def _parted(prompt: tuple[int, ...], full: tuple[int, ...]) -> Tokens:
+    if full[: len(prompt)] != prompt:
+        raise _not_prefix("ids")
+    return Tokens(prompt=prompt, response=full[len(prompt) :], full=full)
+
+
+def _unopened(history: History) -> History:
+    """The messages without the opening of a turn that nobody has taken yet."""
+    last = history[-1] if len(history) else None
+    is_opening = last is not None and not last.is_complete and not last.text
+    return history[:-1] if is_opening else history
+
+
+def _answered(prompt: History | None, full: History | None) -> ChatHistory:
+    if prompt is None or full is None:
+        return ChatHistory(prompt=prompt, full=full)
+    if not full.starts_with(prompt):
+        raise _not_prefix("messages")
+    return ChatHistory(prompt=prompt).respond(*full[len(prompt) :])
+
+
+def _same(one: Mask | None, other: Mask | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return np.array_equal(one, other)
+
+
+def _not_prefix(unit: str) -> PreconditionFailed:
+    return PreconditionFailed(
+        f"full does not begin with the prompt's {unit}.",
+        reason="PROMPT_NOT_PREFIX",
+        remedy="The template writes the prompt otherwise once it is answered: use the tokens that "
+        "were sampled.",
+    )

@@ -1,0 +1,109 @@
+"""`python -m dialoop_services.collector`: collect until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+from dialoop.agents import AgentHost
+from dialoop.clients.channel import Channel, RetryPolicy
+from dialoop.clients.environment import EnvironmentClient
+from dialoop.clients.inference import InferenceClient
+from dialoop.clients.recordings import RecordingClient
+from dialoop.clients.replay import ReplayClient
+
+from dialoop_services.collector.agents import Agents, RecordingReplicas, loaded_agents
+from dialoop_services.collector.collector import Collector
+from dialoop_services.collector.counters import Counters, keep_written, write_counters
+from dialoop_services.collector.player import Player
+from dialoop_services.collector.replicas import PatientSessions, Replicas
+from dialoop_services.collector.settings import CollectorSettings
+from dialoop_services.collector.task_supply import Offers
+from dialoop_services.runtime import Connect, Host, OwnProcess, load, run
+from dialoop_services.runtime.retry import Patience
+
+
+async def serve() -> None:
+    """Collect, and say on a port that we are well, until told to stop."""
+    settings = load(CollectorSettings)
+    await serve_in(OwnProcess(settings), settings)
+
+
+async def serve_in(host: Host, settings: CollectorSettings) -> None:
+    """Collect until the host says stop."""
+    async with AsyncExitStack() as exits:
+        counters = Counters(settings.worker)
+        collector = await make_collector(settings, counters, host.connect, exits)
+        server = await exits.enter_async_context(host.server)
+        await collect(settings, collector, counters, server.stopping)
+
+
+async def make_collector(
+    settings: CollectorSettings, counters: Counters, connect: Connect, exits: AsyncExitStack
+) -> Collector:
+    """A collector with its connections, which `exits` closes."""
+
+    async def channel(address: str, retry: RetryPolicy | None = None) -> Channel:
+        return await exits.enter_async_context(connect(address, retry=retry))
+
+    patience = Patience(total_s=settings.patience_s)
+    environment = EnvironmentClient(await channel(settings.environment_address))
+    replay = ReplayClient(await channel(settings.replay_address))
+    # One attempt: the next replica is a better second try than the same one.
+    once = RetryPolicy(max_attempts=1)
+    replicas = [InferenceClient(await channel(a, once)) for a in settings.inference_addresses]
+    sessions = PatientSessions(environment, patience)
+    agents = loaded_agents(settings)
+    recordings = [
+        RecordingClient(await channel(address, once), rest_url=f"http://{rest_address}")
+        for address, rest_address in zip(
+            settings.inference_addresses, settings.inference_rest_addresses, strict=bool(agents)
+        )
+    ]
+    host = AgentHost(
+        recordings=RecordingReplicas(recordings, patience),
+        api_key=settings.token.get_secret_value() or "none",
+        sessions=sessions,
+        scores=environment,
+        time_limit_s=settings.agent_time_limit_s,
+    )
+    player = Player(
+        sessions,
+        Replicas(replicas, patience),
+        counters,
+        member_retries=settings.member_retries,
+        max_turns=settings.max_turns,
+        patience=patience,
+        agents=Agents(agents, host),
+        groups=environment,
+    )
+    return Collector(
+        settings,
+        replay=replay,
+        environment=environment,
+        player=player,
+        offers=Offers(settings, replay, environment, patience),
+        counters=counters,
+    )
+
+
+async def collect(
+    settings: CollectorSettings, collector: Collector, counters: Counters, stopping: asyncio.Event
+) -> None:
+    """Run the collector until `stopping`, with its counts in `run_dir`."""
+    path = settings.run_dir and settings.run_dir / f"collector-{settings.worker}.json"
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            working = [tasks.create_task(collector.run())]
+            if path is not None:
+                working.append(tasks.create_task(keep_written(counters, path)))
+            await stopping.wait()
+            for task in working:
+                task.cancel()
+    finally:
+        if path is not None:
+            write_counters(counters.to_json(), path)
+
+
+if __name__ == "__main__":
+    run(serve, name="collector")

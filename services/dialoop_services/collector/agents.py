@@ -1,0 +1,121 @@
+"""Playing tasks with agents: each run is recorded at one replica, the next in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dialoop.agents import load_agent, play_agent
+from dialoop.clients.errors import is_worth_retrying
+from dialoop.errors import DialoopError, InvalidConfig
+
+from dialoop_services.runtime.retry import Patience, patiently, service_away
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from dialoop.agents import Agent, AgentHost, Recordings
+    from dialoop.trajectory import Failure, Reward, SamplingParams, Task, Trajectory
+
+    from dialoop_services.collector.settings import CollectorSettings
+
+
+class Agents:
+    """The agents, by the environment whose tasks they play."""
+
+    def __init__(self, agents: Mapping[str, Agent], host: AgentHost) -> None:
+        self._agents = dict(agents)
+        self._host = host
+
+    def __contains__(self, environment: str) -> bool:
+        return environment in self._agents
+
+    async def play(self, task: Task, *, group_id: str, sampling: SamplingParams) -> Trajectory:
+        """One run of the environment's agent, as its record."""
+        return await play_agent(
+            task,
+            agent=self._agents[task.environment],
+            host=self._host,
+            group_id=group_id,
+            # What ends a message in its environment means nothing to an agent.
+            sampling=replace(sampling, stop=task.sampling.stop),
+        )
+
+
+class RecordingReplicas:
+    """Replicas that record, in turn; one that is away is passed over.
+
+    A recording stays where it was begun: when that replica dies, the run is lost and played again.
+    """
+
+    def __init__(self, replicas: Sequence[Recordings], patience: Patience) -> None:
+        self._replicas = tuple(replicas)
+        self._patience = patience
+        self._next = 0
+        self._home: dict[str, Recordings] = {}
+
+    async def create(
+        self,
+        recording_id: str,
+        *,
+        group_id: str = "",
+        task: Task | None = None,
+        sampling: SamplingParams | None = None,
+        time_to_live_s: float = 0.0,
+    ) -> str:
+        """Begin a recording where that is possible; Unavailable (SERVICE_AWAY) when nowhere."""
+        ends_at = time.monotonic() + self._patience.total_s
+        attempt = 0
+        while True:
+            replica = self._replicas[self._next % len(self._replicas)]
+            self._next += 1
+            try:
+                base_url = await replica.create(
+                    recording_id,
+                    group_id=group_id,
+                    task=task,
+                    sampling=sampling,
+                    time_to_live_s=time_to_live_s,
+                )
+            except DialoopError as error:
+                if not is_worth_retrying(error):
+                    raise
+                attempt += 1
+                pause_s = self._patience.pause_s(attempt) / len(self._replicas)
+                if time.monotonic() + pause_s > ends_at:
+                    raise service_away(error) from error
+            else:
+                self._home[recording_id] = replica
+                return base_url
+            await asyncio.sleep(pause_s)
+
+    async def close(
+        self,
+        recording_id: str,
+        *,
+        rewards: Iterable[Reward] = (),
+        failures: Iterable[Failure] = (),
+        labels: Mapping[str, str] | None = None,
+    ) -> Trajectory:
+        """End it where it was begun."""
+        home = self._home.pop(recording_id)
+        return await patiently(
+            lambda: home.close(recording_id, rewards=rewards, failures=failures, labels=labels),
+            self._patience,
+        )
+
+
+def loaded_agents(settings: CollectorSettings) -> dict[str, Agent]:
+    """The configured agents; InvalidConfig when one is none, or no replica can record."""
+    if settings.agents and len(settings.inference_rest_addresses) != len(
+        settings.inference_addresses
+    ):
+        raise InvalidConfig(
+            f"There are agents, {len(settings.inference_addresses)} inference_addresses and "
+            f"{len(settings.inference_rest_addresses)} inference_rest_addresses.",
+            reason="NO_REST_ADDRESS",
+            remedy="Name the REST door of every replica, in the same order.",
+        )
+    return {environment: load_agent(use) for environment, use in settings.agents.items()}

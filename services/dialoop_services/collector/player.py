@@ -1,0 +1,162 @@
+"""Playing one leased task: all members at once, and a member again that failed blamelessly."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dialoop.rollout import play, seeded
+from dialoop.trajectory import Failure, Group, Owner, SamplingParams, Task, Trajectory
+
+from dialoop_services.collector.batched_group import Together
+from dialoop_services.runtime.retry import SERVICE_AWAY, Patience
+
+if TYPE_CHECKING:
+    from dialoop.clients.replay import TaskLease
+    from dialoop.episode import Policy, Sessions
+
+    from dialoop_services.collector.agents import Agents
+    from dialoop_services.collector.batched_group import Groups
+    from dialoop_services.collector.counters import Counters
+
+_SEVERAL = 2
+
+
+class MemberFailed(Exception):
+    """A member failed as often as it may; `failure` is the last one and not the policy's."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(f"{failure.owner.name.lower()}: {failure.reason}: {failure.message}")
+        self.failure = failure
+
+    @property
+    def is_outage(self) -> bool:
+        """Whether a service was away, which says nothing against the task."""
+        return self.failure.reason == SERVICE_AWAY
+
+
+@dataclass(slots=True, kw_only=True)
+class Round:
+    """One attempt at a task under one lease, and every trajectory finished in it so far.
+
+    `is_settling` once its group is on the way to the ledger.
+    """
+
+    lease: TaskLease
+    finished: list[Trajectory] = field(default_factory=list)
+    is_settling: bool = False
+
+    @property
+    def lease_id(self) -> str:
+        """The lease it is played under."""
+        return self.lease.lease_id
+
+    @property
+    def task(self) -> Task:
+        """The task being played."""
+        return self.lease.task
+
+    @property
+    def group_id(self) -> str:
+        """The name its group will have."""
+        return self.lease.group_id
+
+
+class Player:
+    """Plays rounds on an environment and a policy."""
+
+    def __init__(  # noqa: PLR0913 - what it plays with
+        self,
+        sessions: Sessions,
+        policy: Policy,
+        counters: Counters,
+        *,
+        member_retries: int,
+        max_turns: int,
+        patience: Patience,
+        agents: Agents | None = None,
+        groups: Groups | None = None,
+    ) -> None:
+        self._agents = agents
+        self._groups = groups
+        self._sessions = sessions
+        self._policy = policy
+        self._counters = counters
+        self._member_retries = member_retries
+        self._max_turns = max_turns
+        self._patience = patience
+
+    async def play(
+        self, round_: Round, sampling: SamplingParams, *, has_one_turn: bool = False
+    ) -> Group:
+        """The whole group; MemberFailed when one member cannot be had (the others are stopped).
+
+        Members of an environment that `has_one_turn` ask together.
+        """
+        together = self._together(round_.task, sampling) if has_one_turn else None
+        try:
+            async with asyncio.TaskGroup() as members:
+                playing = [
+                    members.create_task(
+                        self._play_member(round_, seeded(sampling, member), together)
+                    )
+                    for member in range(round_.task.num_trajectories)
+                ]
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        trajectories = tuple(member.result() for member in playing)
+        return Group(group_id=round_.group_id, task=round_.task, trajectories=trajectories)
+
+    def _together(self, task: Task, sampling: SamplingParams) -> Together | None:
+        """What several members ask with, who sample alike and have no agent to ask for them."""
+        has_agent = self._agents is not None and task.environment in self._agents
+        alone = task.num_trajectories < _SEVERAL or sampling.seed is not None or has_agent
+        if self._groups is None or alone:
+            return None
+        return Together(task, self._groups, self._policy, self._patience)
+
+    async def _play_member(
+        self, round_: Round, sampling: SamplingParams, together: Together | None
+    ) -> Trajectory:
+        for attempt in range(1, self._member_retries + 2):
+            # A second attempt is one member's own.
+            trajectory = await self._played(round_, sampling, together if attempt == 1 else None)
+            round_.finished.append(trajectory)
+            self._counters.played(trajectory, round_.task.purpose)
+            failure = _blameless_failure(trajectory)
+            if failure is None:
+                return trajectory
+            failed = MemberFailed(failure)
+            if failed.is_outage or attempt > self._member_retries:
+                raise failed
+            await asyncio.sleep(self._patience.pause_s(attempt))
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _played(
+        self, round_: Round, sampling: SamplingParams, together: Together | None
+    ) -> Trajectory:
+        """One episode, by the environment's agent or else by the policy itself."""
+        task, group_id = round_.task, round_.group_id
+        if self._agents is not None and task.environment in self._agents:
+            return await self._agents.play(task, group_id=group_id, sampling=sampling)
+        return await play(
+            task,
+            sessions=together or self._sessions,
+            policy=together or self._policy,
+            group_id=group_id,
+            sampling=sampling,
+            max_turns=self._max_turns,
+        )
+
+
+def _blameless_failure(trajectory: Trajectory) -> Failure | None:
+    """The last failure that is not the policy's own: the trajectory says nothing about it."""
+    failures = [f for f in trajectory.failures if f.owner is not Owner.POLICY]
+    return failures[-1] if failures else None
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """One error of a task group; an unforeseen one before a failed member."""
+    unforeseen = [e for e in errors.exceptions if not isinstance(e, MemberFailed)]
+    return unforeseen[0] if unforeseen else errors.exceptions[0]

@@ -1,0 +1,252 @@
+"""Requests to calls, and outcomes to responses."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from dialoop.environments import (
+    Answered,
+    Environment,
+    Episode,
+    Given,
+    Opening,
+    Outcome,
+    Score,
+    TaskChoice,
+    TaskPage,
+)
+from dialoop.environments.sessions.records import ResetCall, Session, SessionState, StepCall, Taken
+from dialoop.environments.spec import FieldSpec, spec_of
+from dialoop.errors import DialoopError, InvalidHistory
+from dialoop.trials.trial import TrialOptions
+from dialoop.v1 import chat_pb2
+from dialoop.v1 import environment_service_pb2 as pb
+from dialoop.wire import (
+    chat_history_from_proto,
+    chat_history_to_proto,
+    failure_to_proto,
+    history_from_proto,
+    reward_to_proto,
+    text_from_proto,
+    text_to_proto,
+    tokens_from_proto,
+    tokens_to_proto,
+    tool_to_proto,
+)
+from dialoop.wire.runs import mask_scope_from_proto
+
+_VIEWS = ("history", "text", "tokens")
+
+
+def reset_call(request: pb.ResetRequest) -> ResetCall:
+    """A reset."""
+    return ResetCall(
+        session_id=request.session_id, episode=request.episode, choice=task_choice(request)
+    )
+
+
+def task_choice(request: pb.ResetRequest | pb.TaskChoice) -> TaskChoice:
+    """What is to be played."""
+    messages = history_from_proto(request.messages) if request.HasField("messages") else None
+    return TaskChoice(
+        split=request.split,
+        task_key=request.task_key,
+        seed=request.seed,
+        given=Given(query=request.query, messages=messages, data=dict(request.data)),
+    )
+
+
+def following_reset(request: pb.StepAndResetRequest) -> ResetCall:
+    """The reset that comes after the step."""
+    return ResetCall(
+        session_id=request.step.session_id,
+        episode=request.step.episode + 1,
+        choice=TaskChoice(
+            split=request.next_split, task_key=request.next_task_key, seed=request.next_seed
+        ),
+    )
+
+
+def step_call(request: pb.StepRequest) -> StepCall:
+    """A step; raises InvalidHistory when what was said contradicts itself."""
+    said = [getattr(request, view) for view in _VIEWS if request.HasField(view)]
+    content = b"".join(part.SerializeToString(deterministic=True) for part in said)
+    return StepCall(
+        session_id=request.session_id,
+        episode=request.episode,
+        step_index=request.step_index,
+        answered=_answered(request),
+        digest=blake2b(content, digest_size=16).digest(),
+    )
+
+
+def _answered(request: pb.StepRequest) -> Answered:
+    """The one view that was sent."""
+    views = [view for view in _VIEWS if request.HasField(view)]
+    if len(views) > 1:
+        raise InvalidHistory(
+            f"The step holds {' and '.join(views)}.",
+            reason="WRONG_MODE",
+            remedy="Send the one that the environment's input mode names.",
+        )
+    if views == ["text"]:
+        return text_from_proto(request.text)
+    if views == ["tokens"]:
+        return tokens_from_proto(request.tokens)
+    return chat_history_from_proto(request.history)
+
+
+class _Shown:
+    """The prompt of an episode in its environment's mode; the other views stay unset."""
+
+    def __init__(self, shown: Opening | Outcome) -> None:
+        text, tokens = shown.text, shown.tokens
+        is_history = shown.episode.view is None
+        self.history: chat_pb2.ChatHistory | None = (
+            chat_history_to_proto(shown.history) if is_history else None
+        )
+        self.text = None if text is None else text_to_proto(text)
+        self.tokens = None if tokens is None else tokens_to_proto(tokens)
+
+
+def reset_response(opening: Opening, version: str) -> pb.ResetResponse:
+    """A reset's answer."""
+    shown = _Shown(opening)
+    return pb.ResetResponse(
+        history=shown.history,
+        text=shown.text,
+        tokens=shown.tokens,
+        info=dict(opening.info),
+        environment_version=version,
+    )
+
+
+def step_response(outcome: Outcome, *, replayed: bool = False) -> pb.StepResponse:
+    """A step's answer."""
+    shown = _Shown(outcome)
+    return pb.StepResponse(
+        history=shown.history,
+        text=shown.text,
+        tokens=shown.tokens,
+        rewards=[reward_to_proto(reward) for reward in outcome.rewards],
+        terminated=outcome.episode.terminated,
+        truncated=outcome.episode.truncated,
+        done_reason=int(outcome.episode.done_reason),  # type: ignore[arg-type]  # enums are ints
+        failures=[failure_to_proto(failure) for failure in outcome.failures],
+        num_tool_calls=outcome.num_tool_calls,
+        replayed=replayed,
+        info=dict(outcome.info),
+    )
+
+
+def taken_response(taken: Taken) -> pb.StepResponse:
+    """The answer to a step of a session."""
+    return step_response(taken.outcome, replayed=taken.replayed)
+
+
+def group_response(
+    members: list[tuple[Session, Opening]],
+) -> pb.CreateGroupResponse:
+    """The sessions of a group and their openings."""
+    return pb.CreateGroupResponse(
+        session_ids=[session.session_id for session, _ in members],
+        resets=[
+            reset_response(opening, session.environment.version) for session, opening in members
+        ],
+        ttl_s=members[0][0].ttl_s,
+    )
+
+
+def session_response(session: Session, expires_in_s: float) -> pb.GetSessionResponse:
+    """Where a session stands."""
+    response = pb.GetSessionResponse(
+        session_id=session.session_id,
+        environment=session.environment.name,
+        episode=session.episode_number,
+        done=session.state is SessionState.DONE,
+        expires_in_s=expires_in_s,
+    )
+    if session.current is not None:
+        episode = session.current.episode
+        response.next_step_index = episode.step_index
+        _show(response, episode)
+    return response
+
+
+def _show(response: pb.GetSessionResponse, episode: Episode) -> None:
+    shown = _Shown(Opening(episode=episode))
+    if shown.history is not None:
+        response.history.CopyFrom(shown.history)
+    if shown.text is not None:
+        response.text.CopyFrom(shown.text)
+    if shown.tokens is not None:
+        response.tokens.CopyFrom(shown.tokens)
+
+
+def environment_info(environment: Environment) -> pb.EnvironmentInfo:
+    """What an environment is."""
+    tasks, traits = environment.tasks, environment.traits
+    return pb.EnvironmentInfo(
+        name=environment.name,
+        version=environment.version,
+        description=environment.description,
+        splits=[pb.SplitInfo(name=s, num_tasks=tasks.num_tasks(s)) for s in tasks.splits],
+        max_turns=traits.max_turns,
+        stop=traits.stop,
+        tools=traits.tools,
+        reward_names=traits.reward_names,
+        spec=_spec(environment),
+    )
+
+
+def _spec(environment: Environment) -> pb.EnvironmentSpec:
+    spec = spec_of(environment)
+    return pb.EnvironmentSpec(
+        input_mode=int(spec.input_mode),  # type: ignore[arg-type]
+        reward_shape=int(spec.reward_shape),  # type: ignore[arg-type]
+        observation=[_field(one) for one in spec.observation],
+        action=[_field(one) for one in spec.action],
+        reward=[_field(one) for one in spec.reward],
+        policy_role=spec.policy_role,
+        data_key=spec.data_key,
+        tool_definitions=[tool_to_proto(tool) for tool in spec.tool_definitions],
+        is_stateless=spec.is_stateless,
+        facts=dict(spec.facts),
+    )
+
+
+def _field(spec: FieldSpec) -> pb.FieldSpec:
+    return pb.FieldSpec(name=spec.name, dtype=spec.dtype, shape=spec.shape)
+
+
+def tasks_response(page: TaskPage) -> pb.ListTasksResponse:
+    """A page of tasks."""
+    refs = [pb.TaskRef(key=ref.key, epoch=ref.epoch, seed=ref.seed) for ref in page.tasks]
+    return pb.ListTasksResponse(tasks=refs, next_page_token=page.next_page_token)
+
+
+def trial_options(request: pb.RunTrialRequest) -> TrialOptions:
+    """How often tasks are played; InvalidInput for impossible numbers."""
+    return TrialOptions(
+        episodes_per_trial=request.episodes_per_trial or 1,
+        free_shots=request.free_shots,
+        mask_scope=mask_scope_from_proto(request.mask_scope),
+        seed=request.seed,
+    )
+
+
+def score_response(scores: tuple[Score, ...]) -> pb.ScoreResponse:
+    """One list of rewards per turn, and the reward functions that could give none."""
+    turns = [
+        pb.TurnRewards(
+            rewards=[reward_to_proto(reward) for reward in score.rewards],
+            failures=[failure_to_proto(failure) for failure in score.failures],
+        )
+        for score in scores
+    ]
+    return pb.ScoreResponse(turns=turns)
+
+
+def item_error(error: DialoopError) -> pb.ItemError:
+    """The error of one item."""
+    return pb.ItemError(code=int(error.status), reason=error.reason, message=str(error))

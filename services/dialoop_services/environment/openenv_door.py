@@ -1,0 +1,313 @@
+"""OpenEnv's protocol in front of our environments: DIALOOP_ENVIRONMENT_OPENENV=true.
+
+    async with GenericEnvClient(base_url="http://127.0.0.1:8000/openenv/arithmetic") as client:
+        result = await client.reset(task_key="35+40")
+        result = await client.step({"message": "<calculator>35+40</calculator>"})
+
+An action is the policy's message; an observation has all messages so far, the rewards by name, and
+the episode and step that it answers. A WebSocket is a session. Over plain HTTP the session is
+named by `episode_id` of the observation, which a step gives back; nothing is a fresh environment.
+With a token the URL is ws://any:TOKEN@host, as their client sets no headers.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import pydantic_core
+from dialoop.chat import ChatHistory, History, Message
+from dialoop.environments import Given, InputMode, Managed, TaskChoice, Text
+from dialoop.environments.sessions.records import ResetCall, StepCall
+from dialoop.errors import CapacityExhausted, DialoopError, InvalidInput, NotFound, Unsupported
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dialoop_services.environment.openenv_documents import SCHEMAS, operation, shown
+from dialoop_services.rest.http_routes import ErrorAnswer, HttpRoute
+from dialoop_services.rest.problems import problem_headers
+from dialoop_services.rest.socket_routes import SocketRoute
+from dialoop_services.runtime.errors import public_error
+from dialoop_services.runtime.logs import add_log_fields
+
+if TYPE_CHECKING:
+    from dialoop.environments.sessions.catalogue import Catalogue
+    from dialoop.environments.sessions.sessions import Sessions
+
+    from dialoop_services.rest.http_routes import HttpAnswer, HttpRequest
+    from dialoop_services.rest.socket_routes import Socket
+    from dialoop_services.runtime.hosting import Server
+
+_PREFIX = "/openenv/{environment}"
+
+
+class ResetBody(BaseModel):
+    """What a reset may say: a task, or a question of the caller's own."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    split: str = ""
+    task_key: str = ""
+    question: str = ""
+
+    @property
+    def choice(self) -> TaskChoice:
+        """The same for a session."""
+        given = Given(query=self.question)
+        return TaskChoice(
+            split=self.split, task_key=self.task_key, seed=self.seed or 0, given=given
+        )
+
+
+class Hints(BaseModel):
+    """What a careful client says in an action's metadata, to be answered once and in order."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    step_index: int | None = Field(default=None, ge=0)
+    episode_id: str = ""
+
+
+class Action(BaseModel):
+    """The policy's message."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    message: str
+    metadata: Hints = Hints()
+
+
+class StepBody(BaseModel):
+    """A step over HTTP."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    action: Action
+    episode_id: str = ""
+
+
+@dataclass(slots=True)
+class _Player:
+    """One session of theirs; `number` counts its episodes, `taken` the steps of the running one."""
+
+    session_id: str
+    environment: str
+    number: int = 0
+    taken: int = 0
+
+
+class OpenEnvDoor:
+    """Serves every environment of a catalogue to clients of OpenEnv."""
+
+    def __init__(self, catalogue: Catalogue, sessions: Sessions) -> None:
+        self._catalogue = catalogue
+        self._sessions = sessions
+
+    def add_to(self, server: Server) -> None:
+        """Serve the routes, where there is a REST door."""
+        routes = {
+            ("POST", "reset"): self.reset,
+            ("POST", "step"): self.step,
+            ("GET", "state"): self.state,
+            ("GET", "state/{episode_id}"): self.state,
+            ("GET", "metadata"): self.metadata,
+            ("GET", "schema"): self.schema,
+            ("GET", "health"): self.health,
+        }
+        for (method, name), handle in routes.items():
+            route = HttpRoute(
+                name=f"OpenEnv.{name.partition('/')[0].title()}{'Of' if '/' in name else ''}",
+                method=method,
+                path=f"{_PREFIX}/{name}",
+                handle=handle,
+                errors=_error_answer,
+                operation=operation(name),
+            )
+            server.add_route(route)
+        path = f"{_PREFIX}/ws"
+        server.add_socket(SocketRoute(name="OpenEnv.Socket", path=path, handle=self.converse))
+
+    async def converse(self, socket: Socket) -> None:
+        """A session, one request after the other, until the other side leaves."""
+        player = _Player(f"openenv-{uuid.uuid4().hex}", socket.parameters["environment"])
+        add_log_fields({"session_id": player.session_id})
+        try:
+            while (text := await socket.receive()) is not None:
+                reply = await self._replied(player, text)
+                if reply is None:
+                    return
+                await socket.send(reply)
+        finally:
+            self._sessions.close(player.session_id)
+
+    async def reset(self, request: HttpRequest, answer: HttpAnswer) -> None:
+        """A new session at the start of its episode."""
+        body = _parsed(ResetBody, _json(request.body or b"{}"))
+        player = _Player(f"openenv-{uuid.uuid4().hex}", request.parameters["environment"])
+        await answer.json(await self._reset(player, body))
+
+    async def step(self, request: HttpRequest, answer: HttpAnswer) -> None:
+        """A step of the session that `episode_id` names."""
+        body = _parsed(StepBody, _json(request.body))
+        session = self._session(
+            request.parameters["environment"], body.episode_id or body.action.metadata.episode_id
+        )
+        player = _Player(session.session_id, session.environment.name)
+        player.number = session.episode_number
+        player.taken = session.current.episode.step_index if session.current else 0
+        await answer.json(await self._step(player, body.action))
+
+    async def state(self, request: HttpRequest, answer: HttpAnswer) -> None:
+        """Where a session stands; without its name, nowhere."""
+        name, wanted = request.parameters["environment"], request.parameters.get("episode_id")
+        self._catalogue.get(name)
+        session = self._session(name, wanted) if wanted else None
+        current = session.current if session else None
+        steps = current.episode.step_index if current else 0
+        await answer.json({"episode_id": wanted, "step_count": steps})
+
+    async def metadata(self, request: HttpRequest, answer: HttpAnswer) -> None:
+        """Name, description and version."""
+        served = self._catalogue.get(request.parameters["environment"])
+        told = {"description": served.description, "version": served.version}
+        await answer.json({"name": served.name} | told)
+
+    async def schema(self, request: HttpRequest, answer: HttpAnswer) -> None:
+        """The same for each environment."""
+        self._catalogue.get(request.parameters["environment"])
+        await answer.json({"action": Action.model_json_schema()} | SCHEMAS)
+
+    async def health(self, request: HttpRequest, answer: HttpAnswer) -> None:
+        """Whether the environment can work at the moment."""
+        served = self._catalogue.get(request.parameters["environment"])
+        is_ill = isinstance(served, Managed) and served.problem()
+        await answer.json({"status": "unhealthy" if is_ill else "healthy"})
+
+    async def _replied(self, player: _Player, text: str) -> dict[str, Any] | None:
+        """The reply to one message; None to `close`. Of what is unforeseen only the id is told."""
+        try:
+            asked = _json(text)
+            kind, data = asked.get("type"), asked.get("data") or {}
+            if kind == "close":
+                return None
+            if kind == "reset":
+                answer = await self._reset(player, _parsed(ResetBody, data))
+                return {"type": "observation", "data": answer}
+            if kind == "step":
+                answer = await self._step(player, _parsed(Action, data))
+                return {"type": "observation", "data": answer}
+            if kind == "state":
+                told = {"episode_id": _episode_id(player), "step_count": player.taken}
+                return {"type": "state", "data": told}
+            return _error_frame("There is no message of that type.", "UNKNOWN_TYPE", "UNKNOWN_TYPE")
+        except Exception as error:
+            told_error = public_error(error)
+            return _error_frame(str(told_error), _code(told_error), told_error.reason)
+
+    async def _reset(self, player: _Player, body: ResetBody) -> dict[str, Any]:
+        self._sessions.create(player.session_id, player.environment)
+        call = ResetCall(
+            session_id=player.session_id, episode=player.number + 1, choice=body.choice
+        )
+        opening = await self._sessions.opened(call)
+        player.number, player.taken = call.episode, 0
+        return shown(opening.episode, _episode_id(player), info=opening.info)
+
+    async def _step(self, player: _Player, action: Action) -> dict[str, Any]:
+        if not player.number:
+            raise InvalidInput("No episode runs.", reason="NOT_RESET", remedy="Send reset first.")
+        index = action.metadata.step_index
+        call = StepCall(
+            session_id=player.session_id,
+            episode=player.number,
+            step_index=player.taken if index is None else index,
+            answered=self._answered(player.environment, action.message),
+            digest=blake2b(action.message.encode(), digest_size=16).digest(),
+        )
+        outcome = (await self._sessions.step(call)).outcome
+        player.taken = max(player.taken, call.step_index + 1)
+        return shown(outcome.episode, _episode_id(player), outcome=outcome, info=outcome.info)
+
+    def _answered(self, environment: str, message: str) -> ChatHistory | Text:
+        served: Any = self._catalogue.get(environment)
+        mode = getattr(served, "input_mode", InputMode.HISTORY)
+        if mode is InputMode.TOKENS:
+            raise Unsupported(
+                f"Environment {environment} reads token ids.",
+                reason="WRONG_MODE",
+                remedy="Play it through the environment service.",
+            )
+        if mode is InputMode.TEXT:
+            return Text(response=message)
+        role = getattr(served, "policy_role", "assistant")
+        return ChatHistory(response=History((Message(role=role, content=message),)))
+
+    def _session(self, environment: str, episode_id: str) -> Any:
+        """The session of an observation's episode_id; NotFound (SESSION_LOST)."""
+        if not episode_id:
+            raise InvalidInput(
+                "The step names no episode.",
+                reason="EPISODE_MISSING",
+                remedy="Send episode_id of the reset's observation, or use the WebSocket.",
+            )
+        session = self._sessions.get(episode_id.partition("/")[0])
+        if session.environment.name != environment:
+            raise InvalidInput(
+                "The episode is one of another environment.",
+                reason="SESSION_CONFLICT",
+                remedy="Use the URL it was begun at.",
+            )
+        return session
+
+
+def _episode_id(player: _Player) -> str | None:
+    return player.session_id if player.number else None
+
+
+def _json(text: str | bytes) -> dict[str, Any]:
+    try:
+        found = pydantic_core.from_json(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise InvalidInput(
+            "This is no JSON object.", reason="INVALID_JSON", remedy="Send one JSON object."
+        )
+    return found
+
+
+def _parsed(kind: type[Any], data: Any) -> Any:
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        places = ", ".join(".".join(map(str, e["loc"])) for e in error.errors()[:5])
+        raise InvalidInput(
+            f"These fields are wrong: {places}.",
+            reason="INVALID_FIELDS",
+            remedy="See /schema of the environment.",
+        ) from error
+
+
+def _code(error: DialoopError) -> str:
+    """OpenEnv's name for the kind of error."""
+    if error.reason == "INVALID_JSON":
+        return error.reason
+    kinds = {
+        CapacityExhausted: "CAPACITY_REACHED",
+        InvalidInput: "VALIDATION_ERROR",
+        NotFound: "SESSION_ERROR",
+    }
+    return next(
+        (code for kind, code in kinds.items() if isinstance(error, kind)), "EXECUTION_ERROR"
+    )
+
+
+def _error_frame(message: str, code: str, reason: str) -> dict[str, Any]:
+    return {"type": "error", "data": {"message": message, "code": code, "reason": reason}}
+
+
+def _error_answer(error: DialoopError) -> ErrorAnswer:
+    headers = {k.decode(): v.decode() for k, v in problem_headers(error) if k != b"content-type"}
+    return ErrorAnswer(document={"detail": str(error), "reason": error.reason}, headers=headers)

@@ -1,0 +1,150 @@
+"""Whole runs on the service's own policy: text environments and trials."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dialoop.environments import refusals
+from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
+from dialoop.local.runs import no_inference
+from dialoop.text_environment.setups import load_text_setup
+from dialoop.tokens.tokenizer import Tokenizer
+from dialoop.trials.agents import DirectOutputAgent
+from dialoop.trials.games import game_of
+from dialoop.trials.trial import run_trial
+
+if TYPE_CHECKING:
+    from dialoop.clients.inference import InferenceClient
+    from dialoop.environments.sessions.catalogue import Catalogue
+    from dialoop.text_environment.environment import TextRun
+    from dialoop.text_environment.setups import TextSetup
+    from dialoop.trajectory import SamplingParams
+    from dialoop.trials.trial import TrialOptions, TrialResult
+
+    from dialoop_services.environment.settings import EnvironmentEntry
+
+MAX_EPISODES = 4096
+_REMEDY = "Set DIALOOP_ENVIRONMENT_INFERENCE_ADDRESS and DIALOOP_ENVIRONMENT_MODEL_DIR."
+
+
+class TextCatalogue:
+    """The text environments a service has, by name."""
+
+    def __init__(self, setups: Iterable[TextSetup]) -> None:
+        self._by_name: dict[str, TextSetup] = {}
+        for setup in setups:
+            if setup.name in self._by_name:
+                raise InvalidConfig(
+                    f"Two text environments are named '{setup.name}'.",
+                    remedy="Give one of them another name.",
+                )
+            self._by_name[setup.name] = setup
+
+    @classmethod
+    def from_entries(cls, entries: Iterable[EnvironmentEntry]) -> TextCatalogue:
+        """Load each entry; InvalidConfig when one cannot be."""
+        return cls(load_text_setup(entry.use, entry.options) for entry in entries)
+
+    def get(self, name: str) -> TextSetup:
+        """The text environment of that name; NotFound (ENVIRONMENT_NOT_FOUND)."""
+        if name not in self._by_name:
+            raise refusals.unknown_environment(name, self._by_name)
+        return self._by_name[name]
+
+
+class OwnPolicy:
+    """The policy that the settings name, and its tokenizer, read when it is first needed."""
+
+    def __init__(self, client: InferenceClient | None, model_dir: Path | None) -> None:
+        self._client = client
+        self._model_dir = model_dir
+        self._reading = asyncio.Lock()
+        self._tokenizer: Tokenizer | None = None
+
+    async def get(self) -> tuple[InferenceClient, Tokenizer]:
+        """Both; PreconditionFailed (NO_INFERENCE, TOKENIZER_MISMATCH) when they cannot be had."""
+        if self._client is None or self._model_dir is None:
+            raise no_inference(_REMEDY)
+        async with self._reading:
+            if self._tokenizer is None:
+                self._tokenizer = await asyncio.to_thread(Tokenizer.from_directory, self._model_dir)
+        status = await self._client.get_policy()
+        if status.tokenizer_digest != self._tokenizer.digest:
+            raise PreconditionFailed(
+                "The inference service has another tokenizer than this service's model_dir.",
+                reason="TOKENIZER_MISMATCH",
+                remedy="Set DIALOOP_ENVIRONMENT_MODEL_DIR to the model that is served.",
+            )
+        return self._client, self._tokenizer
+
+
+class Runs:
+    """Plays whole runs: what a caller wants played, on the service's own policy."""
+
+    def __init__(self, catalogue: Catalogue, texts: TextCatalogue, policy: OwnPolicy) -> None:
+        self._catalogue = catalogue
+        self._texts = texts
+        self._policy = policy
+
+    async def text(
+        self,
+        environment: str,
+        queries: list[str],
+        *,
+        extra_json: str,
+        sampling: SamplingParams,
+        compat: str,
+    ) -> TextRun:
+        """One episode per query in a running text."""
+        setup = self._texts.get(environment)
+        _require_few(len(queries))
+        extra = _extra(extra_json, len(queries))
+        client, tokenizer = await self._policy.get()
+        running = setup.on(client, tokenizer, sampling=sampling, compat=compat)
+        return await running.run(queries, **extra)
+
+    async def trial(
+        self,
+        environment: str,
+        inputs: list[Mapping[str, str]],
+        *,
+        options: TrialOptions,
+        sampling: SamplingParams,
+    ) -> TrialResult:
+        """One trial per input, played by what the policy samples."""
+        game = game_of(self._catalogue.get(environment))
+        _require_few(len(inputs) * options.episodes_per_trial)
+        client, tokenizer = await self._policy.get()
+        agent = DirectOutputAgent(client, tokenizer, sampling)
+        return await run_trial(game, inputs, agent, tokenizer=tokenizer, options=options)
+
+
+def _require_few(num_episodes: int) -> None:
+    if num_episodes > MAX_EPISODES:
+        raise refusals.bad_value("The number of episodes", f"Ask for at most {MAX_EPISODES}.")
+
+
+def _extra(text: str, num_queries: int) -> dict[str, Any]:
+    """What the reward is given; InvalidInput (BAD_EXTRA) for no object or lists that do not fit."""
+    try:
+        found = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise _bad_extra("extra_json is no JSON object.")
+    for name, value in found.items():
+        if isinstance(value, list) and len(value) != num_queries:
+            raise _bad_extra(f"{name[:80]} has {len(value)} values for {num_queries} queries.")
+    return found
+
+
+def _bad_extra(message: str) -> InvalidInput:
+    return InvalidInput(
+        message,
+        reason="BAD_EXTRA",
+        remedy='Give an object with one value per query in each list, as {"answers": ["7"]}.',
+    )

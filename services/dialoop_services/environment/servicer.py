@@ -1,0 +1,226 @@
+"""EnvironmentService: decode, call, encode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dialoop.errors import InvalidInput
+from dialoop.v1 import environment_service_pb2 as pb
+from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceServicer
+from dialoop.wire import chat_history_from_proto, sampling_from_proto, trajectory_from_proto
+from dialoop.wire.runs import text_history_to_proto, trials_to_proto
+
+from dialoop_services.environment import encoding
+from dialoop_services.runtime.errors import public_error
+
+if TYPE_CHECKING:
+    from dialoop.environments.sessions.catalogue import Catalogue
+    from dialoop.environments.sessions.sessions import Sessions
+
+    from dialoop_services.environment.runs import Runs
+
+_Request = TypeVar("_Request")
+_Item = TypeVar("_Item")
+
+
+class EnvironmentServicer(EnvironmentServiceServicer):
+    """Serves a catalogue of environments and the sessions played in them."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        sessions: Sessions,
+        runs: Runs,
+        *,
+        max_concurrent_items: int = 256,
+    ) -> None:
+        self._catalogue = catalogue
+        self._sessions = sessions
+        self._runs = runs
+        self._max_concurrent_items = max_concurrent_items
+
+    async def ListEnvironments(
+        self, request: pb.ListEnvironmentsRequest, context: Any
+    ) -> pb.ListEnvironmentsResponse:
+        infos = [encoding.environment_info(environment) for environment in self._catalogue]
+        return pb.ListEnvironmentsResponse(environments=infos)
+
+    async def GetEnvironment(
+        self, request: pb.GetEnvironmentRequest, context: Any
+    ) -> pb.GetEnvironmentResponse:
+        environment = self._catalogue.get(request.environment)
+        return pb.GetEnvironmentResponse(environment=encoding.environment_info(environment))
+
+    async def ListTasks(self, request: pb.ListTasksRequest, context: Any) -> pb.ListTasksResponse:
+        page = self._catalogue.get(request.environment).tasks.page(
+            request.split,
+            page_token=request.page_token,
+            page_size=request.page_size,
+            one_epoch=request.one_epoch,
+            shuffle_seed=request.shuffle_seed,
+        )
+        return encoding.tasks_response(page)
+
+    async def CreateSession(
+        self, request: pb.CreateSessionRequest, context: Any
+    ) -> pb.CreateSessionResponse:
+        ttl_s = request.ttl_s if request.HasField("ttl_s") else None
+        session = self._sessions.create(request.session_id, request.environment, ttl_s)
+        return pb.CreateSessionResponse(session_id=session.session_id, ttl_s=session.ttl_s)
+
+    async def Reset(self, request: pb.ResetRequest, context: Any) -> pb.ResetResponse:
+        opening = await self._sessions.opened(encoding.reset_call(request))
+        return encoding.reset_response(opening, self._version(request.session_id))
+
+    async def Step(self, request: pb.StepRequest, context: Any) -> pb.StepResponse:
+        return encoding.taken_response(await self._sessions.step(encoding.step_call(request)))
+
+    async def StepAndReset(
+        self, request: pb.StepAndResetRequest, context: Any
+    ) -> pb.StepAndResetResponse:
+        taken, opening = await self._sessions.step_and_reset(
+            encoding.step_call(request.step), encoding.following_reset(request)
+        )
+        response = pb.StepAndResetResponse(step=encoding.taken_response(taken))
+        if opening is not None:
+            version = self._version(request.step.session_id)
+            response.reset.CopyFrom(encoding.reset_response(opening, version))
+        return response
+
+    async def BatchReset(
+        self, request: pb.BatchResetRequest, context: Any
+    ) -> pb.BatchResetResponse:
+        async def answer(item: pb.ResetRequest) -> pb.BatchResetItem:
+            return pb.BatchResetItem(response=await self.Reset(item, context))
+
+        items = await self._each(request.items, answer, lambda e: pb.BatchResetItem(error=e))
+        return pb.BatchResetResponse(items=items)
+
+    async def BatchStep(self, request: pb.BatchStepRequest, context: Any) -> pb.BatchStepResponse:
+        async def answer(item: pb.StepRequest) -> pb.BatchStepItem:
+            return pb.BatchStepItem(response=await self.Step(item, context))
+
+        items = await self._each(request.items, answer, lambda e: pb.BatchStepItem(error=e))
+        return pb.BatchStepResponse(items=items)
+
+    async def Interact(self, requests: AsyncIterator[pb.InteractRequest], context: Any) -> None:
+        # Filled by the client, drained by the answers: a reader that waits for a place makes the
+        # client wait in turn. Written here and not yielded, so that the task group can hold it.
+        places = asyncio.Semaphore(self._max_concurrent_items)
+        writing = asyncio.Lock()
+
+        async def answer(request: pb.InteractRequest) -> None:
+            try:
+                response = await self._interact(request, context)
+                async with writing:
+                    await context.write(response)
+            finally:
+                places.release()
+
+        async with asyncio.TaskGroup() as answers:
+            async for request in requests:
+                await places.acquire()
+                answers.create_task(answer(request))
+
+    async def StepHistory(
+        self, request: pb.StepHistoryRequest, context: Any
+    ) -> pb.StepHistoryResponse:
+        outcome = await self._sessions.step_history(
+            request.environment,
+            encoding.task_choice(request.task),
+            chat_history_from_proto(request.history),
+        )
+        return pb.StepHistoryResponse(step=encoding.step_response(outcome))
+
+    async def CreateGroup(
+        self, request: pb.CreateGroupRequest, context: Any
+    ) -> pb.CreateGroupResponse:
+        members = await self._sessions.opened_group(
+            request.group_id,
+            request.environment,
+            request.num_sessions,
+            encoding.task_choice(request.task),
+            request.ttl_s if request.HasField("ttl_s") else None,
+        )
+        return encoding.group_response(members)
+
+    async def GetSession(
+        self, request: pb.GetSessionRequest, context: Any
+    ) -> pb.GetSessionResponse:
+        session = self._sessions.get(request.session_id)
+        return encoding.session_response(session, self._sessions.expires_in_s(session))
+
+    async def CloseSession(
+        self, request: pb.CloseSessionRequest, context: Any
+    ) -> pb.CloseSessionResponse:
+        return pb.CloseSessionResponse(closed=self._sessions.close(request.session_id))
+
+    async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
+        trajectory = trajectory_from_proto(request.trajectory)
+        environment = self._catalogue.get(trajectory.environment)
+        task = environment.tasks.get(request.split, trajectory.task_key)
+        scores = await environment.score(task, trajectory)
+        return encoding.score_response(scores)
+
+    async def RunText(self, request: pb.RunTextRequest, context: Any) -> pb.RunTextResponse:
+        run = await self._runs.text(
+            request.environment,
+            list(request.queries),
+            extra_json=request.extra_json,
+            sampling=sampling_from_proto(request.sampling),
+            compat=request.compat,
+        )
+        return pb.RunTextResponse(histories=[text_history_to_proto(h) for h in run.histories])
+
+    async def RunTrial(self, request: pb.RunTrialRequest, context: Any) -> pb.RunTrialResponse:
+        result = await self._runs.trial(
+            request.environment,
+            [dict(one.data) for one in request.inputs],
+            options=encoding.trial_options(request),
+            sampling=sampling_from_proto(request.sampling),
+        )
+        return pb.RunTrialResponse(trials=trials_to_proto(result))
+
+    def _version(self, session_id: str) -> str:
+        return self._sessions.get(session_id).environment.version
+
+    async def _interact(self, request: pb.InteractRequest, context: Any) -> pb.InteractResponse:
+        """The answer to one request of a stream, be it an error."""
+        kind = request.WhichOneof("request")
+        rpcs: dict[str | None, Callable[[Any, Any], Awaitable[Any]]] = {
+            "create_session": self.CreateSession,
+            "reset": self.Reset,
+            "step": self.Step,
+            "close_session": self.CloseSession,
+        }
+        response = pb.InteractResponse(request_id=request.request_id)
+        try:
+            if kind is None:
+                raise InvalidInput("The request is empty.", remedy="Set one of its requests.")
+            answer = await rpcs[kind](getattr(request, kind), context)
+            getattr(response, kind).CopyFrom(answer)
+        except Exception as error:
+            response.error.CopyFrom(encoding.item_error(public_error(error)))
+        return response
+
+    async def _each(
+        self,
+        requests: Sequence[_Request],
+        answer: Callable[[_Request], Awaitable[_Item]],
+        failed: Callable[[pb.ItemError], _Item],
+    ) -> list[_Item]:
+        """Answer each item of a batch, so many at a time; an error stays with its item."""
+        places = asyncio.Semaphore(self._max_concurrent_items)
+
+        async def one(request: _Request) -> _Item:
+            async with places:
+                try:
+                    return await answer(request)
+                except Exception as error:
+                    return failed(encoding.item_error(public_error(error)))
+
+        async with asyncio.TaskGroup() as items:
+            working = [items.create_task(one(request)) for request in requests]
+        return [item.result() for item in working]

@@ -1,0 +1,187 @@
+"""`python -m dialoop_services.inference`: serve one replica of the policy."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from dialoop.episode import UpdateMode
+from dialoop.errors import InvalidConfig
+from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
+from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_server
+
+from dialoop_services.inference.engine import engine_stopped
+from dialoop_services.inference.openai.routes import OpenAiService, openai_routes
+from dialoop_services.inference.recordings.book import RecordingBook, RecordingLimits
+from dialoop_services.inference.rendering import Renderer
+from dialoop_services.inference.replica.batching import RequestBatches
+from dialoop_services.inference.replica.device_lease import device_turn
+from dialoop_services.inference.replica.replica import Replica
+from dialoop_services.inference.servicer import InferenceServicer
+from dialoop_services.inference.settings import InferenceSettings
+from dialoop_services.inference.template_servicer import TemplateServicer
+from dialoop_services.inference.weights.adapter_files import AdapterLimits
+from dialoop_services.inference.weights.parameters import num_parameters
+from dialoop_services.runtime.hosting import OwnProcess
+from dialoop_services.runtime.process import run
+from dialoop_services.runtime.settings import load
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from dialoop_services.inference.engine import Engine
+    from dialoop_services.runtime.hosting import Host, Server
+
+_SERVICE = "dialoop.v1.InferenceService"
+
+
+async def serve() -> None:
+    """Start the engine, load the newest policy, serve until told to stop or the engine dies."""
+    settings = load(InferenceSettings)
+    await serve_in(OwnProcess(settings), settings)
+
+
+async def serve_in(host: Host, settings: InferenceSettings) -> None:
+    """Serve until the host says stop or the engine dies."""
+    if not (settings.model_dir / "config.json").is_file():
+        raise InvalidConfig(
+            f"There is no model in {settings.model_dir}.",
+            remedy="Set DIALOOP_INFERENCE_MODEL_DIR to a Hugging Face model directory.",
+        )
+    renderer = Renderer.of(settings.model_dir)
+    server = host.server
+    async with device_turn(settings.device_lock) as turn, _engine(settings) as engine:
+
+        async def report(serving: bool) -> None:
+            await server.set_serving(serving, _SERVICE)
+
+        replica = Replica(
+            engine,
+            weights_root=settings.weights_root,
+            report=report,
+            update_mode=UpdateMode[settings.update_mode.upper()],
+            turn=turn,
+            batches=RequestBatches(settings.batch_limits),
+        )
+        await replica.load_latest()
+        _add_servicers(server, replica, renderer, settings)
+        async with server:
+            await report(not replica.fault)
+            await _until_over(server, replica, wake_after_s=settings.wake_after_s)
+
+
+def _add_servicers(
+    server: Server, replica: Replica, renderer: Renderer, settings: InferenceSettings
+) -> None:
+    book = RecordingBook(
+        RecordingLimits(
+            max_recordings=settings.max_recordings,
+            max_calls=settings.max_recorded_calls,
+            time_to_live_s=settings.recording_ttl_s,
+        )
+    )
+    server.show(
+        "dialoop_forks",
+        "Prompts that could not continue the tokens given with them.",
+        "cause",
+        lambda: renderer.num_forks,
+    )
+    servicer = InferenceServicer(
+        replica,
+        renderer,
+        num_parameters=num_parameters(settings.model_dir),
+        max_new_tokens=settings.max_new_tokens,
+        book=book,
+    )
+    service = OpenAiService(
+        replica,
+        renderer,
+        book,
+        model_name=settings.model_name,
+        max_new_tokens=settings.max_new_tokens,
+    )
+    for route in openai_routes(service):
+        server.add_route(route)
+    templates = TemplateServicer(renderer, settings.model_dir.name)
+    server.add(add_InferenceServiceServicer_to_server, servicer, _SERVICE)
+    server.add(add_TemplateServiceServicer_to_server, templates, "dialoop.v1.TemplateService")
+
+
+async def _until_over(server: Server, replica: Replica, *, wake_after_s: float) -> None:
+    """Wait for the stop signal; raise when the engine dies first, for a supervisor to restart."""
+    dying = asyncio.create_task(replica.until_engine_dies())
+    dying.add_done_callback(lambda _: server.stop())
+    following = asyncio.create_task(replica.follow_latest())
+    waking = asyncio.create_task(replica.wake_when_left(after_s=wake_after_s))
+    try:
+        await server.wait_until_stopped()
+        if dying.done():
+            raise engine_stopped()
+    finally:
+        replica.release()  # or the server's drain would pass with requests that wait for others
+        dying.cancel()
+        following.cancel()
+        waking.cancel()
+
+
+@asynccontextmanager
+async def _engine(settings: InferenceSettings) -> AsyncIterator[Engine]:
+    engine = await (_vllm(settings) if settings.engine == "vllm" else _transformers(settings))
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def _vllm(settings: InferenceSettings) -> Engine:
+    try:
+        from dialoop_services.inference.vllm_engine.environment import prepare
+
+        prepare()
+        from dialoop_services.inference.vllm_engine.engine import VllmEngine
+        from dialoop_services.inference.vllm_engine.options import VllmOptions
+    except Exception as error:  # a torch of another build raises RuntimeError or OSError
+        raise InvalidConfig(
+            f"vLLM does not import ({type(error).__name__}: {error}).",
+            reason="VLLM_MISSING",
+            remedy="Run `make setup`, or set DIALOOP_INFERENCE_ENGINE=transformers.",
+        ) from error
+    return await VllmEngine.start(
+        settings.model_dir,
+        VllmOptions(
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            kv_cache_bytes=settings.kv_cache_mib << 20,
+            dtype=settings.dtype,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            seed=settings.seed,
+            adapters=_adapter_limits(settings),
+            weight_transfer=settings.weight_transfer,
+            device_lock=settings.device_lock,
+        ),
+    )
+
+
+async def _transformers(settings: InferenceSettings) -> Engine:
+    import torch
+
+    from dialoop_services.inference.transformers_engine.engine import TransformersEngine
+
+    torch.set_num_threads(settings.torch_threads)
+    return await TransformersEngine.start(
+        settings.model_dir,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        dtype=settings.dtype,
+        seed=settings.seed,
+        adapters=_adapter_limits(settings),
+    )
+
+
+def _adapter_limits(settings: InferenceSettings) -> AdapterLimits:
+    return AdapterLimits(max_adapters=settings.max_adapters, max_rank=settings.max_adapter_rank)
+
+
+if __name__ == "__main__":
+    run(serve, name="inference")

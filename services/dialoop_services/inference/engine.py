@@ -1,0 +1,302 @@
+"""What the inference service asks of an engine, whichever it is.
+
+    sampled = await engine.sample(prompt_ids, SamplingParams(max_new_tokens=24), stop=stop)
+    sampled[0].token_ids     # (17, 9, 4, 262): the stop token is kept
+    sampled[0].versions      # (VersionSpan(start=0, length=4, policy_version=main-7),)
+
+Every sampled token is labelled with the version whose weights produced it, and re-scores under a
+full forward pass of exactly that version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from dialoop.episode import UpdateMode
+from dialoop.errors import InvalidInput, Unavailable
+from dialoop.sequences import PolicyVersion
+from dialoop.trajectory import SamplingParams, StopReason
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dialoop.sequences import Floats
+
+    from dialoop_services.inference.weights.adapter_files import AdapterSpace
+    from dialoop_services.inference.weights.adapters import Adapter
+    from dialoop_services.inference.weights.data_planes import Step
+    from dialoop_services.inference.weights.policy_adapters import PolicyAdapter
+    from dialoop_services.learning.lora.base_weights import BaseWeights
+
+BASE_VERSION = PolicyVersion(lineage="base", number=0)
+"""The version of a model directory's own weights."""
+
+MIN_TEMPERATURE = 0.01
+"""Below this vLLM would silently sample at another temperature; 0 is greedy."""
+MIN_PENALTY, MAX_PENALTY = 0.01, 100.0
+"""Far beyond these a penalized logit is no number any more, nor is any log-prob."""
+_ROUNDING = 1e-6  # of 0.01 that came over the wire as the float32 next to it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Sampled tokens [start, start + length) come from one policy version."""
+
+    start: int
+    length: int
+    policy_version: PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopTokens:
+    """What ends a message: single tokens, and strings that may span several.
+
+    `by_id` gives each stopping token's string, empty for the end-of-turn token.
+    """
+
+    by_id: Mapping[int, str] = field(default_factory=dict)
+    strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """One sample: ids and log-probs (nats, of the distribution sampled from), one per token."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+    stop_reason: StopReason
+    stop_string: str = ""
+    queue_s: float = 0.0
+    update_mode: UpdateMode = UpdateMode.RECOMPUTE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A few new tokens of a running sample, all of one version."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    policy_version: PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """Log-probs float32 [len - 1] of positions 1.. at temperature 1, and whose they are."""
+
+    logprobs: Floats
+    policy_version: PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadTimes:
+    """How long generation stood still, and how long the whole load took."""
+
+    pause_s: float
+    load_s: float
+
+
+OnTokens = Callable[[Piece], None]
+
+
+class Engine(Protocol):
+    """A policy that samples, scores and takes new weights."""
+
+    name: str
+    version: str
+    max_model_len: int
+    vocab_size: int
+    adapter_space: AdapterSpace
+    transfer_backend: str
+    base_weights: BaseWeights
+    """Those of the model directory, whatever is loaded now."""
+
+    @property
+    def policy_version(self) -> PolicyVersion:
+        """The version of the weights loaded now."""
+        ...
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can still answer; an engine that died stays dead."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Samples that hold a place in the engine, waiting or decoding, by its own count."""
+        ...
+
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        stop: StopTokens,
+        num_samples: int = 1,
+        on_tokens: OnTokens | None = None,
+        adapter: Adapter | None = None,
+    ) -> tuple[Sampled, ...]:
+        """Continue `prompt_ids`; `on_tokens` sees the tokens as they come (one sample only).
+
+        Versions are those of the whole weights; what an adapter adds to them its holder knows.
+        """
+        ...
+
+    async def logprobs(self, token_ids: Sequence[int], *, adapter: Adapter | None = None) -> Scored:
+        """Score given ids under the loaded policy, with an adapter or without."""
+        ...
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        """Take an adapter in; PreconditionFailed (ADAPTER_REFUSED) and no change when it cannot."""
+        ...
+
+    async def remove_adapter(self, adapter: Adapter) -> None:
+        """Give an adapter up that nothing samples with any more. Idempotent."""
+        ...
+
+    async def load_weights(
+        self, path: Path, version: PolicyVersion, *, mode: UpdateMode = UpdateMode.RECOMPUTE
+    ) -> LoadTimes:
+        """Pause, replace all weights, commit `version`, go on.
+
+        `mode` is what happens to samples that are under way: RECOMPUTE drops their keys, KEEP_KV
+        leaves them, WAIT lets them end first (never, while the engine is paused).
+        Raises PreconditionFailed (UNKNOWN_PARAMETERS) before anything is touched.
+        """
+        ...
+
+    async def load_onto_base(
+        self,
+        adapter: PolicyAdapter,
+        version: PolicyVersion,
+        *,
+        mode: UpdateMode = UpdateMode.RECOMPUTE,
+    ) -> LoadTimes:
+        """As `load_weights`, of the sum of the base weights and an adapter that fits them."""
+        ...
+
+    async def transfer_weights(
+        self,
+        steps: AsyncIterator[Step],
+        version: PolicyVersion,
+        *,
+        mode: UpdateMode = UpdateMode.RECOMPUTE,
+    ) -> LoadTimes:
+        """As `load_weights`, device to device by `transfer_backend`; Unsupported without one."""
+        ...
+
+    async def pause(self) -> None:
+        """Hold generation; requests keep their place."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on."""
+        ...
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it has given its device up."""
+        ...
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Stand still and give back what the device has room for; nothing may be under way.
+
+        Asleep already, it lets go of what a wake that failed may still hold of the device.
+        Weights that are not kept may be lost: then a load of the policy is what wakes it.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Go on with the weights that were kept; a load of the policy does so, too. Idempotent."""
+        ...
+
+    async def close(self) -> None:
+        """Give up threads, processes and memory."""
+        ...
+
+
+def require_ids(token_ids: Sequence[int], *, vocab_size: int) -> None:
+    """Refuse an empty row and ids the model has no embedding for."""
+    if not token_ids:
+        raise InvalidInput(
+            "There are no token ids.", reason="NO_TOKENS", remedy="Send at least one token."
+        )
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= vocab_size:
+        raise InvalidInput(
+            f"Token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}.",
+            reason="TOKEN_OUT_OF_RANGE",
+            remedy="Encode with the tokenizer of this policy.",
+        )
+
+
+def require_sampling(sampling: SamplingParams) -> None:
+    """Refuse what an engine would not apply as asked."""
+    if sampling.top_p == 0:
+        raise InvalidInput(
+            "top_p is 0.",
+            reason="INVALID_SAMPLING",
+            remedy="Give temperature 0 for greedy sampling.",
+        )
+    temperature = sampling.temperature
+    if temperature is not None and 0 < temperature < MIN_TEMPERATURE * (1 - _ROUNDING):
+        raise InvalidInput(
+            f"temperature is {temperature}.",
+            reason="INVALID_SAMPLING",
+            remedy=f"Give 0 for greedy sampling, or at least {MIN_TEMPERATURE}.",
+        )
+    penalty = sampling.repetition_penalty
+    if penalty is not None and not MIN_PENALTY * (1 - _ROUNDING) <= penalty <= MAX_PENALTY:
+        raise InvalidInput(
+            f"repetition_penalty is {penalty}.",
+            reason="INVALID_SAMPLING",
+            remedy=f"Give {MIN_PENALTY} to {MAX_PENALTY:g}; 1 is none.",
+        )
+
+
+def room_for(prompt_ids: Sequence[int], sampling: SamplingParams, max_model_len: int) -> int:
+    """How many tokens may be sampled; 0 or less when the prompt fills the context."""
+    room = max_model_len - len(prompt_ids)
+    return room if sampling.max_new_tokens is None else min(room, sampling.max_new_tokens)
+
+
+def context_full(num_samples: int) -> tuple[Sampled, ...]:
+    """The empty samples of a prompt that leaves no room."""
+    empty = Sampled(token_ids=(), logprobs=(), versions=(), stop_reason=StopReason.CONTEXT_FULL)
+    return (empty,) * num_samples
+
+
+def require_fit(token_ids: Sequence[int], max_model_len: int) -> None:
+    """Refuse a row longer than the context."""
+    if len(token_ids) > max_model_len:
+        raise InvalidInput(
+            f"{len(token_ids)} tokens do not fit the context of {max_model_len}.",
+            reason="CONTEXT_FULL",
+            remedy="Send shorter sequences, or start the service with a larger context.",
+        )
+
+
+def require_one_stream(num_samples: int, on_tokens: OnTokens | None) -> None:
+    """Refuse to stream several samples at once: their tokens would mix."""
+    if on_tokens is not None and num_samples != 1:
+        raise InvalidInput(
+            f"num_samples is {num_samples} on a stream.",
+            reason="INVALID_SAMPLING",
+            remedy="Open one stream per sample.",
+        )
+
+
+def weights_bad() -> Unavailable:
+    """What a request gets whose weights were lost under it."""
+    return Unavailable(
+        "The replica's weights are bad.",
+        reason="WEIGHTS_BAD",
+        remedy="Try another replica, or wait for the next publish.",
+    )
+
+
+def engine_stopped() -> Unavailable:
+    """What a request gets when the engine died."""
+    return Unavailable("The engine stopped.", reason="NOT_READY", remedy="Try another replica.")

@@ -1,0 +1,131 @@
+"""Answers as OpenAI's clients read them: whole documents and the chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dialoop.trajectory import StopReason
+
+from dialoop_services.inference.openai.messages import call_json, message_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from dialoop.chat import Message, ToolCall
+    from dialoop.tokens.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What every chunk of an answer repeats."""
+
+    call_id: str
+    model: str
+    fingerprint: str
+    is_chat: bool
+    warnings: tuple[str, ...] = ()
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def document(self, choices: list[dict[str, Any]], *, is_chunk: bool = False) -> dict[str, Any]:
+        """The answer, or a chunk of it."""
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return {
+            "id": self.call_id,
+            "object": kind + (".chunk" if is_chunk and self.is_chat else ""),
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            **({"warnings": list(self.warnings)} if self.warnings else {}),
+            "choices": choices,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """Sampled tokens as a client asked to see them: with log-probs, with ids, or not at all."""
+
+    tokenizer: Tokenizer
+    is_chat: bool
+    with_logprobs: bool = False
+    num_top: int = 0
+    with_ids: bool = False
+
+    def of(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], *, text_offset: int = 0
+    ) -> dict[str, Any]:
+        """The fields of a choice."""
+        told: dict[str, Any] = {"logprobs": None}
+        if self.with_logprobs:
+            told["logprobs"] = (
+                {"content": [self._chat(i, p) for i, p in zip(token_ids, logprobs, strict=True)]}
+                if self.is_chat
+                else self._plain(token_ids, logprobs, text_offset)
+            )
+        if self.with_ids:
+            told["token_ids"] = list(token_ids)
+        return told
+
+    def _chat(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self.tokenizer.decode([token_id])
+        # A token that is a part of a character has bytes that its text does not show.
+        known = None if REPLACEMENT in text else list(text.encode())
+        entry = {"token": text, "logprob": logprob, "bytes": known}
+        return {**entry, "top_logprobs": [entry] * self.num_top}
+
+    def _plain(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], offset: int
+    ) -> dict[str, Any]:
+        texts = [self.tokenizer.decode([token_id]) for token_id in token_ids]
+        offsets: list[int] = []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        top = [{t: p} for t, p in zip(texts, logprobs, strict=True)] if self.num_top else None
+        return {
+            "tokens": texts,
+            "token_logprobs": list(logprobs),
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
+
+
+def finish_reason(stop_reason: StopReason, *, has_calls: bool) -> str:
+    """Why the answer ended, in OpenAI's words."""
+    if stop_reason is not StopReason.STOP:
+        return "length"
+    return "tool_calls" if has_calls else "stop"
+
+
+def chat_choice(index: int, message: Message, reason: str, told: dict[str, Any]) -> dict[str, Any]:
+    """A choice of a whole chat answer."""
+    return {"index": index, "message": message_json(message), "finish_reason": reason, **told}
+
+
+def text_choice(index: int, text: str, reason: str | None, told: dict[str, Any]) -> dict[str, Any]:
+    """A choice of a plain answer, or of a chunk of it."""
+    return {"index": index, "text": text, "finish_reason": reason, **told}
+
+
+def delta_choice(
+    index: int, delta: dict[str, Any], reason: str | None, told: dict[str, Any]
+) -> dict[str, Any]:
+    """A choice of a chunk."""
+    return {"index": index, "delta": delta, "finish_reason": reason, **told}
+
+
+def calls_delta(first: int, calls: Iterable[ToolCall]) -> list[dict[str, Any]]:
+    """Tool calls of a chunk, each whole; `first` is the number of those before."""
+    return [{"index": first + i, **call_json(call)} for i, call in enumerate(calls)]
+
+
+def usage(num_prompt: int, num_sampled: int) -> dict[str, int]:
+    """The numbers of tokens."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+    }

@@ -1,0 +1,224 @@
+"""From a request's body to a job: what is asked, refused, or taken otherwise than asked."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dialoop.trajectory import SamplingParams
+from pydantic import BaseModel, ValidationError
+
+from dialoop_services.inference.openai.answers import Head, Told
+from dialoop_services.inference.openai.calls import Ask, Job
+from dialoop_services.inference.openai.errors import UnknownModel, body_refused, refused
+from dialoop_services.inference.openai.messages import history_of, tools_of
+from dialoop_services.inference.openai.prompts import Offer, Prompts
+from dialoop_services.inference.openai.streaming import Reader
+from dialoop_services.inference.openai.tool_calls import CALL_END, AnswerSyntax
+
+if TYPE_CHECKING:
+    from dialoop_services.inference.openai.models import ChatBody, CompletionBody, SamplingBody
+    from dialoop_services.inference.recordings.book import CallPrompt, Recording
+    from dialoop_services.inference.rendering import Renderer
+    from dialoop_services.inference.replica.replica import Replica
+
+_B = TypeVar("_B", bound=BaseModel)
+_RESERVED = {"messages", "tools", "add_generation_prompt", "tokenize", "documents"}
+
+
+def parsed(kind: type[_B], body: bytes) -> _B:
+    """The body; FieldsRefused names what was expected of every wrong field, and what was found."""
+    try:
+        return kind.model_validate_json(body or b"{}")
+    except ValidationError as error:
+        raise body_refused(error) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jobs:
+    """Makes jobs for one replica; a recording's calls are taken into it."""
+
+    replica: Replica
+    renderer: Renderer
+    model_name: str
+    max_new_tokens: int
+
+    def chat(self, body: ChatBody, recording: Recording | None) -> Job:
+        """A chat completion."""
+        self._require_model(body, recording)
+        _require_enforceable(body)
+        num_top = body.top_logprobs or 0
+        if num_top and not body.logprobs:
+            raise refused("top_logprobs", "logprobs is not true", remedy="Set logprobs.")
+        offers_tools = bool(body.tools) and body.tool_choice != "none"
+        one_call = offers_tools and not body.parallel_tool_calls
+        more_stops = (CALL_END,) if one_call else ()
+        sampling = self._sampling(body, body.max_completion_tokens, recording, more_stops)
+        _require_top("top_logprobs", num_top, sampling)
+        prompts = Prompts(self.renderer)
+        offer = Offer(
+            tools=tools_of(body.tools or ()) if offers_tools else (),
+            options=_options(body),
+        )
+        prompt = prompts.chat(history_of(body.messages), offer, recording)
+        syntax = prompts.syntax(prompt, reads_calls=offers_tools)
+        head = self._head(body, f"chatcmpl-{uuid.uuid4().hex}", is_chat=True)
+        return self._job(
+            body,
+            replace(head, warnings=_warnings(body)),
+            [self._ask(body, prompt, syntax, recording, sampling, head.call_id)],
+            sampling,
+            with_logprobs=body.logprobs,
+            num_top=num_top,
+        )
+
+    def completion(self, body: CompletionBody, recording: Recording | None) -> Job:
+        """A plain completion of one or more prompts."""
+        self._require_model(body, recording)
+        num_top = body.logprobs or 0
+        sampling = self._sampling(body, None, recording, ())
+        _require_top("logprobs", num_top, sampling)
+        prompts = Prompts(self.renderer)
+        head = self._head(body, f"cmpl-{uuid.uuid4().hex}", is_chat=False)
+        rows = _rows(body)
+        if recording is not None:
+            recording.require_open(len(rows))
+        ids = [head.call_id + (f"-{i}" if len(rows) > 1 else "") for i in range(len(rows))]
+        made = [prompts.completion(row, recording) for row in rows]
+        asks = [
+            self._ask(body, prompt, AnswerSyntax(), recording, sampling, call_id)
+            for prompt, call_id in zip(made, ids, strict=True)
+        ]
+        with_logprobs = body.logprobs is not None
+        return self._job(body, head, asks, sampling, with_logprobs=with_logprobs, num_top=num_top)
+
+    def _ask(
+        self,
+        body: SamplingBody,
+        prompt: CallPrompt,
+        syntax: AnswerSyntax,
+        recording: Recording | None,
+        sampling: SamplingParams,
+        call_id: str,
+    ) -> Ask:
+        cut = () if body.include_stop_str_in_output else body.stop_strings
+        call = None if recording is None else recording.begin(call_id, prompt, sampling)
+        reader = Reader(tokenizer=self.renderer.tokenizer, syntax=syntax, cut=cut)
+        return Ask(prompt=prompt, reader=reader, recording=recording, call=call)
+
+    def _job(
+        self,
+        body: SamplingBody,
+        head: Head,
+        asks: list[Ask],
+        sampling: SamplingParams,
+        *,
+        with_logprobs: bool,
+        num_top: int,
+    ) -> Job:
+        return Job(
+            head=head,
+            asks=tuple(asks),
+            sampling=sampling,
+            num_choices=body.n,
+            adapter=self._adapter(body),
+            told=Told(
+                tokenizer=self.renderer.tokenizer,
+                is_chat=head.is_chat,
+                with_logprobs=with_logprobs,
+                num_top=num_top,
+                with_ids=body.return_token_ids,
+            ),
+            with_prompt_ids=body.return_token_ids,
+            with_usage=body.includes_usage,
+        )
+
+    def _head(self, body: SamplingBody, call_id: str, *, is_chat: bool) -> Head:
+        adapter = self._adapter(body)
+        policy = self.replica.adapters[adapter] if adapter else self.replica.engine.policy_version
+        fingerprint = str(policy)
+        return Head(call_id=call_id, model=body.model, fingerprint=fingerprint, is_chat=is_chat)
+
+    def _adapter(self, body: SamplingBody) -> str:
+        return body.model if body.model in self.replica.adapters else ""
+
+    def _require_model(self, body: SamplingBody, recording: Recording | None) -> None:
+        # An agent that is recorded keeps the name of the model it was written for.
+        if recording is None and body.model not in {self.model_name, *self.replica.adapters}:
+            raise UnknownModel(
+                "The model of that name is not served here.",
+                remedy=f"Ask for '{self.model_name}'; /v1/models lists what there is.",
+            )
+
+    def _sampling(
+        self,
+        body: SamplingBody,
+        max_completion_tokens: int | None,
+        recording: Recording | None,
+        more_stops: tuple[str, ...],
+    ) -> SamplingParams:
+        """What the call says, else what its recording says, else this service's own."""
+        given: dict[str, Any] = {
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "min_p": body.min_p,
+            "repetition_penalty": body.repetition_penalty,
+            "seed": body.seed,
+            "max_new_tokens": body.max_tokens or max_completion_tokens,
+        }
+        default = SamplingParams() if recording is None else recording.spec.sampling
+        asked = replace(default, **{k: v for k, v in given.items() if v is not None})
+        return replace(
+            asked,
+            temperature=1.0 if asked.temperature is None else asked.temperature,
+            max_new_tokens=asked.max_new_tokens or self.max_new_tokens,
+            stop=(*(body.stop_strings or default.stop), *more_stops),
+        )
+
+
+def _rows(body: CompletionBody) -> list[str | list[int]]:
+    """The prompts: texts or rows of ids."""
+    prompt: Any = body.prompt
+    is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+    return [prompt] if is_one else list(prompt)
+
+
+def _options(body: ChatBody) -> dict[str, Any]:
+    options = dict(body.chat_template_kwargs or {})
+    for name in sorted(_RESERVED & options.keys()):
+        field = f"chat_template_kwargs.{name}"
+        raise refused(field, "the request says this itself", remedy="Leave it out.")
+    return options
+
+
+def _require_enforceable(body: ChatBody) -> None:
+    if body.tool_choice not in ("auto", "none"):
+        raise refused(
+            "tool_choice",
+            "a call cannot be forced, as decoding is not constrained",
+            remedy="Give auto or none.",
+            reason="UNSUPPORTED_TOOL_CHOICE",
+        )
+
+
+def _require_top(field: str, num_top: int, sampling: SamplingParams) -> None:
+    """The engine knows the sampled token's log-prob alone; at temperature 0 it is the top one."""
+    if num_top > 1 or (num_top == 1 and sampling.temperature != 0):
+        raise refused(
+            field,
+            f"{num_top} likeliest tokens are not known here",
+            remedy="Give 0 for the sampled token alone, or 1 with temperature 0.",
+            reason="UNSUPPORTED_LOGPROBS",
+        )
+
+
+def _warnings(body: ChatBody) -> tuple[str, ...]:
+    both = body.max_tokens is not None and body.max_completion_tokens is not None
+    if not both or body.max_tokens == body.max_completion_tokens:
+        return ()
+    return (
+        f"max_tokens {body.max_tokens} was taken, max_completion_tokens "
+        f"{body.max_completion_tokens} was not: give one of them.",
+    )

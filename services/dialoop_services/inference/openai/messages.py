@@ -1,0 +1,64 @@
+"""Messages and tools of OpenAI's API as ours."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from dialoop.chat import History, Message, ToolCall, ToolDefinition
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dialoop_services.inference.openai.models import ChatMessage, ToolBody
+
+
+def history_of(messages: Iterable[ChatMessage]) -> History:
+    """The conversation as it was sent; text parts become one text, `developer` `system`."""
+    return History(tuple(_message(message) for message in messages))
+
+
+def _message(message: ChatMessage) -> Message:
+    content = message.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
+    return Message(
+        role="system" if message.role == "developer" else message.role,
+        content=text,
+        reasoning=message.reasoning_content or message.reasoning or "",
+        tool_calls=tuple(
+            ToolCall(id=c.id, name=c.function.name, arguments_json=c.function.arguments)
+            for c in message.tool_calls or ()
+        ),
+        tool_call_id=message.tool_call_id or "",
+        name=message.name or "",
+    )
+
+
+def tools_of(tools: Iterable[ToolBody]) -> tuple[ToolDefinition, ...]:
+    """The tools that are offered."""
+    return tuple(
+        ToolDefinition(
+            name=tool.function.name,
+            description=tool.function.description,
+            parameters_json=json.dumps(tool.function.parameters, ensure_ascii=False),
+        )
+        for tool in tools
+    )
+
+
+def message_json(message: Message) -> dict[str, Any]:
+    """An assistant's message as a client reads it."""
+    told: dict[str, Any] = {"role": message.role, "content": message.text or None}
+    if not message.tool_calls:
+        told["content"] = message.text
+    if message.reasoning:
+        told["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        told["tool_calls"] = [call_json(call) for call in message.tool_calls]
+    return told
+
+
+def call_json(call: ToolCall) -> dict[str, Any]:
+    """A tool call."""
+    function = {"name": call.name, "arguments": call.arguments_json}
+    return {"id": call.id, "type": "function", "function": function}

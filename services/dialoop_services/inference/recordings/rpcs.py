@@ -1,0 +1,100 @@
+"""The rpcs of recordings: decode, call, encode. InferenceServicer has them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dialoop.trajectory import SamplingParams
+from dialoop.v1 import inference_service_pb2 as pb
+from dialoop.wire import (
+    failure_from_proto,
+    failure_to_proto,
+    history_to_proto,
+    reward_from_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+    task_from_proto,
+    trajectory_to_proto,
+)
+
+from dialoop_services.inference.answers import sample_to_proto
+from dialoop_services.inference.recordings.book import CallState, RecordingBook, RecordingSpec
+from dialoop_services.inference.recordings.trajectory import Closing, close
+
+if TYPE_CHECKING:
+    import grpc
+
+    from dialoop_services.inference.recordings.book import RecordedCall, Recording
+    from dialoop_services.inference.rendering import Renderer
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RecordingRpcs:
+    """CreateRecording, GetRecording and CloseRecording."""
+
+    def __init__(self, book: RecordingBook, renderer: Renderer) -> None:
+        self._book = book
+        self._digests = (renderer.tokenizer.digest, renderer.template.digest)
+
+    async def CreateRecording(  # noqa: N802 - gRPC's names
+        self, request: pb.CreateRecordingRequest, context: Context
+    ) -> pb.CreateRecordingResponse:
+        """A recording under the caller's id."""
+        has_sampling = request.HasField("sampling")
+        recording = self._book.create(
+            RecordingSpec(
+                recording_id=request.recording_id,
+                group_id=request.group_id,
+                task=task_from_proto(request.task) if request.HasField("task") else None,
+                sampling=(
+                    sampling_from_proto(request.sampling) if has_sampling else SamplingParams()
+                ),
+                time_to_live_s=request.time_to_live_s,
+            )
+        )
+        return pb.CreateRecordingResponse(
+            base_path=f"/recordings/{request.recording_id}/v1",
+            time_to_live_s=recording.time_to_live_s,
+        )
+
+    async def GetRecording(  # noqa: N802
+        self, request: pb.GetRecordingRequest, context: Context
+    ) -> pb.GetRecordingResponse:
+        """The calls so far."""
+        recording = self._book.find(request.recording_id)
+        return pb.GetRecordingResponse(
+            recording_id=request.recording_id,
+            calls=[
+                _call(call, recording)
+                for call in recording.calls
+                if call.state is not CallState.REFUSED
+            ],
+            closed=recording.is_closed,
+        )
+
+    async def CloseRecording(  # noqa: N802
+        self, request: pb.CloseRecordingRequest, context: Context
+    ) -> pb.CloseRecordingResponse:
+        """The trajectory."""
+        tokenizer_digest, template_digest = self._digests
+        closing = Closing(
+            rewards=tuple(reward_from_proto(reward) for reward in request.rewards),
+            failures=tuple(failure_from_proto(failure) for failure in request.failures),
+            labels=dict(request.labels),
+            tokenizer_digest=tokenizer_digest,
+            template_digest=template_digest,
+        )
+        trajectory = close(self._book.find(request.recording_id), closing)
+        return pb.CloseRecordingResponse(trajectory=trajectory_to_proto(trajectory))
+
+
+def _call(call: RecordedCall, recording: Recording) -> pb.RecordedCall:
+    return pb.RecordedCall(
+        call_id=call.call_id,
+        prompt=history_to_proto(call.prompt.prompt.history),
+        samples=[sample_to_proto(choice.sample) for choice in call.choices],
+        sampling=sampling_to_proto(call.sampling),
+        sequence_indices=recording.sequence_indices.get(call.call_id, ()),
+        failure=None if call.failure is None else failure_to_proto(call.failure),
+    )

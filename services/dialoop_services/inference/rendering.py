@@ -1,0 +1,235 @@
+"""From a request's history to prompt ids, and from sampled ids to the answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from dialoop.chat import ChatHistory
+from dialoop.episode import ContinuedText, Sample
+from dialoop.errors import InvalidInput, Unsupported
+from dialoop.sequences import ForkCause, Segment, Sequence, Source, sequence_of
+from dialoop.templates.registry import TemplateRegistry
+from dialoop.tokens.builder import TokenBuilder
+from dialoop.tokens.tokenizer import Tokenizer
+from dialoop.trajectory import StopReason
+
+from dialoop_services.inference.engine import StopTokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from collections.abc import Sequence as AnySequence
+    from pathlib import Path
+
+    from dialoop.chat import History, ToolDefinition
+    from dialoop.templates.chat_template import ChatTemplate
+    from dialoop.tokens.builder import Prompt
+
+    from dialoop_services.inference.engine import Sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A generate request in domain types; exactly one of history, text and token_ids is set."""
+
+    history: History | None = None
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    context: Sequence | None = None
+    num_context_messages: int = 0
+    # Indices of messages that are known to be the policy's own, however the caller spells them.
+    vouched: tuple[int, ...] = ()
+    turn: int = 0
+    template_name: str = ""
+    tools: tuple[ToolDefinition, ...] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    truncate_prompt: bool = False
+    skip_special_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawPrompt:
+    """Text or token ids to continue as they stand: one PROMPT segment.
+
+    `text` is what was given; None where only ids were, which an engine has yet to find valid.
+    """
+
+    sequence: Sequence
+    text: str | None
+    turn: int
+    num_truncated_tokens: int = 0
+    skip_special_tokens: bool = False
+
+
+class Renderer:
+    """The one place where this service turns messages into tokens and tokens into messages."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        templates: TemplateRegistry | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.templates = templates or TemplateRegistry()
+        self.num_forks: Counter[str] = Counter()
+        """Prompts that could not continue the tokens given with them, by cause."""
+        self._builder = TokenBuilder(tokenizer, template)
+        self._is_part_of_another = lru_cache(maxsize=256)(self._search_vocabulary)
+
+    @classmethod
+    def of(cls, model_dir: Path) -> Renderer:
+        """The renderer of a model directory; InvalidConfig when its tokenizer is missing."""
+        tokenizer = Tokenizer.from_directory(model_dir)
+        templates = TemplateRegistry()
+        return cls(tokenizer, templates.choose(tokenizer), templates)
+
+    def prompt(self, ask: Ask, *, room: int = 0, max_model_len: int = 0) -> Prompt | RawPrompt:
+        """The tokens to continue.
+
+        Where `ask.truncate_prompt` is set, a raw prompt that fills `max_model_len` loses its oldest
+        tokens, so that `room` new ones fit, but never more than half of the context.
+        """
+        if ask.history is not None:
+            tools = {"tools": ask.tools} if ask.tools else {}
+            prompt = self.builder(ask.template_name).prompt(
+                ask.history,
+                context=ask.context,
+                num_context_messages=ask.num_context_messages,
+                vouched=ask.vouched,
+                turn=ask.turn,
+                options=_without_tools(ask.template_options) | tools,
+            )
+            if prompt.fork_cause is not ForkCause.NONE:
+                self.num_forks[prompt.fork_cause.name.lower()] += 1
+            return prompt
+        ids = list(ask.token_ids or ())
+        if ask.text is not None:
+            ids = list(self.tokenizer.encode(ask.text, trusted=True).ids)
+        num_cut = 0
+        if ask.truncate_prompt and len(ids) >= max_model_len:
+            num_cut = len(ids) - max(max_model_len - room, (max_model_len + 1) // 2)
+            ids = ids[num_cut:]
+        return RawPrompt(
+            sequence=_prompt_row(ids, ask.turn),
+            text=None if num_cut else ask.text,
+            turn=ask.turn,
+            num_truncated_tokens=num_cut,
+            skip_special_tokens=ask.skip_special_tokens,
+        )
+
+    def template_named(self, name: str) -> ChatTemplate:
+        """A template by name, the default one by none; NotFound (TEMPLATE_NOT_FOUND)."""
+        if name in ("", self.template.name):
+            return self.template
+        return self.templates.choose(self.tokenizer, chat_template_name=name)
+
+    def builder(self, template_name: str = "") -> TokenBuilder:
+        """What makes tokens with a template, the default one by none."""
+        if not template_name:
+            return self._builder
+        return TokenBuilder(self.tokenizer, self.template_named(template_name))
+
+    def rendered(self, history: History, *, add_generation_prompt: bool) -> tuple[str, Sequence]:
+        """The conversation as text and as tokens."""
+        text = self.template.render(history, add_generation_prompt=add_generation_prompt)
+        sequence = self._builder.prompt(history).sequence
+        if add_generation_prompt:
+            return text, sequence
+        opened = self.tokenizer.decode(sequence.token_ids.tolist())
+        opening = self.tokenizer.encode(opened[len(text) :], trusted=True).ids
+        last = sequence.segments[-1]
+        num_left = last.length - len(opening)
+        if not opened.startswith(text) or tuple(sequence.token_ids[-len(opening) :]) != opening:
+            raise Unsupported(
+                "This template's tokens cannot be parted before the assistant's turn.",
+                reason="TEMPLATE_UNSUPPORTED",
+                remedy="Ask with add_generation_prompt.",
+            )
+        segments = (*sequence.segments[:-1], *_shortened(last, num_left))
+        return text, Sequence(token_ids=sequence.token_ids[: -len(opening)], segments=segments)
+
+    def stop_tokens(self, strings: Iterable[str]) -> StopTokens:
+        """The end of turn, single tokens among the strings, and the other strings."""
+        by_id = dict.fromkeys(self.tokenizer.end_of_turn_ids, "")
+        spanning: list[str] = []
+        for string in strings:
+            if not string:
+                raise InvalidInput(
+                    "A stop string is empty.",
+                    reason="INVALID_SAMPLING",
+                    remedy="Leave it out: the end-of-turn token always stops.",
+                )
+            token = self.tokenizer.single_token(string)
+            if token is None or self._is_part_of_another(string, token):
+                spanning.append(string)
+            else:
+                by_id.setdefault(token, string)
+        return StopTokens(by_id=by_id, strings=tuple(spanning))
+
+    def _search_vocabulary(self, string: str, token: int) -> bool:
+        """Whether another token's text holds `string`, as a double newline holds a newline."""
+        others = (i for i in range(self.tokenizer.vocab_size) if i != token)
+        return any(string in self.tokenizer.decode([other]) for other in others)
+
+    def sample(self, prompt: Prompt | RawPrompt, sampled: Sampled) -> Sample:
+        """The answer as prompt, response and full, and its tokens."""
+        if isinstance(prompt, RawPrompt):
+            return self._raw_sample(prompt, sampled)
+        answer = self._builder.answer(
+            prompt,
+            sampled.token_ids,
+            logprobs=sampled.logprobs,
+            versions=[(span.length, span.policy_version) for span in sampled.versions],
+            is_complete=sampled.stop_reason is StopReason.STOP,
+        )
+        return Sample(
+            history=ChatHistory(prompt=prompt.history).respond(answer.message),
+            sequence=answer.appended,
+            stop_reason=sampled.stop_reason,
+            stop_string=sampled.stop_string,
+        )
+
+    def _raw_sample(self, prompt: RawPrompt, sampled: Sampled) -> Sample:
+        runs = []
+        start = 0
+        for span in sampled.versions:
+            fields = {"source": Source.MODEL, "turn": prompt.turn}
+            ids = sampled.token_ids[start : start + span.length]
+            runs.append((ids, fields | {"policy_version": span.policy_version}))
+            start += span.length
+        spelt = self.tokenizer.decode
+        if prompt.skip_special_tokens:
+            spelt = self.tokenizer.decode_plain
+        response = spelt(sampled.token_ids)
+        text = prompt.text
+        if text is None:
+            text = self.tokenizer.decode(prompt.sequence.token_ids.tolist())
+        return Sample(
+            history=ChatHistory(),
+            text=ContinuedText(prompt=text, response=response),
+            sequence=prompt.sequence.extended_by(sequence_of(runs, logprobs=sampled.logprobs)),
+            stop_reason=sampled.stop_reason,
+            stop_string=sampled.stop_string,
+        )
+
+
+def _without_tools(options: Mapping[str, Any]) -> dict[str, Any]:
+    if "tools" in options:
+        raise InvalidInput(
+            "tools is no template option.",
+            reason="OPTION_RESERVED",
+            remedy="Give the request's own tools.",
+        )
+    return dict(options)
+
+
+def _prompt_row(token_ids: AnySequence[int], turn: int) -> Sequence:
+    return sequence_of([(token_ids, {"source": Source.PROMPT, "turn": turn})])
+
+
+def _shortened(segment: Segment, length: int) -> tuple[Segment, ...]:
+    return (replace(segment, length=length),) if length > 0 else ()

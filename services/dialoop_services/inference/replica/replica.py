@@ -1,0 +1,331 @@
+"""One replica: an engine, whether it may take traffic, and the policies it loads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dialoop.clients.weights import WeightsKind
+from dialoop.episode import UpdateMode
+from dialoop.errors import DialoopError, PreconditionFailed, Unavailable
+
+from dialoop_services.inference.engine import (
+    context_full,
+    require_ids,
+    require_one_stream,
+    require_sampling,
+    room_for,
+)
+from dialoop_services.inference.replica.batching import RequestBatches
+from dialoop_services.inference.replica.device_lease import DeviceTurn, to_the_end
+from dialoop_services.inference.replica.sleeper import Sleeper
+from dialoop_services.inference.weights.data_planes import Arrived, DataPlanes
+from dialoop_services.inference.weights.policy_adapters import (
+    BaseDigest,
+    PolicyAdapter,
+    policy_adapter,
+)
+from dialoop_services.inference.weights.publications import Publications, require_intact
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from pathlib import Path
+
+    from dialoop.sequences import PolicyVersion
+    from dialoop.trajectory import SamplingParams
+
+    from dialoop_services.inference.engine import (
+        Engine,
+        LoadTimes,
+        OnTokens,
+        Sampled,
+        Scored,
+        StopTokens,
+    )
+    from dialoop_services.inference.weights.data_planes import Content
+    from dialoop_services.inference.weights.publications import Manifest
+
+log = logging.getLogger(__name__)
+
+_HEARTBEAT_S = 0.5
+_LONGEST_PAUSE_S = 60.0
+
+
+class Replica(Sleeper):
+    """Owns the engine. After a failed load it takes no traffic until a load succeeds.
+
+    Policies are pushed to it, and it catches up by itself with those it missed.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        weights_root: Path | None,
+        report: Callable[[bool], Awaitable[None]],
+        update_mode: UpdateMode = UpdateMode.RECOMPUTE,
+        turn: DeviceTurn | None = None,
+        batches: RequestBatches | None = None,
+    ) -> None:
+        super().__init__(engine, Publications(weights_root), turn or DeviceTurn(), report)
+        self._default_mode = self._last_mode = update_mode
+        # Loads that keep old keys, begun and ended: what overlaps with one is marked.
+        self._num_begun = self._num_ended = 0
+        self._is_held = False
+        # What latest.json named when we last did as it says.
+        self._followed: Manifest | None = None
+        self._base_digest = BaseDigest(engine)
+        self._batches = batches or RequestBatches()
+        self._data_planes = DataPlanes(self._publications, transfer_backend=engine.transfer_backend)
+        self.num_sampled_tokens = 0
+        self.num_requests_running = 0
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, for what it says of itself."""
+        return self._engine
+
+    @property
+    def fault(self) -> str:
+        """Why there is no traffic, or empty: WEIGHTS_BAD, NOT_READY, ASLEEP."""
+        return self._why_not()
+
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        stop: StopTokens,
+        num_samples: int = 1,
+        on_tokens: OnTokens | None = None,
+        adapter: str = "",
+    ) -> tuple[Sampled, ...]:
+        """Sample; Unavailable while the replica is out of rotation."""
+        self._require_ready()
+        # What is refused, or has no room to be answered in, neither waits for others nor counts.
+        self._adapters.require(adapter)
+        require_ids(prompt_ids, vocab_size=self._engine.vocab_size)
+        require_sampling(sampling)
+        require_one_stream(num_samples, on_tokens)
+        if room_for(prompt_ids, sampling, self._engine.max_model_len) <= 0:
+            return context_full(num_samples)
+        self.num_requests_running += 1
+        try:
+            async with self._batches.place(num_samples):
+                self._require_ready()  # or no longer, after a wait for others
+                num_ended = self._num_ended  # loads during that wait changed nothing of this
+                sampling_now = self._adapters.sample(
+                    adapter,
+                    lambda chosen, tell: self._engine.sample(
+                        prompt_ids,
+                        sampling,
+                        stop=stop,
+                        num_samples=num_samples,
+                        on_tokens=tell,
+                        adapter=chosen,
+                    ),
+                    on_tokens=on_tokens,
+                )
+                sampled = await self._turn.run(sampling_now)
+        finally:
+            self.num_requests_running -= 1
+        self.num_sampled_tokens += sum(len(one.token_ids) for one in sampled)
+        mode = self._mode_since(num_ended)
+        return tuple(replace(one, update_mode=mode) for one in sampled)
+
+    def release(self) -> None:
+        """Begin whatever waits for a batch, and let nobody wait for one again."""
+        self._batches.release()
+
+    def _mode_since(self, num_ended: int) -> UpdateMode:
+        """How loads treat what is under way; KEEP_KV only if such a load was, since then."""
+        if self._num_begun > num_ended:
+            return UpdateMode.KEEP_KV
+        waits = self._last_mode is UpdateMode.WAIT
+        return UpdateMode.WAIT if waits else UpdateMode.RECOMPUTE
+
+    async def logprobs(
+        self, rows: Sequence[Sequence[int]], *, adapter: str = ""
+    ) -> tuple[Scored, ...]:
+        """Score rows under one policy version: rows that a load parted are scored again."""
+        while True:
+            self._require_ready()
+            scored = await self._turn.run(self._adapters.logprobs(adapter, rows))
+            if len({one.policy_version for one in scored}) <= 1:
+                return tuple(scored)
+
+    async def load(self, manifest: Manifest, contents: AsyncIterator[Content]) -> LoadTimes:
+        """Make what was announced the policy (or an adapter), however its bytes come."""
+        async with self._data_planes.of(manifest).arriving(manifest, contents) as arrived:
+            return await self._load(arrived, manifest)
+
+    @property
+    def data_planes(self) -> tuple[str, ...]:
+        """The ways in which weights can come here."""
+        return self._data_planes.names
+
+    async def unload_adapter(self, name: str) -> bool:
+        """Forget an adapter; samples under way with it end undisturbed. False: there was none."""
+        async with self._loading:
+            return await self._adapters.unload(name)
+
+    @property
+    def adapters(self) -> dict[str, PolicyVersion]:
+        """The loaded adapters."""
+        return self._adapters.versions
+
+    async def load_latest(self) -> None:
+        """Load the newest published policy, if there is one; a bad one waits for the next."""
+        manifest = self._followed = self._publications.latest()
+        if manifest is None:
+            return
+        try:
+            await self._load(self._named_file(manifest), manifest)
+        except DialoopError as error:
+            log.warning("The latest policy does not load.", extra={"reason": error.reason})
+            await self._leave_rotation("WEIGHTS_BAD")
+
+    async def follow_latest(self, *, look_every_s: float = 2.0) -> None:
+        """Load, until cancelled, what latest.json names whenever that was missed or failed.
+
+        A policy that is named since a look ago was pushed to us by then, if all went well.
+        """
+        seen, pause_s = self._followed, look_every_s
+        while True:
+            await asyncio.sleep(pause_s)
+            manifest, before = await asyncio.to_thread(self._named), seen
+            seen = manifest
+            is_due = (manifest != self._followed or self._fault) and not self._turn.is_over
+            if manifest is None or manifest != before or not is_due:
+                pause_s = look_every_s
+            elif await self._caught_up_with(manifest):
+                self._followed, pause_s = manifest, look_every_s
+            else:
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _caught_up_with(self, manifest: Manifest) -> bool:
+        """Whether the replica serves that policy or a newer one, now or already."""
+        if manifest.policy_version == self._engine.policy_version and not self._fault:
+            return True
+        try:
+            await self._load(self._named_file(manifest), manifest)
+        except DialoopError as error:
+            log.warning("The latest policy does not load.", extra={"reason": error.reason})
+            return error.reason == "VERSION_NOT_NEWER" and not self._fault
+        except Exception:
+            log.exception("The latest policy does not load.")
+            return False
+        return True
+
+    async def pause(self) -> None:
+        """Hold generation; requests keep their place."""
+        self._is_held = True
+        await self._engine.pause()
+
+    async def resume(self) -> None:
+        """Go on."""
+        self._is_held = False
+        await self._engine.resume()
+
+    async def until_engine_dies(self) -> None:
+        """Return once the engine is dead for good: only a new process helps."""
+        while self._engine.is_alive:  # noqa: ASYNC110 - vLLM tells by a flag only
+            await asyncio.sleep(_HEARTBEAT_S)
+        await self._leave_rotation("NOT_READY")
+
+    async def _load(self, arrived: Arrived, manifest: Manifest) -> LoadTimes:
+        alone = self._load_adapter_alone if manifest.adapter else self._load_alone
+        # A caller who leaves must not leave half a policy behind.
+        return await to_the_end(alone(arrived, manifest))
+
+    async def _load_adapter_alone(self, arrived: Arrived, manifest: Manifest) -> LoadTimes:
+        """The policy is not touched, so a failure leaves the replica as it was."""
+        async with self._loading:
+            self._require_ready()
+            self._adapters.require_room(manifest)
+            path = arrived.require_file()
+            await asyncio.to_thread(require_intact, path, manifest)
+            times = await self._adapters.load(path, manifest)
+        version = f"{manifest.adapter} {manifest.policy_version}"
+        log.info("Adapter loaded.", extra={"policy": version, "load_s": times.load_s})
+        return times
+
+    async def _load_alone(self, arrived: Arrived, manifest: Manifest) -> LoadTimes:
+        version, mode = manifest.policy_version, manifest.update_mode or self._default_mode
+        async with self._loading:
+            self._require_newer(version)
+            self._require_drainable(mode)
+            # One that does not fit is refused before anything has changed.
+            adapter = await self._policy_adapter(arrived, manifest)
+            await self._require_device()
+            keeps_keys = mode is UpdateMode.KEEP_KV
+            try:
+                if arrived.path is not None and adapter is None:
+                    await asyncio.to_thread(require_intact, arrived.path, manifest)
+                self._num_begun += keeps_keys
+                await self._adapters.clear()
+                times = await self._engine_load(arrived, adapter, version, mode)
+            except BaseException:
+                await self._leave_rotation("WEIGHTS_BAD")
+                self._settle_turn()
+                raise
+            finally:
+                self._num_ended = self._num_begun
+            self._fault, self._last_mode = "", mode
+            await self._be_awake()
+        log.info("Policy loaded.", extra={"policy": str(version), "pause_s": times.pause_s})
+        return times
+
+    async def _policy_adapter(self, arrived: Arrived, manifest: Manifest) -> PolicyAdapter | None:
+        """The adapter that is the policy, checked; None for whole weights."""
+        if manifest.kind is WeightsKind.WHOLE:
+            return None
+        await self._base_digest.require(manifest.base_digest)
+        path, base = arrived.require_file(), self._engine.base_weights
+        return await asyncio.to_thread(policy_adapter, path, manifest, base)
+
+    async def _engine_load(
+        self,
+        arrived: Arrived,
+        adapter: PolicyAdapter | None,
+        version: PolicyVersion,
+        mode: UpdateMode,
+    ) -> LoadTimes:
+        if self._turn.is_over:
+            mode = UpdateMode.RECOMPUTE  # a sleeper has nothing under way
+        if adapter is not None:
+            return await self._engine.load_onto_base(adapter, version, mode=mode)
+        if arrived.steps is not None:
+            return await self._engine.transfer_weights(arrived.steps, version, mode=mode)
+        return await self._engine.load_weights(arrived.require_file(), version, mode=mode)
+
+    def _require_ready(self) -> None:
+        if self.fault:
+            raise Unavailable(
+                "This replica takes no traffic.",
+                reason=self.fault,
+                remedy="Try another replica, or wait for the next publish.",
+            )
+
+    def _require_drainable(self, mode: UpdateMode) -> None:
+        if mode is UpdateMode.WAIT and self._is_held and not self._turn.is_over:
+            raise PreconditionFailed(
+                "The replica is paused: what it has under way cannot end.",
+                reason="PAUSED",
+                remedy="Resume it, or publish with UPDATE_MODE_RECOMPUTE.",
+            )
+
+    def _require_newer(self, version: PolicyVersion) -> None:
+        """A replica out of rotation may load its version again: so it recovers, or wakes."""
+        current = self._engine.policy_version
+        same_lineage = current.lineage == version.lineage
+        comes_back = bool(self._fault) or self._turn.is_over
+        oldest = current.number if comes_back else current.number + 1
+        if same_lineage and version.number < oldest:
+            raise PreconditionFailed(
+                f"Policy {version} is not newer than {current}, which is loaded.",
+                reason="VERSION_NOT_NEWER",
+                remedy="Publish with a higher number, or in a new lineage.",
+            )

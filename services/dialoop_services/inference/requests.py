@@ -1,0 +1,210 @@
+"""Requests of callers, read into domain types: what was expected, and what was found."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from dialoop.clients.weights import TransferPhase, TransferStep, WeightsKind
+from dialoop.episode import UpdateMode
+from dialoop.errors import InvalidHistory, InvalidInput
+from dialoop.wire import (
+    chat_history_from_proto,
+    policy_version_from_proto,
+    sequence_from_proto,
+    tool_from_proto,
+)
+
+from dialoop_services.inference.rendering import Ask
+from dialoop_services.inference.weights.adapters import Probe
+from dialoop_services.inference.weights.data_planes import Content, PlaneName
+from dialoop_services.inference.weights.publications import Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from dialoop.chat import History
+    from dialoop.v1 import chat_pb2
+    from dialoop.v1 import inference_service_pb2 as pb
+
+_MAX_SAMPLES = 1024
+_TRANSFERS = (PlaneName.NCCL, PlaneName.IPC)
+_INPUTS = ("history", "text", "token_ids")
+_ROWS = ("token_ids", "histories", "texts")
+
+
+def ask_of(request: pb.GenerateRequest) -> Ask:
+    """What to continue, and how to render it."""
+    found = [name for name in _INPUTS if request.HasField(name)]
+    given = require_one_of(found, _INPUTS)
+    if given != "history":
+        _require_no_context(request, given)
+    has_context = request.HasField("context")
+    return Ask(
+        history=_prompt_of(request.history) if given == "history" else None,
+        text=request.text if given == "text" else None,
+        token_ids=tuple(request.token_ids.values) if given == "token_ids" else None,
+        context=sequence_from_proto(request.context) if has_context else None,
+        num_context_messages=request.num_context_messages,
+        turn=request.turn,
+        template_name=request.template_name,
+        tools=tuple(tool_from_proto(tool) for tool in request.tools),
+        template_options=template_options_of(request.template_options_json),
+        truncate_prompt=request.truncate_prompt,
+        skip_special_tokens=request.skip_special_tokens,
+    )
+
+
+def rows_given(request: pb.LogProbRequest) -> str:
+    """Which field the rows to score are in."""
+    return require_one_of([name for name in _ROWS if getattr(request, name)], _ROWS)
+
+
+def require_one_of(found: list[str], names: tuple[str, ...]) -> str:
+    """The one field that was given; InvalidInput names what was expected and what was found."""
+    if len(found) == 1:
+        return found[0]
+    expected = f"{', '.join(names[:-1])} and {names[-1]}"
+    raise InvalidInput(
+        f"Expected exactly one of {expected}, found {' and '.join(found) or 'none'}.",
+        reason="PROMPT_AMBIGUOUS" if found else "PROMPT_MISSING",
+        remedy=f"Send one of {expected}.",
+    )
+
+
+def full_of(history: chat_pb2.ChatHistory) -> History:
+    """The conversation to score; an error names what was found when `full` is missing."""
+    full = chat_history_from_proto(history).full
+    if full is None or not len(full):
+        found = [name for name in ("prompt", "response") if history.HasField(name)]
+        raise InvalidHistory(
+            f"Expected history.full, found {' and '.join(found) or 'nothing'}.",
+            reason="FULL_MISSING",
+            remedy="Send the whole conversation as full.",
+        )
+    return full
+
+
+def template_options_of(text: str) -> dict[str, Any]:
+    """The template's further variables from their JSON; empty for none."""
+    try:
+        options = json.loads(text) if text else {}
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise InvalidInput(
+            f"template_options_json is no JSON object: {text[:40]!r}.",
+            reason="INVALID_FIELD",
+            remedy='Give it as {"enable_thinking": false}, or leave it out.',
+        )
+    return options
+
+
+def num_samples_of(request: pb.GenerateRequest) -> int:
+    """How many samples; 0 means 1."""
+    if not 0 <= request.num_samples <= _MAX_SAMPLES:
+        raise InvalidInput(
+            f"num_samples is {request.num_samples}.",
+            reason="INVALID_SAMPLING",
+            remedy=f"Ask for 1 to {_MAX_SAMPLES} samples.",
+        )
+    return request.num_samples or 1
+
+
+def manifest_of(request: pb.LoadWeightsRequest | None) -> Manifest:
+    """What a publish announces in the first message of its stream."""
+    if request is None or request.WhichOneof("content") != "manifest":
+        raise manifest_mismatch("The stream does not begin with a manifest.")
+    proto = request.manifest
+    is_file = proto.data_plane not in _TRANSFERS
+    if not proto.policy_version.lineage or (is_file and proto.num_bytes <= 0):
+        raise manifest_mismatch("The manifest lacks a policy version or num_bytes.")
+    try:
+        mode = UpdateMode(proto.update_mode) if proto.update_mode else None
+    except ValueError:
+        raise manifest_mismatch(f"Update mode {proto.update_mode} is unknown.") from None
+    kind = _kind_of(proto)
+    return Manifest(
+        policy_version=policy_version_from_proto(proto.policy_version),
+        sha256=proto.sha256,
+        num_bytes=proto.num_bytes,
+        path=proto.path,
+        update_mode=mode,
+        data_plane=proto.data_plane,
+        adapter=proto.adapter,
+        adapter_config_json=proto.adapter_config_json,
+        probes=tuple(
+            Probe(
+                token_ids=tuple(probe.token_ids.values),
+                logprobs=np.array(probe.logprobs.values, dtype=np.float32),
+            )
+            for probe in proto.probes
+        ),
+        max_logprob_difference=proto.max_logprob_difference,
+        kind=kind,
+        base_digest=proto.base_digest,
+    )
+
+
+async def contents_of(requests: AsyncIterator[pb.LoadWeightsRequest]) -> AsyncIterator[Content]:
+    """What follows the manifest."""
+    async for request in requests:
+        match request.WhichOneof("content"):
+            case "chunk":
+                yield request.chunk
+            case "transfer":
+                yield _step_of(request.transfer)
+            case _:
+                raise manifest_mismatch("Something that is no content followed the manifest.")
+
+
+def manifest_mismatch(message: str) -> InvalidInput:
+    """What is wrong with a publish's stream."""
+    return InvalidInput(
+        message,
+        reason="MANIFEST_MISMATCH",
+        remedy="Send a manifest, then the chunks it describes, or none when it names a path.",
+    )
+
+
+def _kind_of(proto: pb.WeightsManifest) -> WeightsKind:
+    try:
+        kind = WeightsKind(proto.kind or WeightsKind.WHOLE)
+    except ValueError:
+        raise manifest_mismatch(f"Weights of kind {proto.kind} are unknown.") from None
+    if kind is WeightsKind.ADAPTER:
+        if proto.adapter:
+            raise manifest_mismatch("An adapter is either the policy or held under a name.")
+        if not (proto.adapter_config_json and proto.base_digest):
+            raise manifest_mismatch("The manifest lacks the adapter's config or its base_digest.")
+    return kind
+
+
+def _step_of(proto: pb.TransferStep) -> TransferStep:
+    try:
+        return TransferStep(phase=TransferPhase(proto.phase), info_json=proto.info_json)
+    except ValueError:
+        raise manifest_mismatch(f"Transfer phase {proto.phase} is unknown.") from None
+
+
+def _prompt_of(proto: chat_pb2.ChatHistory) -> History:
+    found = [name for name in ("prompt", "response", "full") if proto.HasField(name)]
+    history = chat_history_from_proto(proto).prompt
+    if history is None or not len(history):
+        what = f"only {' and '.join(found)}" if found and "prompt" not in found else "no messages"
+        raise InvalidHistory(
+            f"Expected messages in history.prompt, found {what}.",
+            reason="PROMPT_MISSING",
+            remedy="Send history.prompt.",
+        )
+    return history
+
+
+def _require_no_context(request: pb.GenerateRequest, given: str) -> None:
+    if request.HasField("context") or request.num_context_messages:
+        raise InvalidInput(
+            f"Expected a history beside context, found {given}.",
+            reason="BAD_CONTEXT",
+            remedy=f"Leave context out: {given} is continued as it stands.",
+        )

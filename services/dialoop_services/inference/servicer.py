@@ -1,0 +1,226 @@
+"""InferenceService and TemplateService: decode, call, encode."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dialoop.tokens.tokenizer import RunningText
+from dialoop.trajectory import SamplingParams
+from dialoop.v1 import chat_pb2
+from dialoop.v1 import inference_service_pb2 as pb
+from dialoop.v1 import inference_service_pb2_grpc as rpc
+from dialoop.wire import (
+    policy_version_to_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+    sequence_to_proto,
+)
+
+from dialoop_services.inference.answers import (
+    num_truncated_of,
+    piece_to_proto,
+    prompt_id_of,
+    sample_to_proto,
+    scored_to_proto,
+    update_mode_of,
+    warnings_of,
+)
+from dialoop_services.inference.recordings.book import RecordingBook, RecordingLimits
+from dialoop_services.inference.recordings.rpcs import RecordingRpcs
+from dialoop_services.inference.rendering import Ask
+from dialoop_services.inference.replica.device_lease import DRAIN_S
+from dialoop_services.inference.requests import (
+    ask_of,
+    contents_of,
+    full_of,
+    manifest_of,
+    num_samples_of,
+    rows_given,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
+
+    import grpc
+    from dialoop.sequences import Sequence
+    from dialoop.tokens.builder import Prompt
+
+    from dialoop_services.inference.engine import Piece, Sampled
+    from dialoop_services.inference.rendering import RawPrompt, Renderer
+    from dialoop_services.inference.replica.replica import Replica
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
+    """Samples, log-probs and weights of one replica."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        renderer: Renderer,
+        *,
+        num_parameters: int,
+        max_new_tokens: int,
+        book: RecordingBook | None = None,
+    ) -> None:
+        super().__init__(book or RecordingBook(RecordingLimits()), renderer)
+        self._replica = replica
+        self._renderer = renderer
+        self._num_parameters = num_parameters
+        self._max_new_tokens = max_new_tokens
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        return await self._generate(request)
+
+    async def GenerateStream(
+        self, request: pb.GenerateStreamRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateStreamResponse]:
+        # Filled by the engine's callback, drained here; at most one message's tokens wait in it.
+        pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        generating = asyncio.ensure_future(self._generate(request.request, pieces))
+        generating.add_done_callback(lambda _: pieces.put_nowait(None))
+        text = RunningText(self._renderer.tokenizer)
+        skips = request.request.skip_special_tokens and not request.request.HasField("history")
+        try:
+            while (piece := await pieces.get()) is not None:
+                yield piece_to_proto(piece, text, self._shown(piece, skips_special=skips))
+            yield pb.GenerateStreamResponse(completed=await generating)
+        finally:
+            generating.cancel()  # a caller who leaves frees the engine's slot
+
+    async def LogProb(self, request: pb.LogProbRequest, context: Context) -> pb.LogProbResponse:
+        rows, sequences = self._rows(request)
+        scored = await self._replica.logprobs(rows, adapter=request.adapter)
+        return pb.LogProbResponse(
+            logprobs=[scored_to_proto(one) for one in scored],
+            policy_version=policy_version_to_proto(scored[0].policy_version),
+            sequences=[sequence_to_proto(sequence) for sequence in sequences],
+            distribution=chat_pb2.DISTRIBUTION_RAW,
+        )
+
+    async def GetPolicy(
+        self, request: pb.GetPolicyRequest, context: Context
+    ) -> pb.GetPolicyResponse:
+        replica, engine = self._replica, self._replica.engine
+        return pb.GetPolicyResponse(
+            policy_version=policy_version_to_proto(engine.policy_version),
+            engine=engine.name,
+            engine_version=engine.version,
+            tokenizer_digest=self._renderer.tokenizer.digest,
+            template_digest=self._renderer.template.digest,
+            max_model_len=engine.max_model_len,
+            ready=not replica.fault,
+            reason=replica.fault,
+            num_sampled_tokens=replica.num_sampled_tokens,
+            num_requests_running=replica.num_requests_running,
+            num_parameters=self._num_parameters,
+            adapters=[
+                pb.AdapterInfo(name=name, policy_version=policy_version_to_proto(version))
+                for name, version in sorted(replica.adapters.items())
+            ],
+            data_planes=replica.data_planes,
+        )
+
+    async def LoadWeights(
+        self, request_iterator: AsyncIterator[pb.LoadWeightsRequest], context: Context
+    ) -> pb.LoadWeightsResponse:
+        manifest = manifest_of(await anext(aiter(request_iterator), None))
+        times = await self._replica.load(manifest, contents_of(request_iterator))
+        return pb.LoadWeightsResponse(
+            policy_version=policy_version_to_proto(manifest.policy_version),
+            pause_s=times.pause_s,
+            load_s=times.load_s,
+        )
+
+    async def UnloadAdapter(
+        self, request: pb.UnloadAdapterRequest, context: Context
+    ) -> pb.UnloadAdapterResponse:
+        unloaded = await self._replica.unload_adapter(request.adapter)
+        return pb.UnloadAdapterResponse(unloaded=unloaded)
+
+    async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
+        await self._replica.pause()
+        return pb.PauseResponse()
+
+    async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:
+        await self._replica.resume()
+        return pb.ResumeResponse()
+
+    async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:
+        await self._replica.sleep(drain_s=request.drain_s or DRAIN_S)
+        return pb.SleepResponse()
+
+    async def Wake(self, request: pb.WakeRequest, context: Context) -> pb.WakeResponse:
+        await self._replica.wake()
+        return pb.WakeResponse()
+
+    async def _generate(
+        self, request: pb.GenerateRequest, pieces: asyncio.Queue[Piece | None] | None = None
+    ) -> pb.GenerateResponse:
+        started = time.perf_counter()
+        ask, sampling = ask_of(request), self._sampling(request)
+        prompt = self._renderer.prompt(
+            ask,
+            room=sampling.max_new_tokens or 0,
+            max_model_len=self._replica.engine.max_model_len,
+        )
+        sampled = await self._replica.sample(
+            prompt.sequence.token_ids.tolist(),
+            sampling,
+            stop=self._renderer.stop_tokens(sampling.stop),
+            num_samples=num_samples_of(request),
+            on_tokens=None if pieces is None else pieces.put_nowait,
+            adapter=request.adapter,
+        )
+        return pb.GenerateResponse(
+            samples=self._samples(prompt, sampled),
+            tokenizer_digest=self._renderer.tokenizer.digest,
+            template_digest=self._renderer.template_named(ask.template_name).digest,
+            sampling=sampling_to_proto(sampling),
+            queue_s=max(one.queue_s for one in sampled),
+            generate_s=time.perf_counter() - started,
+            update_mode=int(update_mode_of(sampled)),  # type: ignore[arg-type]  # enums are ints
+            num_truncated_tokens=num_truncated_of(prompt),
+            warnings=warnings_of(ask, sampling),
+            distribution=int(sampling.distribution),  # type: ignore[arg-type]  # enums are ints
+        )
+
+    def _samples(self, prompt: Prompt | RawPrompt, sampled: tuple[Sampled, ...]) -> list[pb.Sample]:
+        prompt_id = prompt_id_of(prompt.sequence.token_ids)
+        made = (self._renderer.sample(prompt, one) for one in sampled)
+        return [
+            sample_to_proto(replace(one, prompt_id=prompt_id, sample_index=index))
+            for index, one in enumerate(made)
+        ]
+
+    def _shown(self, piece: Piece, *, skips_special: bool) -> Iterable[int]:
+        """The tokens of a piece that are told as text."""
+        is_special = self._renderer.tokenizer.is_special
+        return [i for i in piece.token_ids if not (skips_special and is_special(i))]
+
+    def _rows(self, request: pb.LogProbRequest) -> tuple[list[list[int]], list[Sequence]]:
+        """The ids to score; and as sequences, where they are made here."""
+        given = rows_given(request)
+        if given == "token_ids":
+            return [list(row.values) for row in request.token_ids], []
+        if given == "texts":
+            sequences = [self._renderer.prompt(Ask(text=text)).sequence for text in request.texts]
+        else:
+            sequences = [
+                self._renderer.rendered(full_of(history), add_generation_prompt=False)[1]
+                for history in request.histories
+            ]
+        return [sequence.token_ids.tolist() for sequence in sequences], sequences
+
+    def _sampling(self, request: pb.GenerateRequest) -> SamplingParams:
+        """What is asked, with the limits and temperature that hold when nothing is said."""
+        asked = sampling_from_proto(request.sampling)
+        return replace(
+            asked,
+            temperature=1.0 if asked.temperature is None else asked.temperature,
+            max_new_tokens=asked.max_new_tokens or self._max_new_tokens,
+        )

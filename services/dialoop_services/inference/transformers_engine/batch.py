@@ -1,0 +1,135 @@
+"""Rows that decode together: a left-padded key cache that rows join and leave between steps.
+
+Two rows of 3 and 5 cached tokens (`.` is padding, hidden by the mask):
+
+    . . a a a
+    b b b b b
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import pad
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
+
+from dialoop_services.inference.transformers_engine.keys import RoomyLayer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Layers = list[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values of each layer, [B, heads, L, head_dim] each."""
+
+
+class DecodingBatch:
+    """The keys of the running rows; the caller keeps the rows, in the same order."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._layers: list[RoomyLayer] = []
+        self._mask = torch.empty(0, 0, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self._mask)
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        self._layers, self._mask = [], torch.empty(0, 0, dtype=torch.int64)
+
+    def admit(
+        self, rows: Sequence[Sequence[int]], which: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Compute the keys of new rows, put them after the others; next-token logits [n, V].
+
+        `which` names the row that each of n new ones is: samples of one prompt are computed once.
+        """
+        copies = torch.arange(len(rows)) if which is None else torch.tensor(which)
+        lengths = torch.tensor([len(row) for row in rows])
+        width = int(lengths.max())
+        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+        lasts, place = torch.unique(lengths - 1, return_inverse=True)
+        # Padding stands on the right and attention is causal: no real token sees it.
+        output = self._model(
+            input_ids=ids, use_cache=True, past_key_values=DynamicCache(), logits_to_keep=lasts
+        )
+        shift = torch.arange(width)[None, :] - (width - lengths)[:, None]
+        index = shift.clamp_min(0)[:, None, :, None]
+        layers = [
+            (k.take_along_dim(index, dim=2)[copies], v.take_along_dim(index, dim=2)[copies])
+            for k, v in _layers_of(output.past_key_values)
+        ]
+        self._join(layers, (shift >= 0).long()[copies])
+        logits: torch.Tensor = output.logits[torch.arange(len(rows)), place]
+        return logits[copies]
+
+    def step(self, last_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """Feed one token per row, at its position; next-token logits [B, V]."""
+        self._mask = pad(self._mask, (0, 1), value=1)
+        output = self._model(
+            input_ids=torch.tensor(last_ids)[:, None],
+            position_ids=torch.tensor(positions)[:, None],
+            attention_mask=self._mask,
+            past_key_values=Cache(layers=list(self._layers)),
+            use_cache=True,
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    @torch.inference_mode()
+    def keep(self, places: Sequence[int]) -> list[int]:
+        """Drop all rows but these, and the columns that are padding in all; their new order.
+
+        The last rows close up the gaps, so that few are copied.
+        """
+        order = closed_up(places)
+        if len(order) == len(self):
+            return order
+        if not order:
+            self.clear()
+            return order
+        mask = self._mask[order]
+        first = int(mask.any(dim=0).int().argmax())
+        self._mask = mask[:, first:]
+        for layer in self._layers:
+            layer.keep(order, first)
+        return order
+
+    def _join(self, layers: Layers, mask: torch.Tensor) -> None:
+        width = max(self._mask.shape[1], mask.shape[1])
+        if self._layers:
+            self._mask = torch.cat([_widened(self._mask, width, 1), _widened(mask, width, 1)])
+            running = [(layer.keys, layer.values) for layer in self._layers]
+            layers = [
+                (
+                    torch.cat([_widened(old_keys, width, 2), _widened(keys, width, 2)]),
+                    torch.cat([_widened(old_values, width, 2), _widened(values, width, 2)]),
+                )
+                for (old_keys, old_values), (keys, values) in zip(running, layers, strict=True)
+            ]
+        else:
+            self._mask = mask
+        self._layers = [RoomyLayer(keys, values) for keys, values in layers]
+
+
+def closed_up(kept: Sequence[int]) -> list[int]:
+    """Ascending places in an order that moves few: the last ones go where one is missing.
+
+    [0, 2, 3, 5] -> [0, 5, 2, 3]
+    """
+    staying = {place for place in kept if place < len(kept)}
+    moving = iter(place for place in kept if place >= len(kept))
+    return [place if place in staying else next(moving) for place in range(len(kept))]
+
+
+def _layers_of(cache: Any) -> Layers:
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def _widened(tensor: torch.Tensor, width: int, dim: int) -> torch.Tensor:
+    """The tensor with zeros in front along `dim`."""
+    missing = width - tensor.shape[dim]
+    after = [0, 0] * (tensor.ndim - 1 - dim)
+    return pad(tensor, [*after, missing, 0]) if missing else tensor

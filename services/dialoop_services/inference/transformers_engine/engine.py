@@ -1,0 +1,413 @@
+"""A transformers model as an engine: one task decodes all requests together, on CPU.
+
+Versions are exact because everything that touches the model holds one lock: a step samples with one
+version, a load replaces all of it between two steps, and rows that were running compute their keys
+again under the new one (or keep them, where a load asks for that and says so).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from dialoop.episode import UpdateMode
+from dialoop.errors import InvalidConfig, Unsupported
+from dialoop.tokens.tokenizer import Tokenizer
+from safetensors.torch import load_file
+
+from dialoop_services.inference.engine import (
+    BASE_VERSION,
+    LoadTimes,
+    OnTokens,
+    Sampled,
+    Scored,
+    StopTokens,
+    context_full,
+    engine_stopped,
+    require_fit,
+    require_ids,
+    require_one_stream,
+    require_sampling,
+    room_for,
+    weights_bad,
+)
+from dialoop_services.inference.replica.device_lease import to_the_end
+from dialoop_services.inference.transformers_engine.adapters import AdaptedModel, require_peft
+from dialoop_services.inference.transformers_engine.batch import DecodingBatch
+from dialoop_services.inference.transformers_engine.model import (
+    copy_weights,
+    load_model,
+    score,
+    summed,
+)
+from dialoop_services.inference.transformers_engine.rows import Row, distinct, generator_of
+from dialoop_services.inference.transformers_engine.sampler import processed_logprobs, sample_rows
+from dialoop_services.inference.weights.adapter_files import (
+    NO_ADAPTERS,
+    AdapterLimits,
+    AdapterSpace,
+)
+from dialoop_services.inference.weights.parameters import (
+    is_tied,
+    model_shapes,
+    require_same_parameters,
+)
+from dialoop_services.learning.lora.base_weights import BaseWeights
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from dialoop.sequences import PolicyVersion
+    from dialoop.trajectory import SamplingParams
+
+    from dialoop_services.inference.weights.adapters import Adapter
+    from dialoop_services.inference.weights.data_planes import Step
+    from dialoop_services.inference.weights.policy_adapters import PolicyAdapter
+
+logger = logging.getLogger(__name__)
+
+_ADMIT_SHARE = 4
+
+
+class TransformersEngine:
+    """An engine on a transformers model."""
+
+    name = "transformers"
+    version = str(transformers.__version__)
+    transfer_backend = ""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        model_dir: Path,
+        max_model_len: int,
+        max_num_seqs: int,
+        seed: int,
+        adapters: AdapterLimits,
+    ) -> None:
+        self._model = model
+        self._tokenizer = Tokenizer.from_directory(model_dir)
+        self._shapes = model_shapes(model_dir)
+        self._tied = is_tied(model_dir)
+        self.base_weights = BaseWeights.of(model_dir)
+        self._policy_version = BASE_VERSION
+        self._adapted = AdaptedModel(model)
+        self._batch = DecodingBatch(self._adapted)
+        self._running: list[Row] = []
+        # Filled by sample, drained by the runner as rows end; the callers of sample wait.
+        self._waiting: deque[Row] = deque()
+        self._has_work = asyncio.Event()
+        self._may_run = asyncio.Event()
+        self._may_run.set()
+        self._is_held = False
+        self.is_asleep = False
+        # A load that waits for running rows to end clears the first, the runner sets the second.
+        self._may_admit = asyncio.Event()
+        self._may_admit.set()
+        self._is_drained = asyncio.Event()
+        self._loading = asyncio.Lock()
+        self._model_lock = asyncio.Lock()
+        self._generator = torch.Generator().manual_seed(seed)
+        self._max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.vocab_size = int(model.get_input_embeddings().num_embeddings)
+        self.adapter_space = AdapterSpace(limits=adapters, shapes=self._shapes)
+        self._runner = asyncio.create_task(self._run(), name="transformers-engine")
+
+    @classmethod
+    async def start(
+        cls,
+        model_dir: Path,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        dtype: str = "float32",
+        seed: int = 0,
+        adapters: AdapterLimits = NO_ADAPTERS,
+    ) -> TransformersEngine:
+        """Load the model and start decoding; `dtype` is float32 or bfloat16."""
+        if adapters.max_adapters:
+            await asyncio.to_thread(require_peft)
+        model = await asyncio.to_thread(load_model, model_dir, getattr(torch, dtype))
+        limit = int(model.config.get_text_config().max_position_embeddings)
+        if max_model_len > limit:
+            raise InvalidConfig(
+                f"max_model_len is {max_model_len}, the model has {limit} positions.",
+                remedy=f"Set DIALOOP_INFERENCE_MAX_MODEL_LEN to at most {limit}.",
+            )
+        return cls(
+            model,
+            model_dir=model_dir,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            seed=seed,
+            adapters=adapters,
+        )
+
+    @property
+    def policy_version(self) -> PolicyVersion:
+        """The version of the weights loaded now."""
+        return self._policy_version
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can still answer."""
+        return not self._runner.done()
+
+    @property
+    def num_running(self) -> int:
+        """Samples that hold a place, waiting or decoding."""
+        return sum(not row.is_over for row in (*self._running, *self._waiting))
+
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        stop: StopTokens,
+        num_samples: int = 1,
+        on_tokens: OnTokens | None = None,
+        adapter: Adapter | None = None,
+    ) -> tuple[Sampled, ...]:
+        """Continue `prompt_ids`; `on_tokens` sees the tokens as they come (one sample only)."""
+        require_ids(prompt_ids, vocab_size=self.vocab_size)
+        require_sampling(sampling)
+        require_one_stream(num_samples, on_tokens)
+        room = room_for(prompt_ids, sampling, self.max_model_len)
+        if room <= 0:
+            return context_full(num_samples)
+        rows = [
+            Row(
+                prompt_ids,
+                sampling,
+                stop=stop,
+                room=room,
+                generator=generator_of(sampling, index, shared=self._generator),
+                on_tokens=on_tokens,
+                adapter=adapter,
+            )
+            for index in range(num_samples)
+        ]
+        self._waiting.extend(rows)
+        self._has_work.set()
+        # Cancelling the caller cancels the futures, and the runner drops their rows.
+        return tuple(await asyncio.gather(*(row.done for row in rows)))
+
+    async def logprobs(self, token_ids: Sequence[int], *, adapter: Adapter | None = None) -> Scored:
+        """Score given ids under the loaded policy, with an adapter or without; held, too."""
+        require_ids(token_ids, vocab_size=self.vocab_size)
+        require_fit(token_ids, self.max_model_len)
+        async with self._model_lock:
+            scoring = asyncio.to_thread(score, self._adapted, list(token_ids), adapter)
+            values = await to_the_end(scoring)  # the lock is held for as long as the thread works
+            return Scored(logprobs=values.numpy(), policy_version=self._policy_version)
+
+    async def load_weights(
+        self, path: Path, version: PolicyVersion, *, mode: UpdateMode = UpdateMode.RECOMPUTE
+    ) -> LoadTimes:
+        """Replace all weights between two steps, commit `version`, go on as `mode` says."""
+        begun = time.monotonic()
+        await asyncio.to_thread(require_same_parameters, path, self._shapes, tied=self._tied)
+        tensors = await asyncio.to_thread(load_file, path)
+        return await self._exchange(tensors, version, mode=mode, begun=begun)
+
+    async def load_onto_base(
+        self,
+        adapter: PolicyAdapter,
+        version: PolicyVersion,
+        *,
+        mode: UpdateMode = UpdateMode.RECOMPUTE,
+    ) -> LoadTimes:
+        """As `load_weights`, of the base weights with the adapter added in."""
+        begun = time.monotonic()
+        tensors = await asyncio.to_thread(summed, self.base_weights, adapter)
+        return await self._exchange(tensors, version, mode=mode, begun=begun)
+
+    async def _exchange(
+        self,
+        tensors: dict[str, torch.Tensor],
+        version: PolicyVersion,
+        *,
+        mode: UpdateMode,
+        begun: float,
+    ) -> LoadTimes:
+        async with self._loading:
+            try:
+                if mode is UpdateMode.WAIT:
+                    await self._drain()
+                async with self._model_lock:
+                    paused = time.monotonic()
+                    await self._replace(tensors, version, keeps_keys=mode is UpdateMode.KEEP_KV)
+            finally:
+                self._may_admit.set()
+            ended = time.monotonic()
+        return LoadTimes(pause_s=ended - paused, load_s=ended - begun)
+
+    async def transfer_weights(
+        self,
+        steps: AsyncIterator[Step],
+        version: PolicyVersion,
+        *,
+        mode: UpdateMode = UpdateMode.RECOMPUTE,
+    ) -> LoadTimes:
+        """Refuse: this engine has no devices to meet."""
+        raise Unsupported(
+            "The transformers engine takes weights from files only.",
+            reason="DATA_PLANE_UNAVAILABLE",
+            remedy="Publish over shared_memory or chunks.",
+        )
+
+    async def _drain(self) -> None:
+        """Admit nobody and return when all running rows have ended."""
+        self._may_admit.clear()
+        self._is_drained.clear()
+        self._has_work.set()
+        await self._is_drained.wait()
+
+    async def _replace(
+        self, tensors: dict[str, torch.Tensor], version: PolicyVersion, *, keeps_keys: bool
+    ) -> None:
+        try:
+            await asyncio.to_thread(copy_weights, self._model, tensors, tied=self._tied)
+        except BaseException:
+            self._fail_all(weights_bad())
+            raise
+        self._policy_version = version
+        if not keeps_keys:
+            # Keys of the old weights are dropped: these rows start over from their tokens.
+            self._waiting.extendleft(reversed(self._running))
+            self._running = []
+            self._batch.clear()
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        """Take an adapter in, between two steps."""
+        async with self._model_lock:
+            await asyncio.to_thread(self._adapted.add, adapter)
+
+    async def remove_adapter(self, adapter: Adapter) -> None:
+        """Give an adapter up, between two steps."""
+        async with self._model_lock:
+            await asyncio.to_thread(self._adapted.remove, adapter)
+
+    async def pause(self) -> None:
+        """Hold generation; requests keep their place."""
+        async with self._loading:
+            self._is_held = True
+            await self._stand_still()
+
+    async def resume(self) -> None:
+        """Go on."""
+        self._is_held = False
+        self._go_on()
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Stand still. This engine is on the CPU: there is no device memory to give back."""
+        async with self._loading:
+            self.is_asleep = True
+            await self._stand_still()
+
+    async def wake(self) -> None:
+        """Go on; the weights were never away."""
+        self.is_asleep = False
+        self._go_on()
+
+    async def _stand_still(self) -> None:
+        self._may_run.clear()
+        # A step that was under way ends first.
+        async with self._model_lock:
+            pass
+
+    def _go_on(self) -> None:
+        if not (self._is_held or self.is_asleep):
+            self._may_run.set()
+
+    async def close(self) -> None:
+        """Stop decoding; waiting requests end as unavailable."""
+        self._runner.cancel()
+        await asyncio.gather(self._runner, return_exceptions=True)
+        self._is_drained.set()
+        self._fail_all(engine_stopped())
+
+    async def _run(self) -> None:
+        while True:
+            await self._has_work.wait()
+            await self._may_run.wait()
+            async with self._model_lock:
+                if self._may_run.is_set():
+                    await self._turn()
+            if not self._may_admit.is_set() and all(row.is_over for row in self._running):
+                self._is_drained.set()
+                await self._may_admit.wait()
+            if not self._running and not self._waiting:
+                self._has_work.clear()
+
+    async def _turn(self) -> None:
+        """One token for every running row, and a first one for as many new rows as fit."""
+        self._let_go()
+        old, new = self._running, self._take_waiting()
+        self._running = old + new
+        try:
+            await asyncio.to_thread(self._advance, old, new)
+        except Exception:
+            logger.exception("a decoding step failed")
+            self._fail_all(engine_stopped())
+            return
+        for row in self._running:
+            row.tell()
+
+    def _take_waiting(self) -> list[Row]:
+        """New rows, as many as fit; while more wait than fit, a quarter of all places at a time.
+
+        An admission costs a pass of the model however few it takes in.
+        """
+        taken: list[Row] = []
+        num_free = self._max_num_seqs - len(self._running)
+        num_worthwhile = min(len(self._waiting), max(1, self._max_num_seqs // _ADMIT_SHARE))
+        if not self._may_admit.is_set() or num_free < num_worthwhile:
+            return taken
+        while self._waiting and len(taken) < num_free:
+            row = self._waiting.popleft()
+            if not row.is_over:
+                row.admitted()
+                taken.append(row)
+        return taken
+
+    def _let_go(self) -> None:
+        """Drop the rows that are over."""
+        kept = self._batch.keep([i for i, row in enumerate(self._running) if not row.is_over])
+        self._running = [self._running[i] for i in kept]
+
+    @torch.inference_mode()
+    def _advance(self, old: list[Row], new: list[Row]) -> None:
+        logits = []
+        if old:
+            last = [row.ids[-1] for row in old]
+            with self._adapted.rows_of([row.adapter for row in old]):
+                logits.append(self._batch.step(last, [len(row.ids) - 1 for row in old]))
+        if new:
+            firsts, which = distinct(new)
+            with self._adapted.rows_of([row.adapter for row in firsts]):
+                logits.append(self._batch.admit([row.ids for row in firsts], which))
+        if not logits:
+            return
+        rows = old + new
+        sampling = [row.sampling for row in rows]
+        logprobs = processed_logprobs(torch.cat(logits), sampling, [row.ids for row in rows])
+        tokens = sample_rows(logprobs, sampling, [row.generator for row in rows])
+        chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
+        for row, token, logprob in zip(rows, tokens.tolist(), chosen.tolist(), strict=True):
+            row.append(token, logprob, self._policy_version, decode=self._tokenizer.decode)
+
+    def _fail_all(self, error: Exception) -> None:
+        for row in [*self._running, *self._waiting]:
+            row.fail(error)
+        self._running = []
+        self._waiting.clear()
+        self._batch.clear()

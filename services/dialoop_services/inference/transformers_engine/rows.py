@@ -1,0 +1,145 @@
+"""One running sample of the transformers engine: its tokens, versions and end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from dialoop.trajectory import SamplingParams, StopReason
+
+from dialoop_services.inference.engine import Piece, Sampled, StopTokens, VersionSpan
+
+if TYPE_CHECKING:
+    from dialoop.sequences import PolicyVersion
+
+    from dialoop_services.inference.engine import OnTokens
+    from dialoop_services.inference.weights.adapters import Adapter
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Row:
+    """A prompt and what has been sampled after it."""
+
+    def __init__(  # noqa: PLR0913 - a request has as many sides
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        stop: StopTokens,
+        room: int,
+        generator: torch.Generator,
+        on_tokens: OnTokens | None,
+        adapter: Adapter | None = None,
+    ) -> None:
+        self.ids = list(prompt_ids)
+        self.sampling = sampling
+        self.generator = generator
+        self.adapter = adapter
+        self.stop_reason: StopReason | None = None
+        self.done: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
+        self._num_prompt = len(self.ids)
+        self._stop = stop
+        self._room = room
+        self._on_tokens = on_tokens
+        self._logprobs: list[float] = []
+        self._versions: list[PolicyVersion] = []
+        self._stop_string = ""
+        self._num_told = 0
+        self._queued = time.monotonic()
+        self._queue_s = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, or nobody waits for it any more."""
+        return self.stop_reason is not None or self.done.done()
+
+    def admitted(self) -> None:
+        """Note the end of waiting, once."""
+        if not self._versions:
+            self._queue_s = time.monotonic() - self._queued
+
+    def append(self, token: int, logprob: float, version: PolicyVersion, *, decode: Decode) -> None:
+        """Take one sampled token, and see whether it ends the sample."""
+        self.ids.append(token)
+        self._logprobs.append(logprob)
+        self._versions.append(version)
+        if token in self._stop.by_id:
+            self._end(StopReason.STOP, self._stop.by_id[token])
+        elif self._stop.strings and (found := self._found(decode)):
+            self._end(StopReason.STOP, found)
+        elif len(self._logprobs) == self._room:
+            self._end(StopReason.LENGTH, "")
+
+    def tell(self) -> None:
+        """Hand new tokens, and the end, to whoever waits (on the event loop)."""
+        if self.done.done():
+            return
+        if self._on_tokens is not None:
+            for index in range(self._num_told, len(self._versions)):
+                self._on_tokens(self._piece(index))
+            self._num_told = len(self._versions)
+        if self.stop_reason is not None:
+            self.done.set_result(self._sampled(self.stop_reason))
+
+    def fail(self, error: Exception) -> None:
+        """End with an error."""
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    def _end(self, reason: StopReason, stop_string: str) -> None:
+        self.stop_reason, self._stop_string = reason, stop_string
+
+    def _found(self, decode: Decode) -> str:
+        """The stop string the last token completed; every token spells at least one byte."""
+        longest = max(len(string.encode()) for string in self._stop.strings)
+        sampled = self.ids[self._num_prompt :]
+        text = decode(sampled[-longest - 1 :])
+        return next((string for string in self._stop.strings if string in text), "")
+
+    def _piece(self, index: int) -> Piece:
+        return Piece(
+            token_ids=(self.ids[self._num_prompt + index],),
+            logprobs=(self._logprobs[index],),
+            policy_version=self._versions[index],
+        )
+
+    def _sampled(self, reason: StopReason) -> Sampled:
+        return Sampled(
+            token_ids=tuple(self.ids[self._num_prompt :]),
+            logprobs=tuple(self._logprobs),
+            versions=spans_of(self._versions),
+            stop_reason=reason,
+            stop_string=self._stop_string,
+            queue_s=self._queue_s,
+        )
+
+
+def generator_of(
+    sampling: SamplingParams, index: int, *, shared: torch.Generator
+) -> torch.Generator:
+    """What sample number `index` of a request is drawn with: its own seed's, or the engine's."""
+    if sampling.seed is None:
+        return shared
+    return torch.Generator().manual_seed(sampling.seed + index)
+
+
+def distinct(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
+    """Rows that differ in their tokens or their adapter, and which of them each row is like."""
+    places: dict[tuple[tuple[int, ...], str | None], int] = {}
+    keys = [(tuple(row.ids), row.adapter.key if row.adapter else None) for row in rows]
+    which = [places.setdefault(key, len(places)) for key in keys]
+    return [rows[which.index(place)] for place in range(len(places))], which
+
+
+def spans_of(versions: Sequence[PolicyVersion]) -> tuple[VersionSpan, ...]:
+    """Runs of equal versions."""
+    starts = [i for i, v in enumerate(versions) if i == 0 or v != versions[i - 1]]
+    ends = [*starts[1:], len(versions)]
+    return tuple(
+        VersionSpan(start=start, length=end - start, policy_version=versions[start])
+        for start, end in zip(starts, ends, strict=False)
+    )

@@ -1,0 +1,68 @@
+"""LoRA adapters in vLLM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, get_args
+
+from dialoop.errors import InvalidConfig, PreconditionFailed
+from vllm.config.lora import MaxLoRARanks
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from dialoop_services.inference.engine import engine_stopped
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from dialoop_services.inference.weights.adapter_files import AdapterLimits
+    from dialoop_services.inference.weights.adapters import Adapter
+
+
+def lora_arguments(limits: AdapterLimits) -> dict[str, Any]:
+    """What AsyncEngineArgs needs for adapters; nothing when there are none."""
+    if not limits.max_adapters:
+        return {}
+    most = max(get_args(MaxLoRARanks))
+    if limits.max_rank > most:
+        raise InvalidConfig(
+            f"max_adapter_rank is {limits.max_rank}, vLLM goes up to {most}.",
+            remedy="Set DIALOOP_INFERENCE_MAX_ADAPTER_RANK lower.",
+        )
+    return {
+        "enable_lora": True,
+        # One more: after a swap the adapter before serves what it began, beside the new one.
+        "max_loras": limits.max_adapters + 1,
+        "max_cpu_loras": 2 * limits.max_adapters + 2,
+        "max_lora_rank": min(r for r in get_args(MaxLoRARanks) if r >= limits.max_rank),
+    }
+
+
+def lora_request(adapter: Adapter) -> LoRARequest:
+    """Each slot has a name and path of its own: vLLM keys its prefix cache by them."""
+    return LoRARequest(adapter.key, adapter.slot, str(adapter.folder))
+
+
+async def add_to_vllm(llm: AsyncLLM, adapter: Adapter) -> None:
+    """PreconditionFailed (ADAPTER_REFUSED) when vLLM has no place for one of its modules."""
+    try:
+        is_added = await llm.add_lora(lora_request(adapter))
+    except EngineDeadError as error:
+        raise engine_stopped() from error
+    except Exception as error:  # vLLM wraps whatever its worker raised
+        raise _refused(adapter) from error
+    if not is_added:
+        raise _refused(adapter)
+
+
+async def remove_from_vllm(llm: AsyncLLM, adapter: Adapter) -> None:
+    """A dead engine has nothing to remove."""
+    if not llm.errored:
+        await llm.remove_lora(adapter.slot)
+
+
+def _refused(adapter: Adapter) -> PreconditionFailed:
+    return PreconditionFailed(
+        f"vLLM does not take adapter {adapter.name}.",
+        reason="ADAPTER_REFUSED",
+        remedy="See the service's log for vLLM's reason; plain LoRA on linear layers is taken.",
+    )

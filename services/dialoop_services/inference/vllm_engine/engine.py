@@ -1,0 +1,382 @@
+"""vLLM's AsyncLLM as an engine, in this process.
+
+Versions are exact because vLLM labels every token inside its engine core, at the step that sampled
+it, with the version committed there; tokens still on their way to us when a load begins keep the
+label they left with. A load commits only while the core is paused with all keys dropped, so no
+step straddles two versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import vllm
+from dialoop.episode import UpdateMode
+from dialoop.errors import InternalError, InvalidConfig
+from dialoop.sequences import PolicyVersion
+from dialoop.trajectory import SamplingParams
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import PauseMode
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from dialoop_services.inference.engine import (
+    BASE_VERSION,
+    LoadTimes,
+    OnTokens,
+    Sampled,
+    Scored,
+    StopTokens,
+    VersionSpan,
+    context_full,
+    engine_stopped,
+    require_fit,
+    require_ids,
+    require_one_stream,
+    require_sampling,
+    room_for,
+)
+from dialoop_services.inference.vllm_engine.adapters import (
+    add_to_vllm,
+    lora_request,
+    remove_from_vllm,
+)
+from dialoop_services.inference.vllm_engine.options import VllmOptions, engine_args, vllm_params
+from dialoop_services.inference.vllm_engine.orphans import OWNER_VARIABLE
+from dialoop_services.inference.vllm_engine.outputs import (
+    label_of,
+    pieces_of,
+    queued_s,
+    sampled_of,
+    spans_of,
+    stop_reason_of,
+    stop_string_of,
+    version_of,
+)
+from dialoop_services.inference.vllm_engine.sleep import Sleep
+from dialoop_services.inference.vllm_engine.transfer import TransferReceiver
+from dialoop_services.inference.weights.adapter_files import AdapterSpace
+from dialoop_services.inference.weights.adapters import Adapter
+from dialoop_services.inference.weights.data_planes import Step
+from dialoop_services.inference.weights.parameters import (
+    is_tied,
+    model_shapes,
+    require_same_parameters,
+)
+from dialoop_services.inference.weights.policy_adapters import PolicyAdapter
+from dialoop_services.learning.lora.base_weights import BaseWeights
+
+_SHUTDOWN_S = 1.0
+
+
+class VllmEngine:
+    """An engine on vLLM."""
+
+    name = "vllm"
+    version = str(vllm.__version__)
+
+    def __init__(self, llm: AsyncLLM, *, model_dir: Path, options: VllmOptions) -> None:
+        self._llm = llm
+        self._shapes = model_shapes(model_dir)
+        self._tied = is_tied(model_dir)
+        self.base_weights = BaseWeights.of(model_dir)
+        self._policy_version = BASE_VERSION
+        self._control = asyncio.Lock()
+        self._is_held = False
+        self._sleep = Sleep(llm, options)
+        self.max_model_len = options.max_model_len
+        self.transfer_backend = options.weight_transfer
+        self.vocab_size = int(llm.model_config.get_vocab_size())
+        self.adapter_space = AdapterSpace(limits=options.adapters, shapes=self._shapes)
+
+    @classmethod
+    async def start(cls, model_dir: Path, options: VllmOptions) -> VllmEngine:
+        """Build the engine core (its own process) and wait until it answers."""
+        args = await asyncio.to_thread(engine_args, model_dir, options)
+        os.environ[OWNER_VARIABLE] = str(os.getpid())
+        try:
+            llm = AsyncLLM.from_engine_args(args)
+        except Exception as error:
+            raise InvalidConfig(
+                f"vLLM does not start with {model_dir} ({type(error).__name__}).",
+                reason="ENGINE_FAILED",
+                remedy="See vLLM's own lines above, or set DIALOOP_INFERENCE_ENGINE=transformers.",
+            ) from error
+        engine = cls(llm, model_dir=model_dir, options=options)
+        await engine._sleep.hold_device()
+        await llm.update_weight_version(label_of(BASE_VERSION))
+        return engine
+
+    @property
+    def policy_version(self) -> PolicyVersion:
+        """The version of the weights loaded now."""
+        return self._policy_version
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can still answer."""
+        return not (self._llm.errored or self._sleep.is_broken)
+
+    @property
+    def num_running(self) -> int:
+        """Samples that hold a place, waiting or decoding."""
+        return int(self._llm.get_num_unfinished_requests())
+
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        stop: StopTokens,
+        num_samples: int = 1,
+        on_tokens: OnTokens | None = None,
+        adapter: Adapter | None = None,
+    ) -> tuple[Sampled, ...]:
+        """Continue `prompt_ids`; `on_tokens` sees the tokens as they come (one sample only)."""
+        require_ids(prompt_ids, vocab_size=self.vocab_size)
+        require_sampling(sampling)
+        require_one_stream(num_samples, on_tokens)
+        room = room_for(prompt_ids, sampling, self.max_model_len)
+        if room <= 0:
+            return context_full(num_samples)
+        params = vllm_params(sampling, stop=stop, room=room)
+        params.n = num_samples
+        if on_tokens is None:
+            final = await self._final(prompt_ids, params, adapter)
+            queue_s = queued_s(final)
+            return tuple(sampled_of(one, stop, queue_s=queue_s) for one in final.outputs)
+        outputs = self._outputs(request_id := uuid.uuid4().hex, prompt_ids, params, adapter)
+        return (await self._stream(request_id, outputs, params, stop=stop, on_tokens=on_tokens),)
+
+    async def logprobs(self, token_ids: Sequence[int], *, adapter: Adapter | None = None) -> Scored:
+        """Score given ids; the one token vLLM must sample with them tells the version."""
+        require_ids(token_ids, vocab_size=self.vocab_size)
+        require_fit(token_ids, self.max_model_len)
+        params = vllm.SamplingParams(
+            max_tokens=1, prompt_logprobs=0, logprobs=0, flat_logprobs=True, ignore_eos=True,
+            detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        final = await self._final(token_ids, params, adapter)
+        values = np.array(final.prompt_logprobs.logprobs, dtype=np.float32)
+        if len(values) != len(token_ids) - 1:
+            raise InternalError(f"vLLM gave {len(values)} log-probs for {len(token_ids)} tokens.")
+        version = spans_of(final.outputs[0].weight_versions)[0].policy_version
+        return Scored(logprobs=values, policy_version=version)
+
+    async def load_weights(
+        self, path: Path, version: PolicyVersion, *, mode: UpdateMode = UpdateMode.RECOMPUTE
+    ) -> LoadTimes:
+        """Pause, replace all weights, commit `version`, go on as `mode` says."""
+        begun = time.monotonic()
+        await asyncio.to_thread(require_same_parameters, path, self._shapes, tied=self._tied)
+        return await self._exchange(lambda: self._copy(path), version, mode=mode, begun=begun)
+
+    async def load_onto_base(
+        self,
+        adapter: PolicyAdapter,
+        version: PolicyVersion,
+        *,
+        mode: UpdateMode = UpdateMode.RECOMPUTE,
+    ) -> LoadTimes:
+        """As `load_weights`; each worker adds the adapter into the base weights as it loads."""
+        begun = time.monotonic()
+        return await self._exchange(lambda: self._add(adapter), version, mode=mode, begun=begun)
+
+    async def transfer_weights(
+        self,
+        steps: AsyncIterator[Step],
+        version: PolicyVersion,
+        *,
+        mode: UpdateMode = UpdateMode.RECOMPUTE,
+    ) -> LoadTimes:
+        """As `load_weights`, by vLLM's own transfer from the trainer's device."""
+        begun, receiver = time.monotonic(), TransferReceiver(self._llm, steps)
+        await receiver.meet()
+        return await self._exchange(receiver.receive, version, mode=mode, begun=begun)
+
+    async def _exchange(
+        self,
+        replace: Callable[[], Awaitable[None]],
+        version: PolicyVersion,
+        *,
+        mode: UpdateMode,
+        begun: float,
+    ) -> LoadTimes:
+        async with self._control:
+            await self._sleep.make_room_for_weights()
+            try:
+                if mode is UpdateMode.WAIT:
+                    await self._pause("wait", clear_cache=True)
+                paused = time.monotonic()
+                await self._pause("keep", clear_cache=mode is not UpdateMode.KEEP_KV)
+                await self._replace_or_abort(replace, version)
+            finally:
+                await self._sleep.end()
+                await self._go_on()
+            ended = time.monotonic()
+        return LoadTimes(pause_s=ended - paused, load_s=ended - begun)
+
+    async def _replace_or_abort(
+        self, replace: Callable[[], Awaitable[None]], version: PolicyVersion
+    ) -> None:
+        try:
+            await self._replace(replace, version)
+        except BaseException:
+            # Half-replaced weights must not sample one more token.
+            await self._pause("abort", clear_cache=True)
+            raise
+
+    async def _pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Stop the core; with `clear_cache` running requests lose their keys, or this raises.
+
+        `AsyncLLM.pause_generation` does the same and then sleeps 20 ms, for nothing that we need:
+        every token on its way carries its version.
+        """
+        await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+
+    async def _copy(self, path: Path) -> None:
+        await self._replaced_by("dialoop_load_weights", str(path), self._tied)
+
+    async def _add(self, adapter: PolicyAdapter) -> None:
+        files = [str(file) for file in self.base_weights.files]
+        path, tied = str(adapter.path), self.base_weights.tied
+        await self._replaced_by("dialoop_load_onto_base", files, tied, path, adapter.scaling)
+
+    async def _replaced_by(self, method: str, *arguments: Any) -> None:
+        errors = await self._llm.collective_rpc(method, args=arguments)
+        if failed := [error for error in errors if error]:
+            raise InternalError(f"vLLM could not take the weights: {failed[0]}")
+
+    async def _replace(
+        self, replace: Callable[[], Awaitable[None]], version: PolicyVersion
+    ) -> None:
+        if not await self._llm.is_paused():
+            raise InternalError("vLLM does not pause.")
+        await replace()
+        await self._llm.update_weight_version(label_of(version))
+        if await self._llm.get_weight_version() != label_of(version):
+            raise InternalError("vLLM did not take the version.")
+        self._policy_version = version
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        """Take an adapter in, beside all that is under way."""
+        await add_to_vllm(self._llm, adapter)
+
+    async def remove_adapter(self, adapter: Adapter) -> None:
+        """Give an adapter up."""
+        await remove_from_vllm(self._llm, adapter)
+
+    async def pause(self) -> None:
+        """Hold generation; requests keep their place."""
+        async with self._control:
+            await self._pause("keep", clear_cache=False)
+            self._is_held = True
+
+    async def resume(self) -> None:
+        """Go on."""
+        async with self._control:
+            self._is_held = False
+            await self._go_on()
+
+    async def _go_on(self) -> None:
+        """Let the core run, unless somebody holds it or it sleeps."""
+        if self._sleep.is_asleep:
+            return
+        if self._is_held:
+            await self._pause("keep", clear_cache=False)  # vLLM goes on by itself when it wakes
+        else:
+            await self._llm.resume_generation()
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it has given its device up."""
+        return self._sleep.is_asleep
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Stand still, and on CUDA give weights and keys back; what is under way is aborted."""
+        async with self._control:
+            await self._sleep.begin(keep_weights=keep_weights)
+
+    async def wake(self) -> None:
+        """Go on with the weights that were kept."""
+        async with self._control:
+            await self._sleep.wake()
+            await self._go_on()
+
+    async def close(self) -> None:
+        """Stop the engine core's process."""
+        # A CPU worker hangs on its way out until it is killed: there is nothing to wait for.
+        await asyncio.to_thread(self._llm.shutdown, timeout=_SHUTDOWN_S)
+
+    async def _final(
+        self, token_ids: Sequence[int], params: vllm.SamplingParams, adapter: Adapter | None
+    ) -> Any:
+        outputs = [o async for o in self._outputs(uuid.uuid4().hex, token_ids, params, adapter)]
+        return outputs[-1]
+
+    async def _outputs(
+        self, request_id: str, token_ids: Sequence[int], params: Any, adapter: Adapter | None
+    ) -> Any:
+        # Salted, so that keys that a KEEP_KV load left behind serve none but whom they were for.
+        prompt = tokens_input(list(token_ids), cache_salt=label_of(self._policy_version))
+        try:
+            lora = lora_request(adapter) if adapter else None
+            generating = self._llm.generate(prompt, params, request_id, lora_request=lora)
+            async with aclosing(generating) as outputs:
+                async for output in outputs:
+                    yield output
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise engine_stopped() from error
+
+    async def _stream(
+        self,
+        request_id: str,
+        outputs: Any,
+        params: vllm.SamplingParams,
+        *,
+        stop: StopTokens,
+        on_tokens: OnTokens,
+    ) -> Sampled:
+        params.output_kind = RequestOutputKind.DELTA
+        ids: list[int] = []
+        logprobs: list[float] = []
+        async for output in outputs:
+            completion = output.outputs[0]
+            start = len(ids)
+            ids.extend(completion.token_ids)
+            logprobs.extend(completion.logprobs.logprobs if completion.logprobs else ())
+            spans = self._spans_so_far(request_id, completion, num_tokens=len(ids))
+            for piece in pieces_of(ids, logprobs, spans, start=start):
+                on_tokens(piece)
+        return Sampled(
+            token_ids=tuple(ids),
+            logprobs=tuple(logprobs),
+            versions=spans,
+            stop_reason=stop_reason_of(completion),
+            stop_string=stop_string_of(completion, stop),
+            queue_s=queued_s(output),
+        )
+
+    def _spans_so_far(
+        self, request_id: str, completion: Any, *, num_tokens: int
+    ) -> tuple[VersionSpan, ...]:
+        """The spans of a running request: vLLM hands them out only with the last output."""
+        if completion.finish_reason is not None:
+            return spans_of(completion.weight_versions)
+        processor = self._llm.output_processor
+        (internal_id,) = processor.external_req_ids[request_id]
+        starts = processor.request_states[internal_id].weight_version_starts
+        ends = [start for _, start in starts[1:]] + [num_tokens]
+        return tuple(
+            VersionSpan(start=start, length=end - start, policy_version=version_of(label))
+            for (label, start), end in zip(starts, ends, strict=True)
+        )

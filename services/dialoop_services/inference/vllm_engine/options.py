@@ -1,0 +1,101 @@
+"""How vLLM is built and what it is asked: our options in vLLM's words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import vllm
+from dialoop.errors import InvalidConfig
+from dialoop.trajectory import SamplingParams
+from vllm import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+
+from dialoop_services.inference.engine import StopTokens
+from dialoop_services.inference.vllm_engine.adapters import lora_arguments
+from dialoop_services.inference.vllm_engine.transfer import transfer_arguments
+from dialoop_services.inference.weights.adapter_files import NO_ADAPTERS, AdapterLimits
+
+_EXTENSION = "dialoop_services.inference.vllm_engine.weights.WeightsExtension"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmOptions:
+    """How large vLLM is built."""
+
+    max_model_len: int = 512
+    max_num_seqs: int = 64
+    kv_cache_bytes: int = 64 << 20
+    dtype: str = "float32"
+    tensor_parallel_size: int = 1
+    seed: int = 0
+    adapters: AdapterLimits = NO_ADAPTERS
+    weight_transfer: str = ""
+    device_lock: Path | None = None
+    """The lock of a device that the engine shares with the trainer."""
+
+    @property
+    def frees_memory_asleep(self) -> bool:
+        """Whether it sleeps, on a device whose memory vLLM can give back."""
+        return self.device_lock is not None and current_platform.is_sleep_mode_available()
+
+
+def engine_args(model_dir: Path, options: VllmOptions) -> AsyncEngineArgs:
+    """The arguments of vLLM; InvalidConfig when the model has too few positions."""
+    limit = _max_positions(model_dir)
+    if options.max_model_len >= limit:
+        raise InvalidConfig(
+            f"max_model_len is {options.max_model_len}, the model has {limit} positions "
+            "and scoring needs one to spare.",
+            remedy=f"Set DIALOOP_INFERENCE_MAX_MODEL_LEN to at most {limit - 1}.",
+        )
+    return AsyncEngineArgs(
+        model=str(model_dir),
+        dtype=options.dtype,
+        # One more, so that scoring a full context leaves room for the token vLLM must sample; that
+        # token is never fed back.
+        max_model_len=options.max_model_len + 1,
+        max_num_seqs=options.max_num_seqs,
+        kv_cache_memory_bytes=options.kv_cache_bytes,
+        tensor_parallel_size=options.tensor_parallel_size,
+        seed=options.seed,
+        enforce_eager=True,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        worker_extension_cls=_EXTENSION,
+        enable_sleep_mode=options.frees_memory_asleep,
+        **lora_arguments(options.adapters),
+        **transfer_arguments(options.weight_transfer),
+    )
+
+
+def _max_positions(model_dir: Path) -> int:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_dir).get_text_config()
+    return int(config.max_position_embeddings)
+
+
+def vllm_params(sampling: SamplingParams, *, stop: StopTokens, room: int) -> vllm.SamplingParams:
+    """What to ask of vLLM; log-probs are those of the distribution sampled from."""
+    return vllm.SamplingParams(
+        temperature=1.0 if sampling.temperature is None else sampling.temperature,
+        top_p=sampling.top_p or 1.0,
+        top_k=sampling.top_k or 0,
+        min_p=sampling.min_p or 0.0,
+        repetition_penalty=sampling.repetition_penalty or 1.0,
+        max_tokens=room,
+        seed=sampling.seed,
+        stop=list(stop.strings),
+        include_stop_str_in_output=True,
+        stop_token_ids=sorted(stop.by_id),
+        # The stop tokens are ours alone: vLLM would add those it finds in the model directory.
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        skip_special_tokens=False,
+        spaces_between_special_tokens=False,
+        detokenize=bool(stop.strings),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

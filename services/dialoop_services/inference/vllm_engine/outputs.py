@@ -1,0 +1,90 @@
+"""What vLLM answers, in our words: samples, version spans, and the pieces of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dialoop.sequences import PolicyVersion
+from dialoop.trajectory import StopReason
+
+from dialoop_services.inference.engine import Piece, Sampled, StopTokens, VersionSpan, weights_bad
+
+_LABEL = "@"
+
+
+def sampled_of(completion: Any, stop: StopTokens, *, queue_s: float) -> Sampled:
+    """A finished completion; Unavailable (WEIGHTS_BAD) when a load aborted it."""
+    return Sampled(
+        token_ids=tuple(completion.token_ids),
+        logprobs=tuple(completion.logprobs.logprobs),
+        versions=spans_of(completion.weight_versions),
+        stop_reason=stop_reason_of(completion),
+        stop_string=stop_string_of(completion, stop),
+        queue_s=queue_s,
+    )
+
+
+def queued_s(output: Any) -> float:
+    """Seconds from the core's receiving the request to its first step."""
+    times = output.metrics
+    if times is None or not times.scheduled_ts:
+        return 0.0
+    return max(0.0, float(times.scheduled_ts - times.queued_ts))
+
+
+def stop_reason_of(completion: Any) -> StopReason:
+    """Why a completion ended; Unavailable (WEIGHTS_BAD) when a load aborted it."""
+    reasons = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
+    if completion.finish_reason not in reasons:
+        raise weights_bad()
+    return reasons[completion.finish_reason]
+
+
+def stop_string_of(completion: Any, stop: StopTokens) -> str:
+    """The string that ended it, empty for the end-of-turn token."""
+    reason = completion.stop_reason
+    return stop.by_id[reason] if isinstance(reason, int) else reason or ""
+
+
+def spans_of(spans: Any) -> tuple[VersionSpan, ...]:
+    """Our spans from weight versions of vLLM."""
+    return tuple(
+        VersionSpan(
+            start=span.start, length=span.end - span.start, policy_version=version_of(span.version)
+        )
+        for span in spans
+    )
+
+
+def pieces_of(
+    ids: Sequence[int],
+    logprobs: Sequence[float],
+    spans: Sequence[VersionSpan],
+    *,
+    start: int,
+) -> list[Piece]:
+    """The tokens from `start` on, cut where the version changes."""
+    pieces = []
+    for span in spans:
+        begin, end = max(start, span.start), span.start + span.length
+        if begin < end:
+            pieces.append(
+                Piece(
+                    token_ids=tuple(ids[begin:end]),
+                    logprobs=tuple(logprobs[begin:end]),
+                    policy_version=span.policy_version,
+                )
+            )
+    return pieces
+
+
+def label_of(version: PolicyVersion) -> str:
+    """A version as vLLM's label."""
+    return f"{version.lineage}{_LABEL}{version.number}"
+
+
+def version_of(label: str) -> PolicyVersion:
+    """The version of one of vLLM's labels."""
+    lineage, _, number = label.rpartition(_LABEL)
+    return PolicyVersion(lineage=lineage, number=int(number))

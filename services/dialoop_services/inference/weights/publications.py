@@ -1,0 +1,138 @@
+"""Published policies as files: where one may lie, and whether it is what was announced."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import tempfile
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dialoop.clients.weights import WeightsKind
+from dialoop.episode import UpdateMode
+from dialoop.errors import DataLost, InvalidConfig, InvalidInput, PreconditionFailed
+from dialoop.sequences import PolicyVersion
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from dialoop_services.inference.weights.adapters import Probe
+
+_LATEST = "latest.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a publish announces; `path` is relative to the weights root, empty for chunks.
+
+    `update_mode` None is the replica's own. With `adapter` the weights are that LoRA adapter's:
+    its config and probes go with it. Of kind ADAPTER they are an adapter too, which added into the
+    base weights of `base_digest` is the policy.
+    """
+
+    policy_version: PolicyVersion
+    sha256: str
+    num_bytes: int
+    path: str = ""
+    update_mode: UpdateMode | None = None
+    data_plane: str = ""
+    adapter: str = ""
+    adapter_config_json: str = ""
+    probes: tuple[Probe, ...] = ()
+    max_logprob_difference: float = 0.0
+    kind: WeightsKind = WeightsKind.WHOLE
+    base_digest: str = ""
+
+
+class Publications:
+    """The weights root: policies that a trainer wrote, and what came in chunks."""
+
+    def __init__(self, root: Path | None) -> None:
+        self._root = None if root is None else root.resolve()
+
+    @property
+    def has_root(self) -> bool:
+        """Whether files can be read at all."""
+        return self._root is not None
+
+    def latest(self) -> Manifest | None:
+        """What latest.json names, if there is one."""
+        pointer = None if self._root is None else self._root / _LATEST
+        if pointer is None or not pointer.is_file():
+            return None
+        try:
+            data = json.loads(pointer.read_text("utf-8"))
+            return Manifest(
+                policy_version=PolicyVersion(
+                    lineage=str(data["lineage"]), number=int(data["number"])
+                ),
+                sha256=str(data["sha256"]),
+                num_bytes=int(data["num_bytes"]),
+                path=str(data["path"]),
+                kind=WeightsKind[str(data.get("kind", "whole")).upper()],
+                adapter_config_json=str(data.get("adapter_config_json", "")),
+                base_digest=str(data.get("base_digest", "")),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidConfig(
+                f"{pointer} names no policy.",
+                remedy="Let the trainer publish again, or delete the file to serve the base model.",
+            ) from error
+
+    def file_of(self, manifest: Manifest) -> Path:
+        """The announced file; nothing outside the weights root can be named."""
+        if self._root is None:
+            raise PreconditionFailed(
+                "This replica has no weights root to read a path from.",
+                reason="NO_WEIGHTS_ROOT",
+                remedy="Set DIALOOP_INFERENCE_WEIGHTS_ROOT, or send the weights as chunks.",
+            )
+        path = (self._root / manifest.path).resolve()
+        if not path.is_relative_to(self._root) or not path.is_file():
+            raise InvalidInput(
+                "The manifest's path is no file under the weights root.",
+                reason="MANIFEST_MISMATCH",
+                remedy="Give the path relative to the weights root.",
+            )
+        return path
+
+
+@asynccontextmanager
+async def spooled(manifest: Manifest, chunks: AsyncIterator[bytes]) -> AsyncIterator[Path]:
+    """The chunks as a file, for as long as the engine needs it; never more bytes than announced."""
+    with tempfile.TemporaryDirectory(prefix="dialoop-weights-") as folder:
+        path = Path(folder) / "model.safetensors"
+        num_bytes = 0
+        with path.open("wb") as file:
+            async for chunk in chunks:
+                num_bytes += len(chunk)
+                if num_bytes > manifest.num_bytes:
+                    raise _size_mismatch(num_bytes, manifest)
+                await asyncio.to_thread(file.write, chunk)
+        yield path
+
+
+def require_intact(path: Path, manifest: Manifest) -> None:
+    """Refuse a file that is not, byte for byte, what was announced."""
+    num_bytes = path.stat().st_size
+    if num_bytes != manifest.num_bytes:
+        raise _size_mismatch(num_bytes, manifest)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != manifest.sha256.lower():
+        raise DataLost(
+            "The weights are not those that were announced.",
+            reason="CHECKSUM_MISMATCH",
+            remedy="Send them again.",
+        )
+
+
+def _size_mismatch(num_bytes: int, manifest: Manifest) -> InvalidInput:
+    return InvalidInput(
+        f"{num_bytes} bytes came, the manifest says {manifest.num_bytes}.",
+        reason="MANIFEST_MISMATCH",
+        remedy="Send all chunks of the file that the manifest describes, and nothing more.",
+    )

@@ -1,0 +1,182 @@
+"""The whole objective of an update: a loss, how it is aggregated, and what goes with any loss.
+
+objective = Objective(loss=losses.grpo, aggregation="sequence", kl_coeff=0.1)
+objective(inputs).loss
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from dialoop_services.learning.loss.kl import Estimator, estimate, k3
+from dialoop_services.learning.loss.loss_inputs import Aggregation, LossInputs, LossOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from dialoop_services.learning.loss.corrections import Correction
+    from dialoop_services.learning.loss.loss_inputs import Loss
+
+_BY_STALENESS = "staleness"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """A loss and its surroundings; called like a loss.
+
+    kl_coeff times the KL estimate to kl_to is added (0: none); entropy_coeff times the entropy is
+    taken away; whiten normalises advantages over the train step (REINFORCE++, arXiv 2501.03262).
+    KL and entropy are aggregated as the loss is; TRL's entropy bonus is always a mean over tokens.
+    The metrics loss_objective, loss_kl and loss_entropy add up to the loss.
+    A loss that imitates learns sequences by heart: all whose advantage is not 0, whatever it is.
+    """
+
+    loss: Loss
+    aggregation: Aggregation = "token"
+    constant: float = 1.0
+    kl_coeff: float = 0.0
+    kl_estimator: Estimator = "k3"
+    kl_to: Literal["ref", "inference"] = "ref"
+    entropy_coeff: float = 0.0
+    correction: Correction | None = None
+    whiten: bool = False
+    asks_for_proximal: bool = False
+    needs_advantages: bool = True
+    imitates: bool = False
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether the policy must be asked for its log-probs before the train step."""
+        corrects = self.correction is not None and self.correction.needs_proximal
+        return self.asks_for_proximal or corrects
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the entropy is part of the loss."""
+        return bool(self.entropy_coeff)
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """The loss of one packed row with everything that goes with it."""
+        inputs = replace(inputs, aggregation=self.aggregation, constant=self.constant)
+        metrics: dict[str, Tensor] = _mismatch_metrics(inputs)
+        if self.correction is not None:
+            inputs, corrected = self.correction.apply(inputs)
+            metrics |= corrected
+        output = self.loss(inputs)
+        loss = output.loss
+        terms = {"loss_objective": loss}
+        if self.kl_coeff:
+            other = inputs.require(f"{self.kl_to}_logprobs")
+            kl = estimate(self.kl_estimator, inputs.policy_logprobs, other)
+            terms["loss_kl"] = self.kl_coeff * inputs.mean(kl)
+            loss = loss + terms["loss_kl"]
+            metrics[f"kl_to_{self.kl_to}"] = inputs.token_mean(kl.detach())
+        if self.entropy_coeff:
+            terms["loss_entropy"] = -self.entropy_coeff * inputs.mean(inputs.require("entropy"))
+            loss = loss + terms["loss_entropy"]
+        metrics |= {name: term.detach() for name, term in terms.items()} | output.metrics
+        if output.clipped is not None:
+            metrics["clip_fraction"] = inputs.token_mean(output.clipped.float())
+        metrics |= _by_staleness(inputs, output.clipped)
+        return LossOutput(loss, metrics, output.clipped)
+
+
+def combine_metrics(rows: Iterable[Mapping[str, Tensor | float]]) -> dict[str, Any]:
+    """Add up the metrics of an update's rows, and derive what is no sum.
+
+    ess, the effective sample size as a share of all tokens: mean(r)^2 / mean(r^2), 1 on-policy.
+    by_staleness: {versions behind: {num_tokens, mismatch_kl, ratio, ess, ...}}, means over the
+    tokens of that age.
+    """
+    totals: dict[str, Any] = {}
+    ages: dict[int, dict[str, float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            number = float(torch.as_tensor(value).detach())
+            if name.startswith(f"{_BY_STALENESS}/"):
+                _, age, sum_of = name.split("/")
+                sums = ages.setdefault(int(age), {})
+                sums[sum_of] = sums.get(sum_of, 0.0) + number
+            else:
+                totals[name] = totals.get(name, 0.0) + number
+    if totals.get("ratio_squared"):
+        totals["ess"] = totals["ratio"] ** 2 / totals["ratio_squared"]
+    if ages:
+        totals["by_staleness"] = {age: _means(ages[age]) for age in sorted(ages)}
+    return totals
+
+
+def mean_metrics(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The plain mean over updates of what `combine_metrics` gave for each.
+
+    by_staleness of several updates is weighed by their tokens; num_tokens are those of one pass.
+    """
+    names = [name for name in updates[0] if name != "by_staleness"]
+    means: dict[str, Any] = {n: sum(u[n] for u in updates) / len(updates) for n in names}
+    ages = sorted({age for u in updates for age in u.get("by_staleness", {})})
+    if ages:
+        means["by_staleness"] = {age: _of_age(updates, age) for age in ages}
+    return means
+
+
+def _of_age(updates: Sequence[Mapping[str, Any]], age: int) -> dict[str, float]:
+    found = [u["by_staleness"][age] for u in updates if age in u.get("by_staleness", {})]
+    total = sum(one["num_tokens"] for one in found)
+    means = {name: sum(o[name] * o["num_tokens"] for o in found) / total for name in found[0]}
+    return {**means, "num_tokens": total}
+
+
+def _means(sums: Mapping[str, float]) -> dict[str, float]:
+    count = sums["num_tokens"]
+    means = {name: value / count for name, value in sums.items() if name != "num_tokens"}
+    squared = means.pop("ratio_squared")
+    return {"num_tokens": count, **means, "ess": means["ratio"] ** 2 / squared}
+
+
+def _mismatch_metrics(inputs: LossInputs) -> dict[str, Tensor]:
+    """How far the policy is from the sampler, and its entropy, over the update's tokens."""
+    metrics = {name: inputs.token_mean(values) for name, values in _token_metrics(inputs).items()}
+    if "mismatch_kl" in metrics:
+        metrics["approx_kl"] = metrics.pop("mismatch_kl")
+    return metrics
+
+
+def _by_staleness(inputs: LossInputs, clipped: Tensor | None) -> dict[str, Tensor]:
+    """Sums over the tokens of each age, which `combine_metrics` divides by their number."""
+    if inputs.staleness is None:
+        return {}
+    values = _token_metrics(inputs)
+    if "ratio" not in values:
+        return {}
+    values["num_tokens"] = torch.ones_like(inputs.policy_logprobs)
+    if clipped is not None:
+        values["clip_fraction"] = clipped.float()
+    ages: list[float] = torch.unique(inputs.staleness[inputs.loss_mask]).tolist()
+    sums = {}
+    for age in ages:
+        of_age = inputs.loss_mask & (inputs.staleness == age)
+        for name, value in values.items():
+            sums[f"{_BY_STALENESS}/{int(age)}/{name}"] = torch.where(of_age, value, 0.0).sum()
+    return sums
+
+
+@torch.no_grad()
+def _token_metrics(inputs: LossInputs) -> dict[str, Tensor]:
+    values: dict[str, Tensor] = {}
+    if inputs.inference_logprobs is not None:
+        ratio = inputs.log_ratio_to("inference_logprobs").exp()
+        inference = inputs.require("inference_logprobs")
+        # E over the sampler of k3(inference || policy) = r - 1 - log r.
+        values = {
+            "mismatch_kl": k3(inference, inputs.policy_logprobs),
+            "ratio": ratio,
+            "ratio_squared": ratio.square(),
+        }
+    if inputs.entropy is not None:
+        values["entropy"] = inputs.entropy.detach()
+    return values

@@ -1,0 +1,238 @@
+"""Log-probs of chosen tokens in bounded memory, however large the vocabulary.
+
+The language-model head and the softmax run in chunks of rows. Their probabilities are kept for the
+backward pass up to a fixed number of bytes; what is beyond is computed a second time there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from dialoop.errors import InvalidInput
+
+from dialoop_services.learning.model.fused_head import cut_kernel, cut_logprobs, refuse_entropy
+from dialoop_services.learning.model.products import product
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dialoop_services.learning.model.fused_head import LogprobKernel
+
+DEFAULT_CHUNK_ROWS = 1024
+"""How many rows of logits exist at one time, at most."""
+
+DEFAULT_KEPT_BYTES = 64 << 20
+"""How much of the probabilities is kept for backward; the rest is computed a second time there."""
+
+_CACHED_LOGITS = 1 << 20
+_LEAST_ROWS = 128
+
+
+class TokenScores(NamedTuple):
+    """Of M tokens: logprobs float32 [M], nats; entropy float32 [M] of their distributions.
+
+    entropy is None unless it was asked for; both carry gradients. float64 stays float64.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+
+
+def token_logprobs(  # noqa: PLR0913 - what is scored, and three ways to trade memory for time
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    with_entropy: bool = False,
+    chunk_rows: int = DEFAULT_CHUNK_ROWS,
+    kept_bytes: int = DEFAULT_KEPT_BYTES,
+    kernel: LogprobKernel = "chunked",
+) -> TokenScores:
+    """The value log softmax(hidden @ weight.T / temperature)[targets], in float32 or better.
+
+    hidden [M, H], weight [V, H], targets int64 [M]; temperature, one number or [M], must be the
+    one the tokens were sampled with: the policy is the tempered distribution. At most `chunk_rows`
+    rows of logits exist at one time, and `kept_bytes` of probabilities until backward.
+    The kernel "cut" is `dialoop_services.learning.model.fused_head`'s: on CUDA, in half precision,
+    no entropy.
+    """
+    scale = _inverse_temperature(temperature, hidden)
+    if kernel == "cut":
+        if with_entropy:
+            refuse_entropy()
+        fused = cut_kernel(hidden.device)
+        return TokenScores(cut_logprobs(hidden, weight, targets, scale, kernel=fused))
+    kept_bytes = kept_bytes if torch.is_grad_enabled() else 0  # there is no backward pass
+    options = _Options(with_entropy=with_entropy, chunk_rows=chunk_rows, kept_bytes=kept_bytes)
+    logprobs, entropy = _ChunkedLogProbs.apply(hidden, weight, targets, scale, options)  # type: ignore[no-untyped-call]
+    return TokenScores(logprobs, entropy if with_entropy else None)
+
+
+def _inverse_temperature(temperature: float | Tensor, hidden: Tensor) -> Tensor:
+    """float32 [M], or [1] where one number serves all."""
+    given = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).reshape(-1)
+    if not bool((given > 0).all()):
+        raise InvalidInput(
+            f"Log-probs at temperature {temperature} are undefined.",
+            reason="INVALID_TEMPERATURE",
+            remedy="Train on tokens sampled with a temperature above 0.",
+        )
+    return 1.0 / given
+
+
+class _Options(NamedTuple):
+    with_entropy: bool
+    chunk_rows: int
+    kept_bytes: int
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    """Gradients from p = softmax(logits), kept for some chunks and computed anew for the others.
+
+    d logp_i / d logits = onehot(target_i) - p_i; d H_i / d logits = -p_i (log p_i + H_i).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: Tensor,
+        options: _Options,
+    ) -> tuple[Tensor, Tensor]:
+        rows = hidden.shape[0]
+        logprobs = hidden.new_empty(rows, dtype=_precision(hidden))
+        normalisers = torch.empty_like(logprobs)
+        entropy = torch.empty_like(logprobs) if options.with_entropy else logprobs.new_empty(0)
+        room = options.kept_bytes
+        kept = []
+        for part in _parts(rows, _chunk_rows(options, weight)):
+            logits = _logits(hidden[part], weight, scale, part)
+            chosen = logits.gather(-1, targets[part, None]).squeeze(-1)
+            probs, normalisers[part] = _softmax(logits)
+            logprobs[part] = chosen - normalisers[part]
+            if options.with_entropy:
+                entropy[part] = normalisers[part] - logits.mul_(probs).sum(-1)
+            room -= probs.nbytes
+            if room >= 0:
+                kept.append(probs)
+        ctx.save_for_backward(hidden, weight, targets, scale, normalisers, entropy)
+        ctx.options, ctx.kept = options, kept
+        ctx.set_materialize_grads(False)  # entropy asked for as a metric costs nothing here
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, scale, normalisers, entropy = ctx.saved_tensors
+        kept, ctx.kept = ctx.kept, []  # let go as they are used; a second pass computes all anew
+        kept.reverse()
+        grad_hidden = torch.empty_like(hidden)
+        # Summed in float32 whatever the weights are: chunks of bfloat16 would round away.
+        grad_weight = None  # of a frozen head, as under LoRA, none is asked for
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=_precision(weight))
+        for part in _parts(hidden.shape[0], _chunk_rows(ctx.options, weight)):
+            probs = kept.pop() if kept else None
+            if probs is None or grads[1] is not None:
+                logits = _logits(hidden[part], weight, scale, part)
+                logprobs = logits.sub_(normalisers[part, None])
+                if grads[1] is not None:
+                    slope = _slope(logprobs, targets[part], entropy, part, grads)
+                    slope = slope.mul_(_of(scale, part)).to(weight.dtype)
+                    grad_hidden[part] = product(slope, weight)
+                    _add_product(grad_weight, slope.T, hidden[part])
+                    continue
+                probs = logprobs.exp_()
+            given = _Rows(hidden[part], targets[part], grads[0][part, None] * _of(scale, part))
+            grad_hidden[part] = _gradients(probs, weight, given, grad_weight)
+        whole = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, whole, None, None, None
+
+
+class _Rows(NamedTuple):
+    """Of a chunk: hidden states [m, H], targets [m] and the gradient at each log-prob [m, 1]."""
+
+    hidden: Tensor
+    targets: Tensor
+    given: Tensor
+
+
+def _gradients(probs: Tensor, weight: Tensor, rows: _Rows, grad_weight: Tensor | None) -> Tensor:
+    """The gradient at a chunk's hidden states; adds that of the weight to `grad_weight`.
+
+    The factor g of a row is put on what has the size of hidden states, not of the vocabulary:
+    -g ((p - onehot) W) and -(p - onehot)^T (g h). The difference is taken in `probs`, which it
+    overwrites, before anything is rounded to the weights' format: near p = 1 nothing else is left.
+    """
+    probs.scatter_add_(-1, rows.targets[:, None], -torch.ones_like(probs[:, :1]))
+    away = probs.to(weight.dtype)
+    weighed = (rows.hidden.to(rows.given.dtype) * rows.given).to(weight.dtype)
+    _add_product(grad_weight, away.T, -weighed)
+    return (product(away, weight) * -rows.given).to(weight.dtype)
+
+
+def _add_product(total: Tensor | None, one: Tensor, other: Tensor) -> None:
+    """Add one @ other to total, if it is wanted, in place where that is the faster way."""
+    if total is None:
+        return
+    if total.dtype is one.dtype and not total.is_cpu:
+        total.addmm_(one, other)
+    else:
+        total += product(one, other)
+
+
+def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities and log of the sum of exponentials; one pass over the vocabulary and two looks.
+
+    The likeliest token's probability is at least 1 / V, so its logarithm is exact.
+    """
+    probs = logits.softmax(-1)
+    return probs, logits.amax(-1) - probs.amax(-1).log()
+
+
+def _slope(
+    logprobs: Tensor, targets: Tensor, entropy: Tensor, part: slice, grads: tuple[Tensor, ...]
+) -> Tensor:
+    """The gradient [rows of part, V] at the tempered logits; may overwrite `logprobs`."""
+    of_logprobs, of_entropy = grads
+    away = None
+    if of_entropy is not None:
+        away = (logprobs + entropy[part, None]).mul_(of_entropy[part, None])
+    probs = logprobs.exp_()
+    if away is not None:
+        away.mul_(probs).neg_()
+    if of_logprobs is None:
+        return probs.zero_() if away is None else away
+    factor = of_logprobs[part, None]
+    slope = probs.mul_(-factor).scatter_add_(-1, targets[:, None], factor.contiguous())
+    return slope if away is None else slope.add_(away)
+
+
+def _chunk_rows(options: _Options, weight: Tensor) -> int:
+    """Rows of a chunk: on a CPU few enough for its cache, but not less than pays for a product."""
+    if weight.device.type != "cpu":
+        return options.chunk_rows
+    return min(options.chunk_rows, max(_LEAST_ROWS, _CACHED_LOGITS // weight.shape[0]))
+
+
+def _parts(rows: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _precision(values: Tensor) -> torch.dtype:
+    return torch.float64 if values.dtype is torch.float64 else torch.float32
+
+
+def _of(scale: Tensor, part: slice) -> Tensor:
+    """The scale of the part's rows, against [rows, V]."""
+    return scale[part, None] if len(scale) > 1 else scale
+
+
+def _logits(hidden: Tensor, weight: Tensor, scale: Tensor, part: slice) -> Tensor:
+    """Tempered logits [rows of part, V], float32 or better."""
+    if hidden.dtype is _precision(hidden):  # then hidden states may be scaled, which are fewer
+        return product(hidden * _of(scale, part), weight.T)
+    return product(hidden, weight.T).to(_precision(hidden)).mul_(_of(scale, part))

@@ -1,0 +1,198 @@
+"""The policy model: a causal language model of transformers that scores packed rows.
+
+policy = load_policy(directory)
+scores = policy(batch, temperature=1.0)     # log-probs [M] of the batch's M trained tokens
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from dialoop.errors import InvalidConfig, Unsupported
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from dialoop_services.learning.model.attention import PACKED_ATTENTION, plan_attention
+from dialoop_services.learning.model.fused_head import cut_kernel, require_half
+from dialoop_services.learning.model.logprobs import DEFAULT_CHUNK_ROWS, TokenScores, token_logprobs
+from dialoop_services.learning.model.products import linear_products
+from dialoop_services.learning.packing.prefixes import share_prefixes
+from dialoop_services.learning.packing.rows import TokenRow, pack_rows
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from dialoop_services.learning.model.fused_head import LogprobKernel
+    from dialoop_services.learning.packing.prefixes import SharedPrefixes
+    from dialoop_services.learning.packing.rows import PackedBatch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""The number formats a setting may name."""
+
+
+class PolicyModel(nn.Module):
+    """A causal language model whose forward gives log-probs of trained tokens.
+
+    Everything happens inside `forward`, so that FSDP2 can shard this module as a whole.
+    """
+
+    def __init__(self, causal_lm: Any, *, chunk_rows: int = DEFAULT_CHUNK_ROWS) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.chunk_rows = chunk_rows
+        self.autocast: torch.dtype | None = None
+        self.logprob_kernel: LogprobKernel = "chunked"
+
+    def forward(
+        self,
+        batch: PackedBatch,
+        *,
+        temperature: float | Tensor = 1.0,
+        with_entropy: bool = False,
+    ) -> TokenScores:
+        """Scores of the M tokens under the batch's loss mask, in packed order."""
+        positions = batch.trained_positions
+        shared = share_prefixes(batch.packed_tokens, batch.attention_lengths)
+        predictors = shared.places.to(positions.device)[positions - 1]
+        hidden = self._hidden_states(batch, shared).index_select(0, predictors)
+        return token_logprobs(
+            hidden,
+            self.head_weight,
+            batch.packed_tokens[positions],
+            temperature=temperature,
+            with_entropy=with_entropy,
+            chunk_rows=self.chunk_rows,
+            kernel=self.logprob_kernel,
+        )
+
+    def hidden_matrices(self) -> list[nn.Parameter]:
+        """The weights between embedding and head that are matrices: what Muon is made for."""
+        outer = {
+            id(module.weight)
+            for module in (
+                self.causal_lm.get_input_embeddings(),
+                self.causal_lm.get_output_embeddings(),
+            )
+        }
+        return [p for p in self.parameters() if p.ndim == 2 and id(p) not in outer]
+
+    def take_kernel(self, kernel: LogprobKernel, *, device: torch.device) -> None:
+        """Compute log-probs by this kernel from now on; InvalidConfig where it cannot run.
+
+        `device` is where the model will compute, which need not be where it was loaded.
+        """
+        if kernel == "cut":
+            cut_kernel(device)
+            require_half(self.autocast or self.head_weight.dtype)
+        self.logprob_kernel = kernel
+
+    def checkpoint_activations(self) -> None:
+        """Keep only what enters each layer, and compute the rest anew in the backward pass."""
+        # What is computed anew must come from the same kernels.
+        kernels = {"context_fn": lambda: (nullcontext(), linear_products(self.head_weight.device))}
+        self.causal_lm.gradient_checkpointing_enable({"use_reentrant": False, **kernels})
+        for module in self.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                # It looks at its own flag; that of what is inside stays off, and dropout with it.
+                module.training = True
+
+    def save(self, directory: Path) -> None:
+        """Write config.json and model.safetensors, as transformers and vLLM load them."""
+        self.causal_lm.save_pretrained(directory)
+
+    def _hidden_states(self, batch: PackedBatch, shared: SharedPrefixes) -> Tensor:
+        """[K, H] of the computed tokens, after the last layer and its norm."""
+        device = batch.packed_tokens.device
+        plan = plan_attention(batch.attention_lengths, shared=shared, device=device)
+        kept = shared.kept.to(device)
+        # The head is left out of it: log-probs are of the weights in their own precision.
+        half = torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None)
+        with half, linear_products(device):
+            output = self.causal_lm.base_model(
+                input_ids=batch.packed_tokens[kept][None],
+                position_ids=batch.position_ids[kept][None],
+                attention_plan=plan,
+                use_cache=False,
+            )
+        states: Tensor = output.last_hidden_state[0]
+        if self.autocast is None or self.logprob_kernel == "cut":
+            return states  # that kernel takes half precision and a head in any
+        return states.to(self.head_weight.dtype)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, H]."""
+        weight: Tensor = self.causal_lm.get_output_embeddings().weight
+        return weight
+
+
+def load_policy(
+    directory: Path | str,
+    *,
+    dtype: str = "float32",
+    device: torch.device | str = "cpu",
+    chunk_rows: int = DEFAULT_CHUNK_ROWS,
+) -> PolicyModel:
+    """Load the model in `directory`, without dropout, and prove that it scores packed rows.
+
+    Raises Unsupported (MODEL_NOT_PACKABLE) for a model whose packed log-probs are not its own.
+    """
+    if dtype not in DTYPES:
+        raise InvalidConfig(f"dtype is {dtype!r}.", remedy=f"Use one of {', '.join(DTYPES)}.")
+    try:
+        causal_lm = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=DTYPES[dtype], attn_implementation=PACKED_ATTENTION
+        )
+    except ValueError as error:
+        raise _not_packable(str(error)) from error
+    policy = PolicyModel(causal_lm.to(device), chunk_rows=chunk_rows)
+    policy.eval()
+    require_packable(policy)
+    return policy
+
+
+@torch.no_grad()
+def require_packable(policy: PolicyModel) -> None:
+    """Compare a packed row with the model's own logits, one sequence at a time.
+
+    This is what notices soft caps, scaled logits, biased heads, state-space layers, or attention
+    that is not plain: they would otherwise train something else than what is served.
+    """
+    weight = policy.causal_lm.get_output_embeddings().weight
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for length in (5, 9, 2):
+        ids = torch.randint(weight.shape[0], (length,), generator=generator).tolist()
+        rows.append(TokenRow.from_demonstration(ids, [False] + [True] * (length - 1)))
+    packed = policy(pack_rows(rows).to(weight.device)).logprobs
+    own = _own_logprobs(policy.causal_lm, [row.token_ids.to(weight.device) for row in rows])
+    difference = float((packed - own).abs().max())
+    if not difference <= (1e-3 if weight.dtype is torch.float32 else 0.25):
+        raise _not_packable(f"its packed log-probs are off by {difference:.2g} nat")
+
+
+def _own_logprobs(causal_lm: Any, rows: list[Tensor]) -> Tensor:
+    """Log-probs [sum of L - 1] by the model's unpacked forward and head."""
+    causal_lm.set_attn_implementation("eager")
+    try:
+        parts = []
+        for ids in rows:
+            logits = causal_lm(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            logprobs = logits.float().log_softmax(-1)
+            parts.append(logprobs.gather(-1, ids[1:, None]).squeeze(-1))
+        return torch.cat(parts)
+    finally:
+        causal_lm.set_attn_implementation(PACKED_ATTENTION)
+
+
+def _not_packable(why: str) -> Unsupported:
+    return Unsupported(
+        f"This model cannot be trained on packed rows: {why}.",
+        reason="MODEL_NOT_PACKABLE",
+        remedy="Use a decoder with plain causal attention, as Qwen2, Qwen3 or Llama.",
+    )

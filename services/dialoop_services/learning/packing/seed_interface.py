@@ -1,0 +1,317 @@
+"""The seed's packing interface: single-turn sequences in, one padded PackedTrajectory out.
+
+    data = TrajectoryData(prompt_tokens=..., response_tokens=..., logprobs=..., group_id=0)
+    pack = pack_sequences([data], max_seq_len=512, device="cpu", pad_token_id=0,
+                          populate_for_loss=True)
+    extract_response_logprobs_from_pack(logprobs, pack.sample_mask, pack.response_mask, 1)
+
+Multi-turn sequences are packed by `dialoop_services.learning.packing.rows`, on which this stands.
+Neither is ever stored or sent: rows are packed where they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from dialoop.errors import InvalidInput, InvalidSequence
+
+from dialoop_services.learning.packing.rows import PackedBatch, TokenRow, pack_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _nothing() -> Tensor:
+    return torch.empty(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RolloutOutput:
+    """What an engine made of a batch: one entry per sequence, unpadded.
+
+    prompts, responses: int64 [P_i], [R_i]; logprobs float [R_i] of the engine that sampled.
+    """
+
+    prompts: Sequence[Tensor]
+    responses: Sequence[Tensor]
+    logprobs: Sequence[Tensor]
+    answers: Sequence[str] = ()
+    sequence_ids: Sequence[str] = ()
+    group_ids: Sequence[int] = ()
+    policy_version: int = 0
+
+    def sequences(self) -> list[TrajectoryData]:
+        """The same, one object per sequence."""
+        count = len(self.prompts)
+        for name in ("responses", "logprobs"):
+            _require_count(name, len(getattr(self, name)), count)
+        for name in ("answers", "sequence_ids", "group_ids"):
+            if given := getattr(self, name):
+                _require_count(name, len(given), count)
+        return [
+            TrajectoryData(
+                prompt_tokens=self.prompts[i],
+                response_tokens=self.responses[i],
+                logprobs=self.logprobs[i],
+                answer=self.answers[i] if self.answers else "",
+                sequence_id=self.sequence_ids[i] if self.sequence_ids else str(i),
+                group_id=self.group_ids[i] if self.group_ids else 0,
+                policy_version=self.policy_version,
+            )
+            for i in range(count)
+        ]
+
+
+VLLMOutput = RolloutOutput
+"""The seed's name of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrajectoryData:
+    """One sequence, unpadded: prompt_tokens [P], response_tokens, logprobs, ref_logprobs [R].
+
+    rewards and successes [num_funcs]; advantages [1]. Empty tensors are unknown.
+    """
+
+    prompt_tokens: Tensor
+    response_tokens: Tensor
+    logprobs: Tensor = field(default_factory=_nothing)
+    ref_logprobs: Tensor = field(default_factory=_nothing)
+    rewards: Tensor = field(default_factory=_nothing)
+    advantages: Tensor = field(default_factory=_nothing)
+    successes: Tensor = field(default_factory=_nothing)
+    answer: str = ""
+    sequence_id: str = ""
+    group_id: int = 0
+    reward_metadata: dict[str, Any] = field(default_factory=dict)
+    policy_version: int = 0
+
+    def row(self) -> TokenRow:
+        """The sequence as it is packed; InvalidInput where shapes disagree, or without a prompt."""
+        if not len(self.prompt_tokens):
+            raise InvalidSequence(
+                f"Sequence {self.sequence_id!r} has an empty prompt: nothing predicts its first "
+                "response token.",
+                reason="EMPTY_PROMPT",
+                remedy="Give every sequence at least one prompt token.",
+            )
+        count = len(self.response_tokens)
+        advantages = self.advantages.expand(count) if len(self.advantages) == 1 else self.advantages
+        given = {
+            "inference_logprobs": self.logprobs,
+            "ref_logprobs": self.ref_logprobs,
+            "advantages": advantages,
+        }
+        for name, values in given.items():
+            if len(values) not in (0, count):
+                raise InvalidInput(
+                    f"Sequence {self.sequence_id!r} has {len(values)} {name} for {count} response "
+                    "tokens.",
+                    reason="RAGGED",
+                    remedy="Give one value per response token, or none.",
+                )
+        mask = torch.zeros(len(self.prompt_tokens) + count, dtype=torch.bool)
+        mask[len(self.prompt_tokens) :] = True
+        known: dict[str, Any] = {name: v for name, v in given.items() if len(v) == count and count}
+        return TokenRow(
+            token_ids=torch.cat([self.prompt_tokens, self.response_tokens]).long(),
+            response_mask=mask,
+            prompt=self.group_id,
+            **known,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedTrajectory:
+    """Sequences packed and padded to L = max_seq_len.
+
+    packed_tokens, position_ids, sample_mask int64 [L] (sample_mask -1 on padding); response_mask
+    bool [L]; prompt_lens, response_lens int64 [N]. With populate_for_loss also packed_ref_logprobs,
+    packed_logprobs, packed_advantages float32 [L], 0 off the response (None where unknown), and
+    targets int64 [L]: targets[p] = packed_tokens[p] on the response, else ignore_index. The logits
+    at p - 1 predict targets[p], so every response token is trained and nothing crosses sequences.
+    """
+
+    packed_tokens: Tensor
+    position_ids: Tensor
+    sample_mask: Tensor
+    response_mask: Tensor
+    prompt_lens: Tensor
+    response_lens: Tensor
+    batch: PackedBatch
+    answers: list[str]
+    sequence_ids: list[str]
+    group_ids: list[int]
+    policy_versions: list[int]
+    reward_metadata: list[dict[str, Any]]
+    packed_logprobs: Tensor | None = None
+    packed_ref_logprobs: Tensor | None = None
+    packed_advantages: Tensor | None = None
+    targets: Tensor | None = None
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """Bool [L, L], made when asked for: token q sees k of its own sequence up to itself.
+
+        Padding is one more sequence, so no row is empty (an empty one makes NaN).
+        """
+        same = self.sample_mask[:, None] == self.sample_mask[None, :]
+        return same.tril()
+
+
+def pack_sequences(
+    sequences: Sequence[TrajectoryData] | Sequence[RolloutOutput] | RolloutOutput,
+    max_seq_len: int,
+    device: torch.device | str,
+    pad_token_id: int,
+    ignore_index: int = -100,
+    populate_for_loss: bool = False,
+) -> PackedTrajectory:
+    """Pack sequences into one row of `max_seq_len` tokens.
+
+    Raises InvalidInput (a ValueError) when there are none, when one is longer than max_seq_len
+    (naming it), when together they are, and for an empty prompt, whose first response token has no
+    predictor. A response may be empty.
+    """
+    items = _flat(sequences)
+    _require_fit(items, max_seq_len)
+    rows = [item.row() for item in items]
+    names = [item.sequence_id for item in items]
+    batch = pack_rows(rows, pad_to=max_seq_len, pad_id=pad_token_id, names=names).to(device)
+    packed = PackedTrajectory(
+        packed_tokens=batch.packed_tokens,
+        position_ids=batch.position_ids,
+        sample_mask=batch.sample_mask,
+        response_mask=batch.response_mask,
+        prompt_lens=torch.tensor([len(item.prompt_tokens) for item in items], device=device),
+        response_lens=torch.tensor([len(item.response_tokens) for item in items], device=device),
+        batch=batch,
+        answers=[item.answer for item in items],
+        sequence_ids=names,
+        group_ids=[item.group_id for item in items],
+        policy_versions=[item.policy_version for item in items],
+        reward_metadata=[item.reward_metadata for item in items],
+    )
+    if not populate_for_loss:
+        return packed
+    return replace(
+        packed,
+        packed_logprobs=batch.inference_logprobs,
+        packed_ref_logprobs=batch.ref_logprobs,
+        packed_advantages=batch.advantages,
+        targets=torch.where(batch.response_mask, batch.packed_tokens, ignore_index),
+    )
+
+
+def create_response_mask(
+    prompt_lens: Tensor, response_lens: Tensor, max_seq_len: int, device: torch.device | str
+) -> Tensor:
+    """Bool [max_seq_len]: true on response tokens, false on prompts and padding."""
+    pairs = zip(prompt_lens.tolist(), response_lens.tolist(), strict=True)
+    parts = [torch.arange(p + r) >= p for p, r in pairs]
+    return _filled(torch.cat(parts), max_seq_len, 0).to(device)
+
+
+def create_sample_mask(
+    prompt_lens: Tensor, response_lens: Tensor, max_seq_len: int, device: torch.device | str
+) -> Tensor:
+    """Int64 [max_seq_len]: which sequence each token is of, -1 on padding."""
+    owners = torch.arange(len(prompt_lens)).repeat_interleave((prompt_lens + response_lens).cpu())
+    return _filled(owners, max_seq_len, -1).to(device)
+
+
+def extract_response_logprobs_from_pack(
+    packed_logprobs: Tensor, sample_mask: Tensor, response_mask: Tensor, num_sequences: int
+) -> list[Tensor]:
+    """Values [L] of the response tokens as one unpadded tensor per sequence, in order."""
+    owners = sample_mask[response_mask]
+    counts = torch.bincount(owners, minlength=num_sequences).tolist()
+    return list(torch.split(packed_logprobs[response_mask], counts))
+
+
+def debug_table(
+    packed: PackedTrajectory, policy_logprobs: Tensor, items: Iterable[TrajectoryData]
+) -> list[dict[str, Any]]:
+    """One row per sequence: ids, lengths, rewards, advantage, and its own part of the log-probs.
+
+    policy_logprobs [L], valid on response positions.
+    """
+    own = extract_response_logprobs_from_pack(
+        policy_logprobs, packed.sample_mask, packed.response_mask, len(packed.sequence_ids)
+    )
+    rows = []
+    for item, logprobs in zip(items, own, strict=True):
+        rows.append(
+            {
+                "sequence_id": item.sequence_id,
+                "group_id": item.group_id,
+                "policy_version": item.policy_version,
+                "num_prompt_tokens": len(item.prompt_tokens),
+                "num_response_tokens": len(item.response_tokens),
+                "response_tokens": item.response_tokens.tolist(),
+                "policy_logprobs": logprobs.tolist(),
+                "inference_logprobs": item.logprobs.tolist(),
+                "ref_logprobs": item.ref_logprobs.tolist(),
+                "rewards": item.rewards.tolist(),
+                "advantage": item.advantages.tolist(),
+                "answer": item.answer,
+            }
+        )
+    return rows
+
+
+def _flat(
+    sequences: Sequence[TrajectoryData] | Sequence[RolloutOutput] | RolloutOutput,
+) -> list[TrajectoryData]:
+    items: list[TrajectoryData] = []
+    for one in [sequences] if isinstance(sequences, RolloutOutput) else sequences:
+        if isinstance(one, RolloutOutput):
+            items.extend(one.sequences())
+        else:
+            items.append(one)
+    if not items:
+        raise InvalidInput(
+            "There is no sequence to pack.", reason="EMPTY_BATCH", remedy="Give at least one."
+        )
+    return items
+
+
+def _require_fit(items: Sequence[TrajectoryData], max_seq_len: int) -> None:
+    total = 0
+    for item in items:
+        length = len(item.prompt_tokens) + len(item.response_tokens)
+        total += length
+        if length > max_seq_len:
+            raise InvalidInput(
+                f"Sequence {item.sequence_id!r} has {length} tokens, more than {max_seq_len}.",
+                reason="SEQUENCE_TOO_LONG",
+                remedy="Raise max_seq_len, or leave the sequence out.",
+            )
+    if total > max_seq_len:
+        raise InvalidInput(
+            f"{len(items)} sequences have {total} tokens together, more than {max_seq_len}.",
+            reason="ROW_DOES_NOT_FIT",
+            remedy="Plan rows with dialoop_services.rl.packing_plan.plan_rows.",
+        )
+
+
+def _require_count(name: str, found: int, expected: int) -> None:
+    if found != expected:
+        raise InvalidInput(
+            f"{name} has {found} entries for {expected} prompts.",
+            reason="RAGGED",
+            remedy="Give one entry per sequence.",
+        )
+
+
+def _filled(values: Tensor, length: int, fill: int) -> Tensor:
+    if len(values) > length:
+        raise InvalidInput(
+            f"{len(values)} tokens do not fit in {length}.",
+            reason="ROW_DOES_NOT_FIT",
+            remedy="Raise max_seq_len.",
+        )
+    return torch.nn.functional.pad(values, (0, length - len(values)), value=fill)

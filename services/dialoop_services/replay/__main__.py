@@ -1,0 +1,87 @@
+"""`python -m dialoop_services.replay`: serve the queue."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AsyncExitStack
+
+from dialoop.errors import InvalidConfig, Unavailable
+from dialoop.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
+
+from dialoop_services.replay.memory_store.store import MemoryStore
+from dialoop_services.replay.queue import ReplayQueue
+from dialoop_services.replay.redis_store.store import RedisStore
+from dialoop_services.replay.servicer import ReplayServicer
+from dialoop_services.replay.settings import ReplaySettings
+from dialoop_services.replay.store import Store
+from dialoop_services.runtime.hosting import Host, OwnProcess
+from dialoop_services.runtime.process import run
+from dialoop_services.runtime.settings import load
+
+log = logging.getLogger(__name__)
+
+
+async def serve() -> None:
+    """Serve until told to stop."""
+    settings = load(ReplaySettings)
+    await serve_in(OwnProcess(settings), settings)
+
+
+async def serve_in(host: Host, settings: ReplaySettings) -> None:
+    """Serve until the host says stop."""
+    server = host.server
+    async with AsyncExitStack() as exits:
+        store = await open_store(settings)
+        exits.push_async_callback(store.close)
+        queue = ReplayQueue(store, vocab_size=settings.vocab_size, poll_s=settings.poll_s)
+        server.add(
+            add_ReplayServiceServicer_to_server,
+            ReplayServicer(
+                queue,
+                default_lease_s=settings.lease_s,
+                max_message_bytes=settings.max_message_bytes,
+            ),
+            "dialoop.v1.ReplayService",
+        )
+        async with server:
+            await server.wait_until_stopped()
+            queue.stop_waiting()
+
+
+async def open_store(settings: ReplaySettings) -> Store:
+    """The configured store, reached once; InvalidConfig (STORE_UNAVAILABLE) if it is not there."""
+    if settings.store == "memory":
+        log.warning("The queue is kept in memory: it is gone when this process ends.")
+        return MemoryStore(settings.limits)
+    store = _redis_store(settings)
+    try:
+        await store.check()
+    except Unavailable as error:
+        await store.close()
+        raise InvalidConfig(
+            f"Redis does not answer at {_without_password(settings.redis_url)} "
+            f"({type(error.__cause__).__name__}).",
+            reason="STORE_UNAVAILABLE",
+            remedy="Start it, or correct DIALOOP_REPLAY_REDIS_URL.",
+        ) from error
+    log.info("Using %s.", store.description)
+    return store
+
+
+def _redis_store(settings: ReplaySettings) -> RedisStore:
+    try:
+        return RedisStore(settings.redis_url, settings.limits, timeout_s=settings.redis_timeout_s)
+    except ValueError as error:
+        raise InvalidConfig(
+            "DIALOOP_REPLAY_REDIS_URL is no Redis URL.",
+            remedy="Give redis://host:port/0, rediss://... or unix:///path.",
+        ) from error
+
+
+def _without_password(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"
+
+
+if __name__ == "__main__":
+    run(serve, name="replay")

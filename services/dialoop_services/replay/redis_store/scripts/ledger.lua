@@ -1,0 +1,230 @@
+-- Put before every other script: one run's ledger and the transitions between its states, the same
+-- as services/dialoop_services/replay/memory_store/run.py, function for function.
+--
+-- KEYS[1]   "dialoop:{run}:"; all keys begin so and share a cluster slot through the braces
+-- ARGV[1]   now in ms, or "" for this server's clock
+-- ARGV[2]   the call's arguments as JSON; payloads follow as raw bytes from ARGV[3]
+--
+-- meta      hash: cursor, lineage, number, max_outstanding, order, token
+-- lineages  hash: lineage -> highest number announced
+-- counts    hash: "<purpose>:<state>", "<purpose>:dropped:<reason>", "<purpose>:t:...", ...
+-- tasks     hash: task id -> serialised task, until the task's group arrived or was dropped
+-- ledger    hash: task id -> record as JSON (below); small, and kept for idempotency
+-- offered:<purpose>  zset: task id by order       ready:<stage>  zset: task id by entry order
+-- deadlines          zset: lease id by deadline
+-- unscored, scored, evaluation, dead   streams: {g = group id, b = serialised group}
+--
+-- Record: id, p(urpose), n(um trajectories), o(rder), s(tate), a(ttempt), f(ailures), l(ease),
+--   g(roup id), d(igest), v = {lineage = {oldest, newest}}, sc(ored), dead = {...},
+--   e = {stage = {o(rder), l(ease), w(orker), n(um deliveries), f(ailures), i(nnocent), b(ytes),
+--   gone}}
+local TRAINING, EVALUATION = 1, 2
+local WORKERS = 'workers'
+
+local function key(name) return KEYS[1] .. name end
+
+local call = cjson.decode(ARGV[2])
+local now = tonumber(ARGV[1])
+if not now then
+  local time = redis.call('TIME')
+  now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+end
+
+local function meta(field) return redis.call('HGET', key('meta'), field) or '' end
+local function set_meta(field, value) redis.call('HSET', key('meta'), field, value) end
+
+local function load(task_id)
+  local raw = redis.call('HGET', key('ledger'), task_id)
+  return raw and cjson.decode(raw) or nil
+end
+
+local function save(rec) redis.call('HSET', key('ledger'), rec.id, cjson.encode(rec)) end
+
+local function count(field, by) redis.call('HINCRBY', key('counts'), field, by) end
+local function counted(field) return tonumber(redis.call('HGET', key('counts'), field) or '0') end
+
+local function move(rec, state)
+  count(rec.p .. ':' .. rec.s, -1)
+  count(rec.p .. ':' .. state, 1)
+  rec.s = state
+end
+
+local function credits()
+  local outstanding = 0
+  for _, state in ipairs({'leased', 'unscored', 'scored', 'training'}) do
+    outstanding = outstanding + counted(TRAINING .. ':' .. state)
+  end
+  return math.max(0, (tonumber(meta('max_outstanding')) or 0) - outstanding)
+end
+
+local function next_order() return redis.call('HINCRBY', key('meta'), 'order', 1) end
+
+local function new_lease(kind, task_id, deadline)
+  -- Tokens begin at the clock so that leases of a purged run stay lost.
+  redis.call('HSETNX', key('meta'), 'token', string.format('%.0f', now * 1000))
+  local token = redis.call('HINCRBY', key('meta'), 'token', 1)
+  local lease = kind .. '/' .. string.format('%.0f', token) .. '/' .. task_id
+  redis.call('ZADD', key('deadlines'), deadline, lease)
+  return lease
+end
+
+local function parse_lease(lease) return string.match(lease, '^(%a+)/%d+/(.*)$') end
+
+local function end_lease(lease)
+  if lease ~= '' then redis.call('ZREM', key('deadlines'), lease) end
+end
+
+local function push_task(rec) redis.call('ZADD', key('offered:' .. rec.p), rec.o, rec.id) end
+
+local function forget_task(rec)
+  redis.call('HDEL', key('tasks'), rec.id)
+  rec.v = nil
+end
+
+local function drop(rec, reason)
+  move(rec, 'dropped')
+  count(rec.p .. ':dropped:' .. reason, 1)
+  if rec.g ~= '' then
+    count(rec.p .. ':t:live', -rec.n)
+    count(rec.p .. ':t:dropped:' .. reason, rec.n)
+  end
+end
+
+local function consume(rec)
+  move(rec, 'consumed')
+  count(rec.p .. ':t:live', -rec.n)
+  count(rec.p .. ':t:consumed', rec.n)
+  forget_task(rec)
+end
+
+local function reissue(rec, reason, failed)
+  end_lease(rec.l)
+  rec.l = ''
+  if failed then rec.f = rec.f + 1 end
+  if rec.f >= call.max_attempts then
+    drop(rec, reason)
+    forget_task(rec)
+    return true
+  end
+  rec.a = rec.a + 1
+  move(rec, 'offered')
+  push_task(rec)
+  return false
+end
+
+local function entry_id(entry) return string.format('%.0f-0', entry.o) end
+
+local function add_entry(rec, stage, payload)
+  local stream, order = key(stage), next_order()
+  if redis.call('EXISTS', stream) == 0 then
+    redis.call('XGROUP', 'CREATE', stream, WORKERS, '0', 'MKSTREAM')
+  end
+  rec.e[stage] = {o = order, l = '', n = 0, f = 0, b = #payload}
+  redis.call('XADD', stream, entry_id(rec.e[stage]), 'g', rec.g, 'b', payload)
+  redis.call('ZADD', key('ready:' .. stage), order, rec.id)
+end
+
+local function remove_entry(rec, stage)
+  local entry = rec.e[stage]
+  redis.call('ZREM', key('ready:' .. stage), rec.id)
+  end_lease(entry.l)
+  redis.call('XACK', key(stage), WORKERS, entry_id(entry))
+  redis.call('XDEL', key(stage), entry_id(entry))
+  entry.gone = true
+end
+
+local function read(stream, id)
+  local fields = redis.call('XRANGE', key(stream), id, id)[1][2]
+  return fields[4]
+end
+
+local function uncount_dead(rec)
+  rec.dead = nil
+  count(rec.p .. ':dropped:dead_letter', -1)
+  count(rec.p .. ':t:dropped:dead_letter', -rec.n)
+end
+
+-- Let go of a dead letter's group; it stays dropped, now for this reason.
+local function forget_letter(item)
+  local rec = load(string.match(item[2][2], '^(.*)#%d+$'))
+  redis.call('XDEL', key('dead'), item[1])
+  uncount_dead(rec)
+  count(rec.p .. ':dropped:dead_letter_forgotten', 1)
+  count(rec.p .. ':t:dropped:dead_letter_forgotten', rec.n)
+  save(rec)
+end
+
+local function bury(rec, stage, reason)
+  local entry = rec.e[stage]
+  local id = redis.call('XADD', key('dead'), '*', 'g', rec.g, 'b', read(stage, entry_id(entry)))
+  rec.dead = {id = id, stage = stage, reason = reason, n = entry.n}
+  remove_entry(rec, stage)
+  entry.l = ''
+  drop(rec, 'dead_letter')
+  local num_over = redis.call('XLEN', key('dead')) - call.max_dead_letters
+  if num_over > 0 then
+    local oldest = redis.call('XRANGE', key('dead'), '-', '+', 'COUNT', num_over)
+    for _, item in ipairs(oldest) do forget_letter(item) end
+  end
+end
+
+local function redeliver(rec, stage, reason, failed, aside)
+  local entry = rec.e[stage]
+  end_lease(entry.l)
+  if stage == 'unscored' and rec.sc then
+    -- The scored copy stands: nothing is left to do here.
+    remove_entry(rec, stage)
+    return false
+  end
+  if failed then entry.f = entry.f + 1 end
+  if aside or entry.f >= call.max_deliveries then
+    bury(rec, stage, reason)
+    return true
+  end
+  if rec.s == 'training' or rec.s == 'trained' then move(rec, 'scored') end
+  redis.call('ZADD', key('ready:' .. stage), entry.o, rec.id)
+  return false
+end
+
+local function held_task(lease)
+  local kind, id = parse_lease(lease)
+  local rec = kind == 'task' and load(id)
+  return rec and rec.l == lease and rec or nil
+end
+
+-- The entry this lease was the last to hold, even if it expired or left since.
+local function held_group(lease)
+  local kind, id = parse_lease(lease)
+  local rec = kind and kind ~= 'task' and load(id)
+  local entry = rec and rec.e[kind]
+  if entry and entry.l == lease then return rec, kind, entry end
+end
+
+-- Let the holder keep the group until the deadline, also if it expired but nobody took it.
+local function hold(rec, stage, deadline)
+  local entry = rec.e[stage]
+  if redis.call('ZREM', key('ready:' .. stage), rec.id) == 1 then
+    -- It had run out, which counted as a failure; but here is its holder.
+    if not entry.i then entry.f = entry.f - 1 end
+    if stage ~= 'unscored' then move(rec, 'training') end
+  end
+  redis.call('ZADD', key('deadlines'), deadline, entry.l)
+end
+
+local function is_ready(rec, stage)
+  return redis.call('ZSCORE', key('ready:' .. stage), rec.id) and true or false
+end
+
+for _, lease in ipairs(redis.call('ZRANGEBYSCORE', key('deadlines'), '-inf', now)) do
+  local rec = held_task(lease)
+  if rec then
+    reissue(rec, 'lease_expired', true)
+    save(rec)
+  else
+    local held, stage, entry = held_group(lease)
+    if held then
+      redeliver(held, stage, 'lease_expired', not entry.i)
+      save(held)
+    end
+  end
+end

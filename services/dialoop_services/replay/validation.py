@@ -1,0 +1,151 @@
+"""What a group must be before the queue takes it in: looked at on its own, without the ledger.
+
+check_group(group, stage=Stage.UNSCORED, vocab_size=32000)  # None, or Rejection("RAGGED", "...")
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from dialoop.trajectory import Stage
+from dialoop.v1 import trajectory_pb2 as pb
+
+from dialoop_services.replay.store import VersionSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """Why a group is not taken in."""
+
+    reason: str
+    message: str
+
+
+def check_group(group: pb.Group, *, stage: Stage, vocab_size: int) -> Rejection | None:
+    """The first thing wrong with the group; vocab_size 0 means unknown."""
+    num_model_tokens = 0
+    for trajectory in group.trajectories:
+        for index, sequence in enumerate(trajectory.sequences):
+            rejection = _check_sequence(sequence, stage, vocab_size)
+            if rejection is not None:
+                where = f"Trajectory {trajectory.trajectory_id}, sequence {index}: "
+                return Rejection(reason=rejection.reason, message=where + rejection.message)
+            num_model_tokens += _num_model_tokens(sequence)
+    # An evaluation is not trained on: a policy that sampled nothing is a result like any other.
+    if num_model_tokens == 0 and stage is not Stage.EVALUATION:
+        return Rejection(
+            reason="NO_TRAINABLE_TOKEN", message=f"Group {group.group_id}: no token was sampled."
+        )
+    return None
+
+
+def group_digest(group: pb.Group) -> str:
+    """Digest of all that scoring does not change."""
+    bare = pb.Group()
+    bare.CopyFrom(group)
+    for trajectory in bare.trajectories:
+        for turn in trajectory.turns:
+            turn.ClearField("rewards")
+        for sequence in trajectory.sequences:
+            sequence.ClearField("ref_logprobs")
+            sequence.ClearField("advantage")
+            sequence.ClearField("token_advantages")
+    return hashlib.blake2b(bare.SerializeToString(deterministic=True), digest_size=16).hexdigest()
+
+
+def version_spans(group: pb.Group) -> tuple[VersionSpan, ...]:
+    """Per lineage, the oldest and newest version any token was sampled under."""
+    numbers: dict[str, list[int]] = {}
+    for sequence in _sequences(group):
+        for segment in sequence.segments:
+            if segment.HasField("policy_version"):
+                version = segment.policy_version
+                numbers.setdefault(version.lineage, []).append(version.number)
+    return tuple(
+        VersionSpan(lineage=lineage, oldest=min(found), newest=max(found))
+        for lineage, found in sorted(numbers.items())
+    )
+
+
+def _sequences(group: pb.Group) -> Iterator[pb.Sequence]:
+    for trajectory in group.trajectories:
+        yield from trajectory.sequences
+
+
+def _num_model_tokens(sequence: pb.Sequence) -> int:
+    return sum(s.length for s in sequence.segments if s.source == pb.SOURCE_MODEL)
+
+
+def _check_sequence(sequence: pb.Sequence, stage: Stage, vocab_size: int) -> Rejection | None:
+    return (
+        _check_segments(sequence)
+        or _check_lengths(sequence)
+        or _check_ids(sequence, vocab_size)
+        or _check_finite(sequence)
+        or (_check_advantage(sequence) if stage is Stage.SCORED else None)
+    )
+
+
+def _check_segments(sequence: pb.Sequence) -> Rejection | None:
+    position = 0
+    for segment in sequence.segments:
+        if segment.start != position or segment.length <= 0:
+            return _ragged(f"segments leave a gap or overlap at token {position}.")
+        if segment.source == 0:
+            return _ragged(f"the segment at {position} has no source.")
+        if (segment.source == pb.SOURCE_MODEL) != segment.HasField("policy_version"):
+            return _ragged(f"at {position}: exactly sampled tokens carry a policy version.")
+        position += segment.length
+    if position != len(sequence.token_ids):
+        return _ragged(f"segments cover {position} of {len(sequence.token_ids)} tokens.")
+    return None
+
+
+def _check_lengths(sequence: pb.Sequence) -> Rejection | None:
+    expected = _num_model_tokens(sequence)
+    if len(sequence.inference_logprobs) != expected:
+        return _ragged(
+            f"{len(sequence.inference_logprobs)} log-probs for {expected} sampled tokens."
+        )
+    for name in ("ref_logprobs", "token_advantages"):
+        if len(getattr(sequence, name)) not in (0, expected):
+            return _ragged(f"{len(getattr(sequence, name))} {name} for {expected} sampled tokens.")
+    return None
+
+
+def _check_ids(sequence: pb.Sequence, vocab_size: int) -> Rejection | None:
+    if not sequence.token_ids:
+        return None
+    ids = np.array(sequence.token_ids)
+    lowest, highest = int(ids.min()), int(ids.max())
+    if lowest < 0 or (vocab_size and highest >= vocab_size):
+        wrong = lowest if lowest < 0 else highest
+        return Rejection(
+            reason="TOKEN_OUT_OF_RANGE",
+            message=f"token id {wrong} is outside a vocabulary of {vocab_size or 'unknown size'}.",
+        )
+    return None
+
+
+def _check_finite(sequence: pb.Sequence) -> Rejection | None:
+    for name in ("inference_logprobs", "ref_logprobs", "token_advantages"):
+        if not np.isfinite(np.array(getattr(sequence, name))).all():
+            return Rejection(reason="NON_FINITE", message=f"{name} has a value that is not finite.")
+    if not np.isfinite(sequence.advantage):
+        return Rejection(reason="NON_FINITE", message="the advantage is not finite.")
+    return None
+
+
+def _check_advantage(sequence: pb.Sequence) -> Rejection | None:
+    if not _num_model_tokens(sequence):
+        return None
+    if sequence.HasField("advantage") or sequence.token_advantages:
+        return None
+    return Rejection(reason="NO_ADVANTAGE", message="sampled tokens without an advantage.")
+
+
+def _ragged(message: str) -> Rejection:
+    return Rejection(reason="RAGGED", message=message)

@@ -1,0 +1,77 @@
+"""Callers who do not wait: a deadline they name, a connection they close."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING, Any
+
+from dialoop_services.rest.problems import FieldsRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+TIMEOUT_HEADER = "x-request-timeout-s"
+# Nobody leaves a call that is over by then, and a watcher for each would cost.
+_UNWATCHED_S = 0.05
+
+
+class Caller:
+    """Who called: inside its context, a caller who hangs up cancels the task that answers."""
+
+    def __init__(self, receive: Callable[[], Awaitable[Any]]) -> None:
+        self.receive = receive
+        self._gone = False
+        self._answering: asyncio.Task[Any] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the caller hung up."""
+        return self._gone
+
+    def __enter__(self) -> None:
+        self._answering = asyncio.current_task()
+        self._timer = asyncio.get_running_loop().call_later(_UNWATCHED_S, self._start)
+
+    def __exit__(self, *_: object) -> None:
+        assert self._timer is not None
+        self._timer.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
+
+    def forgive(self) -> bool:
+        """Whether the cancellation came of a caller who is gone; it is over then."""
+        if self._gone and self._answering is not None:
+            self._answering.uncancel()
+        return self._gone
+
+    def _start(self) -> None:
+        self._watching = asyncio.ensure_future(self._watch())
+
+    async def _watch(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        assert self._answering is not None
+        self._answering.cancel()
+
+
+def timeout_of(headers: Mapping[bytes, bytes]) -> float | None:
+    """Seconds until the caller wants an answer; None for no limit."""
+    text = headers.get(TIMEOUT_HEADER.encode())
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise FieldsRefused(
+            f"{TIMEOUT_HEADER} is no time.",
+            reason="INVALID_FIELD",
+            remedy="Give a positive number of seconds.",
+            fields=[TIMEOUT_HEADER],
+        )
+    return seconds

@@ -1,0 +1,138 @@
+"""Who may call over REST: bearer token, and no web page of another origin.
+
+The token may open a WebSocket as a URL's password too (Basic), ws://any:TOKEN@host: clients that
+cannot set headers have no other place for it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import ipaddress
+from typing import TYPE_CHECKING, Any
+
+from dialoop.errors import DialoopError, Unauthenticated
+
+from dialoop_services.rest.problems import ForeignCaller, problem_body, problem_headers
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    Scope = dict[str, Any]
+    Receive = Callable[[], Awaitable[Any]]
+    Send = Callable[[dict[str, Any]], Awaitable[None]]
+    App = Callable[[Scope, Receive, Send], Awaitable[None]]
+    Refuse = Callable[[Scope, Send, DialoopError], Awaitable[None]]
+
+HEALTH = frozenset({"/healthz", "/readyz"})
+# The same for everybody and without any data; a browser cannot send a token when it opens a page.
+DOCUMENTS = frozenset({"/docs", "/openapi.json"})
+_READS = frozenset({"GET", "HEAD", "OPTIONS"})
+_POLICY_VIOLATION = 1008
+
+
+class Guard:
+    """An ASGI application around another that lets only rightful requests in.
+
+    `refuse` answers the others; by default with problem documents.
+    """
+
+    def __init__(self, app: App, token: str, refuse: Refuse | None = None) -> None:
+        self._app = app
+        self._refuse = refuse or _send_problem
+        self._expected = f"Bearer {token}".encode() if token else b""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on or answer it with a problem."""
+        refusal = self._refusal(scope) if scope["type"] != "lifespan" else None
+        if refusal is None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": _POLICY_VIOLATION})  # HTTP 403
+        else:
+            await self._refuse(scope, send, refusal)
+
+    def _refusal(self, scope: Scope) -> DialoopError | None:
+        headers = dict(scope["headers"])
+        if self._expected:
+            return self._refusal_with_token(scope, headers) or _foreign_origin(scope, headers)
+        return _foreign_host(headers) or _foreign_origin(scope, headers)
+
+    def _refusal_with_token(
+        self, scope: Scope, headers: Mapping[bytes, bytes]
+    ) -> Unauthenticated | None:
+        if scope["path"] in HEALTH or scope["path"] in DOCUMENTS:
+            return None
+        # Constant time, so that answers do not tell how much of a guess was right.
+        given = headers.get(b"authorization", b"")
+        if scope["type"] == "websocket":
+            given = _bearer_of(given)
+        if hmac.compare_digest(given, self._expected):
+            return None
+        return Unauthenticated(
+            "The bearer token is missing or wrong.",
+            remedy="Send the header `authorization: Bearer <DIALOOP_TOKEN>`.",
+        )
+
+
+def _bearer_of(given: bytes) -> bytes:
+    """The header as a bearer's: of Basic credentials the password is the token."""
+    kind, _, credentials = given.partition(b" ")
+    if kind.lower() != b"basic":
+        return given
+    try:
+        return b"Bearer " + base64.b64decode(credentials, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
+
+
+def _foreign_origin(scope: Scope, headers: Mapping[bytes, bytes]) -> ForeignCaller | None:
+    """A page elsewhere that makes its visitor's browser change something here."""
+    origin = headers.get(b"origin")
+    if origin is None or scope.get("method") in _READS:
+        return None
+    if origin.partition(b"://")[2] == headers.get(b"host"):
+        return None
+    return ForeignCaller(
+        "A page of another origin may change nothing here.",
+        remedy="Call from a program, or from a page of this address.",
+    )
+
+
+def _foreign_host(headers: Mapping[bytes, bytes]) -> ForeignCaller | None:
+    """A name that was made to point at this machine: its page would look like one of ours.
+
+    Only without a token, which means on loopback: no such page can know the token.
+    """
+    host = headers.get(b"host", b"").decode("latin-1")
+    name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+    if not name or name == "localhost" or _is_loopback(name):
+        return None
+    return ForeignCaller(
+        "Without a token this service answers on loopback names only.",
+        reason="FOREIGN_HOST",
+        remedy="Call 127.0.0.1 or localhost, or set DIALOOP_TOKEN.",
+    )
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+async def _send_problem(_: Scope, send: Send, error: DialoopError) -> None:
+    await send_problem(send, error)
+
+
+async def send_problem(
+    send: Send, error: DialoopError, *, headers: tuple[tuple[bytes, bytes], ...] = ()
+) -> None:
+    """Answer with an error's problem document."""
+    body = problem_body(error)
+    all_headers = [*problem_headers(error), *headers, (b"content-length", b"%d" % len(body))]
+    status = int(error.http_status)
+    await send({"type": "http.response.start", "status": status, "headers": all_headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,209 @@
+"""Routes that are no rpc: another protocol's, as OpenAI's, with the guard and limits of all others.
+
+    async def models(request: HttpRequest, answer: HttpAnswer) -> None:
+        await answer.json({"object": "list", "data": []})
+
+    server.add_route(HttpRoute(name="OpenAI.ListModels", method="GET", path="/v1/models", ...))
+
+A handler answers with one JSON document, or with server-sent events as they come. What it raises is
+answered in the protocol's own shape (`errors`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pydantic_core
+from dialoop.errors import DeadlineExceeded, DialoopError, Unavailable
+
+from dialoop_services.rest.bodies import CallerGone, read_body
+from dialoop_services.rest.client_disconnect import Caller, timeout_of
+from dialoop_services.rest.problems import UnsupportedMediaType
+from dialoop_services.runtime.errors import public_error
+
+if TYPE_CHECKING:
+    from dialoop_services.rest.guard import Receive, Scope, Send
+    from dialoop_services.runtime.calls import Calls
+
+_JSON, _EVENTS = b"application/json", b"text/event-stream"
+_END_OF_EVENTS = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorAnswer:
+    """How an error is told: the document, and headers beside content-type and content-length."""
+
+    document: Mapping[str, Any]
+    headers: Mapping[str, str]
+
+
+ToErrorAnswer = Callable[[DialoopError], ErrorAnswer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpRoute:
+    """One route: `name` is its operation id, in OpenAPI, in metrics and in logs.
+
+    path: FastAPI's, with parameters in braces. operation: its part of the OpenAPI document.
+    """
+
+    name: str
+    method: str
+    path: str
+    handle: Callable[[HttpRequest, HttpAnswer], Awaitable[None]]
+    errors: ToErrorAnswer
+    operation: Mapping[str, Any]
+
+    def has(self, path: str) -> bool:
+        """Whether a request's path is this route's."""
+        pattern = re.sub(r"\\\{[^}]+\\\}", "[^/]+", re.escape(self.path))
+        return re.fullmatch(pattern, path) is not None
+
+
+class HttpRequest:
+    """A request whose body was read: its parameters, and why it may be cancelled."""
+
+    def __init__(
+        self, parameters: Mapping[str, str], body: bytes, caller: Caller, deadline: asyncio.Timeout
+    ) -> None:
+        self.parameters = parameters
+        self.body = body
+        self._caller = caller
+        self._deadline = deadline
+
+    def why_cancelled(self) -> str:
+        """CALLER_LEFT, DEADLINE_EXCEEDED or STOPPING; asked inside `except CancelledError`."""
+        if self._caller.is_gone:
+            return "CALLER_LEFT"
+        return "DEADLINE_EXCEEDED" if self._deadline.expired() else "STOPPING"
+
+
+class HttpAnswer:
+    """The answer to one request; its head is sent with the first of it."""
+
+    def __init__(self, send: Send, errors: ToErrorAnswer) -> None:
+        self._send = send
+        self._errors = errors
+        self._has_begun = False
+
+    async def json(self, document: Any) -> None:
+        """Answer with one document."""
+        await self._whole(200, pydantic_core.to_json(document, inf_nan_mode="null"), {})
+
+    async def event(self, document: Any) -> None:
+        """Send one event of a stream."""
+        if not self._has_begun:
+            await self._begin(200, {b"content-type": _EVENTS, b"cache-control": b"no-store"})
+        data = pydantic_core.to_json(document, inf_nan_mode="null")
+        await self._body(b"data: " + data + b"\n\n", more=True)
+
+    async def end(self) -> None:
+        """End a stream with `[DONE]`."""
+        await self._body(_END_OF_EVENTS)
+
+    async def fail(self, error: DialoopError) -> None:
+        """Answer with an error, or end a stream with it."""
+        told = self._errors(error)
+        if self._has_begun:
+            await self.event(told.document)
+            await self._body(b"")
+            return
+        await self._whole(int(error.http_status), _encoded(told.document), told.headers)
+
+    async def _whole(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        more = {name.encode(): value.encode() for name, value in headers.items()}
+        length = b"%d" % len(body)
+        await self._begin(status, {b"content-type": _JSON, b"content-length": length} | more)
+        await self._body(body)
+
+    async def _begin(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        self._has_begun = True
+        listed = list(headers.items())
+        await self._send({"type": "http.response.start", "status": status, "headers": listed})
+
+    async def _body(self, body: bytes, *, more: bool = False) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _encoded(document: Any) -> bytes:
+    return pydantic_core.to_json(document, inf_nan_mode="null")
+
+
+class HttpEndpoint:
+    """Serves one such route; an ASGI application."""
+
+    def __init__(self, route: HttpRoute, *, calls: Calls, max_body_bytes: int) -> None:
+        self._route = route
+        self._begin = calls.beginning(route.name, "rest")
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        caller = Caller(receive)
+        answer = HttpAnswer(send, self._route.errors)
+        try:
+            await self._serve(scope, caller, answer)
+        except CallerGone:
+            return
+        except asyncio.CancelledError:
+            if not caller.forgive():  # the server's drain has run out
+                await answer.fail(_stopping())
+        except Exception as error:
+            await answer.fail(public_error(error))
+
+    async def _serve(self, scope: Scope, caller: Caller, answer: HttpAnswer) -> None:
+        call = self._begin()
+        status = "CANCELLED"
+        try:
+            headers = dict(scope["headers"])
+            timeout_s = timeout_of(headers)
+            body = await self._read(headers, caller)
+            call.asks(None)
+            with caller:
+                await self._handle(scope["path_params"], body, caller, answer, timeout_s)
+            status = "OK"
+        except Exception as error:
+            status = error.status.name if isinstance(error, DialoopError) else "INTERNAL"
+            raise
+        finally:
+            call.end(status)
+
+    async def _handle(
+        self,
+        parameters: Mapping[str, str],
+        body: bytes,
+        caller: Caller,
+        answer: HttpAnswer,
+        timeout_s: float | None,
+    ) -> None:
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                request = HttpRequest(parameters, body, caller, deadline)
+                await self._route.handle(request, answer)
+        except TimeoutError as error:
+            if deadline.expired():
+                raise DeadlineExceeded(
+                    f"There was no answer within {timeout_s:g} s.",
+                    remedy="Give x-request-timeout-s more time, or ask for less.",
+                ) from error
+            raise
+
+    async def _read(self, headers: Mapping[bytes, bytes], caller: Caller) -> bytes:
+        if self._route.method == "GET":
+            return b""
+        media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if media not in (b"", _JSON):
+            raise UnsupportedMediaType(
+                "The body's content-type is not read here.", remedy="Send application/json."
+            )
+        return await read_body(caller.receive, headers, self._max_body_bytes)
+
+
+def _stopping() -> Unavailable:
+    return Unavailable(
+        "The service is stopping.", reason="STOPPING", remedy="Try again when it is back."
+    )

@@ -1,0 +1,212 @@
+"""The OpenAPI document of a service, from its routes, its models and the comments of its protos."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic.json_schema import GenerateJsonSchema, models_json_schema
+
+from dialoop_services.rest.client_disconnect import TIMEOUT_HEADER
+from dialoop_services.rest.examples import EXAMPLES
+from dialoop_services.rest.padded import VIEWS, padded_schema, padding_parameters
+from dialoop_services.rest.problems import problem_schema
+from dialoop_services.rest.schema import comments
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from dialoop_services.rest.http_routes import HttpRoute
+    from dialoop_services.rest.routes import Route
+    from dialoop_services.rest.schema import Models
+
+_REFUSALS = {
+    400: "The request is wrong whatever the state of the service.",
+    401: "The bearer token is missing or wrong.",
+    403: "A web page of another origin is calling.",
+    404: "The named thing does not exist (any more).",
+    409: "The request does not fit the present state, or somebody else is at work.",
+    413: "The body is too large, as sent or unpacked.",
+    415: "The body's type or encoding is not read here.",
+    429: "No room now: try again later.",
+    500: "Our fault: error_id names the log record.",
+    501: "This service, engine or store cannot do it.",
+    503: "Not now: try again later.",
+    504: "No answer within the time the caller gave.",
+}
+_ERRORS = {str(status): {"$ref": f"#/components/responses/{status}"} for status in _REFUSALS}
+_REFERENCES = "#/components/schemas/{model}"
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+
+
+class _Plain(GenerateJsonSchema):
+    """Schemas without a title on every field."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def openapi(
+    routes: Sequence[Route],
+    models: Models,
+    *,
+    needs_token: bool,
+    further: Sequence[HttpRoute] = (),
+) -> dict[str, Any]:
+    """The whole document, OpenAPI 3.1."""
+    said = comments()
+    definitions = _definitions(routes, models)
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        operation = _operation(route, models, definitions, said)
+        paths.setdefault(route.path, {})[route.method.lower()] = operation
+    for added in further:
+        operation = {"operationId": added.name, **added.operation}
+        paths.setdefault(added.path, {})[added.method.lower()] = operation
+    services = {route.rpc.containing_service for route in routes}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Dialoop: " + ", ".join(sorted(s.name for s in services)),
+            "version": "1",
+            "description": "The same servicers as over gRPC. Field names are those of the protos, "
+            "int64 are numbers, bytes base64, enums their proto names. Each route also reads and "
+            "writes application/x-protobuf. Where the answer has `warnings`, JSON may give one "
+            "message, or a list of messages, for a history.",
+        },
+        "paths": paths | _pages(),
+        "components": {
+            "schemas": {**definitions, "Problem": problem_schema()},
+            "responses": {str(status): _refusal(text) for status, text in _REFUSALS.items()},
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"token": []}] if needs_token else [],
+        "tags": [
+            {"name": s.name, "description": said.get(s.full_name, "")}
+            for s in sorted(services, key=lambda s: str(s.name))
+        ],
+    }
+
+
+def _definitions(routes: Sequence[Route], models: Models) -> dict[str, Any]:
+    wanted = [model for route in routes for model in (_asked(route, models), _told(route, models))]
+    pairs = [(model, "validation") for model in dict.fromkeys(wanted)]
+    made = models_json_schema(
+        pairs,  # type: ignore[arg-type]
+        ref_template=_REFERENCES,
+        schema_generator=_Plain,
+    )
+    definitions: dict[str, Any] = made[1].get("$defs", {})
+    return definitions
+
+
+def _asked(route: Route, models: Models) -> type[BaseModel]:
+    return models.model(route.rpc.input_type, frozenset(route.bindings.values()))
+
+
+def _told(route: Route, models: Models) -> type[BaseModel]:
+    return models.model(route.rpc.output_type)
+
+
+def _operation(
+    route: Route, models: Models, definitions: Mapping[str, Any], said: Mapping[str, str]
+) -> dict[str, Any]:
+    rpc = route.rpc
+    text = said.get(rpc.full_name, "")
+    asked = _asked(route, models).__name__
+    operation: dict[str, Any] = {
+        "operationId": f"{rpc.containing_service.name}.{rpc.name}",
+        "tags": [rpc.containing_service.name],
+        "summary": rpc.name,
+        "description": text,
+        "parameters": [*_path_parameters(route, said), _timeout()],
+        "responses": {"200": _answer(route, models), **_ERRORS},
+    }
+    if route.reads_query:
+        operation["parameters"] += _query_parameters(definitions[asked])
+        return operation
+    if operation["operationId"] in VIEWS:
+        operation["parameters"] += padding_parameters()
+        told = operation["responses"]["200"]["content"]["application/json"]
+        told["schema"] = {"anyOf": [told["schema"], padded_schema()]}
+    reference = {"$ref": _REFERENCES.format(model=asked)}
+    example = EXAMPLES.get(f"{rpc.containing_service.name}.{rpc.name}", {})
+    operation["requestBody"] = {
+        "content": {
+            "application/json": {"schema": reference, "example": example},
+            "application/x-protobuf": _BINARY,
+        }
+    }
+    return operation
+
+
+def _answer(route: Route, models: Models) -> dict[str, Any]:
+    schema = {"$ref": _REFERENCES.format(model=_told(route, models).__name__)}
+    if not route.is_stream:
+        content = {"application/json": {"schema": schema}, "application/x-protobuf": _BINARY}
+        return {"description": "OK.", "content": content}
+    events = {"schema": {"type": "string"}}
+    return {
+        "description": "One message per line, or per event, as they come.",
+        "content": {
+            "application/x-ndjson": {"schema": schema},
+            "text/event-stream": events,
+            "application/x-protobuf; delimited=true": _BINARY,
+        },
+    }
+
+
+def _path_parameters(route: Route, said: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    for parameter in route.bindings:
+        yield {
+            "name": parameter,
+            "in": "path",
+            "required": True,
+            "description": said.get(f"{route.rpc.input_type.full_name}.{parameter}", ""),
+            "schema": {"type": "string", "minLength": 1, "pattern": "^[^/]+$"},
+        }
+
+
+def _query_parameters(schema: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for name, field in schema.get("properties", {}).items():
+        described = {key: value for key, value in field.items() if key != "description"}
+        text = field.get("description", "")
+        yield {"name": name, "in": "query", "description": text, "schema": described}
+
+
+def _timeout() -> dict[str, Any]:
+    return {
+        "name": TIMEOUT_HEADER,
+        "in": "header",
+        "description": "Seconds until you want an answer; 504 after that. Absent: no limit.",
+        "schema": {"type": "number", "exclusiveMinimum": 0},
+    }
+
+
+def _refusal(text: str) -> dict[str, Any]:
+    problem = {"schema": {"$ref": _REFERENCES.format(model="Problem")}}
+    return {"description": text, "content": {"application/problem+json": problem}}
+
+
+def _pages() -> dict[str, Any]:
+    """What every service has beside its rpcs."""
+    states = {"schema": {"type": "object", "properties": {"status": {"type": "string"}}}}
+    said = {"description": "The state.", "content": {"application/json": states}}
+    text = {"description": "Metrics.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+
+    def page(summary: str, answers: dict[str, Any], **more: Any) -> dict[str, Any]:
+        name = summary.partition(":")[0]
+        return {"get": {"summary": summary, "operationId": name, "responses": answers, **more}}
+
+    refused = {status: _ERRORS[status] for status in ("401", "403")}
+    return {
+        "/healthz": page(
+            "Health: the process lives.", {"200": said, "403": _ERRORS["403"]}, security=[]
+        ),
+        "/readyz": page(
+            "Readiness: whether every service of it serves.",
+            {"200": said, "503": said, "403": _ERRORS["403"]},
+            security=[],
+        ),
+        "/metrics": page("Metrics: in Prometheus' text format.", {"200": text, **refused}),
+    }

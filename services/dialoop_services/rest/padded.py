@@ -1,0 +1,161 @@
+"""Rows of answers as padded arrays, where a caller of REST asks for them in the query.
+
+POST /v1/generate?pad_output=true&pad_token_id=0      prompt left-padded, response right, full both
+POST /v1/logprob?pad_output=true&pad_token_id=0&padding_side=right
+
+The answer stays what it is, sparse, and `padded` stands beside it: for each part its values [B, W]
+and where in each row the real ones start and how many they are. These tell padding from tokens, and
+never the pad id, which may be a token as well. A log-prob that is unknown, or padding, is null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+from dialoop.clients.inference_messages import logprobs_from_proto, samples_from_proto
+from dialoop.errors import InvalidInput
+from dialoop.views.padding import PaddedOutput, PaddedRows, pad_output
+from dialoop.views.views import LogProbRow, LogProbs, Masks, Tokens, TurnView
+from dialoop.wire import sequence_from_proto
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dialoop_services.rest.problems import fields_refused
+from dialoop_services.rest.queries import pairs_of
+
+_PARTS = ("prompt", "response", "full")
+
+
+class Padding(BaseModel):
+    """How rows are padded; the fields of the query."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
+    )
+
+    pad_output: bool = False
+    """Add `padded` to the JSON answer: arrays [B, W] with starts and lengths of the rows."""
+    pad_token_id: int | None = Field(default=None, ge=0, le=2**31 - 1)
+    """What to pad tokens with; it may be a token as well."""
+    padding_side: Literal["left", "right"] = "left"
+    """Where whole rows are padded whose prompt is not known; else prompts left, responses right."""
+
+
+def padding_of(rpc: str, query: bytes, *, is_json: bool) -> Padding | None:
+    """What a query asks for; None for nothing. FieldsRefused where it cannot be done."""
+    if rpc not in VIEWS:
+        if b"pad_output" in query:
+            raise _refused("These answers have no rows to pad.", remedy="Leave pad_output out.")
+        return None
+    try:
+        asked = Padding.model_validate_strings(pairs_of(query))
+    except ValidationError as error:
+        raise fields_refused(error, where="query") from None
+    if asked.pad_output != (asked.pad_token_id is not None):
+        raise _refused(
+            "pad_output and pad_token_id go together, and one of them is missing.",
+            remedy="Give both, as ?pad_output=true&pad_token_id=0.",
+        )
+    if asked.pad_output and not is_json:
+        raise _refused("Protobuf carries unpadded rows only.", remedy="Accept application/json.")
+    return asked if asked.pad_output else None
+
+
+def padded(rpc: str, request: Any, answer: Any, padding: Padding) -> dict[str, Any]:
+    """The answer's rows, padded, as JSON's `padded`."""
+    output = pad_output(
+        VIEWS[rpc](request, answer),
+        pad_token_id=padding.pad_token_id or 0,
+        padding_side=padding.padding_side,
+    )
+    return {"padded": _encoded(output)}
+
+
+def _samples(request: Any, answer: Any) -> list[TurnView]:
+    context = sequence_from_proto(request.context) if request.HasField("context") else None
+    return [TurnView.of_sample(one, context=context) for one in samples_from_proto(answer)]
+
+
+def _scored(request: Any, answer: Any) -> list[TurnView]:
+    rows = [row.values for row in request.token_ids] or [s.token_ids for s in answer.sequences]
+    return [
+        TurnView(
+            tokens=Tokens(full=tuple(ids)),
+            log_probs=LogProbs(full=LogProbRow(values=values, start=1)),
+            masks=Masks(all_attention_mask=np.ones(len(ids), dtype=np.bool_)),
+        )
+        for ids, values in zip(rows, logprobs_from_proto(answer.logprobs), strict=True)
+    ]
+
+
+VIEWS: Mapping[str, Callable[[Any, Any], list[TurnView]]] = MappingProxyType(
+    {"InferenceService.Generate": _samples, "InferenceService.LogProb": _scored}
+)
+"""Rpcs whose answers can be padded, and the rows of their answers."""
+
+
+def _encoded(output: PaddedOutput) -> dict[str, Any]:
+    tokens = {name: getattr(output.tokens, name) for name in _PARTS}
+    masks = {
+        "all_attention_mask": output.masks.all_attention_mask,
+        "all_assistant_mask": output.masks.all_assistant_mask,
+    }
+    return {
+        "pad_token_id": output.pad_token_id,
+        "padding_side": output.padding_side,
+        "tokens": {name: _rows(rows) for name, rows in tokens.items() if rows is not None},
+        "masks": {name: mask.tolist() for name, mask in masks.items() if mask is not None},
+        "log_probs": {name: _rows(rows) for name, rows in output.log_probs.items()},
+    }
+
+
+def _rows(rows: PaddedRows) -> dict[str, Any]:
+    return {
+        "values": rows.values.tolist(),
+        "starts": rows.starts.tolist(),
+        "lengths": rows.lengths.tolist(),
+    }
+
+
+def _refused(message: str, *, remedy: str) -> InvalidInput:
+    return InvalidInput(message, reason="BAD_PADDING", remedy=remedy)
+
+
+def padding_parameters() -> list[dict[str, Any]]:
+    """The query's fields as OpenAPI's parameters."""
+    properties = Padding.model_json_schema()["properties"]
+    return [
+        {
+            "name": name,
+            "in": "query",
+            "description": field["description"],
+            "schema": {k: v for k, v in field.items() if k not in ("description", "title")},
+        }
+        for name, field in properties.items()
+    ]
+
+
+def padded_schema() -> dict[str, Any]:
+    """JSON schema of an answer with `padded`."""
+    numbers = {"type": "array", "items": {"type": "integer"}}
+
+    def rows(item: dict[str, Any]) -> dict[str, Any]:
+        values = {"type": "array", "items": {"type": "array", "items": item}}
+        fields = {"values": values, "starts": numbers, "lengths": numbers}
+        return {"type": "object", "properties": fields, "required": list(fields)}
+
+    def parts(item: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "object", "additionalProperties": rows(item)}
+
+    mask = {"type": "array", "items": {"type": "array", "items": {"type": "boolean"}}}
+    fields = {
+        "pad_token_id": {"type": "integer"},
+        "padding_side": {"enum": ["left", "right"]},
+        "tokens": parts({"type": "integer"}),
+        "masks": {"type": "object", "additionalProperties": mask},
+        "log_probs": parts({"type": ["number", "null"]}),
+    }
+    inner = {"type": "object", "properties": fields, "required": list(fields)}
+    return {"type": "object", "properties": {"padded": inner}, "required": ["padded"]}

@@ -1,0 +1,162 @@
+"""Errors over REST: RFC 9457 problem documents from the one error tree.
+
+{"type": "about:blank", "title": "Not Found", "status": 404, "detail": "There is no session 's'...",
+ "reason": "SESSION_LOST", "remedy": "Create a session and play the task again from its start."}
+"""
+
+from __future__ import annotations
+
+import json
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from dialoop.errors import (
+    CapacityExhausted,
+    DialoopError,
+    InvalidInput,
+    NotFound,
+    PermissionDenied,
+    Unsupported,
+)
+
+from dialoop_services.runtime.errors import LoggedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
+
+MEDIA_TYPE = b"application/problem+json"
+_MAX_FIELDS = 10
+
+
+class FieldsRefused(InvalidInput):
+    """Fields of a body or query are unknown, of the wrong type or out of range."""
+
+    default_reason = "INVALID_FIELD"
+
+    def __init__(self, message: str, *, reason: str, remedy: str, fields: Sequence[str]) -> None:
+        super().__init__(message, reason=reason, remedy=remedy)
+        self.fields = tuple(fields)
+
+
+class BodyTooLarge(CapacityExhausted):
+    """The body, or what it unpacks to, is above the limit; gRPC calls it RESOURCE_EXHAUSTED too."""
+
+    http_status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    retryable = False
+    default_reason = "MESSAGE_TOO_LARGE"
+
+
+class UnsupportedMediaType(InvalidInput):
+    """The body is of a type or encoding that is not read here."""
+
+    http_status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE
+    default_reason = "UNSUPPORTED_MEDIA_TYPE"
+
+
+class RouteNotFound(NotFound):
+    """No rpc has that path."""
+
+    default_reason = "ROUTE_NOT_FOUND"
+
+
+class MethodNotAllowed(Unsupported):
+    """The path is there and the method is another."""
+
+    http_status = HTTPStatus.METHOD_NOT_ALLOWED
+    default_reason = "METHOD_NOT_ALLOWED"
+
+
+class ForeignCaller(PermissionDenied):
+    """A web page of another origin is calling."""
+
+    default_reason = "FOREIGN_ORIGIN"
+
+
+def fields_refused(error: ValidationError, *, where: str) -> FieldsRefused:
+    """One sentence that names every wrong field of `where` ("body" or "query"), no values."""
+    details = error.errors(include_url=False, include_input=False, include_context=False)
+    names = [".".join(map(str, detail["loc"])) for detail in details]
+    kinds = {detail["type"] for detail in details}
+    if kinds == {"json_invalid"}:
+        return FieldsRefused(
+            f"The {where} is no JSON: {details[0]['msg']}.",
+            reason="INVALID_JSON",
+            remedy="Send one JSON object.",
+            fields=(),
+        )
+    sentences = [
+        f"{name or where}: {_said(detail)}" for name, detail in zip(names, details, strict=True)
+    ]
+    more = f" (and {len(names) - _MAX_FIELDS} more)" if len(names) > _MAX_FIELDS else ""
+    return FieldsRefused(
+        "; ".join(sentences[:_MAX_FIELDS]) + more + ".",
+        reason="UNKNOWN_FIELD" if kinds == {"extra_forbidden"} else "INVALID_FIELD",
+        remedy="Compare with /docs.",
+        fields=names[:_MAX_FIELDS],
+    )
+
+
+def _said(detail: ErrorDetails) -> str:
+    if detail["type"] == "extra_forbidden":
+        return "there is no such field"
+    text = detail["msg"].removeprefix("Value error, ")
+    return text[:1].lower() + text[1:]
+
+
+def problem(error: DialoopError) -> dict[str, Any]:
+    """The document of an error that a caller may see."""
+    document: dict[str, Any] = {
+        "type": "about:blank",
+        "title": HTTPStatus(error.http_status).phrase,
+        "status": int(error.http_status),
+        "detail": error.message,
+        "reason": error.reason,
+        "remedy": error.remedy,
+    }
+    if isinstance(error, LoggedError):
+        document["error_id"] = error.error_id
+    if isinstance(error, FieldsRefused):
+        document["fields"] = list(error.fields)
+    return document
+
+
+def problem_body(error: DialoopError) -> bytes:
+    """The document as bytes; escaped to ASCII, so that no text can break it."""
+    return json.dumps(problem(error)).encode()
+
+
+def problem_headers(error: DialoopError) -> list[tuple[bytes, bytes]]:
+    """What the status obliges us to say."""
+    headers = [(b"content-type", MEDIA_TYPE)]
+    if error.http_status == HTTPStatus.UNAUTHORIZED:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if error.retryable and error.http_status in (429, 503):
+        headers.append((b"retry-after", b"1"))
+    return headers
+
+
+def problem_schema() -> dict[str, Any]:
+    """JSON schema of the document."""
+    texts = {name: {"type": "string"} for name in ("type", "title", "detail", "reason", "remedy")}
+    return {
+        "type": "object",
+        "description": "RFC 9457. `reason` is the machine-readable name, the same as over gRPC; "
+        "match on it, never on `detail`.",
+        "properties": {
+            **texts,
+            "status": {"type": "integer"},
+            "error_id": {
+                "type": "string",
+                "description": "Of an internal error: to look up in the service's log.",
+            },
+            "fields": {
+                "type": "array",
+                "items": {"type": "string"},
+                "description": "The wrong fields, as history.response.messages.0.role.",
+            },
+        },
+        "required": ["type", "title", "status", "detail", "reason", "remedy"],
+    }

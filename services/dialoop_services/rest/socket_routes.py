@@ -1,0 +1,113 @@
+"""WebSockets that are another protocol's, at the REST door with its guard and limits.
+
+    async def echo(socket: Socket) -> None:
+        while (text := await socket.receive()) is not None:
+            await socket.send({"heard": text})
+
+    server.add_socket(SocketRoute(name="Echo.Socket", path="/echo/{name}", handle=echo))
+
+A text frame may be as large as a body (`max_message_bytes`); a larger one ends the connection.
+What a handler raises ends it too, and only an error_id is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pydantic_core
+from dialoop.errors import DialoopError, InvalidConfig
+
+from dialoop_services.runtime.errors import public_error
+
+if TYPE_CHECKING:
+    from dialoop_services.rest.guard import Receive, Scope, Send
+    from dialoop_services.runtime.calls import Calls
+
+log = logging.getLogger(__name__)
+
+# WebSocket close codes: all is well; our fault.
+_NORMAL, _INTERNAL = 1000, 1011
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SocketRoute:
+    """One route: `name` is what metrics and logs call it; parameters stand in braces."""
+
+    name: str
+    path: str
+    handle: Callable[[Socket], Awaitable[None]]
+
+
+class Socket:
+    """One accepted connection: texts come in, JSON documents go out."""
+
+    def __init__(self, parameters: Mapping[str, str], receive: Receive, send: Send) -> None:
+        self.parameters = parameters
+        self._receive = receive
+        self._send = send
+
+    async def receive(self) -> str | None:
+        """The next text; None when the other side is gone. Bytes count as their text."""
+        message = await self._receive()
+        if message["type"] == "websocket.disconnect":
+            return None
+        text: str | None = message.get("text")
+        if text is not None:
+            return text
+        return bytes(message["bytes"]).decode(errors="replace")
+
+    async def send(self, document: Any) -> None:
+        """Send one document."""
+        text = pydantic_core.to_json(document, inf_nan_mode="null").decode()
+        await self._send({"type": "websocket.send", "text": text})
+
+
+class SocketEndpoint:
+    """Serves one such route; an ASGI application."""
+
+    def __init__(self, route: SocketRoute, *, calls: Calls) -> None:
+        self._route = route
+        self._begin = calls.beginning(route.name, "rest")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection to its end."""
+        await receive()  # websocket.connect
+        await send({"type": "websocket.accept"})
+        call = self._begin()
+        call.asks(None)
+        status, code = "CANCELLED", _INTERNAL
+        try:
+            await self._route.handle(Socket(scope["path_params"], receive, send))
+            status, code = "OK", _NORMAL
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            told = public_error(error)
+            status = told.status.name if isinstance(error, DialoopError) else "INTERNAL"
+        finally:
+            call.end(status)
+        await _closed(send, code)
+
+
+async def _closed(send: Send, code: int) -> None:
+    """Close our side; it may be closed already."""
+    try:
+        await send({"type": "websocket.close", "code": code})
+    except Exception:
+        log.debug("The connection was gone.", exc_info=True)
+
+
+def require_sockets() -> None:
+    """InvalidConfig (PACKAGE_MISSING) unless WebSockets can be served."""
+    try:
+        import websockets  # noqa: F401
+    except ImportError as error:
+        raise InvalidConfig(
+            "Serving WebSockets needs the `websockets` package.",
+            reason="PACKAGE_MISSING",
+            remedy='Run: pip install "dialoop-services[openenv]"',
+        ) from error

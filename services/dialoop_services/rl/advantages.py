@@ -1,0 +1,140 @@
+"""Group advantages: how much better a trajectory did than the others of its task.
+
+group_advantages([0.0, 1.0]).values        # (-0.7071, 0.7071): minus the mean, over the std
+group_advantages([1.0, 1.0]).is_uniform    # True, values (0.0, 0.0): nothing to learn from
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from dialoop.errors import InvalidInput, PreconditionFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from dialoop.trajectory import Group, Trajectory
+
+Aggregate = Literal["sum", "max", "mean"]
+
+_AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "sum": sum,
+    "max": max,
+    "mean": statistics.fmean,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageSettings:
+    """How rewards become advantages.
+
+    divide_by_std: GRPO (arXiv 2402.03300); without it, Dr. GRPO (arXiv 2503.20783).
+    leave_one_out: the baseline of one trajectory is the mean of the others (RLOO, 2402.14740).
+    eps: the smallest divisor, and the reward spread up to which a group counts as uniform.
+    aggregate: what of its turns' rewards is a trajectory's: their sum, the largest or the mean.
+    """
+
+    divide_by_std: bool = True
+    leave_one_out: bool = False
+    eps: float = 1e-6
+    aggregate: Aggregate = "sum"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAdvantages:
+    """One advantage per trajectory, with the group's mean and unbiased standard deviation."""
+
+    values: tuple[float, ...]
+    mean: float
+    std: float
+    is_uniform: bool
+
+
+def group_advantages(
+    rewards: Sequence[float], settings: AdvantageSettings | None = None
+) -> GroupAdvantages:
+    """Advantages of one group: (r_i - baseline) / max(std, eps), std over n - 1.
+
+    TRL divides by std + 1e-4; its RLOOTrainer leaves one out as here, but normalises (where asked
+    to) over the whole batch's sequences. torchrl: `dialoop_services.rl.monte_carlo`.
+
+    Raises InvalidInput (GROUP_TOO_SMALL) for a group of one, whose baseline does not exist, and
+    (NON_FINITE_REWARD) for a reward that is not a number.
+    """
+    settings = settings or AdvantageSettings()
+    _require_rewards(rewards)
+    mean = statistics.fmean(rewards)
+    std = statistics.stdev(rewards)
+    # A uniform group is exactly zero: rounding in the mean must not become an advantage.
+    is_uniform = max(rewards) - min(rewards) <= settings.eps
+    scale = _scale(len(rewards), std, settings)
+    values = tuple(0.0 if is_uniform else (reward - mean) * scale for reward in rewards)
+    return GroupAdvantages(values=values, mean=mean, std=std, is_uniform=is_uniform)
+
+
+def with_advantages(
+    group: Group, settings: AdvantageSettings | None = None, *, group_size: int | None = None
+) -> Group:
+    """The group with `advantage` set on every sequence, from the trajectories' rewards.
+
+    Raises PreconditionFailed (GROUP_INCOMPLETE) when it does not hold `group_size` trajectories or
+    one of them failed through no fault of the policy: a partial group has a wrong baseline.
+    """
+    require_complete(group, group_size)
+    settings = settings or AdvantageSettings()
+    returns = [
+        return_of([turn.reward for turn in t.turns], settings.aggregate) for t in group.trajectories
+    ]
+    advantages = group_advantages(returns, settings)
+    scored = map(_with_advantage, group.trajectories, advantages.values)
+    return replace(group, trajectories=tuple(scored))
+
+
+def return_of(rewards: Sequence[float], aggregate: Aggregate = "sum") -> float:
+    """One number of a trajectory's rewards; of none, 0.
+
+    return_of([0.0, 1.0], "mean")    # 0.5
+    """
+    return float(_AGGREGATES[aggregate](rewards)) if rewards else 0.0
+
+
+def _scale(size: int, std: float, settings: AdvantageSettings) -> float:
+    """The factor of (reward - mean): r - mean(others) equals (r - mean) * n / (n - 1)."""
+    scale = size / (size - 1) if settings.leave_one_out else 1.0
+    return scale / max(std, settings.eps) if settings.divide_by_std else scale
+
+
+def _with_advantage(trajectory: Trajectory, advantage: float) -> Trajectory:
+    sequences = tuple(replace(s, advantage=advantage) for s in trajectory.sequences)
+    return replace(trajectory, sequences=sequences)
+
+
+def _require_rewards(rewards: Sequence[float]) -> None:
+    if len(rewards) < 2:
+        raise InvalidInput(
+            f"A group of {len(rewards)} has no baseline.",
+            reason="GROUP_TOO_SMALL",
+            remedy="Play at least two trajectories of each task.",
+        )
+    if not all(math.isfinite(reward) for reward in rewards):
+        raise InvalidInput(
+            f"A reward of {list(rewards)} is not finite.",
+            reason="NON_FINITE_REWARD",
+            remedy="Mark the trajectory as failed instead of giving it such a reward.",
+        )
+
+
+def require_complete(group: Group, group_size: int | None) -> None:
+    """PreconditionFailed (GROUP_INCOMPLETE) unless all are there and scorable."""
+    failed = [t.trajectory_id for t in group.trajectories if not t.is_scorable]
+    short = group_size is not None and group.num_trajectories != group_size
+    if failed or short:
+        raise PreconditionFailed(
+            f"Group {group.group_id} has {group.num_trajectories} trajectories of {group_size}, "
+            f"not scorable: {failed}.",
+            reason="GROUP_INCOMPLETE",
+            remedy="Retry the failed members, or drop the group and re-issue its task.",
+        )

@@ -1,0 +1,59 @@
+"""TopKRewardSelector: the best trajectories of a group, to imitate.
+
+    best_of([0.1, 0.4, 0.5, 0.9, 0.7], k=3)      # (3, 4): two are above the median 0.5
+
+A reward must be strictly above the group's median; a group whose rewards are all the same has none.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dialoop.errors import InvalidInput
+
+from dialoop_services.rl.advantages import return_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dialoop.trajectory import Group
+
+    from dialoop_services.rl.advantages import Aggregate
+
+
+def best_of(rewards: Sequence[float], *, k: int) -> tuple[int, ...]:
+    """Indices of at most k rewards above the median, best first; ties in order.
+
+    Raises InvalidInput (TOP_K_TOO_LARGE) where k is not between 1 and the number of rewards.
+    """
+    if not 1 <= k <= len(rewards):
+        raise InvalidInput(
+            f"The best {k} of {len(rewards)} are asked for.",
+            reason="TOP_K_TOO_LARGE",
+            remedy="Ask for at least one and at most as many as a group has.",
+        )
+    median = statistics.median(rewards)
+    above = [index for index, reward in enumerate(rewards) if reward > median]
+    return tuple(sorted(above, key=lambda index: (-rewards[index], index))[:k])
+
+
+def with_best_alone(group: Group, *, k: int, aggregate: Aggregate = "sum") -> Group:
+    """The group with advantage 1 on its best trajectories and 0 on the others.
+
+    Best by the sum, the largest or the mean of their turns' rewards.
+    All stay, so that the group stays whole; losses that imitate train those with advantage 1 alone.
+    """
+    turns = ([turn.reward for turn in t.turns] for t in group.trajectories)
+    best = best_of([return_of(rewards, aggregate) for rewards in turns], k=k)
+    trajectories = tuple(
+        replace(
+            trajectory,
+            sequences=tuple(
+                replace(s, advantage=1.0 if index in best else 0.0) for s in trajectory.sequences
+            ),
+        )
+        for index, trajectory in enumerate(group.trajectories)
+    )
+    return replace(group, trajectories=trajectories)

@@ -1,0 +1,100 @@
+"""Where a service runs: behind a server, with a way to reach the others.
+
+The same service is hosted by a process of its own (GrpcServer, and channels to host:port) and in a
+process with all others (InProcessServer, and channels to names).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dialoop.clients.channel import Channel
+
+from dialoop_services.runtime.server import GrpcServer
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Mapping
+    from typing import Self
+
+    from dialoop.clients.channel import RetryPolicy
+
+    from dialoop_services.rest.http_routes import HttpRoute
+    from dialoop_services.rest.socket_routes import SocketRoute
+    from dialoop_services.runtime.settings import ServerSettings
+
+
+class Server(Protocol):
+    """Serves servicers from entering its context until leaving it, then drains."""
+
+    @property
+    def address(self) -> str:
+        """What the others connect to."""
+
+    @property
+    def stopping(self) -> asyncio.Event:
+        """Set when the service was told to stop."""
+
+    def add(self, register: Callable[[Any, Any], None], servicer: Any, service: str) -> None:
+        """Serve `servicer`, given its generated `add_..._to_server` and full service name."""
+
+    def add_route(self, route: HttpRoute) -> None:
+        """Serve one more route where there is a REST door."""
+
+    def add_socket(self, route: SocketRoute) -> None:
+        """Serve one more WebSocket where there is a REST door."""
+
+    def show(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, int]]) -> None:
+        """Show counts by the value of a label among the service's metrics, where it has some."""
+
+    def describe(self, name: str, facts: Mapping[str, str]) -> None:
+        """Show facts of a part of the service in /readyz, where there is a REST door."""
+
+    def stop(self) -> None:
+        """Tell the service to stop."""
+
+    async def set_serving(self, serving: bool, service: str | None = None) -> None:
+        """Report one service, or all, as serving or not."""
+
+    async def wait_until_stopped(self) -> None:
+        """Wait until it was told to stop."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+class Connect(Protocol):
+    """Makes channels to other services."""
+
+    def __call__(self, address: str, *, retry: RetryPolicy | None = None) -> Channel:
+        """A channel, to be closed by the caller."""
+
+
+class Host(Protocol):
+    """What a service is given beside its settings."""
+
+    @property
+    def server(self) -> Server:
+        """Its own server, not entered yet."""
+
+    @property
+    def connect(self) -> Connect:
+        """The way to the others."""
+
+
+class OwnProcess:
+    """Hosts one service that has this process for itself."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self.server: Server = GrpcServer(settings)
+        self.connect: Connect = self._connect
+
+    def _connect(self, address: str, *, retry: RetryPolicy | None = None) -> Channel:
+        return Channel(
+            address,
+            token=self._settings.token.get_secret_value(),
+            max_message_bytes=self._settings.max_message_bytes,
+            retry=retry,
+        )

@@ -1,0 +1,203 @@
+"""Services in one process: the calls of the wire without a wire.
+
+network = InProcessNetwork()
+server = network.server("environment")
+server.add(add_EnvironmentServiceServicer_to_server, servicer, "dialoop.v1.EnvironmentService")
+async with server, network.connect("environment") as channel:
+    await EnvironmentClient(channel).list_environments()
+
+A call runs the very methods that gRPC runs, inside the same envelope: statuses, reasons, tokens,
+deadlines, size limits and cancellation are the same, and messages are copied by serializing them,
+so that nothing is shared. All of it lives on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from dialoop.clients.channel import Channel
+from dialoop.errors import InvalidConfig
+
+from dialoop_services.runtime.auth import Token
+from dialoop_services.runtime.calls import Calls
+from dialoop_services.runtime.handlers import Handlers
+from dialoop_services.runtime.in_process_call import Asked, InProcessCall, Wire, refused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Self
+
+    from dialoop.clients.channel import RetryPolicy
+
+    from dialoop_services.rest.http_routes import HttpRoute
+    from dialoop_services.rest.socket_routes import SocketRoute
+
+_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+_DRAIN_S = 10.0
+
+
+class InProcessNetwork:
+    """Knows the servers of this process by name, as a network knows addresses."""
+
+    def __init__(self, *, token: str = "", max_message_bytes: int = _MAX_MESSAGE_BYTES) -> None:
+        self._token = token
+        self._max_message_bytes = max_message_bytes
+        self._places: dict[str, Place] = {}
+
+    def server(self, name: str, *, drain_s: float = _DRAIN_S) -> InProcessServer:
+        """A server that listens at that name once it is entered."""
+        wire = Wire(self._max_message_bytes)
+        return InProcessServer(self._place(name), wire, token=self._token, drain_s=drain_s)
+
+    def connect(
+        self, name: str, *, retry: RetryPolicy | None = None, token: str | None = None
+    ) -> Channel:
+        """A channel to the server of that name, which may start later or stop and start again."""
+        transport = InProcessTransport(self._place(name))
+        sent = self._token if token is None else token
+        return Channel(name, token=sent, retry=retry, transport=transport)
+
+    def transport(self, name: str) -> InProcessTransport:
+        """What a generated stub of a service calls through."""
+        return InProcessTransport(self._place(name))
+
+    def _place(self, name: str) -> Place:
+        return self._places.setdefault(name, Place(name))
+
+
+class Place:
+    """Where the server of one name listens, when there is one."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.server: InProcessServer | None = None
+        self.is_taken = asyncio.Event()
+
+
+class InProcessServer:
+    """Serves servicers to this process, as GrpcServer serves them to others."""
+
+    def __init__(self, place: Place, wire: Wire, *, token: str, drain_s: float) -> None:
+        self._place = place
+        self._wire = wire
+        self._handlers = Handlers(Calls(), Token(token), door="in_process")
+        self._drain_s = drain_s
+        self._services: list[str] = []
+        self._serving: dict[str, bool] = {}
+        self._stopping = asyncio.Event()
+
+    def add(self, register: Callable[[Any, Any], None], servicer: Any, service: str) -> None:
+        """Serve `servicer`, given its generated `add_..._to_server` and full service name."""
+        register(servicer, self._handlers)
+        self._services.append(service)
+
+    def add_route(self, route: HttpRoute) -> None:
+        """Nothing: there is no REST door in a process."""
+
+    def add_socket(self, route: SocketRoute) -> None:
+        """Nothing: there is no REST door in a process."""
+
+    def show(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, int]]) -> None:
+        """Nothing: metrics are at the REST door."""
+
+    def describe(self, name: str, facts: Mapping[str, str]) -> None:
+        """Nothing: /readyz is at the REST door."""
+
+    @property
+    def serving(self) -> dict[str, bool]:
+        """Service name -> whether it reports itself as serving."""
+        return dict(self._serving)
+
+    @property
+    def stopping(self) -> asyncio.Event:
+        """Set when the service was told to stop; for workers that run beside the server."""
+        return self._stopping
+
+    def stop(self) -> None:
+        """Tell the service to stop."""
+        self._stopping.set()
+
+    async def set_serving(self, serving: bool, service: str | None = None) -> None:
+        """Report one service, or all, as serving or not."""
+        for name in self._services if service is None else [service]:
+            self._serving[name] = serving
+
+    async def wait_until_stopped(self) -> None:
+        """Wait for `stop()`."""
+        await self._stopping.wait()
+
+    def call(self, path: str, asked: Asked) -> InProcessCall:
+        """Begin a call of the rpc at `/dialoop.v1.EnvironmentService/Step`."""
+        handler = self._handlers.find(path)
+        if handler is None:
+            raise refused(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        return self._wire.begin(handler, asked)
+
+    async def __aenter__(self) -> Self:
+        if self._place.is_taken.is_set():
+            raise InvalidConfig(
+                f"Two servers are named '{self._place.name}'.", remedy="Name them apart."
+            )
+        self._place.server = self
+        self._place.is_taken.set()
+        await self.set_serving(True)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.stop()
+        self._place.server = None
+        self._place.is_taken.clear()
+        await self.set_serving(False)
+        await self._wire.drain(self._drain_s)
+
+
+class InProcessTransport:
+    """Carries the calls of a Channel or a generated stub, in the place of a grpc.aio.Channel."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._calls: set[InProcessCall] = set()
+        self._is_closed = False
+
+    def unary_unary(
+        self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any
+    ) -> Callable[..., InProcessCall]:
+        """A function that begins calls of the rpc at `path`."""
+
+        def begin(
+            request: Any, *, timeout: float | None = None, metadata: Any = ()
+        ) -> InProcessCall:
+            asked = Asked(
+                request=request,
+                serialize=request_serializer,
+                deserialize=response_deserializer,
+                timeout_s=timeout,
+                metadata=tuple(metadata or ()),
+            )
+            return self._begin(path, asked)
+
+        return begin
+
+    unary_stream = stream_unary = stream_stream = unary_unary
+
+    async def channel_ready(self) -> None:
+        """Wait until a server listens there."""
+        await self._place.is_taken.wait()
+
+    async def close(self, grace: float | None = None) -> None:
+        """Cancel the calls in flight; later ones are refused."""
+        self._is_closed = True
+        for call in tuple(self._calls):
+            call.cancel()
+
+    def _begin(self, path: str, asked: Asked) -> InProcessCall:
+        if self._is_closed:
+            raise grpc.aio.UsageError("Channel is closed.")
+        if self._place.server is None:
+            raise refused(grpc.StatusCode.UNAVAILABLE, "Nobody serves there in this process.")
+        call = self._place.server.call(path, asked)
+        self._calls.add(call)
+        call.on_end(self._calls.discard)
+        return call

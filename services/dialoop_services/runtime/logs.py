@@ -1,0 +1,96 @@
+"""Logs on stderr, as text or JSON, with the service, the run and any ids as fields.
+
+configure_logs("collector")
+with log_fields(group_id="addition/0#1"):
+    log.info("Group appended.", extra={"num_trajectories": 8})
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Literal
+
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_fields: ContextVar[Mapping[str, object]] = ContextVar("log_fields", default={})  # noqa: B039
+
+
+class LogSettings(BaseSettings):
+    """How to log; shared by all services."""
+
+    model_config = SettingsConfigDict(env_prefix="DIALOOP_", use_attribute_docstrings=True)
+
+    log: Literal["text", "json"] = "text"
+    """One line of text, or one JSON object, per record."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Least severity of our own records; other libraries' start at WARNING."""
+    run: str = ""
+    """Run id that every record carries."""
+
+
+@contextmanager
+def log_fields(**fields: object) -> Iterator[None]:
+    """Add fields to every record made inside the block, in this task and its children."""
+    token = _fields.set({**_fields.get(), **fields})
+    try:
+        yield
+    finally:
+        _fields.reset(token)
+
+
+def add_log_fields(fields: Mapping[str, object]) -> None:
+    """Add fields to every record that this task, which answers one call, makes from now on."""
+    _fields.set({**_fields.get(), **fields})
+
+
+def configure_logs(service: str, settings: LogSettings | None = None) -> None:
+    """Send all logs to stderr; called once, by the service's entry point."""
+    settings = settings or LogSettings()
+    identity = {"service": service} | ({"run": settings.run} if settings.run else {})
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        _JsonFormatter(identity) if settings.log == "json" else _TextFormatter(identity)
+    )
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    for ours in ("dialoop", "dialoop_services"):
+        logging.getLogger(ours).setLevel(settings.log_level)
+
+
+class _FieldsFormatter(logging.Formatter):
+    """Collects the fields of a record: identity, context, then its own `extra`."""
+
+    def __init__(self, identity: Mapping[str, object]) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+        self._identity = identity
+
+    def fields_of(self, record: logging.LogRecord) -> dict[str, object]:
+        extra = {name: value for name, value in vars(record).items() if name not in _STANDARD}
+        return {**self._identity, **_fields.get(), **extra}
+
+
+class _TextFormatter(_FieldsFormatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        fields = " ".join(f"{name}={value}" for name, value in self.fields_of(record).items())
+        return f"{super().formatMessage(record)} [{fields}]"
+
+
+class _JsonFormatter(_FieldsFormatter):
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **self.fields_of(record),
+        }
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)

@@ -1,0 +1,232 @@
+"""One server per service, gRPC and (on `rest_port`) REST: health, errors, tokens, a drained end.
+
+server = GrpcServer(settings)
+server.add(add_EnvironmentServiceServicer_to_server, servicer, "dialoop.v1.EnvironmentService")
+async with server:                      # listens; server.port is the bound port
+    await server.wait_until_stopped()   # SIGTERM, SIGINT or server.stop()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from dialoop.errors import InvalidConfig
+from google.protobuf import descriptor_pool
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+
+from dialoop_services.runtime.auth import Token
+from dialoop_services.runtime.calls import Calls
+from dialoop_services.runtime.handlers import Handlers
+from dialoop_services.runtime.listening import address_of, bound_socket, require_safe_address
+from dialoop_services.runtime.shutdown import StopSignal, owns_process
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Self
+
+    from dialoop_services.rest.door import RestDoor
+    from dialoop_services.rest.http_routes import HttpRoute
+    from dialoop_services.rest.socket_routes import SocketRoute
+    from dialoop_services.runtime.metrics import Metrics
+    from dialoop_services.runtime.settings import ServerSettings
+
+log = logging.getLogger(__name__)
+
+
+class GrpcServer:
+    """Serves servicers from entering the context until leaving it, then drains."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        require_safe_address(settings)
+        self._settings = settings
+        self._registrations: list[tuple[Callable[[Any, Any], None], Any]] = []
+        self._services: list[str] = []
+        self._routes: list[HttpRoute] = []
+        self._sockets: list[SocketRoute] = []
+        self._shown: list[tuple[str, str, str, Callable[[], Mapping[str, int]]]] = []
+        self._health = health.aio.HealthServicer()
+        self._serving: dict[str, bool] = {}
+        self._details: dict[str, dict[str, str]] = {}
+        self._stop = StopSignal()
+        self._port = 0
+        self._rest_port: int | None = None
+        self._exits = AsyncExitStack()
+
+    def add(self, register: Callable[[Any, Any], None], servicer: Any, service: str) -> None:
+        """Serve `servicer`, given its generated `add_..._to_server` and full service name."""
+        self._registrations.append((register, servicer))
+        self._services.append(service)
+
+    def add_route(self, route: HttpRoute) -> None:
+        """Serve one more route at the REST door."""
+        self._routes.append(route)
+
+    def add_socket(self, route: SocketRoute) -> None:
+        """Serve one more WebSocket at the REST door; InvalidConfig (PACKAGE_MISSING)."""
+        from dialoop_services.rest.socket_routes import require_sockets
+
+        require_sockets()
+        self._sockets.append(route)
+
+    def show(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, int]]) -> None:
+        """Show counts by the value of a label among the service's metrics."""
+        self._shown.append((name, text, label, read))
+
+    def describe(self, name: str, facts: Mapping[str, str]) -> None:
+        """Show facts of a part of the service in /readyz, as of `environments/python`."""
+        self._details[name] = dict(facts)
+
+    @property
+    def port(self) -> int:
+        """The bound port; 0 until the server listens."""
+        return self._port
+
+    @property
+    def address(self) -> str:
+        """`host:port` to connect to."""
+        return address_of(self._settings.host, self._port)
+
+    @property
+    def rest_address(self) -> str:
+        """`host:port` of the REST door; empty when there is none."""
+        return "" if self._rest_port is None else address_of(self._settings.host, self._rest_port)
+
+    @property
+    def stopping(self) -> asyncio.Event:
+        """Set when the service was told to stop; for workers that run beside the server."""
+        return self._stop.event
+
+    def stop(self) -> None:
+        """Tell the service to stop, as SIGTERM does."""
+        self._stop.event.set()
+
+    async def set_serving(self, serving: bool, service: str | None = None) -> None:
+        """Report one service, or all and the server itself, as serving or not."""
+        kinds = health_pb2.HealthCheckResponse
+        status = kinds.SERVING if serving else kinds.NOT_SERVING
+        for name in [service] if service is not None else ["", *self._services]:
+            self._serving[name] = serving
+            await self._health.set(name, status)
+
+    async def wait_until_stopped(self) -> None:
+        """Wait for SIGTERM, SIGINT or `stop()`."""
+        await self._stop.wait()
+
+    async def __aenter__(self) -> Self:
+        metrics = self._metrics()
+        calls = Calls(metrics)
+        server = self._build(calls)
+        door, bound = None, None
+        if metrics is not None:
+            door = self._rest_door(calls, metrics)
+            bound = bound_socket(self._settings.host, self._settings.rest_port or 0)
+        try:
+            self._port = _bind(server, self._settings.host, self._settings.port)
+        except InvalidConfig:
+            if bound is not None:
+                bound.close()
+            raise
+        await self._exits.enter_async_context(self._stop)
+        await server.start()
+        self._exits.push_async_callback(self._drain, server, door)
+        if door is not None and bound is not None:
+            self._rest_port = bound.getsockname()[1]
+            await door.open(bound)
+        await self.set_serving(True)
+        if owns_process.get():
+            # What stands now stays: a full collection need not walk torch's and protobuf's objects.
+            gc.freeze()
+        where = {"rest_address": self.rest_address} if door else {}
+        log.info("Serving.", extra={**where, "address": self.address})
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stop.event.set()
+        await self._exits.aclose()
+
+    def _metrics(self) -> Metrics | None:
+        """What the REST door shows; without the door none of it is imported or counted."""
+        if self._settings.rest_port is None:
+            return None
+        from dialoop_services.runtime.metrics import Counts, Metrics
+
+        metrics = Metrics()
+        for name, text, label, read in self._shown:
+            metrics.show(Counts(name=name, text=text, label=label, read=read))
+        return metrics
+
+    def _rest_door(self, calls: Calls, metrics: Metrics) -> RestDoor:
+        from dialoop_services.rest.app import RestOptions, rest_app
+        from dialoop_services.rest.door import RestDoor
+
+        pool = descriptor_pool.Default()
+        servicers = [
+            (servicer, pool.FindServiceByName(name))
+            for (_, servicer), name in zip(self._registrations, self._services, strict=True)
+        ]
+        options = RestOptions(
+            token=self._settings.token.get_secret_value(),
+            max_body_bytes=self._settings.max_message_bytes,
+            calls=calls,
+            metrics=metrics,
+            serving=lambda: dict(self._serving),
+            details=lambda: dict(self._details),
+            further=tuple(self._routes),
+            sockets=tuple(self._sockets),
+        )
+        size = self._settings.max_message_bytes if self._sockets else 0
+        app = rest_app(servicers, options)
+        return RestDoor(app, drain_s=self._settings.drain_s, max_socket_bytes=size)
+
+    async def _drain(self, server: grpc.aio.Server, door: RestDoor | None) -> None:
+        """Let calls in flight end, at both doors in the same time."""
+        self._serving = dict.fromkeys(self._serving, False)
+        await self._health.enter_graceful_shutdown()
+        async with asyncio.TaskGroup() as doors:
+            doors.create_task(_stopped(server, self._settings.drain_s))
+            if door is not None:
+                doors.create_task(door.close())
+
+    def _build(self, calls: Calls) -> grpc.aio.Server:
+        size = self._settings.max_message_bytes
+        server = grpc.aio.server(
+            options=[
+                ("grpc.so_reuseport", 0),  # else two services would share a port unnoticed
+                ("grpc.max_send_message_length", size),
+                ("grpc.max_receive_message_length", size),
+                # Clients ping idle connections to notice a dead server; allow it.
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+            ],
+        )
+        handlers = Handlers(calls, Token(self._settings.token.get_secret_value()))
+        for register, servicer in self._registrations:
+            register(servicer, handlers)
+        names = [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflected = reflection.aio.ReflectionServicer(names)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, handlers)
+        handlers.add_to(server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)  # asked without a token
+        return server
+
+
+async def _stopped(server: grpc.aio.Server, drain_s: float) -> None:
+    await server.stop(drain_s)
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    address = address_of(host, port)
+    # Try the port before gRPC does: it would write its own complaint to stderr.
+    bound_socket(host, port).close()
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise InvalidConfig(
+            f"Cannot listen on {address}.", reason="CANNOT_LISTEN", remedy="Choose another."
+        ) from error

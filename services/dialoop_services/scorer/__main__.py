@@ -1,0 +1,79 @@
+"""`python -m dialoop_services.scorer`: score a run's groups and serve ScorerService."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from dialoop.clients.replay import ReplayClient
+from dialoop.v1.scorer_service_pb2_grpc import add_ScorerServiceServicer_to_server
+
+from dialoop_services.runtime import Host, OwnProcess, load, run
+from dialoop_services.scorer.desk import Desk, LazyReference
+from dialoop_services.scorer.rewards import KlPenalty, load_rewards
+from dialoop_services.scorer.scoring import Scoring
+from dialoop_services.scorer.servicer import ScorerServicer
+from dialoop_services.scorer.settings import ScorerSettings
+from dialoop_services.scorer.worker import Worker
+
+if TYPE_CHECKING:
+    from dialoop_services.scorer.scoring import Reference
+
+
+async def serve() -> None:
+    """Score until told to stop."""
+    settings = load(ScorerSettings)
+    await serve_in(OwnProcess(settings), settings)
+
+
+async def serve_in(host: Host, settings: ScorerSettings) -> None:
+    """Score until the host says stop."""
+    settings = settings.require_consistent()
+    desk = make_desk(settings)
+    server = host.server
+    server.add(
+        add_ScorerServiceServicer_to_server, ScorerServicer(desk), "dialoop.v1.ScorerService"
+    )
+    async with host.connect(settings.replay_address) as channel:
+        worker = Worker(settings, ReplayClient(channel), desk)
+        async with server, asyncio.TaskGroup() as tasks:
+            tasks.create_task(worker.run(server.stopping))
+            await server.wait_until_stopped()
+
+
+def make_desk(settings: ScorerSettings) -> Desk:
+    """The scoring the settings ask for; a reference that it needs is loaded now."""
+    reference = None
+    if settings.model_dir is not None:
+        reference = LazyReference(lambda: _load_reference(settings))
+    if reference is not None and settings.needs_reference:
+        reference.loaded()
+    penalty = KlPenalty(coefficient=settings.kl_coefficient, estimator=settings.kl_estimator)
+    scoring = Scoring(
+        rewards=load_rewards(settings.rewards),
+        advantages=settings.advantages,
+        reference=reference if settings.needs_reference else None,
+        kl_penalty=penalty if settings.kl_coefficient else None,
+        drop_uniform=settings.drop_uniform,
+        per_turn=settings.advantages_of == "turn",
+        top_k=settings.top_k,
+    )
+    return Desk(scoring, reference)
+
+
+def _load_reference(settings: ScorerSettings) -> Reference:
+    # Imported here alone: a scorer without a reference model runs without torch.
+    from dialoop_services.scorer.reference import load_reference
+
+    assert settings.model_dir is not None
+    return load_reference(
+        settings.model_dir,
+        dtype=settings.dtype,
+        device=settings.device,
+        max_row_tokens=settings.max_row_tokens,
+        num_threads=settings.torch_threads,
+    )
+
+
+if __name__ == "__main__":
+    run(serve, name="scorer")

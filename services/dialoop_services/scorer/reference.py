@@ -1,0 +1,82 @@
+"""The reference model: log-probs of tokens somebody else sampled. The one file here with torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from dialoop.errors import InvalidInput
+
+from dialoop_services.learning.model.policy import PolicyModel, load_policy
+from dialoop_services.learning.packing.rows import TokenRow, pack_rows
+from dialoop_services.rl.packing_plan import plan_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Rows
+    from pathlib import Path
+
+    from dialoop.sequences import Floats, Sequence
+
+
+class ReferenceModel:
+    """A frozen model that scores packed rows; one caller at a time."""
+
+    def __init__(self, model: PolicyModel, *, max_row_tokens: int) -> None:
+        self._model = model
+        self._max_row_tokens = max_row_tokens
+        weight = model.causal_lm.get_output_embeddings().weight
+        self._vocab_size = int(weight.shape[0])
+        self._device = weight.device
+
+    def logprobs_of_sampled(
+        self, sequences: Rows[Sequence], temperatures: Rows[float]
+    ) -> list[Floats]:
+        """Per sequence float32 [M], nats, at the temperature its tokens were sampled with."""
+        rows = [TokenRow.from_sequence(sequence) for sequence in sequences]
+        return self._logprobs(rows, temperatures)
+
+    def logprobs_of_all(self, token_ids: Rows[Rows[int]]) -> list[Floats]:
+        """Per row float32 [L - 1], nats, of every token but the first, at temperature 1."""
+        for ids in token_ids:
+            if not len(ids):
+                raise InvalidInput("A row has no tokens.", reason="EMPTY_SEQUENCE")
+        rows = [
+            TokenRow.from_demonstration(ids, [False] + [True] * (len(ids) - 1)) for ids in token_ids
+        ]
+        return self._logprobs(rows, [1.0] * len(rows))
+
+    @torch.no_grad()
+    def _logprobs(self, rows: list[TokenRow], temperatures: Rows[float]) -> list[Floats]:
+        lengths = [len(row.token_ids) for row in rows]
+        self._require_known(rows)
+        plan = plan_rows(lengths, max_tokens=max([self._max_row_tokens, *lengths]))
+        found: dict[int, Floats] = {}
+        for indices in plan.rows:
+            batch = pack_rows([rows[index] for index in indices])
+            counts = torch.tensor([int(rows[index].response_mask.sum()) for index in indices])
+            scale = torch.tensor([temperatures[index] for index in indices])
+            scores = self._model(
+                batch.to(self._device), temperature=torch.repeat_interleave(scale, counts)
+            )
+            parts = batch.split(scores.logprobs.cpu())
+            found |= {i: part.numpy() for i, part in zip(indices, parts, strict=True)}
+        return [found[index] for index in range(len(rows))]
+
+    def _require_known(self, rows: list[TokenRow]) -> None:
+        for row in rows:
+            lowest, highest = int(row.token_ids.min()), int(row.token_ids.max())
+            if lowest < 0 or highest >= self._vocab_size:
+                raise InvalidInput(
+                    f"Token ids {lowest} to {highest} leave the vocabulary of {self._vocab_size}.",
+                    reason="TOKEN_OUT_OF_RANGE",
+                    remedy="Use the tokenizer of the reference model.",
+                )
+
+
+def load_reference(
+    directory: Path, *, dtype: str, device: str, max_row_tokens: int, num_threads: int
+) -> ReferenceModel:
+    """Load the model; InvalidConfig or Unsupported when it cannot score packed rows."""
+    torch.set_num_threads(num_threads)
+    model = load_policy(directory, dtype=dtype, device=device)
+    return ReferenceModel(model, max_row_tokens=max_row_tokens)

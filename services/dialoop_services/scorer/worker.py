@@ -1,0 +1,175 @@
+"""The queue worker: lease unscored groups, score each whole, append, then acknowledge.
+
+In this order, so that a scorer killed at any point loses nothing: what was not acknowledged is
+delivered again, and of two scored copies the first one stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from dialoop.clients.replay import ReturnItem
+from dialoop.errors import DialoopError, InvalidInput
+from dialoop.trajectory import Stage
+
+from dialoop_services.runtime.retry import Patience, patiently
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from dialoop.clients.replay import GroupLease, ReplayClient
+    from dialoop.trajectory import Group
+
+    from dialoop_services.scorer.desk import Desk
+    from dialoop_services.scorer.settings import ScorerSettings
+
+log = logging.getLogger(__name__)
+
+_MANY = 16
+"""Groups in a row that cannot be scored before it is said loudly: the trainer waits for them."""
+
+
+class Worker:
+    """Scores a run's groups until told to stop."""
+
+    def __init__(self, settings: ScorerSettings, replay: ReplayClient, desk: Desk) -> None:
+        self._settings = settings
+        self._replay = replay
+        self._desk = desk
+        self._patience = Patience(total_s=settings.patience_s)
+        self._num_aside = 0  # in a row
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Finish the group at hand when `stopping` is set, and return the others."""
+        attempt = 0
+        while not stopping.is_set():
+            try:
+                leases = await self._lease(stopping)
+                await self._settle_all(leases, stopping)
+                attempt = 0 if leases else 1
+            except DialoopError as error:
+                log.warning("Not scoring: %s", error, extra={"reason": error.reason})
+                attempt += 1
+            if attempt:
+                await _sleep(self._patience.pause_s(attempt), stopping)
+
+    async def _lease(self, stopping: asyncio.Event) -> Sequence[GroupLease]:
+        """Unscored groups, as soon as there are any; none when told to stop."""
+        leasing = asyncio.ensure_future(
+            self._replay.lease_groups(
+                self._settings.run,
+                Stage.UNSCORED,
+                worker=self._settings.worker,
+                max_groups=self._settings.max_groups,
+                lease_s=self._settings.lease_s,
+                wait_s=self._settings.wait_s,
+            )
+        )
+        stop = asyncio.ensure_future(stopping.wait())
+        async with _cancelled_at_exit(leasing), _cancelled_at_exit(stop):
+            await asyncio.wait([stop, leasing], return_when=asyncio.FIRST_COMPLETED)
+        return () if leasing.cancelled() else leasing.result().leases
+
+    async def _settle_all(self, leases: Sequence[GroupLease], stopping: asyncio.Event) -> None:
+        waiting = list(leases)
+        ids = [lease.lease_id for lease in leases]
+        async with _cancelled_at_exit(asyncio.ensure_future(self._keep(ids))):
+            while waiting and not stopping.is_set():
+                await self._settle(waiting.pop(0))
+        if waiting:
+            items = [ReturnItem(lease_id=lease.lease_id, reason="shutdown") for lease in waiting]
+            await self._replay.give_back(self._settings.run, items)
+
+    async def _settle(self, lease: GroupLease) -> None:
+        """Score one group and end its lease, one way or the other."""
+        group_id = lease.group.group_id
+        try:
+            scored = await self._desk.score(lease.group)
+        except InvalidInput as error:
+            log.warning("A group is set aside: %s", error, extra={"group_id": group_id})
+            await self._set_aside(lease, error.reason.lower())
+        except DialoopError as error:
+            # Asked for by the config, and the course of things where tasks are easy or hard.
+            level = logging.INFO if error.reason == "UNIFORM_REWARD" else logging.WARNING
+            log.log(level, "A group is dropped: %s", error, extra={"group_id": group_id})
+            await self._drop(lease, error.reason.lower())
+        except Exception:
+            log.exception("A group cannot be scored.", extra={"group_id": group_id})
+            await self._return_failed(lease)
+        else:
+            await self._append(lease, scored)
+
+    async def _append(self, lease: GroupLease, scored: Group) -> None:
+        """Hand the scored group on; a duplicate is one that an earlier delivery handed on."""
+        outcome = await patiently(
+            lambda: self._replay.append_group(
+                self._settings.run, Stage.SCORED, scored, lease_id=lease.lease_id
+            ),
+            self._patience,
+        )
+        if outcome.reason == "LEASE_LOST":
+            log.info("Somebody else scores that group.", extra={"group_id": scored.group_id})
+        elif outcome.reason:
+            log.error("A scored group was rejected: %s", outcome.message)
+            await self._set_aside(lease, outcome.reason.lower())
+        else:
+            self._num_aside = 0
+            run, ids = self._settings.run, [lease.lease_id]
+            await patiently(lambda: self._replay.acknowledge(run, ids), self._patience)
+
+    async def _drop(self, lease: GroupLease, reason: str) -> None:
+        run, ids = self._settings.run, [lease.lease_id]
+        await patiently(lambda: self._replay.drop(run, ids, reason), self._patience)
+
+    async def _set_aside(self, lease: GroupLease, reason: str) -> None:
+        """Nobody can score it: it is kept as a dead letter, to be looked at."""
+        self._num_aside += 1
+        if self._num_aside % _MANY == 0:
+            log.error(
+                "The last %d groups could not be scored, and are dead letters; training gets "
+                "nothing. The last reason: %s.",
+                self._num_aside,
+                reason,
+            )
+        await self._give_back(ReturnItem(lease_id=lease.lease_id, reason=reason, set_aside=True))
+
+    async def _return_failed(self, lease: GroupLease) -> None:
+        """Try again elsewhere; a group that fails everywhere becomes a dead letter."""
+        item = ReturnItem(lease_id=lease.lease_id, reason="scorer_failed", failed=True)
+        await self._give_back(item)
+
+    async def _give_back(self, item: ReturnItem) -> None:
+        run = self._settings.run
+        await patiently(lambda: self._replay.give_back(run, [item]), self._patience)
+
+    async def _keep(self, lease_ids: Sequence[str]) -> None:
+        """Extend the leases; one that is lost shows when its group is appended."""
+        lease_s = self._settings.lease_s
+        while True:
+            await asyncio.sleep(lease_s / 3)
+            try:
+                await self._replay.extend(self._settings.run, lease_ids, lease_s=lease_s)
+            except DialoopError as error:
+                log.warning("Leases are not extended.", extra={"reason": error.reason})
+
+
+@asynccontextmanager
+async def _cancelled_at_exit(task: asyncio.Future[Any]) -> AsyncIterator[None]:
+    """Own a task for a while. Not a TaskGroup: errors are to come out as they are."""
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def _sleep(seconds: float, stopping: asyncio.Event) -> None:
+    """Sleep, but not through the end."""
+    try:
+        async with asyncio.timeout(seconds):
+            await stopping.wait()
+    except TimeoutError:
+        return

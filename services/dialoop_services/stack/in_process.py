@@ -1,0 +1,227 @@
+"""Every service in this process: no servers, no ports, no Redis; for notebooks and tests.
+
+async with in_process() as dialoop:             # or: with blocking_in_process() as dialoop
+    task = await dialoop.task("arithmetic", num_trajectories=4)
+    group = await dialoop.play_group(task)
+
+The config is that of `dialoop train` as a mapping, say {"model": {"directory": "..."}}; an
+environment of a notebook's own is {"environment": {"use": "__main__:environment", "name": "..."}}.
+The engine is transformers and the queue is in memory. Nothing is trained, and no collector plays,
+unless the config says {"train": {"num_steps": ...}}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import tempfile
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dialoop import BlockingDialoop, Dialoop
+from dialoop.clients.blocking.loop import BackgroundLoop
+from dialoop.errors import InvalidConfig
+
+from dialoop_services.config.file import parse_config
+from dialoop_services.runtime.in_process import InProcessNetwork
+from dialoop_services.runtime.settings import load
+from dialoop_services.stack import preflight
+from dialoop_services.stack.layout import STOP_ORDER, Layout
+from dialoop_services.stack.run_dir import opened
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Mapping
+
+    from dialoop.clients.channel import Channel, RetryPolicy
+
+    from dialoop_services.config.job import JobConfig
+    from dialoop_services.runtime.hosting import Connect
+    from dialoop_services.runtime.in_process import InProcessServer
+
+log = logging.getLogger(__name__)
+
+_STARTED_IN_S = 120.0
+_STOPPED_IN_S = 30.0
+_REACHABLE = ("environment", "inference", "replay", "scorer", "trainer")
+
+
+@asynccontextmanager
+async def in_process(
+    config: Mapping[str, Any] | None = None, *, folder: str | Path | None = None
+) -> AsyncIterator[Dialoop]:
+    """Run every service until the context is left, and reach them through a Dialoop.
+
+    Weights, checkpoints and metrics go to `folder`/<run>; without a folder they are gone at the
+    end. InvalidConfig for a config that needs other processes.
+    """
+    job = _job(config or {})
+    async with AsyncExitStack() as exits:
+        if folder is None:
+            folder = exits.enter_context(tempfile.TemporaryDirectory(prefix="dialoop-"))
+        run_dir = exits.enter_context(opened(Path(folder), job, fresh=False, reuse=True))
+        layout = _Inside(config=job, run_dir=run_dir, ports={})
+        services = _Services(layout)
+        exits.push_async_callback(services.stop)
+        await services.start()
+        _rest_from_collecting(exits)
+        channels = {name: services.network.connect(name) for name in _REACHABLE}
+        for channel in channels.values():
+            exits.push_async_callback(channel.close)
+        yield Dialoop(
+            environment=channels["environment"],
+            inference=channels["inference"],
+            replay=channels["replay"],
+            scorer=channels["scorer"],
+            trainer=channels["trainer"],
+        )
+        services.require_well()
+
+
+def _rest_from_collecting(exits: AsyncExitStack) -> None:
+    """Until `exits`, full garbage collections leave alone what stands now.
+
+    Torch's and transformers' 400,000 objects took 8% of the CPU of training a tiny model, and
+    stopped all services for as long as each collection walked them.
+    """
+    gc.collect()
+    gc.freeze()
+    exits.callback(gc.unfreeze)
+
+
+@contextmanager
+def blocking_in_process(
+    config: Mapping[str, Any] | None = None, *, folder: str | Path | None = None
+) -> Iterator[BlockingDialoop]:
+    """The same for threads that have no event loop: the services run on one in the background."""
+    with BackgroundLoop() as loop:
+        context = in_process(config, folder=folder)
+        dialoop = loop.run(context.__aenter__())
+        try:
+            yield BlockingDialoop.of_dialoop(dialoop, loop)
+        finally:
+            loop.run(context.__aexit__(None, None, None))
+
+
+class _Inside(Layout):
+    """A layout whose addresses are names."""
+
+    def address(self, name: str) -> str:
+        return name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Host:
+    """What a service is given."""
+
+    server: InProcessServer
+    connect: Connect
+
+
+class _Services:
+    """The services' tasks, from the first start to the last end."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.network = InProcessNetwork()
+        self._layout = layout
+        self._servers: dict[str, InProcessServer] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def start(self) -> None:
+        """Start all of them; whatever keeps one from it is raised."""
+        layout = self._layout
+        await asyncio.to_thread(_make_model, layout)
+        # One after the other: transformers cannot load two models in one process at a time. Without
+        # training nobody needs episodes.
+        collector = ("collector",) if layout.config.train.num_steps else ()
+        for name in ("replay", "environment", *layout.replicas, "trainer", "scorer", *collector):
+            self._begin(name)
+            await self._until_up(name)
+
+    async def stop(self) -> None:
+        """End all of them, those who make work first."""
+        order = sorted(self._tasks, key=lambda name: STOP_ORDER.index(name.partition("-")[0]))
+        for name in order:
+            self._servers[name].stop()
+            _, late = await asyncio.wait([self._tasks[name]], timeout=_STOPPED_IN_S)
+            for task in late:
+                log.warning("Service %s does not end; it is cancelled.", name)
+                task.cancel()
+                await asyncio.wait([task])
+
+    def require_well(self) -> None:
+        """Raise why a service ended by itself."""
+        for task in self._tasks.values():
+            if task.done():
+                task.result()
+
+    def _begin(self, name: str) -> None:
+        service, _, index = name.partition("-")
+        values = self._layout.values_of(service)
+        if service == "inference":  # replicas with one seed would sample the same
+            values["seed"] = self._layout.config.seed + 7919 * int(index or 0)
+        # By name, as a stack of processes starts them: this module imports no torch.
+        kind = getattr(
+            import_module(f"dialoop_services.{service}.settings"), f"{service.title()}Settings"
+        )
+        serve_in = import_module(f"dialoop_services.{service}.__main__").serve_in
+        self._servers[name] = server = self.network.server(name)
+        host = _Host(server=server, connect=self._connect)
+        self._tasks[name] = asyncio.create_task(serve_in(host, load(kind, **values)))
+
+    def _connect(self, address: str, *, retry: RetryPolicy | None = None) -> Channel:
+        return self.network.connect(address, retry=retry)
+
+    async def _until_up(self, name: str) -> None:
+        """Wait until a service listens; whatever keeps it from that is raised."""
+        listening = asyncio.create_task(self._listening(name))
+        waited: list[asyncio.Task[None]] = [listening, *self._tasks.values()]
+        try:
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            self.require_well()
+            await listening
+        finally:
+            listening.cancel()
+
+    async def _listening(self, name: str) -> None:
+        async with self.network.connect(name) as channel:
+            await channel.wait_until_connected(timeout_s=_STARTED_IN_S)
+
+
+def _job(given: Mapping[str, Any]) -> JobConfig:
+    """The config, with what one process needs; InvalidConfig when it says otherwise."""
+    needed = {"engine": "transformers", "store": "memory"}
+    for key, value in needed.items():
+        if given.get(key, value) != value:
+            raise InvalidConfig(
+                f'{key} is "{given[key]}", which is not for one process.',
+                remedy=f'Leave it out, or run `dialoop up` with {key} = "{given[key]}".',
+            )
+    sections = (given.get("environment", {}), *given.get("environments", ()))
+    if any(dict(section).get("agent") for section in sections):
+        raise InvalidConfig(
+            "An agent calls the inference service over HTTP, which one process does not have.",
+            remedy="Leave environment.agent out, or run `dialoop up`.",
+        )
+    if given.get("train", {}).get("num_processes", 1) > 1:
+        raise InvalidConfig(
+            "Several processes train the model, and this is one process.",
+            remedy="Leave train.num_processes out, or run `dialoop up`.",
+        )
+    defaults = {"run": "in-process", "train": {"num_steps": 0}, "evaluation": {"num_tasks": 0}}
+    job = parse_config({**defaults, **needed, **given}, source="the config")
+    preflight.check(job)
+    return job
+
+
+def _make_model(layout: Layout) -> None:
+    """Make the tiny model, once per run, when the config names no other."""
+    directory = layout.run_dir.model(layout.config)
+    if layout.config.model.directory or (directory / "model.safetensors").is_file():
+        return
+    import_module("dialoop_services.learning.model.tiny").make_tiny_model(
+        directory, seed=layout.config.seed
+    )

@@ -1,0 +1,125 @@
+"""The main job: start everything, train to the end, prove and sum up what happened, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from dialoop.clients.trainer import Phase
+from dialoop.errors import Unavailable
+
+from dialoop_services.config.format_warnings import doubts_about_formats
+from dialoop_services.config.loss_facts import doubts_about_advantages
+from dialoop_services.stack.report import summary
+from dialoop_services.stack.report.gates import gates_of
+from dialoop_services.stack.report.live import LiveView
+from dialoop_services.stack.report.observer import PhaseClock, observing
+from dialoop_services.stack.report.plot import draw_learning
+from dialoop_services.stack.report.report import report
+from dialoop_services.stack.running import running_stack
+
+if TYPE_CHECKING:
+    from dialoop.clients.replay import ReplayStats
+    from rich.console import Console
+
+    from dialoop_services.stack.processes.log_stream import LogStream
+    from dialoop_services.stack.report.observer import Observer, Snapshot
+    from dialoop_services.stack.running import Plan, RunningStack
+
+_POLL_S = 1.0
+
+
+async def train(plan: Plan, log: LogStream, console: Console) -> int:
+    """Run the job; 0 when every gate holds, else 1. The stack has ended when it returns."""
+    clock = PhaseClock()
+    config = plan.layout.config
+    log.say("stack", f"run {config.run}, engine {config.engine}")
+    for doubt in (*doubts_about_advantages(config), *doubts_about_formats(config)):
+        log.say("stack", doubt, style="yellow")
+    async with running_stack(plan, log) as stack:
+        log.say("stack", "all services are ready")
+        async with observing(plan.layout) as observer:
+            last = await _until_done(observer, clock, LiveView(console, log))
+            stats = await _final_stats(stack, observer)
+        await stack.supervisor.stop_all()
+        clock.spent("stopping")
+        rescoring = await _rescore(stack, log)
+        clock.spent("re-scoring")
+        restarts = {s.spec.name: s.num_restarts for s in stack.supervisor.services}
+    found = _findings(plan, stats, last, clock, rescoring, restarts)
+    return _conclude(found, plan, console)
+
+
+async def _until_done(observer: Observer, clock: PhaseClock, live: LiveView) -> Snapshot:
+    clock.spent("starting")
+    with live:
+        while True:
+            snapshot = await observer.snapshot()
+            clock.spent(snapshot.phase.name.lower())
+            live.show(snapshot)
+            if snapshot.phase is Phase.DONE:
+                return snapshot
+            if snapshot.phase is Phase.FAILED and snapshot.status:
+                raise Unavailable(
+                    f"Training failed: {snapshot.status.failure or 'see the log of the trainer'}",
+                    reason="TRAINING_FAILED",
+                )
+            await asyncio.sleep(_POLL_S)
+
+
+async def _final_stats(stack: RunningStack, observer: Observer) -> ReplayStats:
+    """The ledger once nobody writes to it any more."""
+    await stack.supervisor.stop("collector", "scorer")
+    return await observer.final_stats()
+
+
+async def _rescore(stack: RunningStack, log: LogStream) -> dict[str, Any]:
+    """Score every stored trajectory again under its own policy versions."""
+    layout = stack.layout
+    run_dir, model = layout.run_dir.path, layout.run_dir.model(layout.config)
+    if not layout.config.train.num_steps and not layout.config.evaluation.num_tasks:
+        return {"num_trajectories": 0, "num_tokens": 0, "max_difference": 0.0}
+    command = (sys.executable, "-m", "dialoop_services.trainer.records.rescore", str(run_dir))
+    code = await stack.supervisor.run_once("rescore", (*command, "--model-dir", str(model)))
+    line = log.last_line("rescore")
+    if code:
+        return {"failure": line}
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def _findings(
+    plan: Plan,
+    stats: ReplayStats,
+    last: Snapshot,
+    clock: PhaseClock,
+    rescoring: dict[str, Any],
+    restarts: dict[str, int],
+) -> summary.Findings:
+    path = plan.layout.run_dir.path
+    return summary.Findings(
+        config=plan.layout.config,
+        trainer=json.loads((path / "trainer.json").read_text("utf-8")),
+        stats=stats,
+        collectors=summary.read_collectors(path),
+        rows_by_outcome=summary.count_outcomes(path),
+        rescoring=rescoring,
+        seconds_by_phase=clock.seconds,
+        num_sampled_tokens=last.num_sampled_tokens,
+        redis_version=plan.redis_version,
+        num_restarts=restarts,
+        is_resumed=plan.layout.run_dir.is_resumed,
+    )
+
+
+def _conclude(findings: summary.Findings, plan: Plan, console: Console) -> int:
+    run_dir, config = plan.layout.run_dir, plan.layout.config
+    result = summary.summarise(findings)
+    result["gates"] = gates_of(result, config)
+    text = json.dumps(result, indent=2) + "\n"
+    (run_dir.path / "summary.json").write_text(text, encoding="utf-8")
+    draw_learning(run_dir.path / "metrics.jsonl", run_dir.path / "learning.png")
+    report(result, run_dir.path, run_dir.model(config), console)
+    return 0 if all(result["gates"].values()) else 1

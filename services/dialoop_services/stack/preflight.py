@@ -1,0 +1,80 @@
+"""What can be told wrong before anything starts: engine, model, tasks, Redis, ports."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dialoop.agents import load_agent
+from dialoop.environments import load_environment
+from dialoop.errors import InvalidConfig
+from dialoop.tokens.tokenizer import Tokenizer
+
+from dialoop_services.stack.layout import environment_options, ports_of
+from dialoop_services.stack.processes.redis_server import FoundRedis, find_redis
+
+if TYPE_CHECKING:
+    from dialoop_services.config.job import EnvironmentSection, JobConfig
+
+_BUILT_IN = ("arithmetic", "jsonl")
+
+
+def check(config: JobConfig) -> None:
+    """Raise InvalidConfig for the first thing that would stop the job later."""
+    _check_engine(config)
+    if config.model.directory:
+        check_model(Path(config.model.directory))
+    for section in config.all_environments:
+        _check_tasks(config, section)
+        if section.agent:
+            load_agent(section.agent)
+    # Both are asked for again when the stack starts; by then an old run may have been replaced.
+    found = find_redis(os.environ) if config.store == "redis" else FoundRedis()
+    ports_of(config, with_redis=bool(found.program))
+
+
+def _check_engine(config: JobConfig) -> None:
+    if config.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise InvalidConfig(
+            'engine is "vllm" and vLLM is not installed.',
+            reason="NO_VLLM",
+            remedy='Run `make setup`, or set engine = "transformers".',
+        )
+
+
+def check_model(directory: Path) -> None:
+    """A Hugging Face model directory: configuration, weights and tokenizer."""
+    if not directory.is_dir():
+        raise InvalidConfig(
+            f"There is no model directory {directory}.",
+            reason="MODEL_MISSING",
+            remedy="Set model.directory to a Hugging Face model directory, or leave it empty.",
+        )
+    for pattern, what in (("config.json", "config.json"), ("*.safetensors", "safetensors file")):
+        if not any(directory.glob(pattern)):
+            raise InvalidConfig(
+                f"The model directory {directory} has no {what}.",
+                reason="MODEL_INCOMPLETE",
+                remedy="Save the model there with model.save_pretrained(directory).",
+            )
+    Tokenizer.from_directory(directory)
+
+
+def _check_tasks(config: JobConfig, section: EnvironmentSection) -> None:
+    """Read the tasks of a built-in environment; an author's own is left to its service."""
+    if section.kind not in _BUILT_IN:
+        return
+    environment = load_environment(section.kind, environment_options(section))
+    wanted = [section.train_split] if config.train.num_steps else []
+    if config.evaluation.num_tasks and section is config.environment:
+        wanted.append(section.heldout_split)
+    for split in wanted:
+        if split not in environment.tasks.splits:
+            raise InvalidConfig(
+                f"The environment {environment.name} has no split {split!r}.",
+                reason="SPLIT_NOT_FOUND",
+                remedy=f"Choose one of {', '.join(environment.tasks.splits)}, or give a "
+                "heldout_file, or set evaluation.num_tasks to 0.",
+            )

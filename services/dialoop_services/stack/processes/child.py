@@ -1,0 +1,105 @@
+"""One process of the stack: started in a session of its own, ended with everything it started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dialoop_services.stack.processes.processes import kill_members
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Self
+
+    from dialoop_services.stack.processes.guardian import Guardian
+
+PARENT_VARIABLE = "DIALOOP_PARENT_PID"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSpec:
+    """How to start a service and how to tell that it is there.
+
+    While `is_held_up` says so, the time it has to become ready does not run.
+
+    ServiceSpec(name="replay", command=("python", "-m", "dialoop_services.replay"), is_ready=...)
+    """
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    address: str = ""
+    rest_address: str = ""
+    is_ready: Callable[[], Awaitable[bool]]
+    ready_timeout_s: float = 120.0
+    is_held_up: Callable[[], bool] | None = None
+    stop_grace_s: float = 20.0
+    stop_rank: int = 0
+
+
+class Child:
+    """A running process; made by `start`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, guardian: Guardian) -> None:
+        self._process = process
+        self._guardian = guardian
+        guardian.watch(process.pid)
+
+    @classmethod
+    async def start(
+        cls,
+        command: tuple[str, ...],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        guardian: Guardian,
+    ) -> Self:
+        """Start a command whose output goes to `log`.
+
+        The child writes the file itself: were it a pipe, a killed stack would break its children's
+        output in the middle of their own orderly end.
+        """
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                env=os.environ | dict(environment) | {PARENT_VARIABLE: str(os.getpid())},
+                start_new_session=True,
+            )
+        return cls(process, guardian)
+
+    @property
+    def pid(self) -> int:
+        """Process id; also that of its group and session."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs, negative when a signal ended it."""
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        """Wait for its end, then kill what it has left running."""
+        code = await self._process.wait()
+        kill_members({self.pid})
+        self._guardian.forget(self.pid)
+        return code
+
+    async def stop(self, grace_s: float) -> int:
+        """SIGTERM the process alone (it ends its own children), SIGKILL after `grace_s`."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):
+                return await self.wait()
+        except TimeoutError:
+            kill_members({self.pid})
+            return await self.wait()

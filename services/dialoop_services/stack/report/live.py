@@ -1,0 +1,168 @@
+"""What a running job looks like: a live table on a terminal, a plain line at times elsewhere."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dialoop.clients.trainer import Phase
+from rich.console import Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from dialoop.clients.replay import LedgerCounts
+    from rich.console import Console, RenderableType
+
+    from dialoop_services.stack.processes.log_stream import LogStream
+    from dialoop_services.stack.report.observer import Snapshot
+
+_LINE_EVERY_S = 5.0
+_UNKNOWN = "-"
+_HELDOUT = ("after_sampled", "running", "before_sampled")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseProgress:
+    """How much of the present phase is done, counted in its own steps."""
+
+    name: str
+    num_done: int
+    num_total: int
+
+    @property
+    def share(self) -> float:
+        """From 0 to 1."""
+        return min(1.0, self.num_done / self.num_total) if self.num_total else 0.0
+
+
+def progress_of(snapshot: Snapshot) -> PhaseProgress:
+    """Warm start and training count steps; the other phases have nothing to count."""
+    status = snapshot.status
+    name = snapshot.phase.name.lower().replace("_", " ")
+    if status is None or snapshot.phase is Phase.STARTING:
+        return PhaseProgress(name="starting", num_done=0, num_total=0)
+    if snapshot.phase is Phase.WARM_START:
+        done, total = status.num_warm_start_steps, status.max_warm_start_steps
+    else:
+        done, total = status.num_train_steps, status.max_train_steps
+    return PhaseProgress(name=name, num_done=done, num_total=total)
+
+
+class TimeLeft:
+    """Estimates the time left in a phase from how it went so far."""
+
+    def __init__(self) -> None:
+        self._phase = ""
+        self._first = (0.0, 0)
+
+    def seconds(self, progress: PhaseProgress, now: float) -> float | None:
+        """Seconds until the phase's last step, None while nothing can be said."""
+        if progress.name != self._phase:
+            self._phase, self._first = progress.name, (now, progress.num_done)
+        since, already = self._first
+        num_new = progress.num_done - already
+        if num_new <= 0:
+            return None
+        return (progress.num_total - progress.num_done) * (now - since) / num_new
+
+
+def queue_of(counts: LedgerCounts) -> str:
+    """Groups by where they are, in the order in which they go there."""
+    return (
+        f"{counts.num_groups_leased} playing, {counts.num_groups_unscored} unscored, "
+        f"{counts.num_groups_scored} scored, {counts.num_groups_training} training, "
+        f"{counts.num_groups_consumed + counts.num_groups_trained} trained, "
+        f"{sum(counts.num_groups_dropped.values())} dropped"
+    )
+
+
+def figures_of(snapshot: Snapshot) -> dict[str, str]:
+    """Everything that is shown beside the progress, by name."""
+    metrics = snapshot.status.metrics if snapshot.status else {}
+    stats = snapshot.stats
+    heldout = next((metrics[key] for key in _heldout_keys() if key in metrics), None)
+    version = snapshot.status.policy_version if snapshot.status else None
+    return {
+        "reward": _number(metrics.get("train/reward")),
+        "held-out accuracy": _number(heldout),
+        "tool-call rate": _number(metrics.get("train/tool_call_rate")),
+        "tokens/s": f"{snapshot.sampled_tokens_per_s:.0f} generated, "
+        f"{trained_tokens_per_s(metrics):.0f} trained",
+        "queue": queue_of(stats.training) if stats else _UNKNOWN,
+        "staleness": f"{_number(metrics.get('train/staleness_mean'))} mean, "
+        f"{_number(metrics.get('train/staleness_max'), 0)} at most",
+        "policy": str(version) if version else _UNKNOWN,
+        "credits": str(stats.credits) if stats else _UNKNOWN,
+        "alarms": (", ".join(snapshot.status.alarms) if snapshot.status else "") or _UNKNOWN,
+    }
+
+
+def _heldout_keys() -> list[str]:
+    return [f"evaluation/{label}/mean_reward" for label in _HELDOUT]
+
+
+def trained_tokens_per_s(metrics: dict[str, float]) -> float:
+    """Of the newest train step, the wait for its batch and its publish included."""
+    seconds = sum(metrics.get(f"train/{part}_s", 0.0) for part in ("lease", "train", "publish"))
+    return metrics.get("train/num_trained_tokens", 0.0) / seconds if seconds else 0.0
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return _UNKNOWN if value is None else f"{value:.{digits}f}"
+
+
+class LiveView:
+    """Shows snapshots as they come; a context, so that the terminal is left as it was."""
+
+    def __init__(self, console: Console, log: LogStream) -> None:
+        self._console = console
+        self._log = log
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._left = TimeLeft()
+        self._next_line_at = 0.0
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Draw the table anew, or print a line when the last one is some seconds old."""
+        now = time.monotonic()
+        progress = progress_of(snapshot)
+        left_s = self._left.seconds(progress, now)
+        if self._console.is_terminal:
+            headline = f"{self._log.elapsed_s:.0f} s  {_headline(progress, left_s)}"
+            self._live.update(_table(headline, progress, figures_of(snapshot)), refresh=True)
+        elif now >= self._next_line_at:
+            self._next_line_at = now + _LINE_EVERY_S
+            self._log.say("stack", line_of(_headline(progress, left_s), figures_of(snapshot)))
+
+
+def line_of(headline: str, figures: dict[str, str]) -> str:
+    """One plain line with everything that is known yet."""
+    known = (f"{name} {value}" for name, value in figures.items() if not value.startswith(_UNKNOWN))
+    return " | ".join((headline, *known))
+
+
+def _headline(progress: PhaseProgress, left_s: float | None) -> str:
+    steps = f" {progress.num_done}/{progress.num_total}" if progress.num_total else ""
+    left = "" if left_s is None else f", about {left_s:.0f} s left"
+    return f"{progress.name}{steps}{left}"
+
+
+def _table(headline: str, progress: PhaseProgress, figures: dict[str, str]) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    for name, value in figures.items():
+        table.add_row(Text(name, style="dim"), value)
+    bar = ProgressBar(total=1.0, completed=progress.share, width=60)
+    return Group(Text(headline, style="bold"), bar, table)

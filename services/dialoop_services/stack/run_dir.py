@@ -1,0 +1,116 @@
+"""The state of a run under runs/<name>/: made, resumed or replaced, and used by one stack only."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dialoop.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from dialoop_services.config.job import JobConfig
+
+_MARK = "run.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDir:
+    """Where a run keeps its state. `run_id` scopes its keys in the queue.
+
+    It is another one for every fresh run, so that a shared Redis never mixes two runs of one name.
+    """
+
+    path: Path
+    run_id: str
+    is_resumed: bool = False
+
+    @property
+    def logs(self) -> Path:
+        """One file per service."""
+        return self.path / "logs"
+
+    @property
+    def policies(self) -> Path:
+        """Published weights."""
+        return self.path / "policies"
+
+    def model(self, config: JobConfig) -> Path:
+        """The model to start from: the user's, or the tiny one made here."""
+        return Path(config.model.directory) if config.model.directory else self.path / "model"
+
+
+@contextmanager
+def opened(root: Path, config: JobConfig, *, fresh: bool, reuse: bool = False) -> Iterator[RunDir]:
+    """The run's directory, locked; InvalidConfig when it is in use or may not be touched.
+
+    An existing run is resumed when it has a checkpoint (or `reuse`), and replaced when `fresh`.
+    """
+    path = root / config.run
+    root.mkdir(parents=True, exist_ok=True)
+    with _locked(root / f".{config.run}.lock", path):
+        yield _prepared(path, config, fresh=fresh, reuse=reuse)
+
+
+def _prepared(path: Path, config: JobConfig, *, fresh: bool, reuse: bool) -> RunDir:
+    if path.exists() and any(path.iterdir()):
+        _require_ours(path)
+        # A run that ended before it learned anything holds nothing to lose.
+        if not fresh and (path / "metrics.jsonl").is_file():
+            return _resumed(path, reuse=reuse)
+        shutil.rmtree(path)
+    path.mkdir(parents=True, exist_ok=True)
+    run_id = f"{config.run}-{uuid.uuid4().hex[:8]}"
+    mark: dict[str, Any] = {
+        "run_id": run_id,
+        "started": time.time(),
+        "config": config.model_dump(mode="json"),
+    }
+    (path / _MARK).write_text(json.dumps(mark, indent=2) + "\n", encoding="utf-8")
+    return RunDir(path=path, run_id=run_id)
+
+
+def _require_ours(path: Path) -> None:
+    if not (path / _MARK).is_file():
+        raise InvalidConfig(
+            f"{path} exists and is not a run of Dialoop (it has no {_MARK}).",
+            reason="NOT_A_RUN",
+            remedy="Choose another name with --run; it is left as it is.",
+        )
+
+
+def _resumed(path: Path, *, reuse: bool) -> RunDir:
+    if not (reuse or (path / "checkpoints" / "latest.json").is_file()):
+        raise InvalidConfig(
+            f"{path} exists and has no checkpoint to resume from.",
+            reason="RUN_EXISTS",
+            remedy="Choose another name with --run, or replace it with --fresh.",
+        )
+    mark = json.loads((path / _MARK).read_text("utf-8"))
+    return RunDir(path=path, run_id=mark["run_id"], is_resumed=True)
+
+
+@contextmanager
+def _locked(lock: Path, path: Path) -> Iterator[None]:
+    with lock.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise InvalidConfig(
+                f"{path} is in use by process {file.read().strip() or 'unknown'}.",
+                reason="RUN_IN_USE",
+                remedy="Wait for it, stop it, or choose another name with --run.",
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield

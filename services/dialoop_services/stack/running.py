@@ -1,0 +1,152 @@
+"""A whole stack, from a config to services that answer.
+
+async with running_stack(config, run_dir, log) as stack:
+    stack.layout.address("replay")         # "127.0.0.1:40123", ready
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from dialoop.cli.running_stacks import STACK_FILE
+from dialoop.errors import Unavailable
+
+from dialoop_services.stack.layout import STOP_ORDER, Layout, ports_of
+from dialoop_services.stack.processes.ports import HOST
+from dialoop_services.stack.processes.redis_server import (
+    FoundRedis,
+    find_redis,
+    redis_service,
+    version_of,
+)
+from dialoop_services.stack.processes.shared_memory import filled, memory_for
+from dialoop_services.stack.processes.supervisor import Supervisor, supervised
+
+if TYPE_CHECKING:
+    from dialoop_services.config.job import JobConfig
+    from dialoop_services.stack.processes.log_stream import LogStream
+    from dialoop_services.stack.run_dir import RunDir
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What will be started: settled before the first process, so that mistakes cost nothing."""
+
+    layout: Layout
+    redis_program: str = ""
+
+    @property
+    def redis_version(self) -> str:
+        """Of the server we start; empty when it is somebody's own, or there is none."""
+        return version_of(self.redis_program) if self.redis_program else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningStack:
+    """A stack whose services all answer."""
+
+    plan: Plan
+    supervisor: Supervisor
+
+    @property
+    def layout(self) -> Layout:
+        """Who listens where."""
+        return self.plan.layout
+
+
+def planned(config: JobConfig, run_dir: RunDir) -> Plan:
+    """Find Redis and choose ports; InvalidConfig when there is no Redis or a port is taken."""
+    found = find_redis(os.environ) if config.store == "redis" else FoundRedis()
+    ports = ports_of(config, with_redis=bool(found.program))
+    url = f"redis://{HOST}:{ports['redis']}/0" if found.program else found.url
+    token = os.environ.get("DIALOOP_TOKEN", "")
+    layout = Layout(
+        config=config,
+        run_dir=run_dir,
+        ports=ports,
+        redis_url=url,
+        token=token,
+        memory=memory_for(config, run_dir),
+    )
+    return Plan(layout=layout, redis_program=found.program)
+
+
+@asynccontextmanager
+async def running_stack(plan: Plan, log: LogStream) -> AsyncIterator[RunningStack]:
+    """Start everything the plan names; all of it has ended when the context is left."""
+    with filled(plan.layout.memory, plan.layout.run_dir.policies):
+        async with supervised(log) as supervisor:
+            await _start_all(plan, supervisor, log)
+            with _announced(plan.layout):
+                yield RunningStack(plan=plan, supervisor=supervisor)
+
+
+@contextmanager
+def _announced(layout: Layout) -> Iterator[None]:
+    """Say who listens where in stack.json, which `dialoop up`, `status` and the SDK read."""
+    path = layout.run_dir.path / STACK_FILE
+    addresses = {name: layout.address(name) for name in layout.services}
+    rest = {name: layout.rest_address(name) for name in layout.services}
+    found = {
+        "pid": os.getpid(),
+        "run_id": layout.run_dir.run_id,
+        "addresses": addresses,
+        "rest_addresses": rest,
+    }
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    fresh.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+async def _start_all(plan: Plan, supervisor: Supervisor, log: LogStream) -> None:
+    """Each as early as it can: vLLM takes half a minute, in which the trainer warms up."""
+    layout = plan.layout
+    async with asyncio.TaskGroup() as starting:
+        starting.create_task(_start_queue(plan, supervisor))
+        starting.create_task(supervisor.start(layout.spec("environment")))
+        await _make_model(layout, supervisor, log)
+        for name in ("trainer", *layout.replicas):
+            starting.create_task(supervisor.start(layout.spec(name)))
+    for name in ("scorer", "collector"):
+        await supervisor.start(layout.spec(name))
+
+
+async def _start_queue(plan: Plan, supervisor: Supervisor) -> None:
+    layout = plan.layout
+    if plan.redis_program:
+        spec = redis_service(
+            plan.redis_program,
+            port=layout.ports["redis"],
+            directory=layout.run_dir.path / "redis",
+        )
+        await supervisor.start(replace(spec, stop_rank=STOP_ORDER.index("redis")))
+    await supervisor.start(layout.spec("replay"))
+
+
+async def _make_model(layout: Layout, supervisor: Supervisor, log: LogStream) -> None:
+    """Make the tiny model, once per run, when the config names no other."""
+    directory = layout.run_dir.model(layout.config)
+    if layout.config.model.directory or (directory / "model.safetensors").is_file():
+        return
+    seed = str(layout.config.seed)
+    module = "dialoop_services.learning.model.tiny"
+    command = (sys.executable, "-m", module, str(directory.resolve()), "--seed", seed)
+    code = await supervisor.run_once("model", command)
+    if code:
+        raise Unavailable(
+            f"The tiny model could not be made: {log.last_line('model')}",
+            reason="MODEL_FAILED",
+            remedy=f"Look into {log.path_of('model')}.",
+        )
+    log.say("model", f"made the tiny model (seed {seed})")

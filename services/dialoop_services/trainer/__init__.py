@@ -1,0 +1,1 @@
+"""The trainer: leases scored groups, trains on them, publishes weights, survives being killed."""

@@ -1,0 +1,184 @@
+"""`python -m dialoop_services.trainer`: train, and answer questions about it.
+
+As four processes of this machine, or as sixteen of two (each with the same DIALOOP_TRAINER_...
+variables, and the run's and the model's directory in reach), the first of which is the service:
+
+    python -m dialoop_services.trainer.learner.launch 4
+    torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400
+        -m dialoop_services.trainer
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack, closing
+from typing import TYPE_CHECKING
+
+from dialoop.clients.channel import RetryPolicy
+from dialoop.clients.environment import EnvironmentClient
+from dialoop.clients.inference import InferenceClient
+from dialoop.clients.replay import ReplayClient
+from dialoop.templates.chat_template import ChatTemplate
+from dialoop.tokens.builder import TokenBuilder
+from dialoop.tokens.tokenizer import Tokenizer
+from dialoop.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
+
+from dialoop_services.runtime.hosting import OwnProcess
+from dialoop_services.runtime.logs import configure_logs
+from dialoop_services.runtime.process import run_blocking
+from dialoop_services.runtime.settings import load
+from dialoop_services.trainer.data.demonstration_set import DemonstrationSet, demonstration_set
+from dialoop_services.trainer.data.warm_start import Demonstrations, demonstrator
+from dialoop_services.trainer.job.evaluation import Evaluator
+from dialoop_services.trainer.job.job import TrainingJob
+from dialoop_services.trainer.job.placement import placement_of
+from dialoop_services.trainer.job.state import JobParts
+from dialoop_services.trainer.job.status import StatusBoard
+from dialoop_services.trainer.learner.ranked_learner import ParallelLearner
+from dialoop_services.trainer.learner.ranks import RankSettings, joined, leave_stopping_to_the_first
+from dialoop_services.trainer.publish.publisher import Publisher
+from dialoop_services.trainer.records.records import RunRecords
+from dialoop_services.trainer.records.trackers import trackers_of
+from dialoop_services.trainer.recovery.checkpoint import Checkpoints
+from dialoop_services.trainer.servicer import TrainerServicer
+from dialoop_services.trainer.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from dialoop.clients.channel import Channel
+
+    from dialoop_services.runtime.hosting import Host, Server
+
+log = logging.getLogger(__name__)
+
+# A queue that restarts is waited for until each call's deadline: a trainer that gave up sooner
+# would lose the train steps since its checkpoint.
+_PATIENT = RetryPolicy(max_attempts=1000)
+
+
+def main() -> None:
+    """One rank of the trainer, to its end; the first one is the service."""
+    found, settings = load(RankSettings), load(TrainerSettings)
+    with joined(found, settings) as ranks:
+        learner = ParallelLearner(ranks)
+        if ranks.is_first:
+            with closing(learner):
+                asyncio.run(serve(settings, learner))
+        else:
+            configure_logs(f"trainer-{ranks.rank}")
+            leave_stopping_to_the_first()
+            learner.serve()
+
+
+async def serve(settings: TrainerSettings, learner: ParallelLearner) -> None:
+    """Train to the end, then stay to be asked until told to stop."""
+    await serve_in(OwnProcess(settings), settings, learner)
+
+
+async def serve_in(
+    host: Host, settings: TrainerSettings, learner: ParallelLearner | None = None
+) -> None:
+    """Train to the end, then stay to be asked until the host says stop; by default alone."""
+    settings = settings.require_consistent()
+    builder = _builder(settings)
+    warm_start = _warm_start(settings, builder)
+    supervised = demonstration_set(settings, builder) if settings.mode == "sft" else None
+    if supervised is not None:
+        settings = with_steps_of(settings, supervised)
+    learner = learner or ParallelLearner()
+    await asyncio.to_thread(learner.make, settings)
+    records = RunRecords(
+        settings.run_dir,
+        max_trajectory_bytes=settings.max_trajectories_mb * 1_000_000,
+        trackers=trackers_of(settings),
+    )
+    board = StatusBoard()
+    async with AsyncExitStack() as exits:
+        exits.callback(records.close)
+
+        async def open_channel(address: str, retry: RetryPolicy | None = None) -> Channel:
+            return await exits.enter_async_context(host.connect(address, retry=retry))
+
+        replay = ReplayClient(await open_channel(settings.replay_address, _PATIENT))
+        environment = EnvironmentClient(await open_channel(settings.environment_address))
+        replicas = [InferenceClient(await open_channel(a)) for a in settings.inference_addresses]
+        placement = placement_of(settings, learner, replicas)
+        exits.push_async_callback(placement.leave)
+        publisher = Publisher(settings, learner, replicas, replay, placement)
+        parts = JobParts(
+            learner=learner,
+            demonstrations=warm_start,
+            replay=replay,
+            publisher=publisher,
+            evaluator=Evaluator(settings.run, environment, replay, records),
+            checkpoints=Checkpoints(settings.run_dir),
+            records=records,
+            board=board,
+            placement=placement,
+        )
+        job = TrainingJob(settings, parts, supervised)
+        servicer = TrainerServicer(settings, job, board, records, learner.num_parameters)
+        server = host.server
+        server.add(add_TrainerServiceServicer_to_server, servicer, "dialoop.v1.TrainerService")
+        keeping_up = asyncio.create_task(publisher.keep_up())
+        exits.callback(keeping_up.cancel)
+        async with server:
+            await _run_until_stopped(server, job, board, drain_s=settings.drain_s)
+
+
+async def _run_until_stopped(
+    server: Server, job: TrainingJob, board: StatusBoard, *, drain_s: float
+) -> None:
+    """Run the job beside the server; a failed job ends the process, so that it is restarted.
+
+    A stopped one ends its train step, saves and gives its leases back, within the drain time.
+    """
+    running = asyncio.ensure_future(job.run())
+    stopping = asyncio.ensure_future(server.wait_until_stopped())
+    await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if running.done() and running.exception() is not None:
+        board.fail(running.exception())
+        stopping.cancel()
+        await running
+    if not running.done():
+        await stopping
+        board.stop()
+        await asyncio.wait({running}, timeout=drain_s)
+    if not running.done():
+        log.warning("The job did not stop within the drain time.", extra={"drain_s": drain_s})
+        running.cancel()
+        await asyncio.wait({running})
+    elif running.exception() is not None:
+        log.error("The job failed while it stopped.", exc_info=running.exception())
+    await stopping
+
+
+def with_steps_of(settings: TrainerSettings, supervised: DemonstrationSet) -> TrainerSettings:
+    """The settings with as many train steps as their epochs have."""
+    if not settings.sft.num_epochs:
+        return settings
+    num_steps = settings.sft.num_epochs * supervised.steps_per_epoch
+    return settings.model_copy(update={"num_train_steps": num_steps})
+
+
+def _builder(settings: TrainerSettings) -> TokenBuilder:
+    tokenizer = Tokenizer.from_directory(settings.model_dir)
+    return TokenBuilder(tokenizer, ChatTemplate.of(tokenizer))
+
+
+def _warm_start(settings: TrainerSettings, builder: TokenBuilder) -> Demonstrations | None:
+    """Read what a warm start needs before anything heavy is loaded."""
+    if not settings.warm_start_steps:
+        return None
+    demonstrate, stop = demonstrator(settings, builder)
+    return Demonstrations(
+        demonstrate,
+        builder,
+        stop=stop,
+        batch_size=settings.warm_start_batch_size,
+        seed=settings.seed,
+    )
+
+
+if __name__ == "__main__":
+    run_blocking(main, name="trainer")

@@ -1,0 +1,89 @@
+"""Demonstrations for the SFT warm start, rendered by the same path as rollouts."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import TYPE_CHECKING
+
+from dialoop.environments import ChatEnv, load_environment
+from dialoop.errors import InvalidConfig
+
+from dialoop_services.trainer.data.demonstration_files import fitting_demonstrations
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Self
+
+    from dialoop.chat import History
+    from dialoop.sequences import Sequence
+    from dialoop.tokens.builder import TokenBuilder
+
+    from dialoop_services.trainer.settings import TrainerSettings
+
+    Demonstrator = Callable[[random.Random], History]
+
+
+class Demonstrations:
+    """Endless batches of demonstrations as token rows; the same seed gives the same batches."""
+
+    def __init__(
+        self,
+        demonstrate: Demonstrator,
+        builder: TokenBuilder,
+        *,
+        stop: tuple[str, ...],
+        batch_size: int,
+        seed: int,
+    ) -> None:
+        self._demonstrate = demonstrate
+        self._builder = builder
+        self._stop = stop
+        self._batch_size = batch_size
+        self._random = random.Random(seed)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> list[Sequence]:
+        return [self._builder.demonstration(shown, stop=self._stop) for shown in self._shown()]
+
+    def skip(self, num_batches: int) -> None:
+        """Pass over batches that an earlier process has trained, without rendering them."""
+        for _ in range(num_batches):
+            self._shown()
+
+    def _shown(self) -> list[History]:
+        return [self._demonstrate(self._random) for _ in range(self._batch_size)]
+
+
+def demonstrator(
+    settings: TrainerSettings, builder: TokenBuilder
+) -> tuple[Demonstrator, tuple[str, ...]]:
+    """What shows the way, and the strings that end a message in that environment."""
+    use = settings.environment_use or settings.environment
+    environment = load_environment(use, settings.environment_options)
+    if settings.warm_start_file is not None:
+        render = partial(builder.demonstration, stop=environment.traits.stop)
+        histories = fitting_demonstrations(settings.warm_start_file, render, settings)
+        return lambda generator: generator.choice(histories), environment.traits.stop
+    if not isinstance(environment, ChatEnv) or environment.demonstrate is None:
+        raise no_demonstrations(
+            environment.name, remedy="Name a warm_start_file, or set warm_start_steps to 0."
+        )
+    tasks, split = environment.tasks, settings.warm_start_split
+    keys = tasks.keys(split)
+
+    def demonstrate(generator: random.Random) -> History:
+        return environment.demonstration(tasks.get(split, generator.choice(keys)), generator)
+
+    return demonstrate, environment.traits.stop
+
+
+def no_demonstrations(environment: str, *, remedy: str) -> InvalidConfig:
+    """The error of an environment that cannot show what to do."""
+    return InvalidConfig(
+        f"The environment {environment} demonstrates nothing.",
+        reason="NO_DEMONSTRATIONS",
+        remedy=remedy,
+    )

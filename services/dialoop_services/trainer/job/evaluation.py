@@ -1,0 +1,216 @@
+"""Evaluation through the same services as training: offer, wait, count."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, Task, Trajectory
+
+from dialoop_services.runtime.retry import Patience, patiently
+from dialoop_services.trainer.data.leases import WORKER
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from dialoop.clients.environment import EnvironmentClient, TaskPage
+    from dialoop.clients.replay import ReplayClient
+    from dialoop.sequences import PolicyVersion
+
+    from dialoop_services.trainer.records.records import RunRecords
+    from dialoop_services.trainer.settings import TrainerSettings
+
+_OFFER, _WAIT_S, _LEASE_S = 256, 2.0, 60.0
+_PREFIX = "evaluation/"
+_ABANDONED = "abandoned"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationPlan:
+    """What to evaluate: the first `num_tasks` of a split, each `num_trajectories` times."""
+
+    environment: str
+    split: str
+    num_tasks: int
+    sampling: SamplingParams
+    label: str
+    num_trajectories: int = 1
+
+    @classmethod
+    def full(cls, settings: TrainerSettings, label: str, *, temperature: float) -> Self:
+        """The held-out split, as before and after training."""
+        return cls(
+            environment=settings.environment,
+            split=settings.heldout_split,
+            num_tasks=settings.num_evaluation_tasks,
+            sampling=SamplingParams(
+                temperature=temperature, max_new_tokens=settings.max_new_tokens
+            ),
+            label=label,
+        )
+
+    @classmethod
+    def running(cls, settings: TrainerSettings) -> Self:
+        """A part of the held-out split, while training goes on."""
+        plan = cls.full(settings, "running", temperature=1.0)
+        return replace(plan, num_tasks=min(plan.num_tasks, settings.num_running_evaluation_tasks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Means over trajectories; failed tasks are counted, not scored."""
+
+    mean_reward: float
+    tool_call_rate: float
+    num_trajectories: int
+    num_failed: int
+    oldest: PolicyVersion | None
+    newest: PolicyVersion | None
+
+    def row(self) -> dict[str, float | str | None]:
+        """As it is written to metrics.jsonl."""
+        row = asdict(self)
+        return row | {"oldest": str(self.oldest or ""), "newest": str(self.newest or "")}
+
+
+class Evaluator:
+    """Offers EVALUATION tasks, which collectors play first, and gathers their groups."""
+
+    def __init__(
+        self, run: str, environment: EnvironmentClient, replay: ReplayClient, records: RunRecords
+    ) -> None:
+        self._run = run
+        self._environment = environment
+        self._replay = replay
+        self._records = records
+        self._patience = Patience()
+        # Groups that arrived, by the prefix of the running evaluation they are of.
+        self._arrived: dict[str, list[Group]] = {}
+
+    async def evaluate(self, plan: EvaluationPlan, *, train_step: int) -> Evaluation:
+        """Play the plan's tasks under whatever policy is live and return the means."""
+        prefix = f"{_PREFIX}{plan.label}/{uuid.uuid4().hex[:8]}/"
+        self._arrived[prefix] = []
+        try:
+            trajectories, num_failed = await self._played(plan, prefix)
+        finally:
+            del self._arrived[prefix]
+        await asyncio.to_thread(
+            self._records.trajectories,
+            trajectories,
+            outcome="evaluation",
+            label=plan.label,
+            train_step=train_step,
+        )
+        return _summarise(trajectories, num_failed)
+
+    async def drop_held(self) -> None:
+        """Drop what a killed trainer of this run had leased, or was handed when it was dead.
+
+        Nobody counts those groups: the evaluations they are of are done anew. What nobody has
+        leased yet is swept up by `_take`.
+        """
+        held = await patiently(
+            lambda: self._replay.list_leases(self._run, Stage.EVALUATION, worker=WORKER),
+            self._patience,
+        )
+        await self._replay.drop(self._run, held, _ABANDONED)
+
+    async def _played(self, plan: EvaluationPlan, prefix: str) -> tuple[list[Trajectory], int]:
+        """The plan's trajectories, and how many tasks gave none."""
+        tasks = await self._tasks(plan, prefix)
+        for start in range(0, len(tasks), _OFFER):
+            await self._offer(tasks[start : start + _OFFER])
+        trajectories: list[Trajectory] = []
+        num_failed, num_open = 0, len(tasks)
+        while num_open > 0:
+            groups = await self._take(prefix)
+            trajectories.extend(t for group in groups for t in group.trajectories)
+            num_open -= len(groups)
+            if not groups and num_open and await self._nothing_live():
+                num_failed, num_open = num_open, 0
+        return trajectories, num_failed
+
+    async def _offer(self, tasks: list[Task]) -> None:
+        await patiently(lambda: self._replay.offer_tasks(self._run, tasks), self._patience)
+
+    async def _tasks(self, plan: EvaluationPlan, prefix: str) -> list[Task]:
+        tasks: list[Task] = []
+        token = ""
+        while len(tasks) < plan.num_tasks:
+            page = await self._page(plan, token, min(1000, plan.num_tasks - len(tasks)))
+            tasks.extend(
+                Task(
+                    task_id=f"{prefix}{ref.key}",
+                    environment=plan.environment,
+                    split=plan.split,
+                    key=ref.key,
+                    seed=ref.seed,
+                    purpose=Purpose.EVALUATION,
+                    num_trajectories=plan.num_trajectories,
+                    sampling=plan.sampling,
+                )
+                for ref in page.tasks
+            )
+            token = page.next_page_token
+            if not token:
+                break
+        return tasks
+
+    async def _page(self, plan: EvaluationPlan, token: str, size: int) -> TaskPage:
+        return await patiently(
+            lambda: self._environment.list_tasks(
+                plan.environment,
+                split=plan.split,
+                page_size=size,
+                page_token=token,
+                one_epoch=True,
+            ),
+            self._patience,
+        )
+
+    async def _take(self, prefix: str) -> list[Group]:
+        """What arrived of one evaluation; groups of one that nobody waits for are dropped."""
+        leased = await self._replay.lease_groups(
+            self._run,
+            Stage.EVALUATION,
+            worker=WORKER,
+            max_groups=_OFFER,
+            lease_s=_LEASE_S,
+            wait_s=_WAIT_S,
+            task_id_prefix=_PREFIX,
+        )
+        waiting = [(lease, self._waits_for(lease.group)) for lease in leased.leases]
+        taken = [lease.lease_id for lease, arrived in waiting if arrived is not None]
+        abandoned = [lease.lease_id for lease, arrived in waiting if arrived is None]
+        await self._replay.acknowledge(self._run, taken)
+        for lease, arrived in waiting:
+            if arrived is not None:
+                arrived.append(lease.group)
+        await self._replay.drop(self._run, abandoned, _ABANDONED)
+        groups, self._arrived[prefix] = self._arrived[prefix], []
+        return groups
+
+    def _waits_for(self, group: Group) -> list[Group] | None:
+        """Where the running evaluation collects that the group is of, if there is one."""
+        task_id = group.task.task_id
+        return next((kept for own, kept in self._arrived.items() if task_id.startswith(own)), None)
+
+    async def _nothing_live(self) -> bool:
+        """Whether the missing groups were all dropped: what others left is swept up by `_take`."""
+        return not (await self._replay.get_stats(self._run)).evaluation.num_open
+
+
+def _summarise(trajectories: list[Trajectory], num_failed: int) -> Evaluation:
+    versions = [v for t in trajectories for v in t.policy_versions]
+    count = max(1, len(trajectories))
+    return Evaluation(
+        mean_reward=sum(t.reward for t in trajectories) / count,
+        tool_call_rate=sum(t.num_tool_calls > 0 for t in trajectories) / count,
+        num_trajectories=len(trajectories),
+        num_failed=num_failed,
+        oldest=min(versions, default=None),
+        newest=max(versions, default=None),
+    )

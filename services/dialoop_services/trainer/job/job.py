@@ -1,0 +1,260 @@
+"""The job: warm start, publish, evaluate, train, publish, ..., evaluate.
+
+    warm start -> publish -> evaluate -+-> lease a batch -> train step -> publish -+-> evaluate
+                                       |                                           |
+                                       +<------ checkpoint, then acknowledge <-----+
+
+The queue hands out work as soon as the first publish announced a policy, so collectors are already
+playing while the first evaluation runs. SFT takes its batches from demonstrations instead, and
+publishes when it evaluates and at its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from dialoop.clients.trainer import Phase
+from dialoop.errors import DialoopError
+
+from dialoop_services.trainer.job.early_stop import EarlyStop
+from dialoop_services.trainer.job.evaluation import Evaluation, EvaluationPlan
+from dialoop_services.trainer.job.state import JobParts, Standing
+from dialoop_services.trainer.job.supervised import SupervisedSteps, WarmStart
+from dialoop_services.trainer.job.train_steps import TrainSteps
+from dialoop_services.trainer.recovery.recovery import Redo
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+    from pathlib import Path
+
+    from dialoop_services.trainer.data.demonstration_set import DemonstrationSet
+    from dialoop_services.trainer.publish.publisher import Published
+    from dialoop_services.trainer.settings import TrainerSettings
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Steps(Protocol):
+    """A kind of training, one step at a time."""
+
+    async def next_step(self) -> Callable[[], Awaitable[None]] | None:
+        """Wait for what the next step needs; the step, or None when the job stops."""
+
+
+class TrainingJob:
+    """Runs the phases in order; one instance per process, driven by one task."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        parts: JobParts,
+        demonstrations: DemonstrationSet | None = None,
+    ) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._board = parts.board
+        self._standing = Standing(settings, parts)
+        self._warm_start = WarmStart(settings, parts, self._standing)
+        self._supervised: SupervisedSteps | None = None
+        steps = TrainSteps(settings, parts, self._standing)
+        self._redo = Redo(settings, parts, self._standing, steps)
+        self._steps: Steps = steps
+        if demonstrations is not None:
+            supervised = SupervisedSteps(settings, parts, self._standing, demonstrations)
+            self._steps = self._supervised = supervised
+        self._asked_for: set[asyncio.Task[Any]] = set()
+
+    async def run(self) -> None:
+        """Run to the end and write trainer.json, or to the next step once the job is stopped."""
+        phases = (self._begin, self._evaluate_before, self._train, self._evaluate_after)
+        for phase in phases:
+            await phase()
+            if self._board.is_stopping:
+                await self._standing.stand_down()
+                return
+        num_parameters = self._parts.learner.num_parameters
+        result = self._standing.progress.result()
+        self._parts.records.write_result({**result, "num_parameters": num_parameters})
+        self._board.phase = Phase.DONE
+
+    async def publish(self) -> Published:
+        """Publish the present weights as a new version, between train steps."""
+        return await self._to_the_end(self._standing.publish_next)
+
+    async def checkpoint(self) -> Path:
+        """Save everything between train steps, then acknowledge what the checkpoint contains."""
+        return await self._to_the_end(self._standing.checkpoint)
+
+    async def _to_the_end(self, act: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Act between train steps; a caller who leaves must not leave half of it behind."""
+
+        async def act_alone() -> T:
+            async with self._standing.between_steps:
+                return await act()
+
+        acting = asyncio.create_task(act_alone())
+        self._asked_for.add(acting)
+        acting.add_done_callback(self._asked_for.discard)
+        return await asyncio.shield(acting)
+
+    async def evaluate(self, plan: EvaluationPlan, *, due: int | None = None) -> Evaluation:
+        """Evaluate the live policy and record the result under the plan's label.
+
+        `due` is the train step after which it was to be done, where that is known again later.
+        """
+        async with self._parts.placement.engines_awake(self._standing.between_steps):
+            step = self._standing.progress.num_train_steps
+            result = await self._parts.evaluator.evaluate(plan, train_step=step)
+        row = result.row() | ({} if due is None else {"due_train_step": due})
+        self._parts.records.metric(
+            "evaluation",
+            train_step=step,
+            policy_version=result.newest,
+            label=plan.label,
+            **row,
+        )
+        return result
+
+    async def _begin(self) -> None:
+        """Restore, or warm start and publish; before it there is nothing to publish or save."""
+        standing = self._standing
+        async with standing.between_steps:
+            if await standing.restore():
+                with standing.phase(Phase.EVALUATING, "publish_restored"):
+                    await self._redo.run()
+                standing.settle_recorded_evaluations()
+            with standing.phase(Phase.WARM_START, "warm_start"):
+                await self._warm_start.run()
+            if not (standing.progress.num_policy_versions or self._board.is_stopping):
+                with standing.phase(Phase.EVALUATING, "publish_first"):
+                    await standing.publish_first()
+        if not self._board.is_stopping:
+            await self._unless_stopped(self._parts.evaluator.drop_held())
+
+    async def _train(self) -> None:
+        with self._standing.phase(Phase.TRAINING, "train"):
+            async with self._standing.held.kept(), asyncio.TaskGroup() as background:
+                await self._begin_evaluating(background, *self._standing.progress.due_evaluations)
+                while self._goes_on():
+                    await self._board.wait_while_paused()
+                    step = await self._steps.next_step()
+                    # Whoever paused meanwhile wants no step to start; the leases are kept.
+                    await self._board.wait_while_paused()
+                    if step is not None and not self._board.is_stopping:
+                        await self._take(step, background)
+            if self._board.is_stopping:
+                return
+            if self._supervised is not None:
+                async with self._standing.between_steps:
+                    await self._supervised.heldout_loss()
+                await self.publish()
+            await self.checkpoint()
+
+    def _goes_on(self) -> bool:
+        progress = self._standing.progress
+        is_left = progress.num_train_steps < self._settings.num_train_steps
+        return is_left and not (self._board.is_stopping or progress.stopped_early)
+
+    async def _take(
+        self, step: Callable[[], Awaitable[None]], background: asyncio.TaskGroup
+    ) -> None:
+        """One step, and what is due after it."""
+        standing = self._standing
+        since = standing.progress.num_train_steps
+        async with standing.between_steps:
+            await step()
+            to_evaluate = standing.is_due(self._settings.evaluate_every, since=since)
+            if to_evaluate and self._supervised is not None:
+                await self._evaluate_supervised(self._supervised)
+            due = standing.owe_evaluation(since=since)
+            # Last: what it holds is not evaluated again, and SFT has no journal to say the result.
+            if standing.is_due(self._settings.checkpoint_every, since=since):
+                await standing.checkpoint()
+        if due is not None:
+            await self._begin_evaluating(background, due)
+
+    async def _begin_evaluating(self, background: asyncio.TaskGroup, *due: int) -> None:
+        """Evaluations for the curve, also those that a killed trainer did not end."""
+        evaluating = background.create_task(self._evaluate_all(due))
+        if self._parts.placement.is_shared:
+            await evaluating  # while it runs the device is the engines'
+
+    async def _evaluate_all(self, due: tuple[int, ...]) -> None:
+        for train_step in due:
+            await self._evaluate_while_training(train_step)
+
+    async def _evaluate_supervised(self, supervised: SupervisedSteps) -> None:
+        """The loss of held-out demonstrations; and a publish, where tasks are evaluated on."""
+        loss = await supervised.heldout_loss()
+        if self._settings.num_evaluation_tasks:
+            await self._standing.publish_next()
+        elif loss is not None:
+            EarlyStop.of(self._settings).observe(-loss, self._standing.progress)
+
+    async def _evaluate_while_training(self, due: int) -> None:
+        """The one that is due after that train step; where it fails training goes on without."""
+        plan, judged = EvaluationPlan.running(self._settings), None
+        try:
+            found = await self._unless_stopped(self.evaluate(plan, due=due))
+        except DialoopError as error:
+            log.warning("A running evaluation failed.", extra={"reason": error.reason})
+        else:
+            if found is None:  # the next process finds it due
+                return
+            judged = found.mean_reward if found.num_trajectories else None
+        async with self._standing.between_steps:
+            self._standing.settle_evaluation(due, judged=judged)
+            if self._supervised is not None and judged is not None:
+                # There is no journal to say it, and the step's checkpoint is older.
+                await self._standing.checkpoint()
+
+    async def _evaluate_before(self) -> None:
+        """Evaluate the first policy, and save that before a step is taken from it.
+
+        A restart may begin with steps in its weights, and those are never evaluated as "before".
+        """
+        if self._standing.progress.num_train_steps:
+            return
+        known = len(self._standing.progress.evaluations)
+        with self._standing.phase(Phase.EVALUATING, "evaluate_before"):
+            await self._unless_stopped(self._evaluate_both("before"))
+            is_new = len(self._standing.progress.evaluations) > known
+            if is_new and not self._board.is_stopping:  # a job that stops saves anyway
+                await self.checkpoint()
+
+    async def _evaluate_after(self) -> None:
+        with self._standing.phase(Phase.EVALUATING, "evaluate_after"):
+            await self._unless_stopped(self._evaluate_both("after"))
+
+    async def _evaluate_both(self, when: str) -> None:
+        """Greedy and sampled accuracy on the held-out split, once per run."""
+        evaluations = self._standing.progress.evaluations
+        for how, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+            label = f"{when}_{how}"
+            if self._settings.num_evaluation_tasks and label not in evaluations:
+                result = await self.evaluate(
+                    EvaluationPlan.full(self._settings, label, temperature=temperature)
+                )
+                evaluations[label] = {
+                    "mean_reward": result.mean_reward,
+                    "tool_call_rate": result.tool_call_rate,
+                    "num_trajectories": result.num_trajectories,
+                    "num_failed": result.num_failed,
+                }
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Its result, or None when the job is stopped before it ends."""
+        working = asyncio.create_task(work)
+        stopping = asyncio.create_task(self._board.wait_until_stopping())
+        try:
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            if not working.done():
+                working.cancel()
+                await asyncio.wait({working})
+        return None if working.cancelled() else working.result()

@@ -1,0 +1,118 @@
+"""`python -m dialoop_services.trainer.learner.launch 4`: four trainer processes here.
+
+They end together: told to stop, the first one finishes its step and saves; when one is lost, all
+are ended and this process exits non-zero, so that whoever started it starts them anew. torchrun
+does the same over several machines, and leaves its store open to all of them; here ranks meet in a
+file that only this user reads, and speak over the loopback interface.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dialoop_services.runtime.process import PARENT_VARIABLE, die_with_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+
+_POLL_S = 0.1
+_LAST_WORDS_S = 5.0
+_CONFIG_ERROR = 2
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+class Launch:
+    """The processes, from start to end.
+
+    Those that have lost one have `last_words_s` to notice by themselves and say so.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        num_ranks: int,
+        folder: Path,
+        *,
+        last_words_s: float = _LAST_WORDS_S,
+    ) -> None:
+        self._last_words_s = last_words_s
+        self._command = tuple(command)
+        self._folder = folder
+        self._is_stopping = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        for rank in range(num_ranks):
+            self._ranks.append(self._start(rank, num_ranks))
+
+    def wait(self) -> int:
+        """Wait until they have ended, or one has: then end the others. The exit code of all."""
+        was_told = False
+        while all(rank.poll() is None for rank in self._ranks):
+            if self._is_stopping and not was_told:
+                self._ranks[0].terminate()
+                was_told = True
+            time.sleep(_POLL_S)
+        lost = [number for number, rank in enumerate(self._ranks) if rank.poll()]
+        self._end_the_others()
+        codes = [rank.returncode for rank in self._ranks]
+        if self._is_stopping and codes[0] in (0, -signal.SIGTERM):
+            return 0
+        for number in lost:
+            if codes[number] < 0:
+                self._say(f"Rank {number} was ended by signal {-codes[number]}.")
+        if _CONFIG_ERROR in codes:
+            return _CONFIG_ERROR
+        return 1 if any(codes) else 0
+
+    def _start(self, rank: int, size: int) -> subprocess.Popen[bytes]:
+        variables = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "DIALOOP_RENDEZVOUS": f"file://{self._folder / 'store'}",
+            "GLOO_SOCKET_IFNAME": _LOOPBACK,
+            "NCCL_SOCKET_IFNAME": _LOOPBACK,
+            PARENT_VARIABLE: str(os.getpid()),
+        }
+        return subprocess.Popen(self._command, env=os.environ | variables)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._is_stopping = True
+
+    def _end_the_others(self) -> None:
+        """Only the first rank has anything to lose, and it saves before it exits."""
+        deadline = time.monotonic() + self._last_words_s
+        while any(rank.poll() is None for rank in self._ranks) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        for rank in self._ranks:
+            if rank.poll() is None:
+                rank.kill()
+            rank.wait()
+
+    def _say(self, what: str) -> None:
+        sys.stderr.write(
+            f"dialoop trainer: {what} The others were ended with it. "
+            "Resume all ranks from the last checkpoint.\n"
+        )
+
+
+def main() -> None:
+    """Run as many processes as the first argument says."""
+    die_with_parent()
+    command = (sys.executable, "-m", "dialoop_services.trainer")
+    with tempfile.TemporaryDirectory(prefix="dialoop-ranks-") as folder:
+        code = Launch(command, int(sys.argv[1]), Path(folder)).wait()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

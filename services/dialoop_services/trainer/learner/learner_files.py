@@ -1,0 +1,215 @@
+"""What a learner writes and reads: the policy's weights, and all that a checkpoint keeps of it.
+
+Everything here is collective: all ranks call it, the first one writes (of a sharded checkpoint each
+its own part), and every rank reads by itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from dialoop.clients.weights import WeightsKind
+from dialoop.errors import InvalidConfig
+from safetensors.torch import load_file, save_file
+
+from dialoop_services.learning.lora.base_weights import BASE_DIGEST, BaseWeights, require_base
+from dialoop_services.learning.lora.layers import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    adapter_tensors,
+    has_lora,
+    load_adapter,
+    merged_tensors,
+    save_adapter_config,
+)
+from dialoop_services.learning.parallel.parallel_state import (
+    cut,
+    gathered,
+    gathered_optimizer,
+    gathered_weights,
+    load_optimizer,
+    load_sharded,
+    load_weights,
+    save_sharded,
+)
+from dialoop_services.learning.parallel.ranks import ALONE, Ranks, reshard
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Mapping
+
+    from dialoop_services.learning.model.policy import PolicyModel
+    from dialoop_services.learning.optim import GuardedOptimizer
+
+WEIGHTS, _STATE, _PARTS = "model.safetensors", "learner.pt", "parts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedWeights:
+    """A safetensors file of the whole policy, or of the adapter that the base needs to be it."""
+
+    path: Path
+    sha256: str
+    num_bytes: int
+    kind: WeightsKind = WeightsKind.WHOLE
+    adapter_config_json: str = ""
+    base_digest: str = ""
+
+
+class LearnerFiles:
+    """Writes and reads a policy, its optimisers by name, and the random state."""
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        optimizers: Mapping[str, GuardedOptimizer],
+        orders: random.Random,
+        *,
+        model_dir: Path,
+        is_sharded: bool = False,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self._policy = policy
+        self._optimizers = dict(optimizers)
+        self._orders = orders
+        self._model_dir = model_dir
+        self._is_sharded = is_sharded
+        self._ranks = ranks
+        self._base_digest = ""
+
+    def export(self, path: Path) -> ExportedWeights:
+        """Write the weights as they are now; the file appears whole or not at all.
+
+        With LoRA a file of PEFT's name is the adapter alone, in a directory that PEFT loads.
+        """
+        is_adapter = path.name == ADAPTER
+        tensors = self._adapter() if is_adapter else self._whole_weights()
+        facts = b""
+        if self._ranks.is_first:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            said = self._write_adapter_config(path.parent) if is_adapter else {}
+            temporary = path.with_suffix(".tmp")
+            # One entry: safetensors writes several in any order, and bytes would differ.
+            metadata = {BASE_DIGEST: said["base_digest"]} if is_adapter else {"format": "pt"}
+            save_file(tensors, temporary, metadata=metadata)
+            temporary.replace(path)
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            facts = json.dumps(
+                {"sha256": digest, "num_bytes": path.stat().st_size, **said}
+            ).encode()
+        kind = WeightsKind.ADAPTER if is_adapter else WeightsKind.WHOLE
+        return ExportedWeights(path=path, kind=kind, **json.loads(self._ranks.broadcast(facts)))
+
+    def load_weights(self, path: Path) -> None:
+        """Take weights that `export` wrote; InvalidConfig when they are another model's."""
+        complaint = f"{path.parent.name} is not of the model in {self._model_dir}"
+        load_weights(self._policy, load_file(path), complaint=complaint)
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint into a directory: weights (with LoRA adapters), optimisers, random."""
+        if self._is_sharded:
+            save_sharded(directory / _PARTS, self._policy, self._optimizers, self._ranks)
+            state: dict[str, Any] = {}
+        else:
+            self._save_weights(directory)
+            state = {n: gathered_optimizer(o, self._ranks) for n, o in self._optimizers.items()}
+        if self._ranks.is_first:
+            facts = {
+                "torch_random": torch.get_rng_state(),
+                "python_random": repr(self._orders.getstate()),
+            }
+            if has_lora(self._policy.causal_lm):
+                facts[BASE_DIGEST] = self._digest_of_base()
+            torch.save({**state, **facts}, directory / _STATE)
+        self._ranks.gather(None)  # whoever goes on may rely on the files
+
+    def restore(self, directory: Path) -> None:
+        """Go on as if never stopped, from what any number of ranks saved, whole or in parts.
+
+        InvalidConfig when it is another model's.
+        """
+        self.require_readable(directory)
+        state: dict[str, Any] = torch.load(
+            directory / _STATE, map_location="cpu", weights_only=True, mmap=True
+        )
+        if base := state.get(BASE_DIGEST, ""):  # checkpoints of before said none
+            require_base(self._digest_of_base(), base)
+        if (directory / _PARTS).is_dir():
+            load_sharded(directory / _PARTS, self._policy, self._optimizers, self._ranks)
+        else:
+            self._restore_weights(directory)
+            for name, one in self._optimizers.items():
+                load_optimizer(one, state[name])
+        torch.set_rng_state(state["torch_random"].clone())
+        self._orders.setstate(ast.literal_eval(state["python_random"]))
+
+    def require_readable(self, directory: Path) -> None:
+        """InvalidConfig when this rank does not see the checkpoint, or it is of another kind."""
+        if not (directory / _STATE).is_file():
+            raise InvalidConfig(
+                f"There is no checkpoint in {directory.name}.",
+                reason="NO_CHECKPOINT",
+                remedy="Put the run's directory where every rank of the trainer reads it.",
+            )
+        is_adapter = (directory / ADAPTER).is_file()
+        is_whole = (directory / WEIGHTS).is_file()
+        if (is_adapter or is_whole) and is_adapter != has_lora(self._policy.causal_lm):
+            raise InvalidConfig(
+                f"The checkpoint {directory.name} is {'' if is_adapter else 'not '}one of LoRA.",
+                reason="WEIGHTS_MISMATCH",
+                remedy="Resume with the lora_rank the run was started with.",
+            )
+
+    def _save_weights(self, directory: Path) -> None:
+        """What is trained: the weights, or with LoRA a PEFT directory."""
+        model = self._policy.causal_lm
+        if not has_lora(model):
+            self.export(directory / WEIGHTS)
+            return
+        self.export(directory / ADAPTER)
+
+    def _restore_weights(self, directory: Path) -> None:
+        model = self._policy.causal_lm
+        if not has_lora(model):
+            self.load_weights(directory / WEIGHTS)
+            return
+        own = adapter_tensors(model)
+        tensors = load_file(directory / ADAPTER)
+        load_adapter(model, {name: cut(tensor, own.get(name)) for name, tensor in tensors.items()})
+
+    def _write_adapter_config(self, directory: Path) -> dict[str, str]:
+        """What the adapter is of: its config, which is left beside it, and its base's digest."""
+        save_adapter_config(self._policy.causal_lm, directory, base=self._model_dir)
+        config = (directory / ADAPTER_CONFIG).read_text("utf-8")
+        return {"adapter_config_json": config, "base_digest": self._digest_of_base()}
+
+    def _digest_of_base(self) -> str:
+        if not self._base_digest:
+            self._base_digest = BaseWeights.of(self._model_dir).digest()
+        return self._base_digest
+
+    def _adapter(self) -> dict[str, torch.Tensor]:
+        """The adapters by PEFT's names; {} on later ranks."""
+        reshard(self._policy)
+        return gathered(adapter_tensors(self._policy.causal_lm), self._ranks)
+
+    def _whole_weights(self) -> dict[str, torch.Tensor]:
+        """The policy's parameters by their Hugging Face names, adapters merged; {} on later ranks.
+
+        A tied head is not repeated.
+        """
+        model = self._policy.causal_lm
+        if not has_lora(model):
+            return gathered_weights(self._policy, self._ranks)
+        reshard(self._policy)
+        merged = merged_tensors(model)
+        if model.config.tie_word_embeddings:
+            merged.pop("lm_head.weight", None)
+        return gathered(merged, self._ranks)

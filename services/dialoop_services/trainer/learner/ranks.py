@@ -1,0 +1,75 @@
+"""Which of the trainer's processes this one is, as torchrun or `launch.py` says."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from dialoop.errors import InvalidConfig
+from pydantic import Field
+
+from dialoop_services.learning.parallel.ranks import Ranks, joined_ranks
+from dialoop_services.runtime.settings import StrictSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dialoop_services.trainer.settings import TrainerSettings
+
+
+class RankSettings(StrictSettings):
+    """torchrun's variables; without them this process trains alone."""
+
+    rank: int = Field(default=0, ge=0)
+    """Number of this process among all."""
+    world_size: int = Field(default=1, ge=1)
+    """How many there are."""
+    local_rank: int = Field(default=0, ge=0)
+    """Number of this process on its machine: that of its CUDA device."""
+    rendezvous: str = Field(default="env://", validation_alias="DIALOOP_RENDEZVOUS")
+    """Where they meet: torchrun's MASTER_ADDR and MASTER_PORT, or `file:///...` on one machine."""
+
+
+@contextmanager
+def joined(found: RankSettings, settings: TrainerSettings) -> Iterator[Ranks]:
+    """Join the other processes, and leave them on every path.
+
+    InvalidConfig before that for a device that is not there.
+    """
+    device = settings.device
+    if device == "cuda":
+        _require_cuda_devices(found.local_rank + 1)
+    if found.world_size > 1 and settings.device_lock is not None:
+        raise InvalidConfig(
+            f"{found.world_size} processes train on a device that is shared with the engine.",
+            reason="SHARED_DEVICE",
+            remedy="Set num_processes to 1, or give the trainer devices of its own.",
+        )
+    if device == "cuda" and found.world_size > 1:
+        device = f"cuda:{found.local_rank}"  # type: ignore[assignment]
+    with joined_ranks(
+        rank=found.rank,
+        size=found.world_size,
+        device=torch.device(device),
+        init_method=found.rendezvous,
+    ) as ranks:
+        yield ranks
+
+
+def leave_stopping_to_the_first() -> None:
+    """Ignore what stops a service: the first rank ends its step, saves, and closes the others."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _require_cuda_devices(number: int) -> None:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < number:
+        raise InvalidConfig(
+            f"The trainer's device is cuda, and this machine has {count or 'no'} CUDA device"
+            f"{'' if count < 2 else 's'} for {number}.",
+            reason="NEEDS_CUDA",
+            remedy='Set device = "cpu" or fewer num_processes in [train], or run where they are.',
+        )

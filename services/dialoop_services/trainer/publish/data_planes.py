@@ -1,0 +1,162 @@
+"""How a policy's bytes get to a replica: one interface, four ways.
+
+| name | way | where |
+|---|---|---|
+| shared_memory | a safetensors file that the replica opens | one host, or a shared volume |
+| chunks | the file's bytes over gRPC | any two hosts |
+| nccl, ipc | vLLM's own weight transfer, between GPUs | CUDA, see `vllm_transfer` |
+
+Whatever the way, the file under `policies/` is written first: it is what is exported, re-scored and
+proved against. A LoRA adapter goes the first two ways as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dialoop.clients.weights import WeightsKind
+
+from dialoop_services.trainer.records.records import write_json
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from dialoop.clients.inference import InferenceClient, WeightsManifest
+    from dialoop.sequences import PolicyVersion
+
+    from dialoop_services.trainer.learner.learner_files import ExportedWeights
+    from dialoop_services.trainer.settings import TrainerSettings
+
+_CHUNK_BYTES = 1 << 20
+# The newest, and the one before it, which a replica may be reading.
+_KEPT_IN_MEMORY = 2
+
+
+class DataPlane(Protocol):
+    """A way for weights to get to replicas."""
+
+    name: str
+    is_fetched: bool
+    """Whether a replica that missed a publish can get it by itself."""
+
+    async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
+        """What is to be done once, before replicas are asked to load."""
+        ...
+
+    async def send(
+        self,
+        replica: InferenceClient,
+        manifest: WeightsManifest,
+        weights: ExportedWeights,
+        *,
+        deadline_s: float,
+    ) -> None:
+        """Make the replica load; the errors are those of LoadWeights."""
+        ...
+
+
+class SharedMemory:
+    """A file that the replica opens: under `policies/`, or a copy of it in memory."""
+
+    name = "shared_memory"
+    is_fetched = True
+
+    def __init__(self, policies: Path, memory: Path | None) -> None:
+        self._root = memory or policies
+        self._is_copied = memory is not None
+
+    async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
+        """Copy the file, and name it in latest.json for replicas that start now."""
+        if self._is_copied:
+            await asyncio.to_thread(self._copy, manifest, weights)
+
+    async def send(
+        self,
+        replica: InferenceClient,
+        manifest: WeightsManifest,
+        weights: ExportedWeights,
+        *,
+        deadline_s: float,
+    ) -> None:
+        """Name the file."""
+        named = replace(manifest, path=_path(manifest, weights))
+        await replica.load_weights(named, deadline_s=deadline_s)
+
+    def _copy(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
+        path, version = _path(manifest, weights), manifest.policy_version
+        target = self._root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_suffix(".tmp")
+        shutil.copyfile(weights.path, temporary)
+        temporary.replace(target)
+        write_json(self._root / "latest.json", pointer_of(version, path, weights))
+        policies = [path for path in self._root.iterdir() if path.is_dir()]
+        policies.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        for old in policies[_KEPT_IN_MEMORY:]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+class Chunks:
+    """The file's bytes over gRPC."""
+
+    name = "chunks"
+    is_fetched = False
+
+    async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
+        """Nothing: every replica gets bytes of its own."""
+
+    async def send(
+        self,
+        replica: InferenceClient,
+        manifest: WeightsManifest,
+        weights: ExportedWeights,
+        *,
+        deadline_s: float,
+    ) -> None:
+        """Send the file in pieces of 1 MiB; the replica checks their sum."""
+        await replica.load_weights(manifest, _chunks(weights.path), deadline_s=deadline_s)
+
+
+def data_plane_of(settings: TrainerSettings) -> DataPlane:
+    """The configured way; InvalidConfig (NEEDS_CUDA) when this machine has no device for it."""
+    if settings.data_plane == "chunks":
+        return Chunks()
+    if settings.data_plane == "shared_memory":
+        return SharedMemory(settings.run_dir / "policies", settings.shared_memory_dir)
+    # vLLM is imported only where it is used.
+    from dialoop_services.trainer.publish.vllm_transfer import VllmTransfer
+
+    return VllmTransfer(settings.data_plane, num_workers=settings.inference_world_size)
+
+
+def pointer_of(version: PolicyVersion, path: str, weights: ExportedWeights) -> dict[str, Any]:
+    """What latest.json says: the manifest of the newest policy, for replicas that start now."""
+    pointer: dict[str, Any] = {
+        "lineage": version.lineage,
+        "number": version.number,
+        "path": path,
+        "sha256": weights.sha256,
+        "num_bytes": weights.num_bytes,
+    }
+    if weights.kind is WeightsKind.WHOLE:
+        return pointer
+    return {
+        **pointer,
+        "kind": weights.kind.name.lower(),
+        "adapter_config_json": weights.adapter_config_json,
+        "base_digest": weights.base_digest,
+    }
+
+
+def _path(manifest: WeightsManifest, weights: ExportedWeights) -> str:
+    return f"{manifest.policy_version}/{weights.path.name}"
+
+
+async def _chunks(path: Path) -> AsyncIterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES):
+            yield chunk

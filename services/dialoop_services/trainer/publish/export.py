@@ -1,0 +1,219 @@
+"""Export a published policy as a model directory.
+
+`python -m dialoop_services.trainer.publish.export RUN_DIR VERSION DIR`
+
+What comes out is what transformers, vLLM and PEFT load: config, generation config, tokenizer, chat
+template and safetensors of the whole policy. A published LoRA adapter comes out as a PEFT
+directory, or merged into the weights it was trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import uuid
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dialoop.errors import AlreadyExists, DialoopError, InvalidConfig, InvalidInput, NotFound
+from safetensors import SafetensorError, safe_open
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+WEIGHTS, ADAPTER, ADAPTER_CONFIG = (
+    "model.safetensors",
+    "adapter_model.safetensors",
+    "adapter_config.json",
+)
+_LATEST = "latest"
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+_WEIGHT_INDEX = ".index.json"
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run's policies on disk, and the model directory it started from."""
+
+    policies: Path
+    model_dir: Path
+
+    @classmethod
+    def of(cls, run_dir: Path) -> Run:
+        """NotFound when the directory is no run."""
+        mark = run_dir / "run.json"
+        if not mark.is_file():
+            raise NotFound(
+                f"{run_dir} is no run of Dialoop (it has no {mark.name}).",
+                reason="RUN_NOT_FOUND",
+                remedy="Give the directory of a run, as runs/demo.",
+            )
+        directory = json.loads(mark.read_text("utf-8"))["config"]["model"]["directory"]
+        return cls(
+            policies=run_dir / "policies",
+            model_dir=Path(directory) if directory else run_dir / "model",
+        )
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """The published versions that are still on disk, oldest first."""
+        found = [
+            path.parent for name in (WEIGHTS, ADAPTER) for path in self.policies.glob(f"*/{name}")
+        ]
+        return tuple(path.name for path in sorted(set(found), key=_age))
+
+    def policy(self, version: str) -> Path:
+        """The directory of a version, of `latest`, or of a number that only one lineage has."""
+        versions = self.versions
+        chosen = [name for name in versions if name == version or name.endswith(f"-{version}")]
+        if version == _LATEST and versions:
+            chosen = [self._latest(versions)]
+        if version in versions:
+            chosen = [version]
+        if len(chosen) != 1:
+            raise NotFound(
+                f"{self.policies} has {'several' if chosen else 'no'} policies {version!r}.",
+                reason="POLICY_NOT_FOUND",
+                remedy=f"There are: {', '.join(versions) or 'none'} (keep_policies says how many "
+                "stay).",
+            )
+        return self.policies / chosen[0]
+
+    def _latest(self, versions: Sequence[str]) -> str:
+        pointer = self.policies / "latest.json"
+        named = json.loads(pointer.read_text("utf-8")) if pointer.is_file() else {}
+        name = str(Path(str(named.get("path", ""))).parent)
+        return name if name in versions else versions[-1]
+
+
+def export_policy(
+    run: Run, version: str, out: Path, *, merged: bool = False, base: str = ""
+) -> Path:
+    """Write the version to `out`, which appears whole or not at all.
+
+    `merged` adds an adapter into the weights of `base` (a version; empty: the run's own model).
+    """
+    policy = run.policy(version)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise AlreadyExists(
+            f"{out} exists.", reason="EXPORT_EXISTS", remedy="Name a directory that does not."
+        )
+    is_adapter = (policy / ADAPTER).is_file()
+    if merged and not is_adapter:
+        raise InvalidInput(
+            f"{policy.name} is a whole policy: there is no adapter to merge.",
+            reason="NOT_AN_ADAPTER",
+            remedy="Leave --merged out.",
+        )
+    weights = run.policy(base) / WEIGHTS if base else None
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        if is_adapter and not merged:
+            _write_adapter(policy, run.model_dir, temporary)
+        elif is_adapter:
+            _write_merged(policy, run.model_dir, weights, temporary)
+        else:
+            _write_model(policy / WEIGHTS, run.model_dir, temporary)
+        if out.is_dir():
+            out.rmdir()
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return out
+
+
+def _write_model(weights: Path, model_dir: Path, out: Path) -> None:
+    """All of the model directory but its weights, and these instead."""
+    out.mkdir(parents=True)
+    for file in model_dir.iterdir():
+        is_weights = file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(_WEIGHT_INDEX)
+        if file.is_file() and not is_weights:
+            shutil.copyfile(file, out / file.name)
+        elif file.is_dir() and file.name == "additional_chat_templates":
+            shutil.copytree(file, out / file.name)
+    shutil.copyfile(weights, out / WEIGHTS)
+    _say_dtype(out / "config.json", _dtype(weights))
+
+
+def _write_adapter(policy: Path, model_dir: Path, out: Path) -> None:
+    out.mkdir(parents=True)
+    shutil.copyfile(policy / ADAPTER, out / ADAPTER)
+    config = json.loads((policy / ADAPTER_CONFIG).read_text("utf-8"))
+    config["base_model_name_or_path"] = config.get("base_model_name_or_path") or str(
+        model_dir.resolve()
+    )
+    config["task_type"] = config.get("task_type") or "CAUSAL_LM"
+    (out / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_merged(policy: Path, model_dir: Path, base: Path | None, out: Path) -> None:
+    """The adapter added into the weights, in the arithmetic of the replicas that served it."""
+    from safetensors.torch import save_file
+
+    from dialoop_services.learning.lora.base_weights import BaseWeights, adapted_tensors
+
+    weights = BaseWeights.of(model_dir)
+    if base is not None:
+        weights = replace(weights, files=(base,))
+    scratch = out.with_name(f"{out.name}.merged")
+    try:
+        tensors = adapted_tensors(policy, weights, digest=weights.digest())
+        save_file(tensors, scratch, metadata={"format": "pt"})
+        _write_model(scratch, model_dir, out)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _dtype(weights: Path) -> str:
+    """The number format of the weights, as a config names it."""
+    try:
+        with safe_open(weights, framework="pt") as file:
+            found = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise InvalidConfig(
+            f"{weights} is not a safetensors file ({error}).",
+            reason="WEIGHTS_BROKEN",
+            remedy="Export another version; this one was cut short.",
+        ) from error
+    return _DTYPES.get(found.pop(), "") if len(found) == 1 else ""
+
+
+def _say_dtype(path: Path, dtype: str) -> None:
+    config = json.loads(path.read_text("utf-8"))
+    if dtype:
+        config.pop("torch_dtype", None)
+        config["dtype"] = dtype
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _age(policy: Path) -> tuple[float, str]:
+    weights = next(p for n in (WEIGHTS, ADAPTER) if (p := policy / n).is_file())
+    return weights.stat().st_mtime, policy.name
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0, or 2 for a mistake in what was asked."""
+    parser = argparse.ArgumentParser(prog="dialoop export", description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("version")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--merged", action="store_true")
+    parser.add_argument("--base", default="")
+    given = parser.parse_args(arguments)
+    try:
+        run = Run.of(given.run_dir)
+        out = export_policy(run, given.version, given.out, merged=given.merged, base=given.base)
+    except DialoopError as error:
+        sys.stderr.write(f"dialoop: {error}\n")
+        return 2
+    sys.stdout.write(f"{run.policy(given.version).name} -> {out}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""What a run leaves to read: metrics.jsonl, trajectories.jsonl and trainer.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+
+from dialoop.episode import UpdateMode
+from dialoop.views.run_files import TRAJECTORIES, number_of, trajectory_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dialoop.sequences import PolicyVersion, Sequence
+    from dialoop.trajectory import Trajectory
+
+    from dialoop_services.trainer.records.trackers import Tracker
+
+_BLOCK = 65536
+_NUM_PARTS = 4
+
+
+class RunRecords:
+    """Appends to the run's files; each call is flushed, so that a kill loses no line of an earlier.
+
+    Trajectories are long and are written by worker threads, metrics by the event loop. They are
+    kept in four parts, of which the oldest goes when they come to more than `max_trajectory_bytes`
+    (0: all stay).
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        max_trajectory_bytes: int = 0,
+        trackers: tuple[Tracker, ...] = (),
+    ) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._run_dir = run_dir
+        self._trackers = trackers
+        self._part_bytes = max_trajectory_bytes // _NUM_PARTS
+        self._metrics = opened(run_dir / "metrics.jsonl")
+        self._trajectories = opened(run_dir / TRAJECTORIES)
+        self._writing = threading.Lock()
+        self.newest: dict[str, float] = {}
+
+    def metric(
+        self, kind: str, *, train_step: int, policy_version: PolicyVersion | None, **values: Any
+    ) -> None:
+        """Add one row; numbers also become `newest["<kind>/<name>"]`."""
+        row = {
+            "time": time.time(),
+            "kind": kind,
+            "train_step": train_step,
+            "policy_version": None if policy_version is None else policy_version.number,
+            "lineage": None if policy_version is None else policy_version.lineage,
+            **values,
+        }
+        self._metrics.write(json.dumps(row) + "\n")
+        self._metrics.flush()
+        for tracker in self._trackers:
+            tracker.log(row)
+        prefix = f"{kind}/{values['label']}" if "label" in values else kind
+        numbers = {f"{prefix}/{k}": float(v) for k, v in values.items() if _is_number(v)}
+        self.newest.update(numbers)
+
+    def newest_train_step(self) -> int:
+        """The newest train step that has a row, after what restores took back; 0 for none."""
+        newest = 0
+        with (self._run_dir / "metrics.jsonl").open(encoding="utf-8", newline="\n") as lines:
+            for row in map(json.loads, lines):
+                if row["kind"] in ("train", "restore"):
+                    newest = int(row["train_step"])
+        return newest
+
+    def evaluation_due_after(self, train_step: int) -> dict[str, Any] | None:
+        """The row of the evaluation that was due then, unless a restore took it back."""
+        found: dict[str, Any] | None = None
+        with (self._run_dir / "metrics.jsonl").open(encoding="utf-8", newline="\n") as lines:
+            for row in map(json.loads, lines):
+                if row.get("due_train_step") == train_step:
+                    found = row
+                elif found and row["kind"] == "restore" and row["train_step"] < found["train_step"]:
+                    found = None
+        return found
+
+    def rewind(
+        self, *, num_train_steps: int, num_warm_start_steps: int, evaluations: Iterable[str] = ()
+    ) -> None:
+        """Say that training goes on from here: rows of later steps are of weights that are gone.
+
+        `evaluations` are the labels that will not be evaluated again.
+        """
+        if self._metrics.tell():
+            self.metric(
+                "restore",
+                train_step=num_train_steps,
+                policy_version=None,
+                num_warm_start_steps=num_warm_start_steps,
+                evaluations=list(evaluations),
+            )
+
+    def trajectories(
+        self, trajectories: Iterable[Trajectory], *, outcome: str, label: str, train_step: int
+    ) -> None:
+        """Add trajectories with what became of them: trained, evaluation or a drop's reason."""
+        fate = _fate(outcome=outcome, label=label, train_step=train_step)
+        lines = [fate + json.dumps(as_row(t), ensure_ascii=False)[1:] for t in trajectories]
+        with self._writing:
+            self._trajectories.write("".join(line + "\n" for line in lines))
+            self._trajectories.flush()
+            if self._part_bytes and self._trajectories.tell() >= self._part_bytes:
+                self._begin_part()
+
+    def written(self, *, outcome: str, label: str, train_step: int) -> frozenset[str]:
+        """The ids of the trajectories that have been added so; reads all of the files."""
+        fate = _fate(outcome=outcome, label=label, train_step=train_step)
+        found: set[str] = set()
+        for part in trajectory_files(self._run_dir):
+            with part.open(encoding="utf-8", newline="\n") as lines:
+                found.update(
+                    json.loads(line)["trajectory_id"] for line in lines if line.startswith(fate)
+                )
+        return frozenset(found)
+
+    def _begin_part(self) -> None:
+        """Set the full part aside, and forget the oldest ones."""
+        self._trajectories.close()
+        older = trajectory_files(self._run_dir)[:-1]
+        number = number_of(older[-1]) + 1 if older else 1
+        current = self._run_dir / TRAJECTORIES
+        current.rename(self._run_dir / f"trajectories.{number:06d}.jsonl")
+        self._trajectories = opened(current)
+        for part in trajectory_files(self._run_dir)[:-_NUM_PARTS]:
+            part.unlink()
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        """Write trainer.json in one piece."""
+        write_json(self._run_dir / "trainer.json", result)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._metrics.close()
+        self._trajectories.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def _fate(*, outcome: str, label: str, train_step: int) -> str:
+    """How a line of trajectories.jsonl begins."""
+    fate = {"outcome": outcome, "label": label, "train_step": train_step}
+    return json.dumps(fate, ensure_ascii=False).removesuffix("}") + ", "
+
+
+def opened(path: Path) -> TextIO:
+    """A file of lines, to append to; what a kill left of a last line is cut off."""
+    if path.is_file():
+        with path.open("rb+") as file:
+            file.truncate(_end_of_last_line(file))
+    return path.open("a", encoding="utf-8")
+
+
+def _end_of_last_line(file: BinaryIO) -> int:
+    """One past the last newline, looked for from the end."""
+    position = file.seek(0, os.SEEK_END)
+    while position:
+        start = max(0, position - _BLOCK)
+        file.seek(start)
+        found = file.read(position - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        position = start
+    return 0
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file so that a reader sees the old one or the new one, never half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def as_row(trajectory: Trajectory) -> dict[str, Any]:
+    """A trajectory as plain JSON: what `trajectories.jsonl` holds."""
+    return {
+        "trajectory_id": trajectory.trajectory_id,
+        "group_id": trajectory.group_id,
+        "task_key": trajectory.task_key,
+        "environment": trajectory.environment,
+        "reward": trajectory.reward,
+        "done_reason": trajectory.done_reason.name,
+        "num_tool_calls": trajectory.num_tool_calls,
+        "temperature": trajectory.sampling.temperature,
+        "update_mode": trajectory.labels.get("update_mode", UpdateMode.RECOMPUTE.name),
+        "messages": trajectory.history.to_chats(),
+        "turns": [
+            {
+                "message_start": turn.message_start,
+                "num_messages": turn.num_messages,
+                "rewards": {r.name: r.value * r.weight for r in turn.rewards},
+                "stop_reason": turn.stop_reason.name,
+            }
+            for turn in trajectory.turns
+        ],
+        "sequences": [_sequence_row(sequence) for sequence in trajectory.sequences],
+        "failures": [
+            {"owner": f.owner.name, "reason": f.reason, "message": f.message}
+            for f in trajectory.failures
+        ],
+    }
+
+
+def _sequence_row(sequence: Sequence) -> dict[str, Any]:
+    return {
+        "token_ids": sequence.token_ids.tolist(),
+        "segments": [
+            {
+                "start": s.start,
+                "length": s.length,
+                "source": s.source.name,
+                "turn": s.turn,
+                "message_index": s.message_index,
+                "lineage": None if s.policy_version is None else s.policy_version.lineage,
+                "policy_version": None if s.policy_version is None else s.policy_version.number,
+            }
+            for s in sequence.segments
+        ],
+        "inference_logprobs": sequence.inference_logprobs.tolist(),
+        "advantage": sequence.advantage,
+        "fork_cause": sequence.fork_cause.name,
+    }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

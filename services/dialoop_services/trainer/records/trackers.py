@@ -1,0 +1,156 @@
+"""Trackers: who else gets the rows of metrics.jsonl.
+
+metrics.jsonl is always written; `[trackers] tensorboard = true` and the like add others.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dialoop.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from dialoop_services.trainer.settings import TrainerSettings
+
+log = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """Is given every row as metrics.jsonl has it: kind, train_step, policy_version, values."""
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Take a row."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class TensorBoard:
+    """Event files in `directory`, which `tensorboard --logdir` shows."""
+
+    def __init__(self, directory: Path) -> None:
+        module = _required("tensorboardX", setting="tensorboard")
+        self._writer = module.SummaryWriter(logdir=str(directory), flush_secs=5)
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Every number, by the train step."""
+        for name, value in numbers_of(row).items():
+            self._writer.add_scalar(name, value, global_step=row["train_step"])
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self._writer.close()
+
+
+class HostedRun:
+    """A run of Weights & Biases, or of trackio, which has the same interface.
+
+    A job that goes on, goes on in its run: by its id there, by its name in trackio.
+    """
+
+    def __init__(self, package: str, settings: TrainerSettings) -> None:
+        module = _required(package, setting=package)
+        by_id = {"id": settings.run} if package == "wandb" else {}
+        try:
+            self._run = module.init(
+                project=settings.trackers.project,
+                name=settings.run,
+                config=_shown(settings),
+                resume="allow",
+                **by_id,
+            )
+        except Exception as error:
+            log.exception("The tracker %s cannot begin.", package)
+            raise InvalidConfig(
+                f"trackers.{package} is true, and {package} cannot begin a run "
+                f"({type(error).__name__}).",
+                reason="TRACKER_REFUSED",
+                remedy=f"Log in to {package}, or set trackers.{package} to false.",
+            ) from error
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Every number; the step is one of them, as a resumed run goes back in steps."""
+        self._run.log({**numbers_of(row), "train_step": row["train_step"]})
+
+    def close(self) -> None:
+        """Say that the run is over."""
+        self._run.finish()
+
+
+class Careful:
+    """A tracker that fails is left out from then on: it must not end the training."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self._has_failed = False
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Pass a row on."""
+        if self._has_failed:
+            return
+        try:
+            self._tracker.log(row)
+        except Exception:
+            self._has_failed = True
+            log.exception("A tracker failed and is left out from now on.")
+
+    def close(self) -> None:
+        """Close it, whether or not it failed."""
+        try:
+            self._tracker.close()
+        except Exception:
+            log.exception("A tracker could not be closed.")
+
+
+def trackers_of(settings: TrainerSettings) -> tuple[Tracker, ...]:
+    """The trackers that are asked for; InvalidConfig names one that cannot begin.
+
+    TRACKER_MISSING: its package is; TRACKER_REFUSED: it lets nobody in.
+    """
+    asked, found = settings.trackers, []
+    if asked.tensorboard:
+        found.append(Careful(TensorBoard(settings.run_dir / "tensorboard")))
+    found += [
+        Careful(HostedRun(package, settings))
+        for package in ("trackio", "wandb")
+        if getattr(asked, package)
+    ]
+    return tuple(found)
+
+
+def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a row as {"train/reward": 0.5, "train/by_staleness/0/ratio": 1.0}."""
+    label = f"{row['kind']}/{row['label']}" if "label" in row else str(row["kind"])
+    skipped = ("time", "train_step", "kind", "label")
+    return dict(_numbers({k: v for k, v in row.items() if k not in skipped}, label))
+
+
+def _numbers(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        path = f"{prefix}/{name}"
+        if isinstance(value, dict):
+            yield from _numbers(value, path)
+        elif isinstance(value, (int, float)):
+            yield path, float(value)
+
+
+def _shown(settings: TrainerSettings) -> dict[str, Any]:
+    """The settings without what is secret or only of this machine."""
+    shown: dict[str, Any] = settings.model_dump(mode="json", exclude={"token", "host", "port"})
+    return shown
+
+
+def _required(package: str, *, setting: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise InvalidConfig(
+            f"trackers.{setting} is true, and the package {package} is not installed.",
+            reason="TRACKER_MISSING",
+            remedy=f"Run `pip install {package}`, or set trackers.{setting} to false.",
+        ) from error

@@ -1,0 +1,198 @@
+"""Blocking twins: the same methods, the same answers, from threads without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from dialoop import BlockingDialoop, Dialoop
+from dialoop.clients.blocking import environment, inference, recordings, replay, scorer, trainer
+from dialoop.clients.blocking.loop import BackgroundLoop
+from dialoop.clients.environment import EnvironmentClient
+from dialoop.clients.inference import InferenceClient
+from dialoop.clients.recordings import RecordingClient
+from dialoop.clients.replay import ReplayClient
+from dialoop.clients.scorer import ScorerClient
+from dialoop.clients.trainer import TrainerClient
+from dialoop.environments import arithmetic
+from dialoop.environments.sessions.catalogue import Catalogue
+from dialoop.errors import InvalidConfig, NotFound, PreconditionFailed, Unavailable
+from dialoop.local.client import LocalEnvironmentClient
+from dialoop.testing import ScriptedPolicy
+from dialoop_services.environment.serving import serving
+from dialoop_services.environment.settings import EnvironmentSettings
+
+from tests.support.patience import PATIENCE_S
+
+ROOT = Path(__file__).parents[3]
+TWINS = [
+    (EnvironmentClient, environment.BlockingEnvironmentClient),
+    (InferenceClient, inference.BlockingInferenceClient),
+    (RecordingClient, recordings.BlockingRecordingClient),
+    (ReplayClient, replay.BlockingReplayClient),
+    (ScorerClient, scorer.BlockingScorerClient),
+    (TrainerClient, trainer.BlockingTrainerClient),
+    (Dialoop, BlockingDialoop),
+    (EnvironmentClient, LocalEnvironmentClient),
+]
+SCRIPT = ["<request><Calculator>22+28<call>", "Result=50<submit>"]
+
+
+def public(kind: type) -> dict[str, object]:
+    members = (vars(base) for base in reversed(kind.__mro__[:-1]))
+    return {n: value for found in members for n, value in found.items() if not n.startswith("_")}
+
+
+@pytest.mark.parametrize(("client", "twin"), TWINS, ids=lambda kind: kind.__name__)
+def test_a_twin_has_the_same_methods_with_the_same_parameters(client, twin):
+    # A policy plays on the loop: there it is a Dialoop that one asks, or makes a twin of.
+    assert public(client).keys() - {"policy"} == public(twin).keys() - {"of_dialoop"}
+    for name, method in public(client).items():
+        if inspect.isfunction(method):
+            asked = inspect.signature(method).parameters.values()
+            given = inspect.signature(public(twin)[name]).parameters.values()
+            assert [(p.name, p.kind, p.default) for p in asked] == [
+                (p.name, p.kind, p.default) for p in given
+            ]
+
+
+def test_the_committed_twins_are_what_the_clients_generate_today(tmp_path):
+    script = ROOT / "infra" / "generate_blocking.py"
+    subprocess.run([sys.executable, script, tmp_path], check=True, cwd=ROOT)
+    committed = ROOT / "client" / "dialoop" / "clients" / "blocking"
+    for fresh in tmp_path.iterdir():
+        assert fresh.read_text() == (committed / fresh.name).read_text(), fresh.name
+
+
+@contextmanager
+def service():
+    """An environment service on a thread of its own."""
+    with BackgroundLoop() as loop:
+        context = serving(EnvironmentSettings(), Catalogue([arithmetic()]))
+        server = loop.run(context.__aenter__())
+        try:
+            yield server.address
+        finally:
+            loop.run(context.__aexit__(None, None, None))
+
+
+def test_an_episode_over_a_connection_equals_one_in_this_process():
+    policy = ScriptedPolicy(SCRIPT)
+    records = []
+    with service() as address:
+        for where in (address, arithmetic()):
+            with BlockingDialoop(environment=where, inference=policy) as dialoop:
+                task = dialoop.task("arithmetic", "22+28", split="heldout", num_trajectories=2)
+                group = dialoop.play_group(task)
+                records.append([(t.reward, t.history, t.sequences) for t in group.trajectories])
+                records.append(dialoop.play(task).history)
+    assert records[:2] == records[2:]
+    assert [reward for reward, *_ in records[0]] == [1.0, 1.0]
+
+
+def test_an_error_of_the_service_is_raised_with_its_reason():
+    with service() as address, BlockingDialoop(environment=address) as dialoop:
+        assert dialoop.environment.get_environment("arithmetic").tools == ("Calculator",)
+        with pytest.raises(NotFound) as caught:
+            dialoop.environment.get_environment("no")
+    assert caught.value.reason == "ENVIRONMENT_NOT_FOUND"
+
+
+def test_several_threads_share_a_connection():
+    with service() as address, BlockingDialoop(environment=address) as dialoop:
+        found = []
+        threads = [
+            threading.Thread(target=lambda: found.extend(dialoop.environment.list_environments()))
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [info.name for info in found] == ["arithmetic"] * 4
+
+
+async def test_a_blocking_client_inside_an_event_loop_says_what_to_use_instead():
+    dialoop = BlockingDialoop(environment=arithmetic())
+    with pytest.raises(PreconditionFailed, match="async client") as caught:
+        dialoop.task("arithmetic")
+    assert caught.value.reason == "EVENT_LOOP_RUNNING"
+
+
+def test_a_closed_client_says_so():
+    with BlockingDialoop(environment=arithmetic()) as dialoop:
+        environments = dialoop.environment
+    dialoop.close()
+    with pytest.raises(PreconditionFailed) as caught:
+        environments.list_environments()
+    assert caught.value.reason == "CLIENT_CLOSED"
+
+
+def test_a_stream_becomes_an_iterator_that_ends_with_its_loop():
+    ended = []
+
+    async def numbers():
+        try:
+            for number in range(100):
+                yield number
+        finally:
+            ended.append(True)
+
+    with BackgroundLoop() as loop:
+        for number in loop.iterate(numbers()):
+            if number == 2:
+                break
+        assert list(loop.iterate(numbers())) == list(range(100))
+    assert ended == [True, True]
+
+
+def test_closing_ends_what_still_runs():
+    started, ended = threading.Event(), threading.Event()
+
+    async def wait_forever():
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    loop = BackgroundLoop()
+    failed = []
+
+    def call():
+        try:
+            loop.run(wait_forever())
+        except BaseException as error:
+            failed.append(type(error).__name__)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    started.wait(PATIENCE_S)
+    loop.close()
+    thread.join(PATIENCE_S)
+    assert (ended.is_set(), failed) == (True, ["CancelledError"])
+
+
+def test_a_service_that_was_not_named_is_a_mistake_in_the_call():
+    with BlockingDialoop() as dialoop, pytest.raises(InvalidConfig) as caught:
+        dialoop.trainer.get_status()
+    assert caught.value.reason == "NO_ADDRESS"
+
+
+def test_a_run_that_nobody_serves(tmp_path):
+    with pytest.raises(Unavailable) as caught:
+        BlockingDialoop.of_run(tmp_path)
+    assert caught.value.reason == "NO_STACK"
+
+
+def test_the_first_task_of_a_split_is_the_default():
+    with BlockingDialoop(environment=arithmetic()) as dialoop:
+        task = dialoop.task("arithmetic", split="heldout")
+    assert task.key == arithmetic().tasks.keys("heldout")[0]
+    assert task.sampling.stop == arithmetic().traits.stop

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+from dialoop.clients.channel import Channel
+from dialoop.clients.interact import InteractiveSessions
+from dialoop.environments import arithmetic
+from dialoop.environments.sessions.catalogue import Catalogue
+from dialoop.errors import DeadlineExceeded, NotFound, Unavailable
+from dialoop.rollout import play_group
+from dialoop.testing import ScriptedPolicy
+from dialoop.trajectory import SamplingParams, Task
+from dialoop.v1 import environment_service_pb2_grpc as stubs
+from dialoop_services.environment.serving import serving
+from dialoop_services.environment.settings import EnvironmentSettings
+from dialoop_services.runtime import GrpcServer, ServerSettings, load
+
+from tests.support.patience import PATIENCE_S
+
+ENVIRONMENT = arithmetic()
+KEY = ENVIRONMENT.tasks.keys("train")[0]
+ANSWER = ENVIRONMENT.tasks.get("train", KEY).answer
+TASK = Task(
+    task_id=KEY,
+    environment="arithmetic",
+    split="train",
+    key=KEY,
+    num_trajectories=8,
+    sampling=SamplingParams(stop=("<call>", "<submit>")),
+)
+POLICY = ScriptedPolicy([f"<request><Calculator>{KEY}<call>", f"Result={ANSWER}<submit>"])
+
+
+@asynccontextmanager
+async def connected():
+    async with (
+        serving(EnvironmentSettings(drain_s=0), Catalogue([ENVIRONMENT])) as server,
+        Channel(server.address) as channel,
+        InteractiveSessions(channel) as sessions,
+    ):
+        yield server, sessions
+
+
+async def test_a_group_is_played_over_one_stream():
+    async with connected() as (_, sessions):
+        group = await play_group(TASK, sessions=sessions, policy=POLICY, group_id="g")
+    assert [t.reward for t in group.trajectories] == [1.0] * 8
+
+
+async def test_an_item_error_concerns_its_caller_only():
+    async with connected() as (_, sessions):
+        with pytest.raises(NotFound) as caught:
+            await sessions.reset("lost", episode=1, split="train", task_key=KEY)
+        assert caught.value.reason == "SESSION_LOST"
+        assert await sessions.create_session("s", "arithmetic") > 0
+        assert await sessions.close_session("s")
+
+
+class Silent(stubs.EnvironmentServiceServicer):
+    """Reads and says nothing."""
+
+    async def Interact(self, requests, context):  # noqa: N802
+        async for _ in requests:
+            pass
+        return
+        yield
+
+
+@asynccontextmanager
+async def silent(deadline_s: float):
+    server = GrpcServer(load(ServerSettings, drain_s=0))
+    server.add(stubs.add_EnvironmentServiceServicer_to_server, Silent(), "x")
+    async with (
+        server,
+        Channel(server.address) as channel,
+        InteractiveSessions(channel, deadline_s=deadline_s) as sessions,
+    ):
+        yield channel, sessions
+
+
+async def test_a_missing_answer_is_a_deadline_exceeded():
+    async with silent(deadline_s=0.1) as (_, sessions):
+        with pytest.raises(DeadlineExceeded):
+            await sessions.close_session("s")
+
+
+async def test_a_broken_stream_fails_those_who_wait_and_those_who_come():
+    async with silent(deadline_s=30) as (channel, sessions):
+        waiting = asyncio.create_task(sessions.close_session("s"))
+        await asyncio.sleep(0.1)
+        await channel.close()
+        with pytest.raises(Unavailable):
+            await asyncio.wait_for(waiting, PATIENCE_S)
+        with pytest.raises(Unavailable):
+            await sessions.close_session("s")

@@ -1,0 +1,230 @@
+"""A group of a single-turn environment: three requests for all its members, and nobody hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from dialoop import rollout
+from dialoop.chat import History
+from dialoop.clients.replay import TaskLease
+from dialoop.episode import Sample
+from dialoop.errors import DialoopError, InternalError
+from dialoop.local.client import LocalEnvironmentClient
+from dialoop.sequences import Sequence
+from dialoop.tasks.column_addition import column_addition
+from dialoop.testing import ScriptedPolicy
+from dialoop.trajectory import DoneReason, Group, Purpose, SamplingParams, StopReason, Task
+from dialoop_services.collector.batched_group import Meeting
+from dialoop_services.collector.counters import Counters
+from dialoop_services.collector.player import MemberFailed, Player, Round
+from dialoop_services.runtime.retry import Patience
+
+from tests.support.patience import PATIENCE_S
+
+NUM = 4
+PATIENCE = Patience(total_s=PATIENCE_S, first_s=0.01, longest_s=0.05)
+
+
+class Counting:
+    """An environment client that counts the calls it passes on."""
+
+    def __init__(self, client: LocalEnvironmentClient) -> None:
+        self._client = client
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls[name] += 1
+        return getattr(self._client, name)
+
+
+class Policy:
+    """Answers 35+47; the first call may fail, or end one of its samples as cancelled."""
+
+    def __init__(self, *, fails: bool = False, cancels: bool = False) -> None:
+        self._policy = ScriptedPolicy(["5+7=12 3+4+1=8 #### 82"])
+        self._fails, self._cancels = fails, cancels
+        self.asked: list[int] = []
+
+    async def generate(
+        self,
+        history: History,
+        *,
+        context: Sequence | None = None,
+        num_context_messages: int = 0,
+        sampling: SamplingParams | None = None,
+        turn: int = 0,
+        num_samples: int = 1,
+    ) -> tuple[Sample, ...]:
+        self.asked.append(num_samples)
+        if self._fails and len(self.asked) == 1:
+            raise InternalError("out of memory")
+        samples = await self._policy.generate(history, sampling=sampling, num_samples=num_samples)
+        if self._cancels and len(self.asked) == 1:
+            return (replace(samples[0], stop_reason=StopReason.CANCELLED), *samples[1:])
+        return samples
+
+
+@pytest.fixture
+async def environment() -> AsyncIterator[Counting]:
+    async with LocalEnvironmentClient(column_addition()) as client:
+        yield Counting(client)
+
+
+async def _play(
+    environment: Counting, policy: Policy, *, seed: int | None = None, has_one_turn: bool = True
+) -> Group:
+    task = Task(
+        task_id="t",
+        environment="column_addition",
+        split="train",
+        key="35+47",
+        seed=0,
+        purpose=Purpose.TRAINING,
+        num_trajectories=NUM,
+    )
+    player = Player(
+        environment,
+        policy,
+        Counters("w"),
+        member_retries=1,
+        max_turns=8,
+        patience=PATIENCE,
+        groups=environment,
+    )
+    lease = TaskLease(lease_id="l", task=task, attempt=1, expires_in_s=60)
+    round_ = Round(lease=lease)
+    sampling = SamplingParams(max_new_tokens=64, seed=seed)
+    async with asyncio.timeout(PATIENCE_S):
+        return await player.play(round_, sampling, has_one_turn=has_one_turn)
+
+
+async def test_members_of_one_turn_ask_with_three_requests(environment: Counting) -> None:
+    policy = Policy()
+    group = await _play(environment, policy)
+    assert policy.asked == [NUM]
+    assert environment.calls == {"create_group": 1, "batch_step": 1, "close_session": NUM}
+    assert len({one.trajectory_id for one in group.trajectories}) == NUM
+    for trajectory in group.trajectories:
+        assert trajectory.reward == 1.0
+        assert trajectory.done_reason is DoneReason.CONTENT
+
+
+async def test_they_record_what_members_that_ask_alone_record(environment: Counting) -> None:
+    together = await _play(environment, Policy())
+    alone = await _play(environment, Policy(), has_one_turn=False)
+
+    def known(group: Group) -> list[Any]:
+        return [
+            (t.history, t.done_reason, t.reward, t.sequences[0].token_ids.tolist(), t.sampling)
+            for t in group.trajectories
+        ]
+
+    assert known(together) == known(alone)
+
+
+async def test_members_with_seeds_of_their_own_ask_alone(environment: Counting) -> None:
+    policy = Policy()
+    group = await _play(environment, policy, seed=5)
+    assert policy.asked == [1] * NUM
+    assert [t.sampling.seed for t in group.trajectories] == [5, 6, 7, 8]
+
+
+async def test_a_sample_that_was_cancelled_keeps_nobody_waiting(environment: Counting) -> None:
+    policy = Policy(cancels=True)
+    group = await _play(environment, policy)
+    assert policy.asked == [NUM, 1]
+    assert [t.reward for t in group.trajectories] == [1.0] * NUM
+
+
+async def test_what_fails_for_all_is_asked_again_by_each(environment: Counting) -> None:
+    policy = Policy(fails=True)
+    group = await _play(environment, policy)
+    assert policy.asked == [NUM] + [1] * NUM
+    assert [t.reward for t in group.trajectories] == [1.0] * NUM
+
+
+async def test_an_item_of_a_batch_that_fails_is_its_members_own_failure(
+    environment: Counting,
+) -> None:
+    batch_step = environment.batch_step
+
+    async def losing(items: Any) -> tuple[Any, ...]:
+        _, *others = await batch_step(items)
+        return (InternalError("lost"), *others)
+
+    environment.batch_step = losing  # type: ignore[attr-defined]  # what __getattr__ stands for
+    policy = Policy()
+    group = await _play(environment, policy)
+    assert policy.asked == [NUM, 1]
+    assert len(group.trajectories) == NUM
+
+
+async def test_an_environment_that_is_not_there_fails_the_members(environment: Counting) -> None:
+    async def refusing(*_: Any, **__: Any) -> Any:
+        raise InternalError("no")
+
+    environment.create_group = refusing  # type: ignore[attr-defined]
+    environment.create_session = refusing  # type: ignore[attr-defined]
+    with pytest.raises(MemberFailed):
+        await _play(environment, Policy())
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+async def test_a_group_called_off_while_it_is_opened_leaves_no_session_open(
+    environment: Counting, monkeypatch: pytest.MonkeyPatch, is_awaited: bool
+) -> None:
+    """Whether or not whoever called it off waits for as long as that takes."""
+    create_group = environment.create_group
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(*args: Any, **options: Any) -> Any:
+        begun.set()
+        await goes_on.wait()
+        return await create_group(*args, **options)
+
+    environment.create_group = slow  # type: ignore[attr-defined]
+    if not is_awaited:
+        monkeypatch.setattr(rollout, "_CLOSE_S", 0.01)
+    playing = asyncio.create_task(_play(environment, Policy()))
+    await begun.wait()
+    playing.cancel()
+    await asyncio.wait({playing}, timeout=0.2 if is_awaited else PATIENCE_S)
+    assert playing.done() != is_awaited
+    goes_on.set()
+    await asyncio.wait({playing}, timeout=PATIENCE_S)
+    assert playing.cancelled()
+    async with asyncio.timeout(PATIENCE_S):
+        while environment.calls["close_session"] < NUM or _num_open(environment):
+            await asyncio.sleep(0.002)
+    assert environment.calls["close_session"] == NUM
+
+
+def _num_open(environment: Counting) -> int:
+    return len(environment._client._sessions)
+
+
+async def test_a_meeting_that_all_have_left_calls_its_question_off() -> None:
+    asked, ended = asyncio.Event(), asyncio.Event()
+
+    async def ask(questions: list[str]) -> tuple[str | DialoopError, ...]:
+        asked.set()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.set()
+        return tuple(questions)
+
+    meeting: Meeting[str, str] = Meeting(2, ask)
+    members = [asyncio.create_task(meeting.join(name)) for name in ("a", "b")]
+    await asked.wait()
+    for member in members:
+        member.cancel()
+        meeting.leave()
+    await asyncio.wait(members)
+    async with asyncio.timeout(PATIENCE_S):
+        await ended.wait()

@@ -1,0 +1,109 @@
+"""Jobs that train on several environments: which tasks are offered, and where a restart goes on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from dialoop.environments import ChatEnv, MaxTurns, RowTasks, arithmetic
+from dialoop.errors import InvalidConfig
+from dialoop.local.client import LocalEnvironmentClient
+from dialoop.trajectory import Task
+from dialoop_services.collector.mixture import Cursor, Ingredient, Mixture
+from dialoop_services.collector.settings import CollectorSettings
+from dialoop_services.collector.task_supply import Offers
+from dialoop_services.runtime.retry import Patience
+
+from tests.support.collector_world import RUN, ScriptedPolicy, World, world
+
+
+def riddles() -> ChatEnv:
+    rows = [{"key": f"r{number}", "query": f"Riddle {number}?"} for number in range(7)]
+    return ChatEnv(name="riddles", tasks=RowTasks(rows), transforms=(MaxTurns(1),))
+
+
+MIXED = [{"environment": "riddles", "weight": 3.0}]
+
+
+def offers(place: World, **given: Any) -> Offers:
+    fields = {"run": RUN, "worker": "w", "page_size": 40, "shuffle_seed": 5, **given}
+    client: Any = LocalEnvironmentClient(arithmetic(), riddles())
+    return Offers(CollectorSettings(**fields), place.replay, client, Patience(total_s=5))
+
+
+async def leased(place: World, count: int) -> list[Task]:
+    await place.allow(count)
+    found = await place.replay.lease_tasks(RUN, worker="w", max_tasks=count, lease_s=60, wait_s=1)
+    return [lease.task for lease in found.leases]
+
+
+async def drawn(place: World, pages: int, **given: Any) -> list[Task]:
+    """The tasks of some pages, each by a collector that has just begun."""
+    tasks: list[Task] = []
+    for _ in range(pages):
+        await offers(place, **given).top_up()
+        tasks += await leased(place, len(tasks) + 40)
+    return tasks
+
+
+async def test_environments_are_drawn_by_weight_and_none_of_their_tasks_twice():
+    async with world() as place:
+        tasks = await drawn(place, 5, mixed_environments=MIXED)
+    assert len(tasks) == 200
+    counts = Counter(task.environment for task in tasks)
+    assert counts["riddles"] == pytest.approx(150, abs=20)
+    assert len({task.task_id for task in tasks}) == 200
+    riddle_tasks = [task for task in tasks if task.environment == "riddles"]
+    for start in range(0, len(riddle_tasks) - 7, 7):  # every epoch has each of them once
+        assert len({task.key for task in riddle_tasks[start : start + 7]}) == 7
+
+
+async def test_the_seed_decides_the_draws():
+    found = []
+    for seed in (5, 5, 6):
+        async with world() as place:
+            tasks = await drawn(place, 2, mixed_environments=MIXED, shuffle_seed=seed)
+            found.append([task.task_id for task in tasks])
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+async def test_a_job_goes_on_where_it_stood_when_environments_come_and_go():
+    async with world() as place:
+        alone = await drawn(place, 1)
+        assert {task.environment for task in alone} == {"arithmetic"}
+        assert not (await place.replay.get_stats(RUN)).cursor.startswith("{")
+        await offers(place, mixed_environments=MIXED).top_up()
+        mixed = await leased(place, 80)
+        await offers(place).top_up()
+        again = await leased(place, 120)
+    keys = [task.key for task in (*alone, *mixed, *again) if task.environment == "arithmetic"]
+    assert len(set(keys)) == len(keys)
+    assert {task.environment for task in mixed} == {"arithmetic", "riddles"}
+    assert {task.environment for task in again} == {"arithmetic"}
+
+
+async def test_both_environments_are_played():
+    policy = ScriptedPolicy()
+    async with world() as place:
+        place.environment = LocalEnvironmentClient(arithmetic(), riddles())  # type: ignore[assignment]
+        await place.allow(12)
+        async with place.collecting(policy, page_size=12, mixed_environments=MIXED):
+            await place.until(lambda counts: counts.num_groups_unscored >= 8)
+    asked = Counter(sampling.stop for sampling in policy.asked)
+    assert set(asked) == {arithmetic().traits.stop, riddles().traits.stop}
+
+
+def test_one_environment_cannot_be_named_twice():
+    twice = (Ingredient(environment="a"), Ingredient(environment="a", weight=2.0))
+    with pytest.raises(InvalidConfig, match="are one"):
+        Mixture(twice)
+
+
+def test_a_cursor_is_read_as_it_was_written():
+    first = Ingredient(environment="a")
+    cursor = Cursor(position=7, tokens={"a/train": "0:3", "b/train": "1:0"})
+    assert Cursor.read(str(cursor), first) == cursor
+    assert Cursor.read("0:5", first) == Cursor(tokens={"a/train": "0:5"})
+    assert Cursor.read("", first) == Cursor()

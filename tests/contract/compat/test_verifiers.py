@@ -1,0 +1,147 @@
+"""A verifiers environment owns its loop; its calls and rewards become a trajectory of ours."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from dialoop.agents import AgentHost, play_agent
+from dialoop.compat.verifiers import VerifiersAgent, VerifiersTasks, outcome_of
+from dialoop.environments import ChatEnv
+from dialoop.errors import InvalidConfig, NotFound
+from dialoop.sequences import Source
+from dialoop.trajectory import Owner, Task
+from dialoop_services.inference.transformers_engine.engine import TransformersEngine
+from dialoop_services.learning.loss.loss_loading import load_objective
+from dialoop_services.learning.model.policy import load_policy
+from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_services.learning.packing.rows import TokenRow, pack_rows
+from dialoop_services.learning.training import update
+
+from tests.support.agent_world import (
+    LoggingEngine,
+    ScriptedEngine,
+    agent_world,
+    call_text,
+    make_tool_model,
+    require_owned_once,
+)
+
+TESTS = str(Path(__file__).parents[2])
+CONFIG = {
+    "taskset": {"id": "verifiers_calculator"},
+    "agent": {"harness": {"id": "verifiers_calculator"}, "runtime": {"type": "subprocess"}},
+}
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    pytest.importorskip("verifiers.v1", reason="verifiers pins openai<3: see infra/test_compat.sh")
+    monkeypatch.syspath_prepend(TESTS)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return make_tool_model(tmp_path_factory.mktemp("verifiers") / "model")
+
+
+def task(key: str) -> Task:
+    return Task(task_id="t", environment="sums", split="train", key=key)
+
+
+async def play(world, key: str):
+    host = AgentHost(recordings=world.recordings, api_key=world.token or "none")
+    return await play_agent(task(key), agent=VerifiersAgent(CONFIG), host=host)
+
+
+async def test_a_run_with_a_tool_is_a_trajectory_with_verifiers_rewards(installed, directory):
+    engine = ScriptedEngine(directory, [call_text("add", a=3, b=4), "It is 7."])
+    async with agent_world(directory, engine, token="a-token") as world:
+        trajectory = await play(world, "0")
+    assert trajectory.failures == ()
+    assert trajectory.reward == 2.0
+    assert [m.role for m in trajectory.history] == ["user", "assistant", "tool", "assistant"]
+    assert trajectory.history[2].text == "7"
+    assert trajectory.labels["verifiers/turns"] == "2"
+    (sequence,) = trajectory.sequences
+    assert Source.TOOL in {segment.source for segment in sequence.segments}
+    require_owned_once(trajectory, engine)
+
+
+async def test_what_a_model_samples_in_it_trains_the_model(installed, directory):
+    model = await TransformersEngine.start(directory, max_model_len=2048, max_num_seqs=2)
+    try:
+        engine = LoggingEngine(model)
+        async with agent_world(directory, engine) as world:
+            trajectory = await play(world, "0")
+        require_owned_once(trajectory, engine)
+    finally:
+        await model.close()
+    assert trajectory.failures == ()
+    assert [r.name for turn in trajectory.turns for r in turn.rewards] == ["is_right"]
+    (sequence,) = trajectory.sequences
+    row = TokenRow.from_sequence(replace(sequence, advantage=1.0))
+    policy = load_policy(directory)
+    optimizer = GuardedOptimizer(list(policy.parameters()), OptimizerSettings(learning_rate=1e-3))
+    assert update(policy, optimizer, [pack_rows([row])], load_objective("dppo_mask")).step.applied
+
+
+async def test_a_wrong_answer_is_a_reward_of_zero_and_no_failure(installed, directory):
+    async with agent_world(directory, ScriptedEngine(directory, ["It is 5."])) as world:
+        trajectory = await play(world, "1")
+    assert trajectory.failures == ()
+    assert [r.value for turn in trajectory.turns for r in turn.rewards] == [0.0]
+
+
+async def test_a_reward_that_fails_marks_the_trajectory_and_tells_nothing(installed, directory):
+    async with agent_world(directory, ScriptedEngine(directory, ["It is 5."])) as world:
+        trajectory = await play(world, "2")
+    (failure,) = trajectory.failures
+    assert failure.owner is Owner.REWARD
+    assert failure.reason == "TaskError"
+    assert "secret" not in failure.message
+    assert not trajectory.is_scorable
+
+
+async def test_an_engine_that_fails_is_owned_by_the_inference(installed, directory):
+    engine = ScriptedEngine(directory, [], fails=lambda number: RuntimeError("secret text"))
+    async with agent_world(directory, engine) as world:
+        trajectory = await play(world, "0")
+    assert {failure.owner for failure in trajectory.failures} == {Owner.INFERENCE}
+    assert all("secret" not in failure.message for failure in trajectory.failures)
+
+
+async def test_the_tasks_of_a_taskset_are_listed(installed):
+    environment = ChatEnv(name="sums", tasks=VerifiersTasks(CONFIG))
+    assert [ref.key for ref in environment.tasks.page("train", one_epoch=True).tasks] == list("012")
+    opening = environment.reset(environment.tasks.get("train", "1"), seed=0)
+    assert [m.text for m in opening.episode.history] == ["What is 2+2?"]
+    assert opening.episode.task.answer == ""
+
+
+async def test_unknown_tasks_and_environments_are_refused(installed, directory):
+    async with agent_world(directory, ScriptedEngine(directory, [])) as world:
+        trajectory = await play(world, "9")
+    assert [failure.reason for failure in trajectory.failures] == ["TASK_NOT_FOUND"]
+    with pytest.raises(NotFound, match="no_such_taskset"):
+        VerifiersAgent({"taskset": {"id": "no_such_taskset"}})
+    with pytest.raises(InvalidConfig):
+        VerifiersAgent(CONFIG | {"nonsense": 1})
+
+
+def test_an_episode_of_several_agents_is_refused():
+    class Episode:
+        traces = (1, 2)
+
+    (failure,) = outcome_of(Episode()).failures
+    assert failure.reason == "SEVERAL_AGENTS"
+
+
+def test_without_the_package_the_pip_line_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    monkeypatch.setitem(sys.modules, "verifiers.v1", None)
+    with pytest.raises(InvalidConfig, match=r"dialoop\[verifiers\]") as caught:
+        VerifiersAgent(CONFIG)
+    assert caught.value.reason == "PACKAGE_MISSING"

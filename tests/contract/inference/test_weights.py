@@ -1,0 +1,173 @@
+"""Publishing to a replica: what is loaded, what is refused, what a failure leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from dialoop.errors import (
+    DataLost,
+    InvalidInput,
+    PreconditionFailed,
+    Unavailable,
+)
+from dialoop.sequences import PolicyVersion
+from dialoop_services.inference.engine import BASE_VERSION
+from safetensors.torch import save_file
+
+from tests.support.inference_world import (  # noqa: F401
+    MAX_MODEL_LEN,
+    QUESTION,
+    model_dir,
+    point_to,
+    publish,
+    refused,
+    world,
+)
+from tests.support.patience import PATIENCE_S
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+async def test_weights_load_from_a_path_and_from_chunks(model_dir, tmp_path):
+    root = tmp_path / "w"
+    async with world(model_dir, root) as w:
+        manifest = publish(root, model_dir, number=1)
+        loaded = await w.client.load_weights(manifest)
+        assert loaded.policy_version == manifest.policy_version
+        first = (await w.client.logprobs([[1, 2, 3]])).logprobs[0]
+        other = publish(root, model_dir, number=2)
+        data = (root / other.path).read_bytes()
+        chunks = [data[i : i + 100_000] for i in range(0, len(data), 100_000)]
+        await w.client.load_weights(replace(other, path=""), chunks)
+        scored = await w.client.logprobs([[1, 2, 3]])
+        assert scored.policy_version == other.policy_version
+        assert np.abs(scored.logprobs[0] - first).max() > 0.1
+        policy = await w.client.get_policy()
+        assert policy.ready
+        assert policy.policy_version == other.policy_version
+        assert (policy.engine, policy.max_model_len) == ("transformers", MAX_MODEL_LEN)
+
+
+async def test_an_old_version_is_refused_and_changes_nothing(model_dir, tmp_path):
+    root = tmp_path / "w"
+    async with world(model_dir, root) as w:
+        await w.client.load_weights(publish(root, model_dir, number=5))
+        for number in (4, 5):
+            manifest = publish(root, model_dir, number=number)
+            load = w.client.load_weights(manifest)
+            await refused(load, PreconditionFailed, "VERSION_NOT_NEWER")
+        assert (await w.client.get_policy()).ready
+        await w.client.load_weights(publish(root, model_dir, number=1, lineage="restored"))
+        version = (await w.client.get_policy()).policy_version
+        assert version == PolicyVersion(lineage="restored", number=1)
+
+
+async def test_paths_outside_the_weights_root_are_refused(model_dir, tmp_path):
+    root = tmp_path / "w"
+    async with world(model_dir, root) as w:
+        manifest = publish(root, model_dir, number=1)
+        publish(tmp_path, model_dir, number=9)
+        (root / "link").symlink_to(tmp_path)
+        outside = ("../9.safetensors", str(tmp_path / "9.safetensors"), "link/9.safetensors", ".")
+        for path in outside:
+            load = w.client.load_weights(replace(manifest, path=path))
+            await refused(load, InvalidInput, "MANIFEST_MISMATCH")
+        assert (await w.client.get_policy()).ready
+
+
+async def test_a_stream_that_breaks_its_form_is_refused(model_dir, tmp_path):
+    root = tmp_path / "w"
+    async with world(model_dir, root) as w:
+        good = publish(root, model_dir, number=1)
+        for manifest, chunks in (
+            (good, [b"x"]),
+            (replace(good, path="", num_bytes=3), [b"1234"]),
+            (replace(good, num_bytes=0), []),
+        ):
+            load = w.client.load_weights(manifest, chunks)
+            await refused(load, InvalidInput, "MANIFEST_MISMATCH")
+        assert (await w.client.get_policy()).ready
+
+
+async def test_a_failed_load_takes_the_replica_out_until_one_succeeds(model_dir, tmp_path):
+    root = tmp_path / "w"
+    async with world(model_dir, root) as w:
+        good = publish(root, model_dir, number=1)
+        assert await w.health() == "SERVING"
+        bad = replace(good, sha256="0" * 64)
+        await refused(w.client.load_weights(bad), DataLost, "CHECKSUM_MISMATCH")
+        assert await w.health() == "NOT_SERVING"
+        await refused(w.client.generate(QUESTION), Unavailable, "WEIGHTS_BAD")
+        await refused(w.client.logprobs([[1, 2]]), Unavailable, "WEIGHTS_BAD")
+        policy = await w.client.get_policy()
+        assert (policy.ready, policy.reason) == (False, "WEIGHTS_BAD")
+        assert policy.policy_version == BASE_VERSION
+        await w.client.load_weights(good)
+        assert await w.health() == "SERVING"
+        (sample,) = await w.client.generate(QUESTION)
+        assert sample.sequence.policy_versions == (good.policy_version,)
+
+
+async def test_weights_of_another_model_are_refused(model_dir, tmp_path):
+    root = tmp_path / "w"
+    async with world(model_dir, root) as w:
+        good = publish(root, model_dir, number=1)
+        save_file({"model.norm.weight": torch.ones(128)}, root / "x.safetensors")
+        data = (root / "x.safetensors").read_bytes()
+        bad = replace(
+            good,
+            path="x.safetensors",
+            num_bytes=len(data),
+            sha256=hashlib.sha256(data).hexdigest(),
+        )
+        await refused(w.client.load_weights(bad), PreconditionFailed, "UNKNOWN_PARAMETERS")
+        assert await w.health() == "NOT_SERVING"
+
+
+async def test_a_caller_who_leaves_does_not_stop_a_load(model_dir, tmp_path):
+    root = tmp_path / "w"
+    async with world(model_dir, root) as w:
+        begun, release = asyncio.Event(), asyncio.Event()
+        load = w.replica.engine.load_weights
+
+        async def slow(path, version, **options):
+            begun.set()
+            await release.wait()
+            return await load(path, version, **options)
+
+        w.replica.engine.load_weights = slow
+        manifest = publish(root, model_dir, number=1)
+        data = (root / manifest.path).read_bytes()
+        loading = asyncio.create_task(w.client.load_weights(replace(manifest, path=""), [data]))
+        await begun.wait()
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        release.set()
+        async with asyncio.timeout(PATIENCE_S):
+            while w.replica.engine.policy_version != manifest.policy_version:
+                await asyncio.sleep(0.01)
+        assert (await w.client.get_policy()).ready
+
+
+async def test_a_new_replica_has_the_latest_policy(model_dir, tmp_path):
+    root = tmp_path / "w"
+    manifest = publish(root, model_dir, number=3)
+    point_to(root, manifest)
+    async with world(model_dir, root) as w:
+        assert (await w.client.get_policy()).policy_version == manifest.policy_version
+
+
+async def test_a_bad_latest_policy_waits_for_the_next(model_dir, tmp_path):
+    root = tmp_path / "w"
+    manifest = publish(root, model_dir, number=3)
+    point_to(root, replace(manifest, sha256="0" * 64))
+    async with world(model_dir, root) as w:
+        assert await w.health() == "NOT_SERVING"
+        await w.client.load_weights(manifest)
+        assert await w.health() == "SERVING"

@@ -1,0 +1,222 @@
+"""Who the REST door lets in, and what it refuses, in one clear error that changes nothing."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from dialoop.v1 import environment_service_pb2 as pb
+
+from tests.support.patience import PATIENCE_S
+from tests.support.rest_world import http_of, refusal, served, service
+
+TOKEN = "right"
+SESSION = {"session_id": "s", "environment": "arithmetic"}
+
+
+@asynccontextmanager
+async def environment(**given):
+    token = given.setdefault("token", TOKEN)
+    async with service("environment", **given) as server, http_of(server, token) as http:
+        yield http
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[str]:
+    with served("environment", token=TOKEN) as url:
+        yield url
+
+
+def client(url: str) -> httpx.AsyncClient:
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=PATIENCE_S)
+
+
+async def num_sessions(http: httpx.AsyncClient, session: str = "s") -> int:
+    return int((await http.get(f"/v1/sessions/{session}")).status_code == 200)
+
+
+@pytest.mark.parametrize("given", [None, "Bearer wrong", "right", "Bearer rightt", "Basic right"])
+async def test_a_missing_or_wrong_token_is_refused_and_changes_nothing(shared, given):
+    async with client(shared) as http:
+        async with httpx.AsyncClient(base_url=http.base_url) as stranger:
+            headers = {"authorization": given} if given is not None else {}
+            response = await stranger.post("/v1/sessions", json=SESSION, headers=headers)
+            assert refusal(response) == (401, "UNAUTHENTICATED")
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert (await stranger.get("/metrics")).status_code == 401
+        assert not await num_sessions(http)
+
+
+async def test_health_and_documents_need_no_token(shared):
+    async with (
+        client(shared) as http,
+        httpx.AsyncClient(base_url=http.base_url) as stranger,
+    ):
+        assert (await stranger.get("/healthz")).json() == {"status": "ALIVE"}
+        ready = (await stranger.get("/readyz")).json()
+        assert ready == {
+            "status": "SERVING",
+            "services": {"dialoop.v1.EnvironmentService": "SERVING"},
+        }
+        page = (await stranger.get("/docs")).text
+        assert "/v1/sessions/{session_id}/step" in page
+        assert "http://" not in page.replace("http://127.0.0.1:$PORT", "")
+        assert "<script" not in page
+
+
+async def test_a_service_that_does_not_serve_is_not_ready():
+    async with service("environment") as server, http_of(server) as http:
+        await server.set_serving(False, "dialoop.v1.EnvironmentService")
+        response = await http.get("/readyz")
+        assert (response.status_code, response.json()["status"]) == (503, "NOT_SERVING")
+
+
+STEP = {"episode": 1, "history": {"response": {"messages": [{"role": "assistant"}]}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected", "field"),
+    [
+        ("/v1/nope", SESSION, (404, "ROUTE_NOT_FOUND"), None),
+        ("/v1/sessions/", SESSION, (404, "ROUTE_NOT_FOUND"), None),
+        ("/v1/environments", SESSION, (405, "METHOD_NOT_ALLOWED"), None),
+        ("/v1/sessions", SESSION | {"x": 1}, (400, "UNKNOWN_FIELD"), "x"),
+        ("/v1/sessions", SESSION | {"session_id": 3}, (400, "INVALID_FIELD"), "session_id"),
+        ("/v1/sessions", SESSION | {"ttl_s": "5"}, (400, "INVALID_FIELD"), "ttl_s"),
+        ("/v1/sessions/s/reset", {"episode": 2**63}, (400, "INVALID_FIELD"), "episode"),
+        ("/v1/sessions/s/reset", {"session_id": "t"}, (400, "UNKNOWN_FIELD"), "session_id"),
+        (
+            "/v1/sessions/s/step",
+            STEP | {"history": {"response": {"messages": [{"role": 1}]}}},
+            (400, "INVALID_FIELD"),
+            "history.response.messages.0.role",
+        ),
+        (
+            "/v1/sessions/s/step",
+            STEP | {"history": {"full": {"messages": [{"content": "a", "parts": {}}]}}},
+            (400, "INVALID_FIELD"),
+            "history.full.messages.0",
+        ),
+    ],
+)
+async def test_what_does_not_fit_a_route_is_one_clear_error(shared, path, body, expected, field):
+    async with client(shared) as http:
+        response = await http.post(path, json=body)
+        assert refusal(response) == expected
+        if field is not None:
+            assert response.json()["fields"] == [field]
+            assert field in response.json()["detail"]
+        if expected[0] == 405:
+            assert "GET" in response.headers["allow"]
+        assert not await num_sessions(http)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "expected"),
+    [
+        (b"{", "application/json", (400, "INVALID_JSON")),
+        (b"[]", "application/json", (400, "INVALID_FIELD")),
+        (b'{"session_id": "\\ud800"}', "application/json", (400, "INVALID_JSON")),
+        (b'{"ttl_s": NaN}', "application/json", (400, "INVALID_FIELD")),
+        (b"\xff\xff", "application/x-protobuf", (400, "INVALID_PROTOBUF")),
+        (b"session_id=s", "application/x-www-form-urlencoded", (415, "UNSUPPORTED_MEDIA_TYPE")),
+    ],
+)
+async def test_a_body_that_cannot_be_read_is_refused(shared, content, kind, expected):
+    async with client(shared) as http:
+        response = await http.post("/v1/sessions", content=content, headers={"content-type": kind})
+        assert refusal(response) == expected
+
+
+@pytest.mark.parametrize(
+    "query", ["page_size=x", "nope=1", "page_size=1&page_size=2", "one_epoch=3"]
+)
+async def test_a_wrong_query_is_refused(shared, query):
+    async with client(shared) as http:
+        response = await http.get(f"/v1/environments/arithmetic/tasks?split=train&{query}")
+        assert refusal(response)[0] == 400
+        assert response.json()["fields"] == [query.partition("=")[0]]
+
+
+async def test_a_body_that_contradicts_its_path_is_refused(shared):
+    async with client(shared) as http:
+        body = pb.ResetRequest(session_id="t").SerializeToString()
+        headers = {"content-type": "application/x-protobuf"}
+        response = await http.post("/v1/sessions/s/reset", content=body, headers=headers)
+        assert refusal(response) == (400, "PATH_MISMATCH")
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1"])
+@pytest.mark.parametrize("method", ["POST", "DELETE"])
+async def test_a_page_of_another_origin_may_change_nothing(shared, method, origin):
+    async with client(shared) as http:
+        path = "/v1/sessions" if method == "POST" else "/v1/sessions/s"
+        response = await http.request(method, path, headers={"origin": origin})
+        assert refusal(response) == (403, "FOREIGN_ORIGIN")
+        read = await http.get("/v1/environments", headers={"origin": origin})
+        assert read.status_code == 200
+        assert not [name for name in read.headers if name.startswith("access-control")]
+
+
+async def test_a_page_of_this_origin_may_call(shared):
+    async with client(shared) as http:
+        origin = str(http.base_url).rstrip("/")
+        response = await http.post(
+            "/v1/sessions", json=SESSION | {"session_id": "own"}, headers={"origin": origin}
+        )
+        assert response.status_code == 200
+
+
+async def test_without_a_token_only_loopback_names_are_answered():
+    async with environment(token="") as http:
+        for host, status in (("localhost:1", 200), ("[::1]:1", 200), ("evil.example", 403)):
+            response = await http.get("/v1/environments", headers={"host": host})
+            assert response.status_code == status
+
+
+def zipped(size: int) -> bytes:
+    return gzip.compress(b" " * size)
+
+
+async def test_a_zipped_body_is_read(shared):
+    async with client(shared) as http:
+        content = gzip.compress(json.dumps(SESSION | {"session_id": "zipped"}).encode())
+        headers = {"content-encoding": "gzip", "content-type": "application/json"}
+        response = await http.post("/v1/sessions", content=content, headers=headers)
+        assert response.json()["session_id"] == "zipped"
+
+
+@pytest.mark.parametrize(
+    ("content", "encoding", "expected"),
+    [
+        (b"x" * 5000, "identity", (413, "MESSAGE_TOO_LARGE")),
+        (zipped(5000), "gzip", (413, "MESSAGE_TOO_LARGE")),
+        (zipped(50_000_000), "gzip", (413, "MESSAGE_TOO_LARGE")),
+        (b"no gzip", "gzip", (400, "BAD_GZIP")),
+        (gzip.compress(b"{}")[:-3], "gzip", (400, "BAD_GZIP")),
+        (gzip.compress(b"{}") + b"more", "gzip", (400, "BAD_GZIP")),
+        (b"{}", "br", (415, "UNSUPPORTED_ENCODING")),
+    ],
+    ids=["large", "zipped", "bomb", "no-gzip", "cut", "trailing", "brotli"],
+)
+async def test_large_and_badly_packed_bodies_are_refused(content, encoding, expected):
+    async with environment(max_message_bytes=4096) as http:
+        headers = {"content-encoding": encoding}
+        response = await http.post("/v1/sessions", content=content, headers=headers)
+        assert refusal(response) == expected
+        assert (await http.get("/healthz")).status_code == 200
+
+
+async def test_a_body_without_a_length_is_cut_off_at_the_limit():
+    async def endless():
+        for _ in range(64):
+            yield b" " * 1024
+
+    async with environment(max_message_bytes=4096) as http:
+        response = await http.post("/v1/sessions", content=endless())
+        assert refusal(response) == (413, "MESSAGE_TOO_LARGE")

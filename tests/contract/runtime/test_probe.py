@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from dialoop.v1 import environment_service_pb2_grpc as stubs
+from dialoop_services.runtime import GrpcServer, ServerSettings, load
+from dialoop_services.runtime.probe import main, status_of
+from dialoop_services.runtime.relay import Passage, listen
+
+NAME = "dialoop.v1.EnvironmentService"
+
+
+def serving() -> GrpcServer:
+    # With a token: a probe knows none, and health needs none.
+    server = GrpcServer(load(ServerSettings, token="secret"))
+    servicer = stubs.EnvironmentServiceServicer()
+    server.add(stubs.add_EnvironmentServiceServicer_to_server, servicer, NAME)
+    return server
+
+
+async def exit_code(*arguments: str) -> int:
+    return await asyncio.to_thread(main, arguments)
+
+
+async def test_a_serving_service_is_healthy() -> None:
+    async with serving() as server:
+        assert await exit_code(server.address) == 0
+        assert await exit_code(server.address, NAME) == 0
+
+
+async def test_a_service_that_reports_not_serving_is_unhealthy() -> None:
+    async with serving() as server:
+        await server.set_serving(False, NAME)
+        assert await exit_code(server.address, NAME) == 1
+        assert await asyncio.to_thread(status_of, server.address, service=NAME) == "NOT_SERVING"
+
+
+async def test_an_unknown_service_is_unhealthy() -> None:
+    async with serving() as server:
+        assert await exit_code(server.address, "dialoop.v1.Nothing") == 1
+
+
+async def test_nobody_there_is_unhealthy(
+    unused_tcp_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await exit_code(f"127.0.0.1:{unused_tcp_port}") == 1
+    assert capsys.readouterr().out == "UNAVAILABLE\n"
+
+
+async def test_a_relay_passes_grpc_on(unused_tcp_port: int) -> None:
+    async with serving() as server:
+        passage = Passage.parse(f"127.0.0.1:{unused_tcp_port}={server.address}")
+        async with await listen(passage):
+            assert await exit_code(f"127.0.0.1:{unused_tcp_port}") == 0
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{unused_tcp_port}") as channel:
+                call = stubs.EnvironmentServiceStub(channel).ListEnvironments
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call(b"")
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_relay_without_a_target_closes_the_connection(unused_tcp_port: int) -> None:
+    passage = Passage.parse(f"127.0.0.1:{unused_tcp_port}=127.0.0.1:1")
+    async with await listen(passage):
+        reader, writer = await asyncio.open_connection("127.0.0.1", unused_tcp_port)
+        assert await reader.read() == b""
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_a_relay_passes_large_answers_on_whole(unused_tcp_port: int) -> None:
+    answer = bytes(range(256)) * 40_000
+
+    async def answering(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(4)
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answering, "127.0.0.1", 0) as target:
+        port = target.sockets[0].getsockname()[1]
+        passage = Passage.parse(f"127.0.0.1:{unused_tcp_port}=127.0.0.1:{port}")
+        async with await listen(passage):
+            reader, writer = await asyncio.open_connection("127.0.0.1", unused_tcp_port)
+            writer.write(b"ping")
+            assert await reader.read() == answer
+            writer.close()
+            await writer.wait_closed()
+
+
+@pytest.mark.parametrize("text", ["7001", "a:b=c:d", "0.0.0.0:7001", "0.0.0.0:7001=environment"])
+def test_a_passage_names_two_addresses(text: str) -> None:
+    with pytest.raises(ValueError, match="is not host:port"):
+        Passage.parse(text)

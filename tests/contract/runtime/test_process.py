@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.patience import PATIENCE_S
+
+ROOT = Path(__file__).parents[3]
+SERVICE = """
+import asyncio, sys
+from pydantic_settings import SettingsConfigDict
+from dialoop_services.runtime import GrpcServer, ServerSettings, load, run
+
+class Settings(ServerSettings):
+    model_config = SettingsConfigDict(env_prefix="DIALOOP_PROBE_")
+    ttl_s: float = 1.0
+
+async def serve():
+    async with GrpcServer(load(Settings)) as server:
+        sys.stdout.write(f"{server.port}\\n")
+        sys.stdout.flush()
+        await server.wait_until_stopped()
+
+run(serve, name="probe")
+"""
+PARENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]],
+    env=os.environ | {"DIALOOP_PARENT_PID": str(os.getpid())}, stdout=subprocess.PIPE)
+child.stdout.readline()
+sys.stdout.write(f"{child.pid}\\n")
+sys.stdout.flush()
+time.sleep(60)
+"""
+
+
+def environment(**variables: str) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}"} | variables
+
+
+def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", *arguments],
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def has_ended(pid: int) -> bool:
+    """Gone, or a zombie that nobody has reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
+def wait_for(condition, seconds: float = PATIENCE_S) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not condition():
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"DIALOOP_PROBE_PORT": "abc"}, ["DIALOOP_PROBE_PORT", "integer"]),
+        ({"DIALOOP_PROBE_PROT": "1"}, ["DIALOOP_PROBE_PROT", "did you mean DIALOOP_PROBE_PORT"]),
+        ({"DIALOOP_PROBE_HOST": "0.0.0.0"}, ["0.0.0.0", "DIALOOP_TOKEN"]),
+        ({"DIALOOP_PROBE_HOST": "0.0.0.0", "DIALOOP_TOKEN": "naïve"}, ["DIALOOP_TOKEN", "ASCII"]),
+        ({"DIALOOP_LOG": "yaml"}, ["log", "json"]),
+        ({"DIALOOP_PARENT_PID": "x"}, ["DIALOOP_PARENT_PID", "process id"]),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence_and_exit_code_2(variables, words):
+    service = start(SERVICE, **variables)
+    _, complaint = service.communicate(timeout=PATIENCE_S)
+    assert service.returncode == 2
+    assert len(complaint.splitlines()) == 1
+    assert all(word in complaint for word in words)
+    assert "naïve" not in complaint
+
+
+def test_a_taken_port_is_one_sentence_and_exit_code_2():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        service = start(SERVICE, DIALOOP_PROBE_PORT=port)
+        _, complaint = service.communicate(timeout=PATIENCE_S)
+    assert service.returncode == 2
+    assert len(complaint.splitlines()) == 1
+    assert f"Port {port} on 127.0.0.1 is taken" in complaint
+
+
+def test_full_garbage_collections_leave_alone_what_a_service_stands_on():
+    frozen = SERVICE.replace("server.port}", "gc.get_freeze_count()}").replace(
+        "asyncio, sys", "gc, sys"
+    )
+    service = start(frozen)
+    assert int(service.stdout.readline()) > 10_000
+    service.send_signal(signal.SIGTERM)
+    service.communicate(timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_service_with_exit_code_0(number):
+    service = start(SERVICE)
+    assert service.stdout.readline().strip().isdigit()
+    service.send_signal(number)
+    service.communicate(timeout=PATIENCE_S)
+    assert service.returncode == 0
+
+
+def test_json_logs_carry_service_and_run():
+    service = start(SERVICE, DIALOOP_LOG="json", DIALOOP_RUN="r1")
+    service.stdout.readline()
+    service.terminate()
+    _, lines = service.communicate(timeout=PATIENCE_S)
+    record = json.loads(lines.splitlines()[0])
+    assert (record["service"], record["run"], record["level"]) == ("probe", "r1", "INFO")
+    assert record["address"].startswith("127.0.0.1:")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_child_dies_with_its_parent():
+    parent = start(PARENT, SERVICE)
+    child = int(parent.stdout.readline())
+    assert not has_ended(child)
+    parent.kill()
+    assert wait_for(lambda: has_ended(child))
+    parent.communicate()
+
+
+def test_a_child_whose_parent_is_gone_does_not_start():
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    service = start(SERVICE, DIALOOP_PARENT_PID=str(gone.pid))
+    printed, _ = service.communicate(timeout=PATIENCE_S)
+    assert (service.returncode, printed) == (1, "")

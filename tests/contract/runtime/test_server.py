@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from dialoop import errors
+from dialoop.v1 import environment_service_pb2 as pb
+from dialoop.v1 import environment_service_pb2_grpc as stubs
+from dialoop_services.runtime import GrpcServer, ServerSettings, load
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
+
+from tests.support.patience import PATIENCE_S
+from tests.support.rest_world import http_of, refusal
+
+NAME = "dialoop.v1.EnvironmentService"
+KINDS = sorted({*errors.ERRORS_BY_STATUS.values()} - {errors.InternalError}, key=lambda k: k.status)
+
+
+class Raising(stubs.EnvironmentServiceServicer):
+    """Raises what it was given, from a unary and from a streaming rpc."""
+
+    def __init__(self, error: Exception | None = None, seconds: float = 0) -> None:
+        self.error = error
+        self.seconds = seconds
+        self.started = asyncio.Event()
+
+    async def CloseSession(self, request: Any, context: Any) -> pb.CloseSessionResponse:  # noqa: N802
+        self.started.set()
+        await asyncio.sleep(self.seconds)
+        if self.error:
+            raise self.error
+        return pb.CloseSessionResponse(closed=True)
+
+    async def Interact(self, requests: Any, context: Any) -> AsyncIterator[pb.InteractResponse]:  # noqa: N802
+        async for request in requests:
+            yield pb.InteractResponse(request_id=request.request_id)
+        if self.error:
+            raise self.error
+
+
+def serving(servicer: Raising, **settings: Any) -> GrpcServer:
+    server = GrpcServer(load(ServerSettings, **settings))
+    server.add(stubs.add_EnvironmentServiceServicer_to_server, servicer, NAME)
+    return server
+
+
+async def close(server: GrpcServer, token: str = "") -> pb.CloseSessionResponse:
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub = stubs.EnvironmentServiceStub(channel)
+        return await stub.CloseSession(pb.CloseSessionRequest(), metadata=metadata)
+
+
+async def interact(server: GrpcServer) -> list[str]:
+    async def requests() -> AsyncIterator[pb.InteractRequest]:
+        yield pb.InteractRequest(request_id="a")
+
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        answers = stubs.EnvironmentServiceStub(channel).Interact(requests())
+        return [answer.request_id async for answer in answers]
+
+
+def info_of(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:
+    info = error_details_pb2.ErrorInfo()
+    assert rpc_status.from_call(SyncView(error)).details[0].Unpack(info)
+    return info
+
+
+class SyncView:
+    def __init__(self, error: grpc.aio.AioRpcError) -> None:
+        self.code, self.details = error.code, error.details
+        self.trailing_metadata = lambda: tuple(error.trailing_metadata())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("call", [close, interact])
+async def test_an_error_crosses_the_wire_with_status_reason_and_remedy(kind, call):
+    async with serving(Raising(kind("Wrong -> ünïcode.", reason="SOME_REASON", remedy="Do."))) as s:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(s)
+    assert caught.value.code().value[0] == kind.status
+    assert caught.value.details() == "Wrong -> ünïcode."
+    info = info_of(caught.value)
+    assert (info.reason, info.domain, info.metadata["remedy"]) == ("SOME_REASON", "dialoop", "Do.")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("secret"), errors.InternalError("secret")])
+@pytest.mark.parametrize("call", [close, interact])
+async def test_the_text_of_an_unexpected_error_stays_in_the_log(error, call, caplog):
+    async with serving(Raising(error)) as server:
+        with caplog.at_level(logging.ERROR), pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(server)
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in repr(caught.value)
+    (record,) = caplog.records
+    assert record.error_id in caught.value.details()
+    assert "secret" in caplog.text
+
+
+@pytest.mark.parametrize("character", ["ü", "世", "\n", "x", "\ud800"])
+async def test_a_very_long_message_still_arrives_with_its_reason(character):
+    text = character * 9000
+    async with serving(Raising(errors.InvalidInput(text, remedy=text))) as server:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await close(server)
+    assert info_of(caught.value).reason == "INVALID_INPUT"
+
+
+async def test_a_stream_that_ends_well_delivers_its_messages():
+    async with serving(Raising()) as server:
+        assert await interact(server) == ["a"]
+
+
+@pytest.mark.parametrize("given", ["", "wrong", "rightt"])
+async def test_a_wrong_token_is_refused(given):
+    async with serving(Raising(), token="right") as server:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await close(server, given)
+    assert info_of(caught.value).reason == "UNAUTHENTICATED"
+
+
+async def test_the_right_token_passes():
+    async with serving(Raising(), token="right") as server:
+        assert (await close(server, "right")).closed
+
+
+@pytest.mark.parametrize("token", ["", "right"])
+async def test_reflection_needs_the_token_too(token):
+    async with (
+        serving(Raising(), token="right") as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            asked, metadata=(("authorization", f"Bearer {token}"),)
+        )
+        if token:
+            (answer,) = [answer async for answer in answers]
+            assert NAME in [s.name for s in answer.list_services_response.service]
+            return
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(answers))
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_rpc_that_nobody_wrote_is_not_served():
+    async with (
+        serving(stubs.EnvironmentServiceServicer(), rest_port=0) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+        http_of(server) as http,
+    ):
+        stub = stubs.EnvironmentServiceStub(channel)
+        for call in (
+            stub.CloseSession(pb.CloseSessionRequest()),
+            stub.Interact(iter([pb.InteractRequest()])).read(),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert info_of(caught.value).reason == "NOT_SERVED"
+        assert refusal(await http.get("/v1/environments")) == (501, "NOT_SERVED")
+
+
+class Aborting(stubs.EnvironmentServiceServicer):
+    """Ends its calls as gRPC's own examples do."""
+
+    async def CloseSession(self, request: Any, context: Any) -> pb.CloseSessionResponse:  # noqa: N802
+        await context.abort(grpc.StatusCode.NOT_FOUND, "No such thing.")
+        raise AssertionError("abort returned")
+
+
+async def test_an_abort_has_its_status_through_both_doors(caplog):
+    async with (
+        serving(Aborting(), rest_port=0) as server,
+        http_of(server) as http,
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await close(server)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        answer = await http.delete("/v1/sessions/s")
+        assert answer.status_code == 404
+        assert answer.json()["detail"] == "No such thing."
+        for door in ("grpc", "rest"):
+            counted = 'rpc="EnvironmentService.CloseSession",status="NOT_FOUND"'
+            assert (
+                f'dialoop_calls_total{{door="{door}",{counted}}} 1.0'
+                in (await http.get("/metrics")).text
+            )
+
+
+async def test_a_health_check_needs_no_token_and_follows_set_serving():
+    async with (
+        serving(Raising(), token="right") as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", NAME):
+            request = health_pb2.HealthCheckRequest(service=service)
+            assert (await health.Check(request)).status == 1
+            await server.set_serving(False)
+            assert (await health.Check(request)).status == 2
+            await server.set_serving(True)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
+def test_listening_beyond_loopback_without_a_token_is_refused(host):
+    with pytest.raises(errors.InvalidConfig, match="without a token"):
+        GrpcServer(load(ServerSettings, host=host))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
+async def test_loopback_needs_no_token(host):
+    async with serving(Raising(), host=host) as server:
+        assert server.port > 0
+
+
+async def test_a_taken_port_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(errors.InvalidConfig, match=f"Port {port} on 127.0.0.1 is taken"):
+            await serving(Raising(), port=port).__aenter__()
+
+
+async def test_leaving_finishes_calls_in_flight():
+    servicer = Raising(seconds=0.3)
+    async with asyncio.TaskGroup() as tasks:
+        async with serving(servicer, drain_s=PATIENCE_S) as server:
+            call = tasks.create_task(close(server))
+            await servicer.started.wait()
+        assert (await call).closed
+
+
+async def test_a_drain_that_takes_too_long_is_cut():
+    servicer = Raising(seconds=30)
+    async with serving(servicer, drain_s=0.1) as server:
+        call = asyncio.create_task(close(server))
+        await servicer.started.wait()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await call
+
+
+async def test_stop_ends_the_wait():
+    async with serving(Raising()) as server:
+        server.stop()
+        await asyncio.wait_for(server.wait_until_stopped(), PATIENCE_S)
+        assert server.stopping.is_set()
+
+
+async def test_a_message_over_the_limit_is_refused():
+    async with (
+        serving(Raising(), max_message_bytes=1024) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        stub = stubs.EnvironmentServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.CloseSession(pb.CloseSessionRequest(session_id="x" * 5000))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -1,0 +1,145 @@
+"""Groups that cannot be scored or taken in say why and are kept; their neighbours are scored."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from dialoop.clients.replay import Appended
+from dialoop.trajectory import (
+    Failure,
+    Group,
+    Owner,
+    SamplingParams,
+    Stage,
+)
+from dialoop_services.scorer.desk import Desk
+from dialoop_services.scorer.scoring import Scoring
+from dialoop_services.scorer.settings import ScorerSettings
+from dialoop_services.scorer.worker import Worker
+
+from tests.support.collector_world import RUN, World, adds_up, world
+from tests.support.patience import PATIENCE_S
+from tests.support.samples.scorer_samples import make_group, make_sequence
+
+
+class Flat:
+    """A reference that finds every token equally likely."""
+
+    def logprobs_of_sampled(self, sequences: Any, temperatures: Any) -> Any:
+        return [sequence.inference_logprobs for sequence in sequences]
+
+    def logprobs_of_all(self, token_ids: Any) -> Any:
+        raise NotImplementedError
+
+
+def named(group: Group) -> Group:
+    """The group with trajectories that are named after its task."""
+    task_id = group.task.task_id
+    members = (
+        replace(t, trajectory_id=f"{task_id}.{n}", group_id=group.group_id)
+        for n, t in enumerate(group.trajectories)
+    )
+    return replace(group, trajectories=tuple(members))
+
+
+def failed(group: Group) -> Group:
+    """The second member ended by a failure that is not the policy's."""
+    first, second = group.trajectories
+    failure = Failure(owner=Owner.ENVIRONMENT, reason="DOWN", message="")
+    return replace(group, trajectories=(first, replace(second, failures=(failure,))))
+
+
+async def appended(w: World, *groups: Group) -> list[Appended]:
+    """What the queue says to each of the groups."""
+    await w.allow(len(groups))
+    await w.replay.offer_tasks(RUN, [group.task for group in groups])
+    leased = await w.replay.lease_tasks(RUN, worker="c", max_tasks=len(groups))
+    leases = {lease.task.task_id: lease.lease_id for lease in leased.leases}
+    return [
+        await w.replay.append_group(RUN, Stage.UNSCORED, group, lease_id=leases[group.task.task_id])
+        for group in groups
+    ]
+
+
+@asynccontextmanager
+async def scoring(w: World, desk: Desk) -> AsyncIterator[None]:
+    settings = ScorerSettings(run=RUN, worker="s", wait_s=0.2)
+    stopping = asyncio.Event()
+    running = asyncio.create_task(Worker(settings, w.replay, desk).run(stopping))
+    try:
+        yield
+    finally:
+        stopping.set()
+        await asyncio.wait_for(running, PATIENCE_S)
+
+
+async def test_what_cannot_be_scored_is_a_dead_letter_that_says_why_and_the_rest_is_scored(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    greedy = SamplingParams(temperature=0.0)
+    groups = [
+        named(make_group(1.0, task_id="alone")),
+        named(make_group(0.0, 1.0, task_id="good")),
+        failed(named(make_group(0.0, 1.0, task_id="failed"))),
+        named(make_group(0.0, 1.0, task_id="greedy", sampling=greedy)),
+    ]
+    caplog.set_level(logging.WARNING)
+    async with world() as w:
+        assert not [one.reason for one in await appended(w, *groups) if one.is_rejected]
+        async with scoring(w, Desk(Scoring(reference=Flat()), None)):
+            await w.until(lambda c: c.num_groups_dropped == {"dead_letter": 3})
+            await w.until(lambda c: c.num_groups_scored == 1)
+        letters = {one.group_id: one for one in await w.replay.list_dead_letters(RUN)}
+        assert {name: one.reason for name, one in letters.items()} == {
+            "alone#1": "group_too_small",
+            "failed#1": "unscorable_trajectory",
+            "greedy#1": "invalid_temperature",
+        }
+        assert letters["failed#1"].group == groups[2]
+        assert adds_up(await w.training())
+        assert (await w.replay.get_stats(RUN)).num_redelivered == 0
+    for words in ("alone#1 has one", "Trajectory failed.1 failed", "Trajectory greedy.0 was"):
+        assert words in caplog.text
+
+
+@pytest.mark.parametrize(("num_good", "is_said"), [(0, True), (1, False)])
+async def test_a_scorer_that_can_score_nothing_says_so_loudly(
+    num_good: int, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = [named(make_group(1.0, task_id=f"alone{n}")) for n in range(16)]
+    good = [named(make_group(0.0, 1.0, task_id=f"good{n}")) for n in range(num_good)]
+    async with world() as w:
+        await appended(w, *alone[:8], *good, *alone[8:])
+        async with scoring(w, Desk(Scoring(), None)):
+            await w.until(lambda c: c.num_groups_dropped == {"dead_letter": 16})
+            await w.until(lambda c: c.num_groups_scored == num_good)
+    said = [one for one in caplog.messages if "16 groups could not be scored" in one]
+    assert bool(said) == is_said
+    assert all("group_too_small" in one for one in said)
+
+
+async def test_what_the_queue_refuses_names_the_trajectory_and_leaves_its_lease() -> None:
+    ragged = replace(make_sequence(), inference_logprobs=make_sequence().inference_logprobs)
+    object.__setattr__(ragged, "inference_logprobs", ragged.inference_logprobs[:1])
+    groups = [
+        named(make_group(0.0, 1.0, task_id="ragged", sequences=(ragged,))),
+        named(make_group(0.0, task_id="part", size=2)),
+        named(make_group(0.0, 1.0, task_id="empty", sequences=())),
+        named(make_group(0.0, 1.0, task_id="good")),
+    ]
+    async with world() as w:
+        found = await appended(w, *groups)
+        assert [one.reason for one in found] == ["RAGGED", "WRONG_SIZE", "NO_TRAINABLE_TOKEN", ""]
+        assert (
+            "Trajectory ragged.0, sequence 0: 1 log-probs for 2 sampled tokens" in found[0].message
+        )
+        assert "Group empty#1" in found[2].message
+        stats = await w.replay.get_stats(RUN)
+    assert stats.num_rejected_appends == 3
+    assert (stats.training.num_groups_leased, stats.training.num_groups_unscored) == (3, 1)

@@ -1,0 +1,92 @@
+"""A conversation that forks: every sampled token is trained once, in the sequence that owns it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dialoop.chat import History, Message
+from dialoop.sequences import ForkCause, PolicyVersion, Sequence
+from dialoop_services.learning.model.policy import PolicyModel
+from dialoop_services.learning.packing.rows import TokenRow, pack_rows
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from tests.support.samples.chat_families import CHATML, THINKING, builder
+
+V1 = PolicyVersion(lineage="main", number=1)
+SAID = ("<think>\nhm\n</think>\n\none", "<think>\nagain\n</think>\n\ntwo", "three")
+
+
+def _played(template: str) -> tuple[list[Sequence], list[int]]:
+    """The sequences of a conversation of three answers, and all that was sampled, in order."""
+    tokens = builder(template)
+    history = History((Message(role="user", content="q"),))
+    sequences: list[Sequence] = []
+    sampled: list[int] = []
+    for text in SAID:
+        known = sequences[-1] if sequences else None
+        covered = len(history) - 1 if known is not None else 0
+        prompt = tokens.prompt(history, context=known, num_context_messages=covered)
+        ids = [*tokens.tokenizer.encode(text).ids, tokens.tokenizer.end_of_turn_ids[0]]
+        answer = tokens.answer(prompt, ids, logprobs=[-1.0] * len(ids), versions=[(len(ids), V1)])
+        if known is not None and prompt.sequence.fork_cause is ForkCause.NONE:
+            sequences[-1] = known.extended_by(answer.appended)
+        else:
+            sequences.append(answer.appended)
+        sampled += ids
+        history = history.append(answer.message).append(Message(role="user", content="more"))
+    return sequences, sampled
+
+
+@pytest.mark.parametrize(("template", "num_sequences"), [(THINKING, 3), (CHATML, 1)])
+def test_a_forked_conversation_never_trains_a_token_twice(
+    template: str, num_sequences: int
+) -> None:
+    sequences, sampled = _played(template)
+    assert len(sequences) == num_sequences
+    batch = pack_rows([TokenRow.from_sequence(s) for s in sequences])
+    assert batch.packed_tokens[batch.loss_mask].tolist() == sampled
+
+
+def test_packed_logprobs_are_those_of_transformers_at_three_million_parameters() -> None:
+    policy = PolicyModel(_three_million())
+    generator = torch.Generator().manual_seed(1)
+    lengths = [(20, 200), (60, 10), (33, 1), (41, 120), (25, 77), (58, 31)]
+    rows = [
+        TokenRow(
+            token_ids=torch.randint(0, 4096, (asked + said,), generator=generator),
+            response_mask=torch.arange(asked + said) >= asked,
+        )
+        for asked, said in lengths
+    ]
+    with torch.no_grad():
+        alone = [_by_transformers(policy, row) for row in rows]
+        batch = pack_rows(rows)
+        packed = batch.split(policy(batch).logprobs)
+    for ours, theirs in zip(packed, alone, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def _three_million() -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=4096,
+        hidden_size=192,
+        intermediate_size=640,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        initializer_range=0.08,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    assert 2.5e6 < sum(p.numel() for p in model.parameters()) < 3.5e6
+    return model
+
+
+def _by_transformers(policy: PolicyModel, row: TokenRow) -> torch.Tensor:
+    model = policy.causal_lm
+    model.set_attn_implementation("eager")
+    logprobs = model(row.token_ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+    model.set_attn_implementation("dialoop_packed")
+    chosen = logprobs.gather(-1, row.token_ids[1:, None]).squeeze(-1)
+    return chosen[row.response_mask[1:]]

@@ -1,0 +1,98 @@
+import math
+from copy import deepcopy
+
+import pytest
+import torch
+from dialoop.errors import InvalidConfig
+from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
+from torch import nn
+
+
+def _optimizer(**fields: float) -> tuple[nn.Parameter, GuardedOptimizer]:
+    weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+    return weight, GuardedOptimizer([weight], OptimizerSettings(learning_rate=0.1, **fields))  # type: ignore[arg-type]
+
+
+def test_rate_warms_up_and_decays_to_a_tenth() -> None:
+    settings = OptimizerSettings(learning_rate=1.0, warmup_steps=4, total_steps=14)
+    found = [settings.learning_rate_at(step) for step in (0, 3, 4, 9, 14, 99)]
+    assert found == pytest.approx([0.25, 1.0, 1.0, 0.55, 0.1, 0.1])
+
+
+def test_cosine_is_half_way_down_in_the_middle() -> None:
+    settings = OptimizerSettings(learning_rate=1.0, total_steps=10, schedule="cosine")
+    assert settings.learning_rate_at(5) == pytest.approx(0.55)
+
+
+def test_rate_without_a_total_is_constant() -> None:
+    assert OptimizerSettings(learning_rate=0.3).learning_rate_at(10_000) == 0.3
+
+
+def test_first_step_of_adam_moves_by_the_rate_against_the_gradient() -> None:
+    weight, optimizer = _optimizer()
+    weight.grad = torch.tensor([0.3, -0.4])
+    report = optimizer.step(1.0)
+    assert report.applied
+    assert report.grad_norm == pytest.approx(0.5)
+    assert weight.tolist() == pytest.approx([0.9, 2.1], abs=1e-5)
+    assert weight.grad is None
+
+
+def test_long_gradient_is_clipped_and_its_norm_reported() -> None:
+    weight, optimizer = _optimizer()
+    weight.grad = torch.tensor([30.0, 40.0])
+    assert optimizer.step(1.0).grad_norm == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize(("gradient", "loss"), [(math.nan, 1.0), (math.inf, 1.0), (0.1, math.nan)])
+def test_step_that_is_not_finite_is_refused_and_counted(gradient: float, loss: float) -> None:
+    weight, optimizer = _optimizer()
+    weight.grad = torch.tensor([gradient, 0.0])
+    assert not optimizer.step(loss).applied
+    assert weight.tolist() == [1.0, 2.0]
+    assert (optimizer.num_steps, optimizer.num_refused) == (0, 1)
+
+
+def test_training_goes_on_after_a_refused_step() -> None:
+    weight, optimizer = _optimizer()
+    for gradient in (math.nan, 1.0):
+        weight.grad = torch.tensor([gradient, 0.0])
+        optimizer.step(1.0)
+    assert weight.tolist() == pytest.approx([0.9, 2.0], abs=1e-5)
+    assert (optimizer.num_steps, optimizer.num_refused) == (1, 1)
+
+
+def test_restored_optimizer_continues_exactly() -> None:
+    weight, optimizer = _optimizer(warmup_steps=5)
+    weight.grad = torch.tensor([0.3, -0.4])
+    optimizer.step(1.0)
+    copy, restored = _optimizer(warmup_steps=5)
+    copy.data = weight.data.clone()
+    restored.load_state_dict(deepcopy(optimizer.state_dict()))
+    for parameter, owner in ((weight, optimizer), (copy, restored)):
+        parameter.grad = torch.tensor([-0.1, 0.2])
+        owner.step(1.0)
+    assert torch.equal(weight, copy)
+    assert restored.num_steps == 2
+
+
+def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
+    matrix = nn.Parameter(torch.zeros(4, 4))
+    vector = nn.Parameter(torch.zeros(4))
+    settings = OptimizerSettings(name="muon", learning_rate=0.1, max_grad_norm=1e9)
+    optimizer = GuardedOptimizer([matrix, vector], settings, matrices=[matrix])
+    matrix.grad, vector.grad = torch.diag(torch.tensor([1.0, 2.0, 3.0, 4.0])), torch.ones(4)
+    optimizer.step(1.0)
+    # Newton-Schulz makes all singular values about 1: the update is near a multiple of -I, of the
+    # size 0.2 sqrt(max(4, 4)) times the rate that AdamW's updates have.
+    moved = -matrix.detach().diagonal() / (0.1 * 0.2 * math.sqrt(4))
+    assert bool(((moved > 0.6) & (moved < 1.3)).all())
+    assert vector.tolist() == pytest.approx([-0.1] * 4, abs=1e-5)
+
+
+def test_a_checkpoint_of_another_optimiser_is_refused() -> None:
+    matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    muon = GuardedOptimizer([matrix, vector], OptimizerSettings(name="muon"), matrices=[matrix])
+    with pytest.raises(InvalidConfig) as caught:
+        GuardedOptimizer([matrix, vector], OptimizerSettings()).load_state_dict(muon.state_dict())
+    assert caught.value.reason == "OPTIMIZER_MISMATCH"

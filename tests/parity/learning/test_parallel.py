@@ -1,0 +1,382 @@
+"""Several processes train what one process trains: gloo on the CPU, a model of two layers."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dialoop.errors import InvalidConfig, InvalidInput, Unavailable, Unsupported
+from dialoop_services.learning.loss.loss_loading import load_objective
+from dialoop_services.learning.model.policy import load_policy
+from dialoop_services.learning.model.tiny import tiny_config
+from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_services.learning.packing.rows import pack_rows
+from dialoop_services.learning.parallel.group_commands import GroupCommands
+from dialoop_services.learning.parallel.parallel_rows import own_rows, score_rows
+from dialoop_services.learning.parallel.parallel_state import (
+    load_optimizer,
+    load_sharded,
+    load_weights,
+)
+from dialoop_services.learning.parallel.ranks import ALONE, Ranks, joined_ranks, sharded
+from dialoop_services.learning.training import update
+from safetensors.torch import load_file
+from transformers import Qwen2ForCausalLM
+
+from tests.support.programs.parallel_worker import Job, made_rows, run
+
+pytestmark = pytest.mark.timeout(300)  # processes start slowly on a busy machine
+
+WORKER = Path(__file__).parents[2] / "support" / "programs" / "parallel_worker.py"
+REGULAR = {"surroundings": {"kl_coeff": 0.1}}
+GSPO = {
+    "loss": "gspo",
+    "options": {"clip_low": 0.2, "clip_high": 0.2},
+    "surroundings": {"kl_coeff": 0.1, "entropy_coeff": 0.01},
+}
+WHITE = {"loss": "reinforce_pp", **REGULAR}
+LORA = {"lora_rank": 2, "is_checkpointed": True, "last_step": 3, "num_sequences": 5}
+_REFUSED = ("refused", "refused_elsewhere")
+HALF, REST = {"last_step": 10}, {"first_step": 10}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_torch() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.random.fork_rng(devices=[]):
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("parallel")
+    config = tiny_config()
+    config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen2ForCausalLM(config).save_pretrained(root / "model")
+    return root
+
+
+@pytest.fixture(scope="module")
+def alone(root: Path) -> Path:
+    """What one process did: whole runs, and one that stopped half way."""
+    out = root / "alone"
+    for job in (
+        _job(root, out, "grpo", **REGULAR, poisoned_step=5),
+        _job(root, out, "gspo", **GSPO),
+        _job(root, out, "white", **WHITE),
+        _job(root, out, "muon", optimizer="muon", num_sequences=1, last_step=2),
+        _job(root, out, "lora", **REGULAR, **LORA, save=f"{out}/lora"),
+        _job(root, out, "half", **REGULAR, **HALF, poisoned_step=5, save=f"{out}/half"),
+    ):
+        run(job)
+    return out
+
+
+@pytest.fixture(scope="module")
+def pair(root: Path, alone: Path) -> Path:
+    """What two processes did under torchrun, partly from where one process stopped."""
+    out = root / "pair"
+    jobs = [
+        _job(root, out, "grpo", **REGULAR, **HALF, poisoned_step=5, save=f"{out}/whole"),
+        _job(root, out, "grpo_rest", **REGULAR, **REST, resume=f"{alone}/half"),
+        _job(root, out, "refused", refusing_rank=0),
+        _job(root, out, "refused_elsewhere", refusing_rank=1),
+        _job(root, out, "gspo", **GSPO),
+        _job(root, out, "white", **WHITE, **HALF, save=f"{out}/parts", is_sharded=True),
+        _job(root, out, "white_rest", **WHITE, **REST, resume=f"{out}/parts", is_sharded=True),
+        _job(root, out, "muon", optimizer="muon", num_sequences=1, last_step=2),
+        _job(root, out, "lora", **REGULAR, **LORA, save=f"{out}/lora"),
+        _job(root, out, "echo", last_step=0, resume=f"{alone}/half", save=f"{out}/echo"),
+    ]
+    finished = _torchrun(2, jobs, out)
+    assert (finished.returncode, finished.stderr, finished.stdout) == (0, "", "")
+    return out
+
+
+def _job(root: Path, out: Path, name: str, **fields: Any) -> Job:
+    return Job(name=name, model=str(root / "model"), out=str(out), **fields)
+
+
+def _written(jobs: list[Job], out: Path) -> str:
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "jobs.json"
+    path.write_text(json.dumps([vars(job) for job in jobs]), "utf-8")
+    return str(path)
+
+
+def _environment(**more: str) -> dict[str, str]:
+    repository = str(Path(__file__).parents[3])
+    return {**os.environ, "PYTHONPATH": repository, "OMP_NUM_THREADS": "1", **more}
+
+
+def _torchrun(size: int, jobs: list[Job], out: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*command, f"--nproc-per-node={size}", str(WORKER), _written(jobs, out)],
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def _curve(out: Path, *names: str) -> list[dict[str, Any]]:
+    return [step for name in names for step in json.loads((out / f"{name}.json").read_text())]
+
+
+def _assert_same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+    assert len(one) == len(other)
+    for left, right in zip(one, other, strict=True):
+        assert left["applied"] == right["applied"]
+        assert left["metrics"]["by_staleness"].keys() == right["metrics"]["by_staleness"].keys()
+        if left["applied"]:
+            assert left["grad_norm"] > 0.1
+            assert left["loss"] == pytest.approx(right["loss"], abs=1e-5)
+            assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-5)
+            for name in set(left["metrics"]) - {"by_staleness"}:
+                assert left["metrics"][name] == pytest.approx(right["metrics"][name], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("grpo", ("grpo", "grpo_rest")),
+        ("gspo", ("gspo",)),
+        ("white", ("white", "white_rest")),
+        ("muon", ("muon",)),
+        ("lora", ("lora",)),
+    ],
+)
+def test_two_processes_reproduce_the_curve_of_one(
+    alone: Path, pair: Path, name: str, parts: tuple[str, ...]
+) -> None:
+    _assert_same(_curve(alone, name), _curve(pair, *parts))
+
+
+def test_all_ranks_refuse_a_step_that_is_not_finite_on_one(alone: Path, pair: Path) -> None:
+    applied = [step["applied"] for step in _curve(pair, "grpo")]
+    assert applied == [True] * 5 + [False] + [True] * 4
+
+
+def test_ranks_go_on_after_a_command_that_one_of_them_refused(pair: Path) -> None:
+    told = [json.loads((pair / f"{name}.json").read_text()) for name in _REFUSED]
+    assert told[0] == "INVALID_INPUT The job is too long."
+    assert told[1] == "RANK_REFUSED run was refused. Rank 1: The job is too long. Shorten it."
+
+
+def test_gathered_export_is_what_one_process_writes_byte_for_byte(alone: Path, pair: Path) -> None:
+    one, two = (Path(p, "model.safetensors").read_bytes() for p in (alone / "half", pair / "echo"))
+    assert one == two
+
+
+def test_gathered_adapters_are_merged_as_by_one_process(alone: Path, pair: Path) -> None:
+    one, two = (load_file(out / "lora" / "model.safetensors") for out in (alone, pair))
+    assert one.keys() == two.keys()
+    assert not any("lora" in name for name in one)
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, two[name], rtol=0, atol=1e-5)
+
+
+def test_gathered_optimizer_is_what_one_process_has(alone: Path, pair: Path) -> None:
+    one, two = (
+        torch.load(directory / "optimizer.pt", weights_only=True)
+        for directory in (alone / "half", pair / "echo")
+    )
+    assert one["num_steps"] == two["num_steps"] == 9
+    assert one["num_refused"] == two["num_refused"] == 1
+    states = [saved["optimizers"][0]["state"] for saved in (one, two)]
+    assert states[0].keys() == states[1].keys()
+    for index, values in states[0].items():
+        for name, value in values.items():
+            assert torch.equal(value, states[1][index][name])
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "fields"),
+    [("grpo", "whole", REGULAR), ("white", "parts", {**WHITE, "is_sharded": True})],
+)
+def test_one_process_goes_on_where_two_stopped(
+    root: Path, alone: Path, pair: Path, name: str, saved: str, fields: dict[str, Any]
+) -> None:
+    job = _job(root, root / "on", name, **fields, **REST, resume=str(pair / saved))
+    _assert_same(_curve(alone, name)[10:], run(job))
+
+
+def test_rank_that_fails_ends_the_others_with_its_cause(root: Path) -> None:
+    out = root / "failing"
+    jobs = _written([_job(root, out, "failing", failing_rank=1)], out)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), jobs],
+            env=_environment(RANK=str(rank), WORLD_SIZE="2", INIT_METHOD=f"file://{out}/store"),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=100)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [1, 1]
+    assert "InvalidInput: Trajectory t-17 has no tokens. Leave it out." in told[1]
+    cause = "Unavailable: Rank 1 of 2 failed: InvalidInput: Trajectory t-17 has no tokens."
+    assert cause in told[0]
+    assert not any("terminate called" in text or "not been destroyed" in text for text in told)
+
+
+@pytest.mark.heavy(reason="starts two processes for one refusal")
+def test_ranks_that_bring_different_policies_are_refused(root: Path) -> None:
+    out = root / "apart"
+    finished = _torchrun(2, [_job(root, out, "apart", **LORA, is_seeded_apart=True)], out)
+    assert finished.returncode == 1
+    assert "differ in causal_lm.model.layers.0.mlp.down_proj.lora_A" in finished.stderr
+
+
+@pytest.mark.heavy(reason="four processes on two cores")
+def test_four_processes_go_on_where_one_went_on_from_two(
+    root: Path, alone: Path, pair: Path
+) -> None:
+    on, out = root / "one of two", root / "four"
+    middle = _job(root, on, "grpo", **REGULAR, first_step=10, last_step=14, resume=f"{pair}/whole")
+    middle.save = f"{on}/whole"
+    first = run(middle)
+    jobs = [
+        _job(root, out, "grpo", **REGULAR, poisoned_step=5),
+        _job(root, out, "gspo", **GSPO),
+        _job(root, out, "white", **WHITE),
+        _job(root, out, "grpo_rest", **REGULAR, first_step=14, resume=f"{on}/whole"),
+        _job(root, out, "white_rest", **WHITE, **REST, resume=f"{pair}/parts", is_sharded=True),
+    ]
+    finished = _torchrun(4, jobs, out)
+    assert (finished.returncode, finished.stderr, finished.stdout) == (0, "", "")
+    for name in ("grpo", "gspo", "white"):
+        _assert_same(_curve(alone, name), _curve(out, name))
+    _assert_same(_curve(alone, "grpo")[10:], [*first, *_curve(out, "grpo_rest")])
+    _assert_same(_curve(alone, "white")[10:], _curve(out, "white_rest"))
+
+
+@pytest.mark.heavy(reason="starts torchrun once more")
+def test_torchrun_ends_all_and_shows_the_cause(root: Path) -> None:
+    out = root / "failing under torchrun"
+    finished = _torchrun(2, [_job(root, out, "failing", failing_rank=0)], out)
+    assert finished.returncode == 1
+    assert "InvalidInput: Trajectory t-17 has no tokens. Leave it out." in finished.stderr
+
+
+def test_one_process_joins_nobody(root: Path) -> None:
+    policy = load_policy(root / "model")
+    with joined_ranks(rank=0, size=1) as ranks:
+        assert not dist.is_initialized()
+        assert ranks == ALONE
+        assert sharded(policy, ranks) is policy
+        assert (ranks.gather({"a": 1}), ranks.broadcast(b"ab")) == ([{"a": 1}], b"ab")
+
+
+def test_scores_come_in_the_order_of_the_rows(root: Path) -> None:
+    policy, rows = load_policy(root / "model"), made_rows(0, 6)
+    scores = score_rows(policy, rows, ALONE, max_tokens=64)
+    with torch.no_grad():
+        for row, score in zip(rows, scores, strict=True):
+            torch.testing.assert_close(score, policy(pack_rows([row])).logprobs)
+
+
+def test_weights_of_another_model_are_refused(root: Path) -> None:
+    policy = load_policy(root / "model")
+    with pytest.raises(InvalidConfig) as caught:
+        load_weights(policy, {"other.weight": torch.zeros(3)})
+    assert caught.value.reason == "WEIGHTS_MISMATCH"
+    assert "model.embed_tokens.weight is missing, not (" in str(caught.value)
+
+
+def test_parts_of_another_optimizer_are_refused(root: Path, pair: Path) -> None:
+    policy = load_policy(root / "model")
+    muon = GuardedOptimizer(
+        policy.parameters(), OptimizerSettings(name="muon"), matrices=policy.hidden_matrices()
+    )
+    with pytest.raises(InvalidConfig) as caught:
+        load_sharded(pair / "parts", policy, {"train": muon}, ALONE)
+    assert caught.value.reason == "CHECKPOINT_MISMATCH"
+
+
+def test_whole_state_of_another_optimizer_is_refused(root: Path, alone: Path) -> None:
+    policy = load_policy(root / "model")
+    muon = GuardedOptimizer(
+        policy.parameters(), OptimizerSettings(name="muon"), matrices=policy.hidden_matrices()
+    )
+    state = torch.load(alone / "half" / "optimizer.pt", weights_only=True)
+    with pytest.raises(InvalidConfig) as caught:
+        load_optimizer(muon, state)
+    assert caught.value.reason == "OPTIMIZER_MISMATCH"
+
+
+def test_one_process_runs_its_commands_itself() -> None:
+    commands = GroupCommands(ALONE, {"turn": lambda data: lambda: data[::-1]})
+    assert commands.call("turn", b"abc") == b"cba"
+    with pytest.raises(InvalidInput, match="turn") as unknown:
+        commands.call("twist")
+    assert unknown.value.reason == "UNKNOWN_COMMAND"
+
+
+def test_no_call_is_taken_after_one_that_broke_off() -> None:
+    commands = GroupCommands(ALONE, {"divide": lambda data: lambda: bytes(1 // len(data))})
+    with pytest.raises(ZeroDivisionError):
+        commands.call("divide")
+    with pytest.raises(Unavailable) as caught:
+        commands.call("divide", b"a")
+    assert caught.value.reason == "RANKS_OUT_OF_STEP"
+
+
+class _Notes:
+    """A store that fills while one waits for it."""
+
+    def __init__(self, later: dict[str, str]) -> None:
+        self._later, self._looks = later, 0
+
+    def check(self, keys: list[str]) -> bool:
+        self._looks += 1
+        return self._looks > 4 and all(key in self._later for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self._later[key].encode()
+
+    def set(self, key: str, value: str) -> None:
+        raise NotImplementedError
+
+    def delete_key(self, key: str) -> bool:
+        raise NotImplementedError
+
+
+def test_waiting_rank_leaves_when_the_first_closes() -> None:
+    notes = _Notes({"dialoop/call/0": "dialoop/close"})
+    GroupCommands(Ranks(rank=1, size=2, store=notes), {}).serve()
+
+
+def test_waiting_rank_leaves_when_another_failed() -> None:
+    notes = _Notes({"dialoop/failure": "Rank 0 of 2 failed: the disk is full."})
+    with pytest.raises(Unavailable, match="disk is full") as caught:
+        GroupCommands(Ranks(rank=1, size=2, store=notes), {}).serve()
+    assert caught.value.reason == "RANK_FAILED"
+
+
+def test_ranks_on_an_unknown_device_are_refused() -> None:
+    with pytest.raises(Unsupported, match="cuda"), joined_ranks(rank=0, size=2, device="meta"):
+        pass
+
+
+def test_update_of_no_rows_changes_nothing_and_says_so(root: Path) -> None:
+    policy = load_policy(root / "model")
+    optimizer = GuardedOptimizer(policy.parameters(), OptimizerSettings())
+    rows = own_rows([], ALONE, max_tokens=64)
+    before = [p.detach().clone() for p in policy.parameters()]
+    report = update(policy, optimizer, rows, load_objective("grpo"))
+    assert (report.loss, report.step.grad_norm) == (0.0, 0.0)
+    assert all(map(torch.equal, before, policy.parameters()))

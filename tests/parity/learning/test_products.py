@@ -1,0 +1,126 @@
+"""Products by oneDNN: what torch computes, forward and backward, and torch's own where not ours."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from dialoop_services.learning.model import products
+from dialoop_services.learning.model.policy import load_policy
+from dialoop_services.learning.model.products import OneDnnLinear, product
+from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_services.learning.packing.rows import TokenRow, pack_rows
+from torch.nn.functional import linear
+
+from tests.support.patience import PATIENCE_S
+
+
+def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of what goes to oneDNN from now on."""
+    shapes: list[tuple[int, ...]] = []
+    own = products._onednn
+
+    def told(one: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        shapes.append(tuple(one.shape))
+        return own(one, other, bias)
+
+    monkeypatch.setattr(products, "_onednn", told)
+    return shapes
+
+
+@pytest.mark.parametrize("rows", [1, 7, 130])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_product_is_torchs(rows: int, transposed: bool) -> None:
+    torch.manual_seed(rows)
+    one, other = torch.randn(rows, 33), torch.randn(33, 19)
+    if transposed:
+        one, other = torch.randn(33, rows).T, torch.randn(19, 33).T
+    expected = (one.double() @ other.double()).float()
+    torch.testing.assert_close(product(one, other), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", [(5, 24), (1, 40, 24), (2, 3, 24)])
+def test_a_linear_layer_and_its_gradients_are_torchs(
+    shape: tuple[int, ...], with_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(24, 11, bias=with_bias)
+    inputs = torch.randn(shape, requires_grad=True)
+    given = torch.randn(*shape[:-1], 11)
+    expected = torch.autograd.grad(layer(inputs), [inputs, *layer.parameters()], given)
+    shapes = called(monkeypatch)
+    with OneDnnLinear():
+        out = layer(inputs)
+    assert len(shapes) == products._AVAILABLE
+    torch.testing.assert_close(out, layer(inputs), rtol=1e-5, atol=1e-6)
+    found = torch.autograd.grad(out, [inputs, *layer.parameters()], given)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    layer = torch.nn.Linear(8, 4).requires_grad_(requires_grad=False)
+    inputs = torch.randn(3, 8, requires_grad=True)
+    with OneDnnLinear():
+        layer(inputs).sum().backward()
+    assert layer.weight.grad is None
+    torch.testing.assert_close(inputs.grad, layer.weight.sum(0).expand(3, 8))
+
+
+def test_other_formats_no_rows_and_autocast_stay_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = called(monkeypatch)
+    weight = torch.randn(4, 8)
+    with OneDnnLinear():
+        assert linear(torch.randn(0, 8), weight).shape == (0, 4)
+        assert linear(torch.randn(3, 8).double(), weight.double()).dtype is torch.float64
+        assert linear(torch.randn(3, 8).bfloat16(), weight.bfloat16()).dtype is torch.bfloat16
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert linear(torch.randn(3, 8), weight).dtype is torch.bfloat16
+    assert shapes == []
+
+
+def test_checkpointed_layers_are_computed_anew_by_the_same_products(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, seed=3)
+    row = TokenRow.from_demonstration([5, 6, 7, 8, 9], [False] + [True] * 4)
+    found = []
+    for thrifty in (False, True):
+        policy = load_policy(tmp_path)
+        if thrifty:
+            policy.checkpoint_activations()
+        policy(pack_rows([row])).logprobs.sum().backward()
+        found.append([p.grad for p in policy.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+GROWTH = """
+import resource, torch
+from dialoop_services.learning.model.products import product
+def peak_mb():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+weight = torch.randn(128, 2048)
+product(torch.randn(1024, 128), weight)
+before = peak_mb()
+for rows in range(400, 1000, 2):
+    product(torch.randn(rows, 128), weight)
+print(peak_mb() - before)
+"""
+
+
+@pytest.mark.skipif(not products._AVAILABLE, reason="products are not oneDNN's here")
+def test_rows_of_ever_other_lengths_keep_no_memory() -> None:
+    # Unbounded, oneDNN keeps a buffer for each of the 300 lengths: 1.6 GB.
+    inherited = {k: v for k, v in os.environ.items() if not k.endswith("_CACHE_CAPACITY")}
+    done = subprocess.run(
+        [sys.executable, "-c", GROWTH],
+        env=inherited | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
+    )
+    assert float(done.stdout) < 500

@@ -1,0 +1,149 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from dialoop.errors import InvalidConfig, Unsupported
+from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
+from dialoop_services.learning.loss.loss_loading import load_loss
+from dialoop_services.learning.model.policy import PolicyModel, load_policy
+from dialoop_services.learning.model.tiny import make_tiny_model, tiny_config
+from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_services.learning.packing.rows import TokenRow, pack, pack_rows
+from dialoop_services.learning.training import loss_inputs, update
+from transformers import AutoModelForCausalLM, Gemma2Config, MambaConfig
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), seed=0)
+
+
+def _sequences(policy: PolicyModel, temperature: float = 1.0) -> list[Sequence]:
+    """Four sequences whose inference log-probs are the policy's own."""
+    version = PolicyVersion(lineage="main", number=0)
+    model = {"source": Source.MODEL, "policy_version": version}
+    blank = [
+        sequence_of(
+            [([5, 6, i], {"source": Source.PROMPT}), (range(10, 12 + i), model)],
+            logprobs=[0.0] * (2 + i),
+        )
+        for i in range(1, 5)
+    ]
+    batch = pack(blank)
+    with torch.no_grad():
+        scores = batch.split(policy(batch, temperature=temperature).logprobs)
+    return [
+        replace(s, inference_logprobs=own.numpy(), advantage=1.0 if i % 2 else -1.0)
+        for i, (s, own) in enumerate(zip(blank, scores, strict=True))
+    ]
+
+
+def _optimizer(policy: PolicyModel) -> GuardedOptimizer:
+    return GuardedOptimizer(policy.parameters(), OptimizerSettings(learning_rate=1e-3))
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dppo_mask", "sft"])
+def test_update_does_not_depend_on_how_rows_are_cut(directory: Path, loss: str) -> None:
+    whole, cut = load_policy(directory), load_policy(directory)
+    sequences = _sequences(whole)
+    one = update(whole, _optimizer(whole), [pack(sequences)], load_loss(loss))
+    rows = [pack(sequences[:1]), pack(sequences[1:])]
+    two = update(cut, _optimizer(cut), rows, load_loss(loss))
+    assert two.loss == pytest.approx(one.loss, rel=1e-6, abs=1e-6)
+    assert two.metrics == pytest.approx(one.metrics, rel=1e-6, abs=1e-6)
+    assert two.step.grad_norm == pytest.approx(one.step.grad_norm, rel=1e-4)
+
+
+def test_first_update_is_on_policy(directory: Path) -> None:
+    policy = load_policy(directory)
+    row = pack(_sequences(policy, temperature=0.7))
+    report = update(policy, _optimizer(policy), [row], load_loss("grpo"), temperature=0.7)
+    assert report.metrics["ess"] == pytest.approx(1.0, abs=1e-5)
+    assert report.metrics["approx_kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_wrong_temperature_shows_as_off_policy(directory: Path) -> None:
+    policy = load_policy(directory)
+    row = pack(_sequences(policy, temperature=0.7))
+    report = update(policy, _optimizer(policy), [row], load_loss("grpo"), temperature=1.0)
+    assert report.metrics["ess"] < 0.9
+
+
+def test_grpo_makes_good_tokens_likelier_and_bad_ones_less_likely(directory: Path) -> None:
+    policy = load_policy(directory)
+    batch = pack(_sequences(policy))
+    update(policy, _optimizer(policy), [batch], load_loss("grpo"))
+    with torch.no_grad():
+        after = loss_inputs(batch, policy(batch).logprobs)
+    change = after.policy_logprobs - after.require("inference_logprobs")
+    assert float((change * after.require("advantages")).mean()) > 0
+
+
+def test_entropy_is_reported_when_asked_for(directory: Path) -> None:
+    policy = load_policy(directory)
+    row = pack(_sequences(policy))
+    report = update(policy, _optimizer(policy), [row], load_loss("grpo"), with_entropy=True)
+    assert 0 < report.metrics["entropy"] < 5.75  # log 314
+
+
+def test_sft_learns_a_demonstration(directory: Path) -> None:
+    policy = load_policy(directory)
+    optimizer = _optimizer(policy)
+    row = pack_rows([TokenRow.from_demonstration([1, 2, 3, 4], [False, True, True, True])])
+    losses = [update(policy, optimizer, [row], load_loss("sft")).loss for _ in range(15)]
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_loaded_model_has_no_dropout(directory: Path) -> None:
+    assert not any(module.training for module in load_policy(directory).modules())
+
+
+def test_bfloat16_scores_close_to_float32(directory: Path) -> None:
+    row = pack_rows([TokenRow.from_demonstration([1, 2, 3, 4], [False, True, True, True])])
+    full, half = (
+        load_policy(directory, dtype=name)(row).logprobs for name in ("float32", "bfloat16")
+    )
+    torch.testing.assert_close(full, half, atol=0.1, rtol=0)
+
+
+def test_unknown_dtype_is_named(directory: Path) -> None:
+    with pytest.raises(InvalidConfig, match="float32"):
+        load_policy(directory, dtype="int8")
+
+
+def _small(config: type, **fields: object) -> object:
+    return config(vocab_size=64, hidden_size=32, num_hidden_layers=2, **fields)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        _small(
+            Gemma2Config,
+            intermediate_size=32,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=16,
+            final_logit_softcapping=0.1,
+        ),
+        _small(MambaConfig, state_size=4),
+    ],
+    ids=["soft caps", "state space"],
+)
+def test_model_that_is_not_plain_attention_is_refused(config: object, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(Unsupported):
+        load_policy(tmp_path)
+
+
+def test_window_longer_than_every_sequence_is_allowed(tmp_path: Path) -> None:
+    config = tiny_config()
+    config.use_sliding_window, config.sliding_window, config.max_window_layers = True, 16, 0
+    config.layer_types = ["sliding_attention"] * config.num_hidden_layers
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    policy = load_policy(tmp_path)
+    long = pack_rows([TokenRow.from_demonstration(range(20), [False] + [True] * 19)])
+    with pytest.raises(Unsupported) as caught:
+        policy(long)
+    assert caught.value.reason == "ATTENTION_NOT_PLAIN"

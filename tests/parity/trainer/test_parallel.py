@@ -1,0 +1,147 @@
+"""The trainer's learner over several processes; and the program that starts and ends them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dialoop.errors import InvalidConfig
+from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_services.trainer.learner.learner import Learner
+from dialoop_services.trainer.learner.ranked_learner import ParallelLearner
+from dialoop_services.trainer.learner.ranks import RankSettings, joined
+from safetensors.torch import load_file
+
+from tests.support.patience import PATIENCE_S
+from tests.support.programs.parallel_learner_worker import lesson, settings_of
+
+pytestmark = pytest.mark.timeout(200)  # processes start slowly on a busy machine
+
+ROOT = Path(__file__).parents[3]
+WORKER = ROOT / "tests" / "parallel_learner_worker.py"
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> tuple[Path, list[Any]]:
+    """What a learner without any ranks exported and said."""
+    out = tmp_path_factory.mktemp("alone")
+    return out, plain(lesson(Learner(settings_of(model_dir)), out))
+
+
+def plain(told: list[Any]) -> list[Any]:
+    found: list[Any] = json.loads(json.dumps(told))
+    return found
+
+
+def test_one_process_learns_as_without_ranks(
+    tmp_path: Path, model_dir: Path, alone: tuple[Path, list[Any]]
+) -> None:
+    learner = ParallelLearner()
+    learner.make(settings_of(model_dir))
+    assert plain(lesson(learner, tmp_path)) == alone[1]
+    names = [out / "model.safetensors" for out in (tmp_path, alone[0])]
+    assert names[0].read_bytes() == names[1].read_bytes()
+
+
+def test_two_processes_learn_as_one_and_a_refusal_leaves_them_in_step(
+    tmp_path: Path, model_dir: Path, alone: tuple[Path, list[Any]]
+) -> None:
+    assert alone[1].count("SEQUENCE_TOO_LONG") == alone[1].count("LOSS_INPUT_MISSING") == 1
+    assert launched([str(WORKER), str(model_dir), str(tmp_path)], 2) == (0, "")
+    told = json.loads((tmp_path / "told.json").read_text())
+    for found, expected in zip(told, alone[1], strict=True):
+        assert found == (expected if isinstance(expected, str) else pytest.approx(expected, 1e-4))
+    weights, expected = (load_file(out / "model.safetensors") for out in (tmp_path, alone[0]))
+    assert weights.keys() == expected.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-4)
+
+
+TAIL = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+def leave(*_):
+    sys.exit(0)
+if rank:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+else:
+    signal.signal(signal.SIGTERM, leave)
+"""
+
+
+def launcher(command: list[str], size: int, last_words_s: float = 5.0) -> subprocess.Popen[str]:
+    """A process that launches `python command` so many times."""
+    program = (
+        "import sys, tempfile; from pathlib import Path\n"
+        "from dialoop_services.trainer.learner.launch import Launch\n"
+        "last_words_s, size = float(sys.argv[1]), int(sys.argv[2])\n"
+        "command = [sys.executable, *sys.argv[3:]]\n"
+        "with tempfile.TemporaryDirectory() as folder:\n"
+        "    sys.exit(Launch(command, size, Path(folder), last_words_s=last_words_s).wait())"
+    )
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("DIALOOP_")}
+    return subprocess.Popen(
+        [sys.executable, "-c", program, str(last_words_s), str(size), *command],
+        env=inherited | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def launched(command: list[str], size: int, last_words_s: float = 5.0) -> tuple[int, str]:
+    """Exit code, and what was said beside progress bars."""
+    with launcher(command, size, last_words_s) as process:
+        _, said = process.communicate(timeout=180)
+    lines = (line for line in said.splitlines() if "Loading weights" not in line)
+    return process.returncode, "\n".join(lines).strip()
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "said"),
+    [
+        ("sys.exit(0)", 0, ""),
+        ("sys.exit(2 if rank else 1)", 2, ""),
+        ("sys.exit(1) if rank else time.sleep(600)", 1, ""),
+        (
+            "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(600)",
+            1,
+            "dialoop trainer: Rank 1 was ended by signal 9. The others were ended with it. "
+            "Resume all ranks from the last checkpoint.",
+        ),
+    ],
+)
+def test_all_end_with_one(what: str, code: int, said: str) -> None:
+    assert launched(["-c", f"{TAIL}\n{what}"], 3, last_words_s=1.0) == (code, said)
+
+
+def test_the_first_is_told_to_stop_and_the_others_leave_with_it() -> None:
+    body = f"{TAIL}\nos.write(1, b'up\\n')\ntime.sleep(2 if rank else 600)"
+    with launcher(["-c", body], 2) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=PATIENCE_S)[1] == ""
+    assert process.returncode == 0
+
+
+def test_several_processes_do_not_share_a_device_by_turns(model_dir: Path, tmp_path: Path) -> None:
+    settings = settings_of(model_dir).model_copy(update={"device_lock": tmp_path / "lock"})
+    with (
+        pytest.raises(InvalidConfig, match="2 processes") as caught,
+        joined(RankSettings(rank=0, world_size=2), settings),
+    ):
+        pass
+    assert caught.value.reason == "SHARED_DEVICE"

@@ -1,0 +1,117 @@
+"""Reads docker-compose.yml and the Dockerfile, so that tests can run what they say without them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = ROOT / "docker-compose.yml"
+DOCKERFILE = ROOT / "infra" / "docker" / "Dockerfile"
+
+# The innermost ${...} first, so that defaults may hold others.
+_VARIABLE = re.compile(r"(?<!\$)\$\{(?P<name>\w+)(?:(?P<kind>:[-?])(?P<rest>[^${}]*))?\}")
+
+
+class MissingVariable(Exception):
+    """What `docker compose` says of `${NAME:?text}` when NAME is not set."""
+
+
+def interpolated(text: str, given: Mapping[str, str]) -> str:
+    """Replace `${NAME}`, `${NAME:-default}` and `${NAME:?text}` as compose does; `$$` is `$`."""
+
+    def value(found: re.Match[str]) -> str:
+        name, kind, rest = found["name"], found["kind"], found["rest"]
+        if given.get(name):
+            return given[name]
+        if kind == ":?":
+            raise MissingVariable(f"{name}: {rest}")
+        return rest or ""
+
+    while (replaced := _VARIABLE.sub(value, text)) != text:
+        text = replaced
+    return text.replace("$$", "$")
+
+
+def compose_file(**given: str) -> dict[str, Any]:
+    """The compose file as compose reads it with these variables set."""
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: walk(value) for key, value in node.items()}
+        if isinstance(node, list):
+            return [walk(value) for value in node]
+        return interpolated(node, given) if isinstance(node, str) else node
+
+    read: dict[str, Any] = walk(yaml.safe_load(COMPOSE.read_text("utf-8")))
+    return read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One stage of the Dockerfile with all it is built from, oldest instruction first."""
+
+    name: str
+    instructions: tuple[tuple[str, str], ...]
+
+    def all_of(self, kind: str) -> list[str]:
+        """The arguments of every instruction of one kind."""
+        return [text for found, text in self.instructions if found == kind]
+
+    def last(self, kind: str) -> str:
+        """The one that counts where the last wins: CMD, USER, HEALTHCHECK."""
+        return self.all_of(kind)[-1]
+
+    @property
+    def pip_lines(self) -> list[str]:
+        """Every `RUN pip install ...`, without RUN."""
+        return [line for line in self.all_of("RUN") if line.startswith("pip install")]
+
+    @property
+    def extras(self) -> list[str]:
+        """The extras it installs."""
+        return re.findall(r"\.\[([^]]+)\]", " ".join(self.pip_lines))
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What ENV sets."""
+        pairs = (word.partition("=") for line in self.all_of("ENV") for word in shlex.split(line))
+        return {name: value for name, _, value in pairs}
+
+    @property
+    def command(self) -> list[str]:
+        """CMD, word by word."""
+        words: list[str] = json.loads(self.last("CMD"))
+        return words
+
+    @property
+    def probe(self) -> list[str]:
+        """The command of HEALTHCHECK, word by word."""
+        words: list[str] = json.loads(self.last("HEALTHCHECK").partition(" CMD ")[2])
+        return words
+
+
+def targets() -> dict[str, Target]:
+    """Every stage by its name."""
+    stages: dict[str, list[tuple[str, str]]] = {}
+    own: list[tuple[str, str]] = []
+    for kind, text in _instructions():
+        if kind == "FROM":
+            parent, _, name = text.partition(" AS ")
+            own = stages[name] = list(stages.get(parent, ()))
+        own.append((kind, text))
+    return {name: Target(name=name, instructions=tuple(own)) for name, own in stages.items()}
+
+
+def _instructions() -> list[tuple[str, str]]:
+    text = re.sub(r"^\s*#.*\n", "", DOCKERFILE.read_text("utf-8"), flags=re.MULTILINE)
+    lines = re.sub(r"\\\n\s*", " ", text).splitlines()
+    split = (line.partition(" ") for line in lines if line.strip())
+    return [(kind, rest.strip()) for kind, _, rest in split]

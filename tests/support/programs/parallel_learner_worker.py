@@ -1,0 +1,97 @@
+"""One rank of a learner: python parallel_learner_worker.py MODEL_DIR OUT, with RANK and so on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from dialoop.errors import DialoopError
+from dialoop.sequences import PolicyVersion, Source, sequence_of
+from dialoop_services.runtime.settings import load
+from dialoop_services.trainer.data.batches import TrainedSequence
+from dialoop_services.trainer.learner.learner import Learner
+from dialoop_services.trainer.learner.ranked_learner import ParallelLearner
+from dialoop_services.trainer.learner.ranks import RankSettings, joined
+from dialoop_services.trainer.settings import TrainerSettings
+
+VERSION = PolicyVersion(lineage="main", number=3)
+
+
+def settings_of(model_dir: Path) -> TrainerSettings:
+    """Of a learner that asks for proximal log-probs, and takes two updates a step."""
+    objective = {"correction": "tis", "proximal": True}
+    return TrainerSettings.model_validate(
+        {"model_dir": model_dir, "loss": "grpo", "max_row_tokens": 64, "objective": objective}
+    )
+
+
+def sequences(seed: int, *, longest: int = 9) -> list[TrainedSequence]:
+    """Eight of a prompt of 5 tokens and an answer of up to `longest`."""
+    generator = np.random.default_rng(seed)
+    rows = []
+    for index in range(8):
+        sampled = generator.integers(10, 250, size=longest - index % 3).tolist()
+        pieces: list[tuple[list[int], dict[str, Any]]] = [
+            (generator.integers(10, 250, size=5).tolist(), {"source": Source.PROMPT}),
+            (sampled, {"source": Source.MODEL, "policy_version": VERSION}),
+        ]
+        row = sequence_of(pieces, logprobs=generator.uniform(-6, -5, size=len(sampled)))
+        row = replace(row, advantage=1.0 if index % 2 else -1.0)
+        rows.append(TrainedSequence(sequence=row, prompt=index // 2))
+    return rows
+
+
+def without_advantages(rows: list[TrainedSequence]) -> list[TrainedSequence]:
+    """The same as nobody has scored them."""
+    return [replace(one, sequence=replace(one.sequence, advantage=None)) for one in rows]
+
+
+def lesson(learner: Learner | ParallelLearner, out: Path) -> list[Any]:
+    """Steps of each kind, with three that are refused; what was answered, as JSON."""
+    told: list[Any] = []
+    shown = [one.sequence for one in sequences(7)]
+    told.append(learner.warm_start_step(shown).loss)
+    for rows in (
+        sequences(1),
+        sequences(2, longest=100),
+        without_advantages(sequences(2)),
+        sequences(3),
+    ):
+        try:
+            report = learner.train_step(rows, current=VERSION)
+        except DialoopError as error:
+            told.append(error.reason)
+        else:
+            told.append([report.loss, report.grad_norm, report.num_trained_tokens])
+    try:
+        learner.restore(out / "nothing")
+    except DialoopError as error:
+        told.append(error.reason)
+    told.append(learner.sft_step(shown).loss)
+    told.append(learner.heldout_loss(shown))
+    told.append([float(one.sum()) for one in learner.logprobs([[5, 6, 7], [8, 9]])])
+    told.append(learner.num_parameters)
+    told.append(learner.export(out / "model.safetensors").num_bytes)
+    return told
+
+
+def main() -> None:
+    """This rank, to its end."""
+    settings, out = settings_of(Path(sys.argv[1])), Path(sys.argv[2])
+    with joined(load(RankSettings), settings) as ranks:
+        learner = ParallelLearner(ranks)
+        if not ranks.is_first:
+            learner.serve()
+            return
+        with closing(learner):
+            learner.make(settings)
+            (out / "told.json").write_text(json.dumps(lesson(learner, out)), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

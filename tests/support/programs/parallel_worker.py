@@ -1,0 +1,213 @@
+"""One rank of a training run: python parallel_worker.py JOBS.json, under torchrun or alone.
+
+The first rank reads the jobs and has all ranks run them
+(dialoop_services.learning.parallel.group_commands). A job trains some steps on sequences made from
+their number, checks that all ranks tell the same, and the first rank writes what happened to
+<out>/<name>.json.
+"""
+
+import dataclasses
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from dialoop.errors import DialoopError, InvalidInput
+from dialoop_services.learning.lora.layers import add_lora, merged_tensors
+from dialoop_services.learning.loss.loss_loading import load_objective
+from dialoop_services.learning.model.policy import PolicyModel, load_policy
+from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_services.learning.packing.rows import TokenRow
+from dialoop_services.learning.parallel.group_commands import GroupCommands
+from dialoop_services.learning.parallel.parallel_rows import own_rows, score_rows
+from dialoop_services.learning.parallel.parallel_state import (
+    gathered,
+    gathered_optimizer,
+    gathered_weights,
+    load_optimizer,
+    load_sharded,
+    load_weights,
+    save_sharded,
+)
+from dialoop_services.learning.parallel.ranks import ALONE, Ranks, joined_ranks, sharded
+from dialoop_services.learning.training import UpdateReport, update
+from safetensors.torch import load_file, save_file
+from transformers.utils.logging import disable_progress_bar
+
+MAX_TOKENS = 64
+
+
+@dataclasses.dataclass(kw_only=True)
+class Job:
+    """What one run does; resume and save name directories."""
+
+    name: str
+    model: str
+    out: str
+    loss: str = "grpo"
+    options: dict[str, float] = dataclasses.field(default_factory=dict)
+    surroundings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    optimizer: str = "adamw"
+    first_step: int = 0
+    last_step: int = 20
+    num_sequences: int = 12
+    poisoned_step: int = -1
+    failing_rank: int = -1
+    refusing_rank: int = -1
+    lora_rank: int = 0
+    is_checkpointed: bool = False
+    is_seeded_apart: bool = False
+    resume: str = ""
+    save: str = ""
+    is_sharded: bool = False
+
+
+def made_rows(step: int, count: int) -> list[TokenRow]:
+    """Sequences of 3 to 33 tokens, the same for the same step."""
+    draw = random.Random(step)
+    rows = []
+    for index in range(count):
+        before, after = draw.randint(2, 9), draw.randint(1, 24)
+        rows.append(
+            TokenRow(
+                token_ids=torch.tensor([draw.randrange(314) for _ in range(before + after)]),
+                response_mask=torch.tensor([False] * before + [True] * after),
+                inference_logprobs=torch.tensor([draw.gauss(0, 0.1) for _ in range(after)]),
+                advantages=torch.full((after,), draw.gauss(0.2, 1)),
+                staleness=torch.full((after,), float(index == 0)),
+                prompt=index // 4,
+            )
+        )
+    return rows
+
+
+def run(job: Job, ranks: Ranks = ALONE) -> list[dict[str, Any]]:
+    """The curve of one job."""
+    torch.manual_seed(ranks.rank if job.is_seeded_apart else 0)  # adapters start at random
+    policy = load_policy(job.model)
+    if job.lora_rank:
+        add_lora(policy.causal_lm, rank=job.lora_rank)
+    if job.is_checkpointed:
+        policy.checkpoint_activations()
+    policy = sharded(policy, ranks)
+    optimizer = GuardedOptimizer(
+        policy.parameters(),
+        OptimizerSettings(name=job.optimizer, learning_rate=1e-3, warmup_steps=10),  # type: ignore[arg-type]
+        matrices=policy.hidden_matrices(),
+    )
+    if job.resume:
+        _resume(job, policy, optimizer, ranks)
+    curve = []
+    for step in range(job.first_step, job.last_step):
+        if ranks.rank == job.failing_rank and step == 2:
+            raise InvalidInput("Trajectory t-17 has no tokens.", remedy="Leave it out.")
+        report = _step(job, step, policy, optimizer, ranks)
+        told = [report.loss, report.step.applied, report.step.grad_norm, report.metrics]
+        curve.append(dict(zip(("loss", "applied", "grad_norm", "metrics"), told, strict=True)))
+    if any(json.dumps(other) != json.dumps(curve) for other in ranks.gather(curve)):
+        raise InvalidInput("The ranks tell different curves.")
+    if job.save:
+        _save(job, policy, optimizer, ranks)
+    if ranks.is_first:
+        Path(job.out).mkdir(parents=True, exist_ok=True)
+        Path(job.out, f"{job.name}.json").write_text(json.dumps(curve), "utf-8")
+    told: list[dict[str, Any]] = json.loads(json.dumps(curve))
+    return told
+
+
+def _step(
+    job: Job, step: int, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: Ranks
+) -> UpdateReport:
+    """One update on sequences that a policy close to this one sampled."""
+    rows = made_rows(step, job.num_sequences)
+    scores = score_rows(policy, rows, ranks, max_tokens=MAX_TOKENS)
+    rows = [
+        dataclasses.replace(
+            row,
+            inference_logprobs=row.inference_logprobs + score,
+            proximal_logprobs=score,
+            ref_logprobs=score - 0.1,
+        )
+        for row, score in zip(rows, scores, strict=True)
+    ]
+    if step == job.poisoned_step:
+        rows[-1] = dataclasses.replace(rows[-1], advantages=rows[-1].advantages * torch.nan)
+    return update(
+        policy,
+        optimizer,
+        own_rows(rows, ranks, max_tokens=MAX_TOKENS),
+        load_objective(job.loss, job.options, **job.surroundings),
+        with_entropy=True,
+        ranks=ranks,
+    )
+
+
+def _save(job: Job, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: Ranks) -> None:
+    directory = Path(job.save)
+    if job.is_sharded:
+        save_sharded(directory, policy, {"train": optimizer}, ranks)
+        return
+    weights = gathered_weights(policy, ranks)
+    if job.lora_rank:
+        merged = merged_tensors(policy.causal_lm)
+        del merged["lm_head.weight"]  # tied
+        weights = gathered(merged, ranks)
+    state = gathered_optimizer(optimizer, ranks)
+    if ranks.is_first:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        torch.save(state, directory / "optimizer.pt")
+
+
+def _resume(job: Job, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: Ranks) -> None:
+    directory = Path(job.resume)
+    if job.is_sharded:
+        load_sharded(directory, policy, {"train": optimizer}, ranks)
+        return
+    load_weights(policy, load_file(directory / "model.safetensors"))
+    state = torch.load(directory / "optimizer.pt", mmap=True, weights_only=True)
+    load_optimizer(optimizer, state)
+
+
+def read(data: bytes, ranks: Ranks) -> Callable[[], bytes]:
+    """The command `run`."""
+    job = Job(**json.loads(data))
+    if ranks.rank == job.refusing_rank:
+        raise InvalidInput("The job is too long.", remedy="Shorten it.")
+    return lambda: json.dumps(run(job, ranks)).encode()
+
+
+def lead(commands: GroupCommands, jobs: list[dict[str, Any]]) -> None:
+    """What the first rank does: a job that is refused leaves its error instead of a curve."""
+    for job in jobs:
+        try:
+            commands.call("run", json.dumps(job).encode())
+        except DialoopError as error:
+            if job["refusing_rank"] < 0:
+                raise
+            text = f"{error.reason} {error.message}"
+            Path(job["out"], f"{job['name']}.json").write_text(json.dumps(text), "utf-8")
+
+
+def main() -> None:
+    """Run the jobs as the rank that the environment names."""
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    init_method = os.environ.get("INIT_METHOD", "env://")
+    with joined_ranks(rank=rank, size=size, init_method=init_method, timeout_s=60) as ranks:
+        commands = GroupCommands(ranks, {"run": lambda data: read(data, ranks)})
+        if ranks.is_first:
+            with closing(commands):
+                lead(commands, json.loads(Path(sys.argv[1]).read_text("utf-8")))
+        else:
+            commands.serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,382 @@
+"""Every service with light twins instead of engines, and the doors to call it through."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+from dialoop.environments import ArithmeticTasks, ExactResult, arithmetic, tool_environment
+from dialoop.environments.sessions.catalogue import Catalogue
+from dialoop.errors import ERRORS_BY_STATUS, Status
+from dialoop.sequences import PolicyVersion
+from dialoop.templates.chat_template import ChatTemplate
+from dialoop.testing import byte_tokenizer
+from dialoop.trajectory import StopReason
+from dialoop.v1 import (
+    inference_service_pb2_grpc,
+    replay_service_pb2_grpc,
+    scorer_service_pb2_grpc,
+    template_service_pb2_grpc,
+    trainer_service_pb2_grpc,
+)
+from dialoop_services.environment.serving import serving_on
+from dialoop_services.environment.settings import EnvironmentSettings
+from dialoop_services.inference.engine import (
+    LoadTimes,
+    Piece,
+    Sampled,
+    Scored,
+    VersionSpan,
+    require_ids,
+)
+from dialoop_services.inference.openai.routes import OpenAiService, openai_routes
+from dialoop_services.inference.recordings.book import RecordingBook, RecordingLimits
+from dialoop_services.inference.rendering import Renderer
+from dialoop_services.inference.replica.replica import Replica
+from dialoop_services.inference.servicer import InferenceServicer
+from dialoop_services.inference.template_servicer import TemplateServicer
+from dialoop_services.inference.weights.adapter_files import AdapterLimits, AdapterSpace
+from dialoop_services.replay.memory_store.store import MemoryStore
+from dialoop_services.replay.queue import ReplayQueue
+from dialoop_services.replay.servicer import ReplayServicer
+from dialoop_services.replay.store import Limits
+from dialoop_services.rest.routes import Route, routes_of
+from dialoop_services.rest.schema import Models, comments, decode
+from dialoop_services.runtime import GrpcServer, Server, ServerSettings, load
+from dialoop_services.runtime.in_process import InProcessNetwork
+from dialoop_services.scorer.desk import Desk
+from dialoop_services.scorer.scoring import Scoring
+from dialoop_services.scorer.servicer import ScorerServicer
+from google.protobuf import descriptor_pool
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from tests.support.patience import PATIENCE_S
+
+MAIN_3 = PolicyVersion(lineage="main", number=3)
+
+
+def secret(query: str) -> str:
+    raise RuntimeError("secret text")
+
+
+def failing_environment():
+    return tool_environment(
+        name="failing", tasks=ArithmeticTasks(), tools=[secret], rewards=[ExactResult()]
+    )
+
+
+class TwinEngine:
+    """Answers "7" whatever is asked."""
+
+    name, version, max_model_len, vocab_size = "twin", "1", 200, 258
+    policy_version = MAIN_3
+    is_alive, num_running, transfer_backend = True, 0, ""
+    adapter_space = AdapterSpace(limits=AdapterLimits(max_adapters=1, max_rank=8), shapes={})
+
+    async def sample(
+        self, prompt_ids, sampling, *, stop, num_samples=1, on_tokens=None, adapter=None
+    ):
+        ids = (*byte_tokenizer().encode("7").ids, *byte_tokenizer().end_of_turn_ids[:1])
+        spans = (VersionSpan(start=0, length=len(ids), policy_version=MAIN_3),)
+        one = Sampled(
+            token_ids=ids,
+            logprobs=(-0.1,) * len(ids),
+            versions=spans,
+            stop_reason=StopReason.STOP,
+        )
+        if on_tokens is not None:
+            for token, logprob in zip(ids, one.logprobs, strict=True):
+                on_tokens(Piece(token_ids=(token,), logprobs=(logprob,), policy_version=MAIN_3))
+        return (one,) * min(num_samples, 4)
+
+    async def logprobs(self, token_ids, *, adapter=None):
+        require_ids(token_ids, vocab_size=self.vocab_size)
+        values = np.full(max(len(token_ids) - 1, 0), -0.1, dtype=np.float32)
+        return Scored(logprobs=values, policy_version=MAIN_3)
+
+    async def add_adapter(self, adapter):
+        """Taken."""
+
+    async def remove_adapter(self, adapter):
+        """Given up."""
+
+    async def load_weights(self, path, version, **mode):
+        return LoadTimes(pause_s=0.0, load_s=0.0)
+
+    async def pause(self):
+        """Nothing runs."""
+
+    async def resume(self):
+        """Nothing waits."""
+
+    async def close(self):
+        """Nothing is held."""
+
+
+class FlatReference:
+    """Finds everything equally likely."""
+
+    def logprobs_of_sampled(self, sequences, temperatures):
+        return [np.full(s.num_model_tokens, -2.0, dtype=np.float32) for s in sequences]
+
+    def logprobs_of_all(self, token_ids):
+        return [np.full(max(len(ids) - 1, 0), -2.0, dtype=np.float32) for ids in token_ids]
+
+
+class FixedTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
+    """Stands at one train step."""
+
+    async def GetStatus(self, request, context):  # noqa: N802
+        metrics = {"train/loss": 0.5, "train/nan": float("nan")}
+        return _pb("GetStatusResponse", phase=3, num_train_steps=7, metrics=metrics)
+
+    async def WatchPolicy(self, request, context):  # noqa: N802
+        for number in (3, 4):
+            version = {"lineage": "main", "number": number}
+            yield _pb("WatchPolicyResponse", policy_version=version)
+
+    async def Publish(self, request, context):  # noqa: N802
+        return _pb("PublishResponse", publish_s=0.5)
+
+    async def Checkpoint(self, request, context):  # noqa: N802
+        return _pb("CheckpointResponse", path="c", num_train_steps=7)
+
+    async def Pause(self, request, context):  # noqa: N802
+        return _pb("TrainerServicePauseResponse")
+
+    async def Resume(self, request, context):  # noqa: N802
+        return _pb("TrainerServiceResumeResponse")
+
+    async def Evaluate(self, request, context):  # noqa: N802
+        return _pb("EvaluateResponse", mean_reward=0.25, num_trajectories=request.max_tasks)
+
+
+def _pb(name: str, **fields: Any) -> Message:
+    descriptor = descriptor_pool.Default().FindMessageTypeByName(f"dialoop.v1.{name}")
+    return GetMessageClass(descriptor)(**fields)
+
+
+@asynccontextmanager
+async def service(name: str, **given: Any) -> AsyncIterator[GrpcServer]:
+    """One service with both doors."""
+    settings = settings_of(name, **{"rest_port": 0, "drain_s": 1} | given)
+    server = GrpcServer(settings)
+    async with hosted(name, server, settings):
+        yield server
+
+
+@asynccontextmanager
+async def service_in_process(name: str, **given: Any) -> AsyncIterator[InProcessNetwork]:
+    """One service without a server, at its name."""
+    settings = settings_of(name, **given)
+    network = InProcessNetwork(token=settings.token.get_secret_value())
+    async with hosted(name, network.server(name, drain_s=1), settings):
+        yield network
+
+
+def settings_of(name: str, **given: Any) -> ServerSettings:
+    return load(EnvironmentSettings if name == "environment" else ServerSettings, **given)
+
+
+@asynccontextmanager
+async def hosted(name: str, server: Server, settings: ServerSettings) -> AsyncIterator[None]:
+    """The servicers of a service on a server of either kind."""
+    if isinstance(settings, EnvironmentSettings):
+        catalogue = Catalogue([arithmetic(), failing_environment()])
+        async with serving_on(server, settings, catalogue):
+            yield
+        return
+    async with AsyncExitStack() as exits:
+        {"replay": _replay, "inference": _inference, "scorer": _scorer, "trainer": _trainer}[name](
+            server, exits
+        )
+        await exits.enter_async_context(server)
+        yield
+
+
+def _replay(server: Server, exits: AsyncExitStack) -> None:
+    queue = ReplayQueue(MemoryStore(Limits()), vocab_size=100)
+    servicer = ReplayServicer(queue, default_lease_s=60, max_message_bytes=64 << 20)
+    register = replay_service_pb2_grpc.add_ReplayServiceServicer_to_server
+    server.add(register, servicer, "dialoop.v1.ReplayService")
+    exits.callback(queue.stop_waiting)
+
+
+def _inference(server: Server, exits: AsyncExitStack) -> None:
+    async def report(serving: bool) -> None:
+        """Nobody asks."""
+
+    tokenizer = byte_tokenizer()
+    renderer = Renderer(tokenizer, ChatTemplate.of(tokenizer))
+    replica = Replica(TwinEngine(), weights_root=None, report=report)
+    book = RecordingBook(RecordingLimits())
+    servicer = InferenceServicer(replica, renderer, num_parameters=7, max_new_tokens=20, book=book)
+    openai = OpenAiService(replica, renderer, book, model_name="bytes", max_new_tokens=20)
+    for route in openai_routes(openai):
+        server.add_route(route)
+    register = inference_service_pb2_grpc.add_InferenceServiceServicer_to_server
+    server.add(register, servicer, "dialoop.v1.InferenceService")
+    register = template_service_pb2_grpc.add_TemplateServiceServicer_to_server
+    server.add(register, TemplateServicer(renderer, "bytes"), "dialoop.v1.TemplateService")
+
+
+def _scorer(server: Server, exits: AsyncExitStack) -> None:
+    desk = Desk(Scoring(reference=FlatReference()), FlatReference())
+    register = scorer_service_pb2_grpc.add_ScorerServiceServicer_to_server
+    server.add(register, ScorerServicer(desk), "dialoop.v1.ScorerService")
+
+
+def _trainer(server: Server, exits: AsyncExitStack) -> None:
+    register = trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server
+    server.add(register, FixedTrainer(), "dialoop.v1.TrainerService")
+
+
+@contextmanager
+def served(name: str, **given: Any) -> Iterator[str]:
+    """The URL of a service that runs in a thread of its own, with an event loop of its own."""
+    addresses: list[str] = []
+    is_up, stopping = threading.Event(), threading.Event()
+
+    async def run() -> None:
+        async with service(name, **given) as server:
+            addresses.append(server.rest_address)
+            is_up.set()
+            await asyncio.to_thread(stopping.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    try:
+        assert is_up.wait(PATIENCE_S)
+        yield f"http://{addresses[0]}"
+    finally:
+        stopping.set()
+        thread.join(PATIENCE_S)
+
+
+def routes(service_name: str) -> dict[str, Route]:
+    """The routes of a service (`EnvironmentService`) by rpc."""
+    descriptor = descriptor_pool.Default().FindServiceByName(f"dialoop.v1.{service_name}")
+    return {route.rpc.name: route for route in routes_of(descriptor)}
+
+
+class Refusal(tuple):
+    """(HTTP status, reason), whichever door it came through."""
+
+
+class GrpcDoor:
+    """Calls by gRPC, or by what stands in its place."""
+
+    def __init__(self, channel: Any, token: str = "") -> None:
+        self._channel = channel
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+
+    async def __call__(self, rpc: str, request: Message) -> Message | Refusal:
+        service_name, _, name = rpc.partition(".")
+        answer = GetMessageClass(routes(service_name)[name].rpc.output_type)
+        call = self._channel.unary_unary(
+            f"/dialoop.v1.{service_name}/{name}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=answer.FromString,
+        )
+        try:
+            return await call(request, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            kind = ERRORS_BY_STATUS[Status(error.code().value[0])]
+            info = error_details_pb2.ErrorInfo()
+            rpc_status.from_call(error).details[0].Unpack(info)
+            return Refusal((kind.http_status, info.reason))
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+class RestDoor:
+    """Calls by REST, in JSON or in protobuf."""
+
+    def __init__(self, server: GrpcServer, token: str = "", *, binary: bool = False) -> None:
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        self.http = httpx.AsyncClient(
+            base_url=f"http://{server.rest_address}", headers=headers, timeout=PATIENCE_S
+        )
+        self._binary = binary
+        self._models = Models(comments())
+
+    async def __call__(self, rpc: str, request: Message) -> Message | Refusal:
+        service_name, _, name = rpc.partition(".")
+        route = routes(service_name)[name]
+        response = await self.http.request(
+            route.method, _path(route, request), **self._sent(route, request)
+        )
+        if response.status_code != 200:
+            assert response.headers["content-type"] == "application/problem+json"
+            assert response.json()["status"] == response.status_code
+            return Refusal((response.status_code, response.json()["reason"]))
+        kind = GetMessageClass(route.rpc.output_type)
+        if self._binary:
+            assert response.headers["content-type"] == "application/x-protobuf"
+            return kind.FromString(response.content)
+        model = self._models.model(route.rpc.output_type)
+        return decode(model.model_validate_json(response.content), kind)
+
+    def _sent(self, route: Route, request: Message) -> dict[str, Any]:
+        fields = self._models.encoder(route.rpc.input_type)(request)
+        for path in route.bindings.values():
+            *inside, last = path.split(".")
+            owner = fields
+            for name in inside:
+                owner = owner.get(name, {})
+            owner.pop(last, None)
+        accept = {"accept": "application/x-protobuf"} if self._binary else {}
+        if route.reads_query:
+            texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in fields.items()}
+            return {"params": texts, "headers": accept}
+        if self._binary:
+            headers = accept | {"content-type": "application/x-protobuf"}
+            return {"content": request.SerializeToString(), "headers": headers}
+        return {"json": fields}
+
+    async def close(self) -> None:
+        await self.http.aclose()
+
+
+def _path(route: Route, request: Message) -> str:
+    path = route.path
+    for parameter, field in route.bindings.items():
+        value: Any = request
+        for name in field.split("."):
+            value = getattr(value, name)
+        path = path.replace(
+            f"{{{parameter}}}", httpx.URL(f"http://h/{value}").raw_path[1:].decode()
+        )
+    return path
+
+
+def http_of(server: GrpcServer, token: str = "") -> httpx.AsyncClient:
+    """An HTTP client of a server's REST door."""
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    return httpx.AsyncClient(
+        base_url=f"http://{server.rest_address}",
+        headers=headers,
+        timeout=PATIENCE_S,
+        trust_env=False,
+    )
+
+
+def refusal(response: httpx.Response) -> tuple[int, str]:
+    """Status and reason of a problem document that is whole."""
+    assert response.headers["content-type"] == "application/problem+json"
+    problem = response.json()
+    assert problem["status"] == response.status_code
+    assert problem["detail"]
+    assert problem["remedy"]
+    return response.status_code, problem["reason"]

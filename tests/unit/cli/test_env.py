@@ -1,0 +1,280 @@
+"""`dialoop env`: what it writes, and that its checks find each thing an author may get wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dialoop.chat import Message
+from dialoop.cli.main import main
+from dialoop.conformance.checks import CHECKS, check_environment
+from dialoop.environments import (
+    ChatEnv,
+    Episode,
+    MaxTurns,
+    Opening,
+    Outcome,
+    Rewards,
+    RowTasks,
+    Score,
+    TaskData,
+    Traits,
+    Transform,
+    arithmetic,
+    tool_environment,
+)
+from dialoop.environments.sessions.catalogue import Catalogue
+from dialoop.testing import byte_tokenizer
+from dialoop.trajectory import Reward
+from dialoop.trials.games import twenty_questions
+from dialoop_services.environment.serving import serving
+from dialoop_services.environment.settings import EnvironmentSettings
+
+ROWS = {"train": [{"query": f"{n}?", "answer": str(n)} for n in range(4)]}
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if (module := sys.modules[name]) and str(tmp_path) in str(getattr(module, "__file__", "")):
+            del sys.modules[name]
+
+
+def chat(*transforms: Transform, **options: Any) -> ChatEnv:
+    options = {"tasks": RowTasks(ROWS), **options}
+    return ChatEnv(name="mine", transforms=(*transforms, MaxTurns(3)), **options)
+
+
+async def problems(environment: Any, *answers: str) -> dict[str, str]:
+    findings = await check_environment(environment, answers=answers, num_tasks=2)
+    assert [finding.check for finding in findings] == list(CHECKS)
+    return {finding.check: finding.problem for finding in findings if not finding.is_ok}
+
+
+def test_what_new_writes_passes_every_check_and_is_played(monkeypatch, capsys):
+    assert main(["env", "new", "word_count"]) == 0
+    assert main(["env", "check", "word_count:environment", "--option", "num_train=20"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("ok    ") == len(CHECKS)
+    assert "word_count: all is well" in printed
+    answers = iter(["<request><count_words>a b<call>", "Result=0<submit>"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
+    assert main(["env", "play", "word_count:environment"]) == 0
+    assert "tool: 2<response>" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["../up", "Word", "1st", "a b", ""])
+def test_new_writes_under_a_name_that_can_be_imported_only(name, capsys):
+    assert main(["env", "new", name]) == 2
+    assert "no name for a Python file" in capsys.readouterr().err
+    assert not list(Path().iterdir())
+
+
+def test_new_overwrites_nothing(capsys):
+    Path("mine.py").write_text("precious")
+    assert main(["env", "new", "mine"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert Path("mine.py").read_text() == "precious"
+
+
+def test_check_prints_what_fails_and_what_to_do(capsys):
+    Path("endless.py").write_text(
+        "from dialoop.environments import ChatEnv\n\nmade = ChatEnv(name='endless')\n"
+    )
+    assert main(["env", "check", "endless:made"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAIL  end" in printed
+    assert "Add MaxTurns or StepCounter" in printed
+    assert "endless: 1 of 9 failed" in printed
+
+
+def test_list_names_what_is_built_in_and_what_a_service_has(capsys):
+    assert main(["env", "list"]) == 0
+    printed = capsys.readouterr().out
+    for name in ("arithmetic", "twenty_questions", "dialoop.tasks.gsm8k:gsm8k"):
+        assert name in printed
+
+
+async def test_what_is_built_in_passes(monkeypatch):
+    assert await problems(arithmetic()) == {}
+    assert await problems(twenty_questions(max_turns=4), "Is it alive?", "[key]") == {}
+
+
+@pytest.mark.parametrize("mode", ["text", "tokens"])
+async def test_text_and_tokens_mode_are_checked_too(mode):
+    assert await problems(chat(input_mode=mode, tokenizer=byte_tokenizer())) == {}
+
+
+class Unseeded(Transform):
+    def reset(self, opening: Opening) -> Opening:
+        return opening.append(Message(role="user", content=str(random.random())))
+
+
+async def test_a_reset_by_unseeded_chance_is_found():
+    found = await problems(chat(Unseeded()))
+    assert "open differently" in found["reset"]
+
+
+@dataclass
+class Counting(Transform):
+    """Counts the steps of all episodes in one place."""
+
+    number: list[int] = field(default_factory=list)
+
+    async def step(self, outcome: Outcome) -> Outcome:
+        self.number.append(1)
+        said = Message(role="user", content=f"Turn {len(self.number)}")
+        return outcome if outcome.episode.done else outcome.append(said)
+
+
+async def test_a_memory_shared_by_episodes_is_found():
+    found = await problems(chat(Counting()))
+    assert "another answer the second time" in found["state"]
+    assert "beside other sessions" in found["sessions"]
+
+
+class InPlace(Transform):
+    """Remembers by changing a list that is there."""
+
+    def reset(self, opening: Opening) -> Opening:
+        return opening.remember(said=[])
+
+    async def step(self, outcome: Outcome) -> Outcome:
+        outcome.episode.state["said"].append(outcome.episode.answer_text)
+        return outcome
+
+
+async def test_a_state_that_is_changed_in_place_is_found():
+    found = await problems(chat(InPlace()))
+    assert "state['said']" in found["state"]
+
+
+async def test_an_episode_that_never_ends_is_found():
+    found = await problems(ChatEnv(name="mine", tasks=RowTasks(ROWS)))
+    assert set(found) == {"end"}
+    assert "64 turns" in found["end"]
+
+
+def undefined(episode: Episode) -> float:
+    return float("nan")
+
+
+def failing(episode: Episode) -> float:
+    raise KeyError("answer")
+
+
+@pytest.mark.parametrize("function", [undefined, failing])
+async def test_a_reward_that_fails_or_is_no_number_is_found(function):
+    found = await problems(chat(MaxTurns(3), Rewards([function])))
+    assert set(found) == {"rewards"}
+
+
+class Secret(Transform):
+    """Gives a reward, and speaks, without a word in its traits."""
+
+    async def step(self, outcome: Outcome) -> Outcome:
+        return outcome.append(Message(role="judge", content="Hm."))
+
+    async def score(self, episode: Episode) -> Score:
+        return Score(rewards=(Reward(name="hidden", value=1.0),))
+
+
+async def test_undeclared_rewards_and_roles_are_found():
+    found = await problems(chat(Secret()))
+    assert "hidden" in found["rewards"]
+    assert "judge speaks" in found["traits"]
+
+
+def broken(query: str) -> str:
+    raise RuntimeError("no network")
+
+
+async def test_a_tool_that_fails_is_found():
+    environment = tool_environment(name="mine", tasks=RowTasks(ROWS), tools=[broken], rewards=[])
+    found = await problems(environment)
+    assert "tool" in found["traits"].lower()
+
+
+def lying(task: TaskData, rng: random.Random) -> tuple[Message, ...]:
+    return (
+        Message(role="assistant", content="<request><Calculator>1+1<call>"),
+        Message(role="tool", content="3<response>"),
+        Message(role="assistant", content="Result=3<submit>"),
+    )
+
+
+def stopping(task: TaskData, rng: random.Random) -> tuple[Message, ...]:
+    return (Message(role="assistant", content="<request><Calculator>1+1<call>"),)
+
+
+@pytest.mark.parametrize(
+    ("demonstrate", "said"), [(lying, "the environment says tool '2"), (stopping, "does not end")]
+)
+async def test_a_demonstration_that_does_not_happen_is_found(demonstrate, said):
+    made = arithmetic()
+    environment = ChatEnv(
+        name="mine", tasks=made.tasks, transforms=made.transforms, demonstrate=demonstrate
+    )
+    found = await problems(environment)
+    assert set(found) == {"demonstrations"}
+    assert said in found["demonstrations"]
+
+
+class Restless(RowTasks):
+    """Keys in another order each time."""
+
+    num_asked = 0
+
+    def keys(self, split: str) -> Any:
+        self.num_asked += 1
+        return list(super().keys(split))[:: (-1) ** self.num_asked]
+
+
+class Obliging(RowTasks):
+    def get(self, split: str, key: str) -> TaskData:
+        return TaskData(key=key, question=key or "?")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        (RowTasks({"train": []}), "has no task"),
+        (Obliging(ROWS), "a task for any key"),
+        (Restless(ROWS), "others each time"),
+    ],
+)
+async def test_tasks_that_cannot_be_relied_on_are_found(tasks, said):
+    assert said in (await problems(chat(tasks=tasks)))["tasks"]
+
+
+class Raising(Transform):
+    @property
+    def traits(self) -> Traits:
+        return Traits(needs_session=True)
+
+    def reset(self, opening: Opening) -> Opening:
+        raise ZeroDivisionError("the author's own")
+
+
+async def test_what_an_environment_raises_is_shown_to_its_author():
+    found = await problems(chat(Raising()))
+    assert "ZeroDivisionError: the author's own" in found["reset"]
+
+
+async def test_a_services_environments_are_listed(capsys):
+    settings = EnvironmentSettings(drain_s=1)
+    async with serving(settings, Catalogue([arithmetic(), chat()])) as server:
+        arguments = ["env", "list", "--address", server.address]
+        assert await asyncio.to_thread(main, arguments) == 0
+    printed = capsys.readouterr().out
+    assert "arithmetic" in printed
+    assert "(train 4)" in printed

@@ -1,0 +1,59 @@
+"""What vLLM is started with: no compiler, no network, and no warning that nobody can act on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.config
+import os
+
+import pytest
+import torch
+from dialoop_services.inference.vllm_engine.environment import LOGGING, prepare
+
+VARIABLES = (
+    "HF_HUB_OFFLINE",
+    "TORCHDYNAMO_DISABLE",
+    "VLLM_LOGGING_CONFIG_PATH",
+    "VLLM_LOGGING_LEVEL",
+    "VLLM_NO_USAGE_STATS",
+)
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that the end of the test puts back what was there
+        monkeypatch.delenv(name)
+
+
+def test_a_cpu_needs_no_compiler() -> None:
+    prepare()
+    assert os.environ.get("TORCHDYNAMO_DISABLE") == (None if torch.cuda.is_available() else "1")
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    prepare()
+    assert os.environ["TORCHDYNAMO_DISABLE"] == "0"
+    assert "VLLM_LOGGING_CONFIG_PATH" not in os.environ
+
+
+def test_what_is_always_so_on_a_cpu_is_not_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("vllm")
+    before = (logger.handlers, logger.level, logger.propagate)
+    try:
+        logging.config.dictConfig(json.loads(LOGGING.read_text("utf-8")))
+        child = logging.getLogger("vllm.triton_utils.importing")
+        child.warning("Triton is installed, but doesn't include CPU backend. Disabling Triton.")
+        child.warning("The disk is full.")
+        child.error("Triton failed.")
+    finally:
+        logger.handlers, logger.level, logger.propagate = before
+        logger.setLevel(before[1])
+    told = capsys.readouterr().err
+    assert "Disabling" not in told
+    assert "The disk is full." in told
+    assert "Triton failed." in told

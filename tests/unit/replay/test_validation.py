@@ -1,0 +1,143 @@
+"""What a group must be before the queue takes it in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from dialoop.trajectory import Stage
+from dialoop.v1 import trajectory_pb2 as pb
+from dialoop_services.replay.store import VersionSpan
+from dialoop_services.replay.validation import check_group, group_digest, version_spans
+
+from tests.support.samples.replay_samples import make_group, make_sequence, make_task, scored
+
+TASK = make_task("a")
+
+
+def first_sequence(group: pb.Group) -> pb.Sequence:
+    return group.trajectories[0].sequences[0]
+
+
+def reason_of(group: pb.Group, stage: Stage = Stage.UNSCORED, vocab_size: int = 100) -> str:
+    rejection = check_group(group, stage=stage, vocab_size=vocab_size)
+    return rejection.reason if rejection else ""
+
+
+def drop_logprob(sequence: pb.Sequence) -> None:
+    del sequence.inference_logprobs[-1]
+
+
+def add_token(sequence: pb.Sequence) -> None:
+    sequence.token_ids.append(1)
+
+
+def leave_gap(sequence: pb.Sequence) -> None:
+    sequence.segments[1].start += 1
+
+
+def empty_segment(sequence: pb.Sequence) -> None:
+    sequence.segments.add(start=5, length=0, source=pb.SOURCE_TOOL)
+
+
+def forget_version(sequence: pb.Sequence) -> None:
+    sequence.segments[1].ClearField("policy_version")
+
+
+def forget_source(sequence: pb.Sequence) -> None:
+    sequence.segments[0].source = pb.SOURCE_UNSPECIFIED
+
+
+def add_ref_logprob(sequence: pb.Sequence) -> None:
+    sequence.ref_logprobs.append(-1.0)
+
+
+def nan_logprob(sequence: pb.Sequence) -> None:
+    sequence.inference_logprobs[0] = float("nan")
+
+
+def infinite_advantage(sequence: pb.Sequence) -> None:
+    sequence.advantage = float("inf")
+
+
+def negative_id(sequence: pb.Sequence) -> None:
+    sequence.token_ids[0] = -1
+
+
+def large_id(sequence: pb.Sequence) -> None:
+    sequence.token_ids[0] = 100
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (drop_logprob, "RAGGED"),
+        (add_token, "RAGGED"),
+        (leave_gap, "RAGGED"),
+        (empty_segment, "RAGGED"),
+        (forget_version, "RAGGED"),
+        (forget_source, "RAGGED"),
+        (add_ref_logprob, "RAGGED"),
+        (nan_logprob, "NON_FINITE"),
+        (infinite_advantage, "NON_FINITE"),
+        (negative_id, "TOKEN_OUT_OF_RANGE"),
+        (large_id, "TOKEN_OUT_OF_RANGE"),
+    ],
+)
+def test_a_broken_sequence_is_refused(spoil: Callable[[pb.Sequence], None], reason: str) -> None:
+    group = make_group(TASK)
+    assert reason_of(group) == ""
+    spoil(first_sequence(group))
+    assert reason_of(group) == reason
+
+
+def test_without_a_known_vocabulary_only_negative_ids_are_refused() -> None:
+    group = make_group(TASK)
+    large_id(first_sequence(group))
+    assert reason_of(group, vocab_size=0) == ""
+    negative_id(first_sequence(group))
+    assert reason_of(group, vocab_size=0) == "TOKEN_OUT_OF_RANGE"
+
+
+def test_a_group_without_sampled_tokens_trains_nothing_but_can_be_evaluated() -> None:
+    group = make_group(TASK)
+    for trajectory in group.trajectories:
+        del trajectory.sequences[:]
+    assert reason_of(group) == "NO_TRAINABLE_TOKEN"
+    assert reason_of(group, Stage.EVALUATION) == ""
+
+
+def test_a_scored_group_needs_an_advantage_on_every_sampled_sequence() -> None:
+    assert reason_of(make_group(TASK), Stage.SCORED) == "NO_ADVANTAGE"
+    group = scored(make_group(TASK))
+    assert reason_of(group, Stage.SCORED) == ""
+    first_sequence(group).ClearField("advantage")
+    assert reason_of(group, Stage.SCORED) == "NO_ADVANTAGE"
+    first_sequence(group).token_advantages.extend([0.1, 0.2])
+    assert reason_of(group, Stage.SCORED) == ""
+
+
+def test_scoring_keeps_the_digest_and_any_other_change_breaks_it() -> None:
+    group = make_group(TASK)
+    digest = group_digest(group)
+    assert group_digest(scored(group)) == digest
+    first_sequence(group).token_ids[0] = 6
+    assert group_digest(group) != digest
+
+
+def test_the_digest_ignores_the_order_of_labels() -> None:
+    one, other = make_group(TASK), make_group(TASK)
+    for name in ("x", "y", "z"):
+        one.trajectories[0].labels[name] = name
+    for name in ("z", "y", "x"):
+        other.trajectories[0].labels[name] = name
+    assert group_digest(one) == group_digest(other)
+
+
+def test_version_spans_hold_the_oldest_and_newest_of_each_lineage() -> None:
+    group = make_group(TASK, versions=[("main", 4), ("main", 6)])
+    group.trajectories[1].sequences.append(make_sequence(("second", 0)))
+    assert version_spans(group) == (
+        VersionSpan(lineage="main", oldest=4, newest=6),
+        VersionSpan(lineage="second", oldest=0, newest=0),
+    )

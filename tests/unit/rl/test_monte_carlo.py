@@ -1,0 +1,122 @@
+import math
+
+import pytest
+from dialoop.chat import History
+from dialoop.errors import InvalidInput, PreconditionFailed
+from dialoop.sequences import PolicyVersion, Source, sequence_of
+from dialoop.trajectory import Group, Reward, Task, Trajectory, Turn
+from dialoop_services.rl.monte_carlo import (
+    step_advantages,
+    trajectory_advantages,
+    with_turn_advantages,
+)
+from dialoop_services.rl.selection import best_of, with_best_alone
+
+VERSION = PolicyVersion(lineage="main", number=0)
+HALF_ROOT = math.sqrt(0.5)
+
+
+def _trajectory(name: str, *rewards: float) -> Trajectory:
+    """One sampled token in the first turn, two in the second, ..."""
+    pieces = [([5, 6], {"source": Source.PROMPT})]
+    for turn in range(len(rewards)):
+        sampled = {"source": Source.MODEL, "turn": turn, "policy_version": VERSION}
+        pieces.append((list(range(turn + 1)), sampled))
+        pieces.append(([9], {"source": Source.TEMPLATE, "turn": turn}))
+    return Trajectory(
+        trajectory_id=name,
+        group_id="g",
+        task_key="k",
+        seed=0,
+        environment="arithmetic",
+        environment_version="1",
+        history=History(),
+        turns=tuple(
+            Turn(message_start=0, num_messages=1, rewards=(Reward(name="r", value=value),))
+            for value in rewards
+        ),
+        sequences=(sequence_of(pieces),),
+    )
+
+
+def _group(*trajectories: Trajectory) -> Group:
+    task = Task(task_id="t", environment="arithmetic", split="train", key="k")
+    return Group(group_id="g", task=task, trajectories=trajectories)
+
+
+def test_steps_of_zero_and_one_are_minus_and_plus_half_the_root_of_two() -> None:
+    found = step_advantages([[0.0], [1.0]])
+    assert found[0] == pytest.approx([-HALF_ROOT])
+    assert found[1] == pytest.approx([HALF_ROOT])
+
+
+def test_steps_are_normalised_over_all_steps_so_that_long_trajectories_weigh_more() -> None:
+    # rewards 0, 0, 0 | 1: mean 0.25, std 0.5
+    found = step_advantages([[0.0, 0.0, 0.0], [1.0]])
+    assert found == [pytest.approx([-0.5, -0.5, -0.5]), pytest.approx([1.5])]
+
+
+def test_equal_steps_have_no_advantage() -> None:
+    assert step_advantages([[0.3, 0.3], [0.3]]) == [[0.0, 0.0], [0.0]]
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "returns"), [("sum", (1.0, 3.0)), ("max", (1.0, 2.0)), ("mean", (0.5, 1.5))]
+)
+def test_a_trajectory_has_one_number_for_all_its_steps(
+    aggregate: str, returns: tuple[float, float]
+) -> None:
+    assert returns[0] < returns[1]
+    found = trajectory_advantages([[0.0, 1.0], [1.0, 2.0]], aggregate=aggregate)  # type: ignore[arg-type]
+    assert found == [pytest.approx([-HALF_ROOT] * 2), pytest.approx([HALF_ROOT] * 2)]
+
+
+def test_a_group_of_one_is_a_named_error_however_many_steps_it_has() -> None:
+    for compute in (step_advantages, trajectory_advantages):
+        with pytest.raises(InvalidInput) as caught:
+            compute([[0.0, 1.0]])
+        assert caught.value.reason == "GROUP_TOO_SMALL"
+
+
+def test_each_sampled_token_has_its_turns_advantage() -> None:
+    group = _group(_trajectory("a", 0.0, 0.0), _trajectory("b", 0.0, 1.0))
+    scored = with_turn_advantages(group, group_size=2)
+    found = scored.trajectories[1].sequences[0].token_advantages.tolist()
+    assert found == pytest.approx([-0.5, 1.5, 1.5])
+
+
+def test_a_partial_group_has_no_turn_advantages() -> None:
+    with pytest.raises(PreconditionFailed):
+        with_turn_advantages(_group(_trajectory("a", 0.0)), group_size=2)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "best"),
+    [
+        ([0.1, 0.4, 0.5, 0.9, 0.7], (3, 4)),  # five distinct, k = 3: two are above the median
+        ([1.0, 1.0, 1.0], ()),
+        ([0.0, 1.0, 1.0, 0.0], (1, 2)),
+        ([0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 2.0], (7, 1, 2)),
+    ],
+)
+def test_the_best_are_strictly_above_the_median(rewards: list[float], best: tuple[int]) -> None:
+    assert best_of(rewards, k=3) == best
+
+
+def test_more_than_a_group_has_cannot_be_selected() -> None:
+    for k in (0, 3):
+        with pytest.raises(InvalidInput) as caught:
+            best_of([0.0, 1.0], k=k)
+        assert caught.value.reason == "TOP_K_TOO_LARGE"
+
+
+def test_only_the_best_are_imitated_and_the_group_stays_whole() -> None:
+    group = _group(_trajectory("a", 0.0), _trajectory("b", 1.0), _trajectory("c", 0.5))
+    found = with_best_alone(group, k=2)
+    assert [t.sequences[0].advantage for t in found.trajectories] == [0.0, 1.0, 0.0]
+
+
+def test_selecting_twice_gives_the_same() -> None:
+    """Nothing is kept between calls: upstream's queue gave every later window the top again."""
+    group = _group(_trajectory("a", 0.0), _trajectory("b", 1.0))
+    assert with_best_alone(group, k=1) == with_best_alone(group, k=1)

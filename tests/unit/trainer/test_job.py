@@ -1,0 +1,213 @@
+"""The job among fakes: what is trained is never lost, doubled or published under an old number."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dialoop.sequences import PolicyVersion
+from dialoop_services.trainer.recovery.checkpoint import Progress
+
+from tests.support.patience import until
+from tests.support.trainer_world import World, until_extended, worlds
+
+
+def version(number: int, lineage: str = "main") -> PolicyVersion:
+    return PolicyVersion(lineage=lineage, number=number)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    with worlds(tmp_path) as make:
+        yield make
+
+
+async def test_what_is_trained_is_acknowledged_by_the_checkpoint_that_holds_it(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=3, checkpoint_every=2)
+    for names in ("ab", "cd", "ef"):
+        here.offer(*names)
+    await here.run()
+    assert here.replay.acknowledged == [f"lease-{name}" for name in "abcdef"]
+    assert here.learner.temperatures == [[1.0] * 4] * 3
+    assert here.publisher.published == [("main-1", 0), ("main-2", 1), ("main-3", 2), ("main-4", 3)]
+
+
+async def test_a_group_that_comes_back_before_its_checkpoint_is_let_go_by_that_checkpoint(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=2, checkpoint_every=100)
+    here.offer("a", "b")
+    here.offer("a", "c", prefix="second-")
+    saved: list[int] = []
+    save = here.checkpoints.save
+
+    def saved_with(learner: Any, progress: Progress) -> Path:
+        saved.append(len(here.replay.acknowledged))
+        return save(learner, progress)
+
+    here.checkpoints.save = saved_with  # type: ignore[method-assign]
+    await here.run()
+    assert here.learner.trained == [4, 2]
+    # Nothing had been acknowledged when the checkpoint was written that let go of "a".
+    assert saved[:2] == [0, 0]
+    assert "second-lease-a" in here.replay.acknowledged
+
+
+async def test_a_caller_who_leaves_a_publish_does_not_get_its_number_used_twice(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=1)
+    running = asyncio.create_task(here.run())
+    await until(lambda: here.publisher.announced)
+    here.publisher.gate.clear()
+    asking = asyncio.create_task(here.job.publish())
+    await until(lambda: len(here.publisher.published) == 2)
+    asking.cancel()
+    await asyncio.wait([asking])
+    here.offer("a", "b")
+    here.publisher.gate.set()
+    await running
+    assert here.publisher.published == [("main-1", 0), ("main-2", 0), ("main-3", 1)]
+
+
+async def test_a_publish_while_a_batch_is_leased_makes_what_is_too_old_stale(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=2, max_staleness=0, pipeline_depth=0)
+    running = asyncio.create_task(here.run())
+    await until(lambda: here.publisher.announced)
+    here.publisher.gate.clear()
+    asking = asyncio.create_task(here.job.publish())
+    await until(lambda: len(here.publisher.published) == 2)
+    here.offer("a", "b", policy=version(1))
+    await until(lambda: not here.replay.batches)
+    await asyncio.sleep(0.01)
+    here.publisher.gate.set()
+    await asking
+    here.offer("c", "d")
+    await running
+    assert here.replay.dropped == {"lease-a": "stale", "lease-b": "stale"}
+
+
+async def test_no_step_starts_after_a_pause_and_its_leases_are_kept(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=1, lease_s=0.03)
+    running = asyncio.create_task(here.run())
+    await until(lambda: here.publisher.announced)
+    here.board.pause()
+    here.offer("a", "b")
+    await until(lambda: len(here.replay.extended) > 2)
+    assert not here.learner.trained
+    assert here.replay.extended[-1] == ("lease-a", "lease-b")
+    here.board.resume()
+    await running
+    assert here.learner.trained == [4]
+
+
+async def test_leases_are_extended_while_a_train_step_takes_longer_than_they_last(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=1, lease_s=0.03)
+    here.learner.while_training = lambda: until_extended(here, 3)
+    here.offer("a", "b")
+    await here.run()
+    assert len(here.replay.extended) > 2
+
+
+class Killed(Exception):
+    """What ends the process in these tests."""
+
+
+async def test_a_checkpoint_that_was_not_acknowledged_is_when_the_trainer_restarts(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=2, checkpoint_every=1)
+    here.offer("a", "b")
+    acknowledge = here.replay.acknowledge
+
+    async def killed(run: str, lease_ids: list[str]) -> tuple[str, ...]:
+        if lease_ids:
+            raise Killed
+        return await acknowledge(run, lease_ids)
+
+    here.replay.acknowledge = killed  # type: ignore[method-assign]
+    with pytest.raises(ExceptionGroup):
+        await here.run()
+    again = world(num_train_steps=2)
+    again.replay.policy_version = version(2)
+    again.offer("c", "d")
+    await again.run()
+    assert again.replay.acknowledged == [f"lease-{name}" for name in "abcd"]
+    assert again.publisher.published == [("main-2", 1), ("main-3", 2)]
+
+
+async def test_a_number_that_was_announced_and_lost_does_not_come_back_in_its_lineage(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=0)
+    await here.run()
+    # Killed right after main-2 was announced to the queue, before any file named it.
+    again = world(num_train_steps=0)
+    again.replay.policy_version = version(2)
+    await again.run()
+    assert again.publisher.published == [("main.1-1", 0)]
+    assert again.board.num_train_steps == 0
+
+
+async def test_an_evaluation_that_fails_does_not_end_the_training(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=3, evaluate_every=1, num_evaluation_tasks=1)
+    for names in ("ab", "cd", "ef"):
+        here.offer(*names)
+    await here.run()
+    assert here.learner.trained == [4, 4, 4]
+    assert here.evaluator.num_asked == 2
+
+
+async def test_nothing_is_published_or_saved_in_the_middle_of_a_warm_start(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=0, warm_start_steps=3)
+    here.board.pause()
+    running = asyncio.create_task(here.run())
+    await asyncio.sleep(0.01)
+    asking = [asyncio.create_task(act()) for act in (here.job.publish, here.job.checkpoint)]
+    await asyncio.sleep(0.01)
+    assert not here.publisher.published
+    assert not any(one.done() for one in asking)
+    here.board.resume()
+    await asyncio.gather(running, *asking)
+    assert [name for name, _ in here.publisher.published] == ["main-1", "main-2"]
+
+
+async def test_a_queue_that_forgot_everything_is_told_the_policy_again(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=1)
+    running = asyncio.create_task(here.run())
+    await until(lambda: len(here.publisher.announced) > 1)
+    assert set(here.publisher.announced) == {"main-1"}
+    here.offer("a", "b")
+    await running
+
+
+async def test_a_restarted_run_counts_the_seconds_of_what_its_checkpoint_holds(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=2, checkpoint_every=1)
+    here.learner.while_training = lambda: time.sleep(0.05)
+    here.offer("a", "b")
+    here.replay.batches.append(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ExceptionGroup):
+        await here.run()
+    restored = here.checkpoints.restore(here.learner)  # type: ignore[arg-type]
+    assert restored is not None
+    assert restored.phase_seconds["train"]["wall_s"] > 0.05

@@ -1,0 +1,185 @@
+"""Publishing: what a replica that fails, lies or is away does to it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from dialoop.clients.inference import InferenceClient
+from dialoop.clients.replay import ReplayClient
+from dialoop.episode import UpdateMode
+from dialoop.errors import DeadlineExceeded, DialoopError, PreconditionFailed, Unavailable
+from dialoop.sequences import PolicyVersion
+from dialoop_services.trainer.learner.learner import Learner
+from dialoop_services.trainer.learner.learner_files import ExportedWeights
+from dialoop_services.trainer.publish import publisher as module
+from dialoop_services.trainer.publish.publisher import Publisher
+from dialoop_services.trainer.settings import TrainerSettings
+
+from tests.support.patience import PATIENCE_S
+
+
+class FakeLearner:
+    """A model whose log-probs are all -1."""
+
+    vocab_size = 64
+
+    def export(self, path: Path) -> ExportedWeights:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"w")
+        return ExportedWeights(path=path, sha256="0", num_bytes=1)
+
+    def logprobs(self, rows: list[list[int]]) -> list[Any]:
+        return [np.full(len(row) - 1, -1.0, dtype=np.float32) for row in rows]
+
+
+class FakeReplica:
+    """A replica that answers probes from a list, errors included, the last one for ever."""
+
+    def __init__(self, *answers: float | DialoopError) -> None:
+        self._answers = list(answers)
+        self._version: PolicyVersion | None = None
+        self.on_load: Callable[[], None] = lambda: None
+        self.hangs = False
+        self.fault = ""
+        self.manifests: list[Any] = []
+
+    async def load_weights(self, manifest: Any, contents: Any = None, *, deadline_s: float) -> None:
+        self.on_load()
+        self.manifests.append(manifest)
+        if self.hangs:
+            await asyncio.sleep(deadline_s)
+            raise DeadlineExceeded("It hangs.")
+        self._version = manifest.policy_version
+
+    async def get_policy(self) -> Any:
+        return SimpleNamespace(
+            policy_version=self._version, ready=not self.fault, reason=self.fault
+        )
+
+    async def logprobs(self, rows: list[list[int]], *, deadline_s: float) -> Any:
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(answer, DialoopError):
+            raise answer
+        values = [np.full(len(row) - 1, answer, dtype=np.float32) for row in rows]
+        return SimpleNamespace(policy_version=self._version, logprobs=values)
+
+
+class FakeReplay:
+    async def advance_policy(self, run: str, version: PolicyVersion, **_: Any) -> int:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RETRY_S", 0.0)
+
+
+def publisher(run_dir: Path, *replicas: FakeReplica, **settings: Any) -> Publisher:
+    return Publisher(
+        TrainerSettings(run_dir=run_dir, **settings),
+        cast("Learner", FakeLearner()),
+        cast("tuple[InferenceClient, ...]", replicas),
+        cast("ReplayClient", FakeReplay()),
+    )
+
+
+def version(number: int, lineage: str = "main") -> PolicyVersion:
+    return PolicyVersion(lineage=lineage, number=number)
+
+
+async def test_a_replica_whose_logprobs_are_not_numbers_is_an_alarm(tmp_path: Path) -> None:
+    published = await publisher(tmp_path, FakeReplica(math.nan), FakeReplica(-1.0)).publish(
+        version(1)
+    )
+    assert published.max_logprob_difference == math.inf
+
+
+async def test_a_publish_that_nobody_could_be_asked_about_is_not_taken_as_exact(
+    tmp_path: Path,
+) -> None:
+    replica = FakeReplica(Unavailable("restarting"), DeadlineExceeded("slow"), -1.5)
+    published = await publisher(tmp_path, replica).publish(version(1))
+    assert published.max_logprob_difference == 0.5
+
+
+async def test_a_replica_that_leaves_while_it_is_asked_does_not_end_the_publish(
+    tmp_path: Path,
+) -> None:
+    gone = FakeReplica(Unavailable("gone"))
+
+    def leave() -> None:
+        raise PreconditionFailed("It has it.", reason="VERSION_NOT_NEWER")
+
+    async def away() -> Any:
+        raise Unavailable("gone")
+
+    gone.on_load = leave
+    gone.get_policy = away  # type: ignore[method-assign]
+    published = await publisher(tmp_path, gone, FakeReplica(-1.0)).publish(version(1))
+    assert published.num_replicas == 1
+
+
+async def test_only_the_newest_policies_are_kept_also_across_lineages(tmp_path: Path) -> None:
+    publish = publisher(tmp_path, FakeReplica(-1.0), keep_policies=2).publish
+    for each in (version(1), version(2), version(3), version(2, "main.1"), version(3, "main.1")):
+        await publish(each)
+        await asyncio.sleep(0.02)  # file systems tell times apart no better than some ms
+    kept = {path.name for path in (tmp_path / "policies").iterdir() if path.is_dir()}
+    assert kept == {"main.1-2", "main.1-3"}
+
+
+async def test_a_replica_that_hangs_holds_a_publish_for_its_deadline_only(tmp_path: Path) -> None:
+    hung, well = FakeReplica(-7.0), FakeReplica(-1.0)
+    hung.hangs = True
+    publish = publisher(tmp_path, hung, well, publish_deadline_s=0.2).publish
+    async with asyncio.timeout(PATIENCE_S):
+        published = await publish(version(1))
+    assert published.num_replicas == 1
+    assert published.max_logprob_difference == 0.0
+
+
+async def test_a_publish_says_what_becomes_of_answers_under_way(tmp_path: Path) -> None:
+    replica = FakeReplica(-1.0)
+    await publisher(tmp_path, replica, update_mode="wait").publish(version(1))
+    assert [manifest.update_mode for manifest in replica.manifests] == [UpdateMode.WAIT]
+
+
+@pytest.mark.parametrize(
+    ("fault", "has_restarted", "is_sent"),
+    [
+        ("", False, False),
+        ("ASLEEP", False, False),
+        ("WEIGHTS_BAD", False, True),
+        ("NOT_READY", True, True),
+        ("ASLEEP", True, True),
+    ],
+)
+async def test_a_policy_is_sent_again_to_whoever_lacks_it_and_not_to_whoever_sleeps_on_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    has_restarted: bool,
+    is_sent: bool,
+) -> None:
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.005)
+    replica = FakeReplica(-1.0)
+    shared = {"device_lock": tmp_path / "device.lock", "pipeline_depth": 0}
+    publishing = publisher(tmp_path, replica, data_plane="chunks", **shared)
+    await publishing.publish(version(1))
+    replica.fault = fault
+    if has_restarted:
+        replica._version = None
+    keeping = asyncio.create_task(publishing.keep_up())
+    async with asyncio.timeout(PATIENCE_S):
+        while is_sent and len(replica.manifests) < 2:
+            await asyncio.sleep(0.005)
+    await asyncio.sleep(0.1)
+    keeping.cancel()
+    assert (len(replica.manifests) > 1) == is_sent

@@ -1,0 +1,121 @@
+"""What a run leaves to read: whole lines, whatever a kill or a policy wrote."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from dialoop.chat import History, Message
+from dialoop.sequences import PolicyVersion, Source, sequence_of
+from dialoop.trajectory import SamplingParams, Trajectory
+from dialoop.views.run_files import trajectory_files
+from dialoop_services.stack.report.summary import count_outcomes
+from dialoop_services.trainer.data.demonstration_files import numbered_demonstrations
+from dialoop_services.trainer.records.records import RunRecords
+from dialoop_services.trainer.records.rescore import sampled_by_version
+
+VERSION = PolicyVersion(lineage="main", number=3)
+SEPARATORS = "a\u2028b\x85c\x0bd"
+
+
+def trajectory(text: str, **labels: str) -> Trajectory:
+    sampled = {"source": Source.MODEL, "policy_version": VERSION}
+    row = sequence_of([([1, 2], {"source": Source.PROMPT}), ([3], sampled)], logprobs=[-0.5])
+    return Trajectory(
+        trajectory_id="t",
+        group_id="g",
+        task_key="1+1",
+        seed=0,
+        environment="arithmetic",
+        environment_version="1",
+        history=History((Message(role="user", content=text),)),
+        turns=(),
+        sequences=(row,),
+        sampling=SamplingParams(),
+        labels=labels,
+    )
+
+
+def write(run_dir: Path, text: str, **labels: str) -> None:
+    records = RunRecords(run_dir)
+    records.trajectories(
+        [trajectory(text, **labels)], outcome="trained", label="training", train_step=1
+    )
+    records.metric("train", train_step=1, policy_version=VERSION, reward=1.0)
+    records.close()
+
+
+def test_the_line_that_a_kill_cut_short_does_not_spoil_the_next(tmp_path: Path) -> None:
+    write(tmp_path, "first")
+    for name in ("metrics.jsonl", "trajectories.jsonl"):
+        with (tmp_path / name).open("a", encoding="utf-8") as file:
+            file.write('{"half": "' + "x" * 100_000)
+    write(tmp_path, "second")
+    for name in ("metrics.jsonl", "trajectories.jsonl"):
+        lines = (tmp_path / name).read_text("utf-8").splitlines()
+        assert len([json.loads(line) for line in lines]) == 2
+
+
+def test_the_oldest_part_of_the_trajectories_goes_when_they_come_to_too_much(
+    tmp_path: Path,
+) -> None:
+    records = RunRecords(tmp_path, max_trajectory_bytes=40_000)
+    for number in range(100):
+        one = replace(trajectory("x" * 900), trajectory_id=str(number))
+        records.trajectories([one], outcome="trained", label="training", train_step=1)
+    records.close()
+    files = trajectory_files(tmp_path)
+    assert len(files) == 4
+    assert files[-1].name == "trajectories.jsonl"
+    assert 20_000 < sum(file.stat().st_size for file in files) < 44_000
+    kept = [
+        json.loads(line)["trajectory_id"]
+        for file in files
+        for line in file.read_text().splitlines()
+    ]
+    assert kept == [str(number) for number in range(100 - len(kept), 100)]
+    assert sampled_by_version(*files).num_trajectories == len(kept)
+    assert count_outcomes(tmp_path) == {"trained": len(kept)}
+    again = RunRecords(tmp_path, max_trajectory_bytes=40_000)
+    again.trajectories([trajectory("x" * 9000)], outcome="t", label="training", train_step=2)
+    again.close()
+    assert len(trajectory_files(tmp_path)) == 4
+
+
+def test_without_a_bound_all_trajectories_stay_in_one_file(tmp_path: Path) -> None:
+    for _ in range(3):
+        write(tmp_path, "x" * 9000)
+    assert [file.name for file in trajectory_files(tmp_path)] == ["trajectories.jsonl"]
+
+
+def test_a_first_line_cut_short_leaves_an_empty_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"half', "utf-8")
+    RunRecords(tmp_path).close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+
+
+def test_a_sampled_line_separator_does_not_end_a_row(tmp_path: Path) -> None:
+    write(tmp_path, SEPARATORS)
+    stored = sampled_by_version(tmp_path / "trajectories.jsonl")
+    assert stored.num_trajectories == 1
+    ((key, (sampled,)),) = stored.sampled.items()
+    assert key == ("main-3", 1.0)
+    assert np.array_equal(sampled.logprobs, np.array([-0.5], dtype=np.float32))
+
+
+def test_what_kept_its_keys_through_a_load_is_not_rescored_and_counted(tmp_path: Path) -> None:
+    for labels in ({}, {"update_mode": "KEEP_KV"}, {"update_mode": "WAIT"}):
+        write(tmp_path, "7", **labels)
+    stored = sampled_by_version(tmp_path / "trajectories.jsonl")
+    assert (stored.num_trajectories, stored.num_inexact_trajectories) == (2, 1)
+    assert len(stored.sampled["main-3", 1.0]) == 2
+
+
+def test_a_demonstration_may_hold_any_line_separator(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": SEPARATORS}, {"role": "assistant", "content": "4"}]
+    path = tmp_path / "demonstrations.jsonl"
+    path.write_text(json.dumps({"messages": messages}, ensure_ascii=False) + "\n", "utf-8")
+    ((number, history),) = numbered_demonstrations(path)
+    assert (number, history[0].content) == (1, SEPARATORS)

@@ -1,0 +1,126 @@
+"""What becomes of evaluations that were under way when their trainer ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dialoop_services.stack.report.plot import read_metrics
+
+from tests.support.patience import PATIENCE_S
+from tests.support.trainer_world import Killed, World, after, killed_after, worlds
+
+EVALUATING: dict[str, Any] = {"num_train_steps": 3, "evaluate_every": 2, "num_evaluation_tasks": 1}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    with worlds(tmp_path, checkpoint_every=100) as make:
+        yield make
+
+
+def hold_running(here: World) -> list[str]:
+    """Running evaluations never end from now on; the labels of those that began."""
+    evaluate, begun = here.evaluator.evaluate, []
+
+    async def held(plan: Any, **options: Any) -> Any:
+        if plan.label == "running":
+            begun.append(plan.label)
+            await asyncio.Event().wait()
+        return await evaluate(plan, **options)
+
+    here.evaluator.evaluate = held  # type: ignore[method-assign]
+    return begun
+
+
+def running_rows(here: World) -> list[tuple[int, int, float]]:
+    """After which step each was due, at which it was done, and what came out."""
+    rows = read_metrics(here.settings.run_dir / "metrics.jsonl")
+    running = [row for row in rows if row["kind"] == "evaluation" and row["label"] == "running"]
+    return [(row["due_train_step"], row["train_step"], row["mean_reward"]) for row in running]
+
+
+@pytest.mark.parametrize("checkpoint_every", [1, 2, 3, 100])
+async def test_an_evaluation_that_a_kill_cut_short_is_run_again_once(
+    world: Callable[..., World], checkpoint_every: int
+) -> None:
+    settings = {**EVALUATING, "num_train_steps": 4, "checkpoint_every": checkpoint_every}
+    here = world(**settings)
+    begun = hold_running(here)
+    await killed_after(here, "ab", "cd", "ef")
+    assert begun
+    assert not running_rows(here)
+    again = after(here, world(**settings))
+    again.evaluator.rewards = [0.5, 0.75]
+    again.offer("g", "h")
+    await again.run()
+    assert again.evaluator.num_swept == 1
+    assert [(due, reward) for due, _, reward in running_rows(again)] == [(2, 0.5)]
+    assert again.job._standing.progress.best_evaluation == 0.5
+    third = world(**settings)
+    third.replay.policy_version = again.job._standing.progress.policy_version
+    await third.run()
+    assert len(running_rows(third)) == 1
+
+
+async def test_an_evaluation_whose_row_was_written_before_the_kill_is_judged_by_it(
+    world: Callable[..., World],
+) -> None:
+    here = world(**EVALUATING)
+    here.evaluator.rewards = [0.5]
+
+    def killed(due: int, **options: Any) -> None:
+        raise Killed
+
+    here.job._standing.settle_evaluation = killed  # type: ignore[method-assign]
+    here.offer("a", "b")
+    here.offer("c", "d")
+    with pytest.raises(ExceptionGroup):
+        await here.run()
+    assert len(running_rows(here)) == 1
+    again = after(here, world(**EVALUATING))
+    again.offer("e", "f")
+    await again.run()
+    assert again.evaluator.num_asked == 0
+    assert again.job._standing.progress.best_evaluation == 0.5
+    assert running_rows(again) == running_rows(here)
+
+
+async def test_an_evaluation_that_failed_is_not_run_again(world: Callable[..., World]) -> None:
+    here = world(**EVALUATING)
+    here.offer("a", "b")
+    here.offer("c", "d")
+    running = asyncio.create_task(here.run())
+    async with asyncio.timeout(PATIENCE_S):
+        while not any(one.evaluated for one in here.job._standing.journal.entries()):
+            await asyncio.sleep(0.002)
+    here.replay.batches.append(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ExceptionGroup):
+        await running
+    again = after(here, world(**EVALUATING))
+    again.offer("e", "f")
+    await again.run()
+    assert (here.evaluator.num_asked, again.evaluator.num_asked) == (1, 0)
+
+
+async def test_an_evaluation_that_a_stop_cut_short_is_run_by_the_next_trainer(
+    world: Callable[..., World],
+) -> None:
+    here = world(**EVALUATING)
+    begun = hold_running(here)
+    here.offer("a", "b")
+    here.offer("c", "d")
+    running = asyncio.create_task(here.run())
+    async with asyncio.timeout(PATIENCE_S):
+        while not begun:
+            await asyncio.sleep(0.002)
+    here.board.stop()
+    await running
+    again = after(here, world(**EVALUATING))
+    again.evaluator.rewards = [0.5]
+    again.offer("e", "f")
+    await again.run()
+    assert [(due, reward) for due, _, reward in running_rows(again)] == [(2, 0.5)]

@@ -1,0 +1,336 @@
+"""A trainer that was killed redoes what its journal says, or says where it cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dialoop.clients.replay import ReturnItem
+from dialoop.sequences import PolicyVersion
+from dialoop_services.stack.report.plot import read_metrics
+from dialoop_services.trainer.recovery.journal import Entry
+
+from tests.support.trainer_world import (
+    FIRST,
+    Killed,
+    World,
+    after,
+    killed_after,
+    lease,
+    until_extended,
+    worlds,
+)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    with worlds(tmp_path, num_train_steps=3, checkpoint_every=100) as make:
+        yield make
+
+
+def kept_rows(here: World) -> list[dict[str, Any]]:
+    rows = read_metrics(here.settings.run_dir / "metrics.jsonl")
+    return [row for row in rows if row["kind"] == "train"]
+
+
+async def test_what_was_trained_since_the_checkpoint_is_trained_again_and_stays_published(
+    world: Callable[..., World],
+) -> None:
+    here = world()
+    await killed_after(here, "ab", "cd")
+    again = after(here, world(), in_work="ef")
+    again.offer("e", "f")
+    await again.run()
+    assert again.learner.trained == [4, 4, 4]
+    assert again.publisher.published == [("main-3", 2), ("main-4", 3)]
+    assert again.replay.given_back == ["lease-e", "lease-f"]
+    assert again.replay.acknowledged == [f"lease-{name}" for name in "abcdef"]
+    assert [row["train_step"] for row in kept_rows(again)] == [1, 2, 3]
+
+
+async def test_all_that_is_to_be_redone_is_held_before_the_first_of_it_and_as_long_as_it_takes(
+    world: Callable[..., World],
+) -> None:
+    here = world()
+    await killed_after(here, "ab", "cd")
+    again = after(here, world(num_train_steps=2, lease_s=0.03))
+    extended, reopen = again.replay.extended, again.replay.reopen_leases
+    before: list[int] = []
+
+    async def watched(*given: Any, **options: Any) -> Any:
+        before.append(len(extended))
+        return await reopen(*given, **options)
+
+    again.replay.reopen_leases = watched  # type: ignore[method-assign]
+    again.learner.while_training = lambda: until_extended(again, 2)
+    await again.run()
+    assert before[0] == 1
+    assert before[1] > 1
+    everything = tuple(f"lease-{name}" for name in "abcd")
+    assert extended[: before[1]] == [everything] * before[1]
+
+
+async def test_what_was_redone_is_saved_so_that_the_next_kill_does_not_have_it_redone_again(
+    world: Callable[..., World],
+) -> None:
+    here = world()
+    await killed_after(here, "ab", "cd")
+    again = after(here, world())
+    await killed_after(again)
+    assert again.replay.acknowledged == [f"lease-{name}" for name in "abcd"]
+    assert not again.job._standing.journal.entries()
+    third = after(again, world())
+    third.offer("e", "f")
+    await third.run()
+    assert third.learner.trained == [4]
+    assert third.publisher.published == [("main-3", 2), ("main-4", 3)]
+
+
+async def test_only_what_was_in_work_at_the_kill_is_returned_as_a_failure(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=4)
+    await killed_after(here, "ab", "cd")
+    again = after(here, world(num_train_steps=1), lost="a", in_work="e")
+    returned: list[ReturnItem] = []
+
+    async def give_back(run: str, items: list[ReturnItem]) -> None:
+        returned.extend(items)
+
+    again.replay.give_back = give_back  # type: ignore[method-assign]
+    again.offer("x", "y")
+    await again.run()
+    assert {item.lease_id: item.failed for item in returned} == {
+        "lease-b": False,
+        "lease-c": False,
+        "lease-d": False,
+        "lease-e": True,
+    }
+
+
+async def test_where_a_group_is_gone_the_run_goes_on_from_there_in_a_new_lineage(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=4)
+    await killed_after(here, "ab", "cd", "ef")
+    again = after(here, world(num_train_steps=3), lost="d")
+    again.offer("x", "y")
+    again.offer("v", "w")
+    await again.run()
+    assert again.publisher.published == [("main.1-2", 1), ("main.1-3", 2), ("main.1-4", 3)]
+    assert [row["lineage"] for row in kept_rows(again)] == ["main", "main.1", "main.1"]
+    # Saved at once: the journal spoke of steps that will not be redone.
+    assert again.replay.acknowledged[:2] == ["lease-a", "lease-b"]
+
+
+async def test_weights_that_come_out_other_than_published_go_back_to_the_checkpoint(
+    world: Callable[..., World], caplog: pytest.LogCaptureFixture
+) -> None:
+    here = world(num_train_steps=3)
+    await killed_after(here, "ab", "cd")
+    pointer = here.settings.run_dir / "policies" / "latest.json"
+    pointer.parent.mkdir()
+    pointer.write_text(
+        json.dumps(
+            {"lineage": "main", "number": 3, "path": "main-3/model.safetensors", "sha256": "other"}
+        )
+    )
+    again = after(here, world(num_train_steps=1))
+    again.offer("x", "y")
+    await again.run()
+    assert "Redone weights differ." in caplog.text
+    assert again.publisher.published == [("main.1-1", 0), ("main.1-2", 1)]
+    assert again.replay.given_back == [f"lease-{name}" for name in "abcd"]
+    assert [row["lineage"] for row in kept_rows(again)] == ["main.1"]
+
+
+async def test_a_step_that_was_killed_before_its_row_was_written_gets_it(
+    world: Callable[..., World],
+) -> None:
+    here = world()
+    here.offer("a", "b")
+    publish = here.publisher.publish
+
+    async def killed(version: PolicyVersion, **options: Any) -> Any:
+        if version.number == 2:
+            raise Killed
+        return await publish(version, **options)
+
+    here.publisher.publish = killed  # type: ignore[method-assign]
+    with pytest.raises(ExceptionGroup):
+        await here.run()
+    assert not kept_rows(here)
+    again = after(here, world(num_train_steps=1))
+    await again.run()
+    assert again.publisher.published == [("main-2", 1)]
+    assert [row["train_step"] for row in kept_rows(again)] == [1]
+
+
+async def test_a_step_that_was_killed_while_it_was_written_down_is_written_down_once(
+    world: Callable[..., World],
+) -> None:
+    here = world()
+    here.offer("a", "b")
+    metric = here.records.metric
+
+    def killed(kind: str, **values: Any) -> None:
+        if kind == "train":
+            raise Killed
+        metric(kind, **values)
+
+    here.records.metric = killed  # type: ignore[method-assign]
+    with pytest.raises(ExceptionGroup):
+        await here.run()
+    # The kill cut off the last of the lines, too.
+    path = here.settings.run_dir / "trajectories.jsonl"
+    lines = path.read_text("utf-8").splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]) + lines[-1][:20], "utf-8")
+    again = after(here, world(num_train_steps=1))
+    await again.run()
+    assert path.read_text("utf-8").splitlines(keepends=True) == lines
+    assert [row["train_step"] for row in kept_rows(again)] == [1]
+
+
+async def test_a_drop_that_a_kill_cut_short_is_made_up_for(world: Callable[..., World]) -> None:
+    here = world(max_staleness=0, pipeline_depth=0)
+    here.replay.batches.append(
+        lambda: [lease("a", FIRST), lease("b", replace(FIRST, lineage="other"))]
+    )
+
+    async def killed(*_: Any) -> Any:
+        raise Killed
+
+    here.replay.drop = killed  # type: ignore[method-assign, assignment]
+    with pytest.raises(ExceptionGroup):
+        await here.run()
+    again = after(here, world(num_train_steps=1))
+    await again.run()
+    assert again.replay.dropped == {"lease-b": "stale"}
+
+
+async def test_publishes_and_evaluations_since_the_checkpoint_are_remembered(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=2, evaluate_every=1, num_evaluation_tasks=1, stop_without_gain=2)
+    here.evaluator.rewards = [0.5]
+    await killed_after(here, "ab")
+    standing = here.job._standing
+    standing.settle_evaluation(1, judged=0.25)
+    await standing.publish_next()
+    again = after(here, world(num_train_steps=1, num_evaluation_tasks=1, stop_without_gain=2))
+    await again.run()
+    progress = again.job._standing.progress
+    assert again.publisher.published[0] == ("main-3", 1)
+    assert progress.num_policy_versions == 3
+    assert progress.best_evaluation == standing.progress.best_evaluation
+    assert progress.num_evaluations_without_gain > 0
+
+
+async def test_the_first_policy_is_never_evaluated_with_steps_in_its_weights(
+    world: Callable[..., World],
+) -> None:
+    evaluated: list[tuple[str, int]] = []
+
+    def watched() -> World:
+        made = world(num_evaluation_tasks=1)
+        evaluate = made.evaluator.evaluate
+
+        async def seen(plan: Any, **options: Any) -> Any:
+            evaluated.append((plan.label, made.learner.weights))
+            return await evaluate(plan, **options)
+
+        made.evaluator.evaluate = seen  # type: ignore[method-assign]
+        return made
+
+    here = watched()
+    await killed_after(here, "ab", "cd")
+    again = after(here, watched())
+    again.offer("e", "f")
+    await again.run()
+    assert evaluated == [
+        *(("before_greedy", 0), ("before_sampled", 0)),
+        *(("after_greedy", 3), ("after_sampled", 3)),
+    ]
+    result = json.loads((again.settings.run_dir / "trainer.json").read_text("utf-8"))
+    assert list(result["evaluations"]) == [label for label, _ in evaluated]
+
+
+async def test_a_run_that_has_begun_without_evaluations_has_none_from_before(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=1)
+    here.offer("a", "b")
+    await here.run()
+    again = world(num_train_steps=1, num_evaluation_tasks=1)
+    again.replay.policy_version = here.job._standing.progress.policy_version
+    await again.run()
+    assert list(again.job._standing.progress.evaluations) == ["after_greedy", "after_sampled"]
+
+
+async def test_killed_in_its_first_evaluation_a_run_has_it_all_again_of_the_first_policy(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=1, num_evaluation_tasks=1)
+    evaluate = here.evaluator.evaluate
+
+    async def killed(plan: Any, **options: Any) -> Any:
+        if plan.label == "before_sampled":
+            raise Killed
+        return await evaluate(plan, **options)
+
+    here.evaluator.evaluate = killed  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        await here.run()
+    again = after(here, world(num_train_steps=1, num_evaluation_tasks=1))
+    again.offer("a", "b")
+    await again.run()
+    assert again.publisher.published == [("main-1", 0), ("main-2", 1)]
+    rows = read_metrics(here.settings.run_dir / "metrics.jsonl")
+    assert [row["label"] for row in rows if row["kind"] == "evaluation"] == [
+        *("before_greedy", "before_sampled", "after_greedy", "after_sampled")
+    ]
+
+
+async def test_a_new_checkpoint_begins_a_new_journal(world: Callable[..., World]) -> None:
+    here = world(checkpoint_every=2)
+    await killed_after(here, "ab", "cd")
+    assert not here.job._standing.journal.entries()
+
+
+def test_a_line_that_a_kill_cut_short_is_not_read_and_not_built_upon(
+    world: Callable[..., World],
+) -> None:
+    here = world()
+    directory = here.settings.run_dir / "checkpoints" / "one"
+    directory.mkdir(parents=True)
+    (directory.parent / "latest.json").write_text('{"name": "one"}')
+    journal = here.job._standing.journal
+    entry = Entry(train_step=1, policy_version=FIRST, trained=("a",), dropped={"stale": ("b",)})
+    journal.add(entry)
+    with (directory / "journal.jsonl").open("a") as file:
+        file.write('{"train_step": 2, "lin')
+    assert journal.entries() == (entry,)
+    journal.add(replace(entry, train_step=2))
+    assert [one.train_step for one in journal.entries()] == [1, 2]
+
+
+async def test_the_first_policy_is_saved_before_anybody_hears_of_it(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=1)
+
+    async def killed(*_: Any, **__: Any) -> Any:
+        raise Killed
+
+    here.publisher.publish = killed  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        await here.run()
+    again = world(num_train_steps=1)
+    again.replay.policy_version = FIRST
+    again.offer("a", "b")
+    await again.run()
+    assert again.publisher.published == [("main-1", 0), ("main-2", 1)]

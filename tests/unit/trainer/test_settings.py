@@ -1,0 +1,100 @@
+"""What a config says about training is what the trainer is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dialoop.errors import InvalidConfig
+from dialoop_services.config.file import parse_config
+from dialoop_services.runtime.settings import load
+from dialoop_services.stack.layout import Layout, ports_of
+from dialoop_services.stack.run_dir import RunDir, opened
+from dialoop_services.trainer.settings import TrainerSettings
+from pydantic import ValidationError
+
+CONFIG = {
+    "model": {"lora_rank": 8, "lora_alpha": 4.0, "lora_targets": ["q_proj", "v_proj"]},
+    "train": {
+        "mode": "sft",
+        "device": "cuda",
+        "autocast": "bfloat16",
+        "logprob_kernel": "cut",
+        "activation_checkpointing": True,
+        "max_trajectories_mb": 7,
+    },
+    "sft": {"file": "chats.jsonl", "num_epochs": 3},
+    "evaluation": {"stop_at": 0.9, "stop_without_gain": 5},
+    "trackers": {"tensorboard": True},
+}
+
+
+def told(config: dict[str, object], run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> object:
+    """The trainer's settings, as its process reads them from its variables."""
+    job = parse_config(config, source="test")
+    layout = Layout(config=job, run_dir=run_dir, ports=ports_of(job, with_redis=False))
+    for name, value in layout.environment_of("trainer").items():
+        monkeypatch.setenv(name, value)
+    return load(TrainerSettings)
+
+
+def test_the_trainer_is_told_what_the_config_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, parse_config(CONFIG, source="t"), fresh=False, reuse=True) as run_dir:
+        found = told(CONFIG, run_dir, monkeypatch)
+    assert isinstance(found, TrainerSettings)
+    assert (found.lora.rank, found.lora.alpha, found.lora.targets) == (8, 4.0, ("q_proj", "v_proj"))
+    assert (found.mode, found.sft.file, found.sft.num_epochs) == ("sft", "chats.jsonl", 3)
+    assert (found.device, found.autocast) == ("cuda", "bfloat16")
+    assert found.activation_checkpointing
+    assert found.logprob_kernel == "cut"
+    assert (found.stop_at, found.stop_without_gain) == (0.9, 5)
+    assert found.trackers.tensorboard
+    assert found.max_trajectories_mb == 7
+
+
+def test_a_config_that_says_nothing_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, parse_config({}, source="t"), fresh=False, reuse=True) as run_dir:
+        found = told({}, run_dir, monkeypatch)
+    assert isinstance(found, TrainerSettings)
+    bare = TrainerSettings()
+    for name in ("mode", "sft", "lora", "trackers", "device", "autocast", "stop_at"):
+        assert getattr(found, name) == getattr(bare, name)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"loss": "grpo"},
+        {"objective": {"kl_to": "inference"}},
+        {"objective": {"correction": "tis"}},
+        {"objective": {"proximal": True}},
+        {"objective": {"num_epochs": 2}},
+    ],
+)
+def test_sft_refuses_by_name_what_would_have_no_effect_on_it(said: dict[str, Any]) -> None:
+    (name,) = said.get("objective", ("loss",))
+    with pytest.raises(ValidationError, match=f'{name} is .* with mode = "sft"'):
+        TrainerSettings(mode="sft", **said)
+    with pytest.raises(InvalidConfig, match=f'{name} is .* with mode = "sft"'):
+        parse_config({"train": {"mode": "sft", **said}}, source="t")
+    for fits in ({"loss": "minor_sft"}, {"objective": {"aggregation": "sum", "kl_coeff": 0.1}}):
+        parse_config({"train": {"mode": "sft", **fits}}, source="t")
+
+
+def test_muon_and_lora_are_refused_together() -> None:
+    settings = TrainerSettings(lora={"rank": 4}, optimizer="muon")
+    with pytest.raises(InvalidConfig) as caught:
+        settings.require_consistent()
+    assert caught.value.reason == "MUON_WITH_LORA"
+
+
+def test_an_entropy_bonus_and_the_kernel_that_has_no_entropy_are_refused_together() -> None:
+    settings = TrainerSettings(logprob_kernel="cut", objective={"entropy_coeff": 0.01})
+    with pytest.raises(InvalidConfig) as caught:
+        settings.require_consistent()
+    assert caught.value.reason == "KERNEL_WITHOUT_ENTROPY"

@@ -1,0 +1,340 @@
+"""SFT as a mode: epochs over demonstrations, held-out loss, one publish at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dialoop.chat import History, Message
+from dialoop.errors import InvalidConfig
+from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
+from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_services.stack.report.plot import draw_learning
+from dialoop_services.trainer.__main__ import _builder, _warm_start, with_steps_of
+from dialoop_services.trainer.data.demonstration_set import DemonstrationSet, demonstration_set
+from dialoop_services.trainer.learner.learner import Learner
+from dialoop_services.trainer.settings import TrainerSettings
+
+from tests.support.trainer_world import World, worlds
+
+VERSION = PolicyVersion(lineage="demonstration", number=0)
+
+
+def shown(which: int, generator: object) -> History:
+    return History((Message(role="user", content=str(which)),))
+
+
+def row(history: History) -> Sequence:
+    sampled = {"source": Source.MODEL, "policy_version": VERSION}
+    ids = [int(history[0].content)]
+    return sequence_of([([1], {"source": Source.PROMPT}), (ids, sampled)], logprobs=[0.0])
+
+
+def numbers(size: int = 5, *, heldout: int = 0) -> DemonstrationSet:
+    """Demonstrations that are their own numbers, two a batch."""
+    kept = tuple(row(shown(100 + n, None)) for n in range(heldout))
+    return DemonstrationSet(size=size, show=shown, render=row, batch_size=2, seed=0, heldout=kept)
+
+
+def ids(batch: list[Sequence]) -> list[int]:
+    return [int(sequence.token_ids[1]) for sequence in batch]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    with worlds(tmp_path, mode="sft") as make:
+        yield make
+
+
+def metrics(tmp_path: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (tmp_path / "metrics.jsonl").read_text("utf-8").splitlines()
+    return [found for line in lines if (found := json.loads(line))["kind"] == kind]
+
+
+def test_an_epoch_shows_everything_once_and_the_next_in_another_order() -> None:
+    demonstrations = numbers()
+    assert demonstrations.steps_per_epoch == 3
+    epochs = [
+        [ids(demonstrations.batch(step)) for step in range(start, start + 3)] for start in (0, 3)
+    ]
+    assert [sorted(n for batch in epoch for n in batch) for epoch in epochs] == [
+        [0, 1, 2, 3, 4]
+    ] * 2
+    assert epochs[0] != epochs[1]
+    assert [demonstrations.epoch_of(step) for step in (2, 3)] == [0, 1]
+
+
+async def test_sft_trains_epochs_and_publishes_at_the_end(
+    world: Callable[..., World], tmp_path: Path
+) -> None:
+    here = world(supervised=numbers(), num_train_steps=6)
+    await here.run()
+    assert [ids(batch) for batch in here.learner.supervised] == [
+        ids(numbers().batch(step)) for step in range(6)
+    ]
+    assert here.publisher.published == [("main-1", 0), ("main-2", 6)]
+    found = metrics(tmp_path, "train")
+    assert [row["epoch"] for row in found] == [0, 0, 0, 1, 1, 1]
+    draw_learning(tmp_path / "metrics.jsonl", tmp_path / "learning.png")
+    assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
+
+
+async def test_a_restarted_sft_goes_on_with_the_batches_it_has_not_trained(
+    world: Callable[..., World],
+) -> None:
+    here = world(supervised=numbers(), num_train_steps=6, checkpoint_every=2)
+    step = here.learner.sft_step
+
+    def killed(batch: Any) -> Any:
+        if len(here.learner.supervised) == 5:
+            raise KeyError("killed")
+        return step(batch)
+
+    here.learner.sft_step = killed  # type: ignore[method-assign]
+    with pytest.raises(ExceptionGroup):
+        await here.run()
+    again = world(supervised=numbers(), num_train_steps=6)
+    await again.run()
+    assert [ids(batch) for batch in again.learner.supervised] == [
+        ids(numbers().batch(step)) for step in (4, 5)
+    ]
+
+
+async def test_the_loss_of_held_out_demonstrations_is_taken_and_can_stop_it(
+    world: Callable[..., World], tmp_path: Path
+) -> None:
+    here = world(supervised=numbers(heldout=3), num_train_steps=9, evaluate_every=2, stop_at=-0.2)
+    await here.run()
+    found = [(row["train_step"], row["loss"]) for row in metrics(tmp_path, "heldout")]
+    assert found == [(2, 1 / 3), (4, 1 / 5)]
+    result = json.loads((tmp_path / "trainer.json").read_text("utf-8"))
+    assert result["heldout_losses"] == {"2": 1 / 3, "4": 1 / 5}
+    assert "reached" in result["stopped_early"]
+
+
+async def test_a_killed_sft_remembers_what_its_checkpoint_was_evaluated_to(
+    world: Callable[..., World],
+) -> None:
+    settings = {"num_train_steps": 6, "checkpoint_every": 2, "evaluate_every": 2}
+    here = world(supervised=numbers(heldout=2), stop_without_gain=9, **settings)
+    step, losses = here.learner.sft_step, iter([1.0, 2.0])
+
+    def killed(batch: Any) -> Any:
+        if len(here.learner.supervised) == 5:
+            raise KeyError("killed")
+        return step(batch)
+
+    here.learner.sft_step = killed  # type: ignore[method-assign]
+    here.learner.heldout_loss = lambda rows: (next(losses), len(rows))  # type: ignore[method-assign]
+    with pytest.raises(ExceptionGroup):
+        await here.run()
+    again = world(supervised=numbers(heldout=2), stop_without_gain=9, **settings)
+    await again.run()
+    progress = again.job._standing.progress
+    assert progress.heldout_losses == {"2": 1.0, "4": 2.0, "6": 1 / 7}
+    assert (progress.best_evaluation, progress.num_evaluations_without_gain) == (-1.0, 1)
+
+
+async def test_a_killed_sft_remembers_what_tasks_were_evaluated_to_while_it_trained(
+    world: Callable[..., World],
+) -> None:
+    settings = {"num_train_steps": 5, "checkpoint_every": 2, "evaluate_every": 2}
+    here = world(supervised=numbers(), num_evaluation_tasks=1, **settings)
+    here.evaluator.rewards = [0.5]
+    step = here.learner.sft_step
+
+    def killed(batch: Any) -> Any:
+        if here.job._standing.progress.best_evaluation is not None:
+            raise KeyError("killed")
+        return step(batch)
+
+    here.learner.sft_step = killed  # type: ignore[method-assign]
+    with pytest.raises(ExceptionGroup):
+        await here.run()
+    again = world(supervised=numbers(), num_evaluation_tasks=1, **settings)
+    await again.run()
+    assert again.job._standing.progress.best_evaluation == 0.5
+
+
+@pytest.mark.parametrize("checkpoint_every", [2, 3])
+async def test_an_evaluation_that_a_kill_cut_short_is_run_again_by_the_next_sft(
+    world: Callable[..., World], tmp_path: Path, checkpoint_every: int
+) -> None:
+    settings = {"num_train_steps": 5, "checkpoint_every": checkpoint_every, "evaluate_every": 2}
+    here = world(supervised=numbers(), num_evaluation_tasks=1, **settings)
+    evaluate, begun = here.evaluator.evaluate, asyncio.Event()
+
+    async def held(plan: Any, **options: Any) -> Any:
+        if plan.label == "running":
+            begun.set()
+            await asyncio.Event().wait()
+        return await evaluate(plan, **options)
+
+    here.evaluator.evaluate = held  # type: ignore[method-assign]
+    running = asyncio.create_task(here.run())
+    await begun.wait()
+    running.cancel()
+    await asyncio.wait([running])
+    again = world(supervised=numbers(), num_evaluation_tasks=1, **settings)
+    again.evaluator.rewards = [0.25, 0.5]
+    await again.run()
+    rows = [row for row in metrics(tmp_path, "evaluation") if row["label"] == "running"]
+    assert [row["due_train_step"] for row in rows] == [2, 4]
+    assert again.job._standing.progress.best_evaluation == 0.5
+    assert not again.job._standing.progress.due_evaluations
+
+
+async def test_where_tasks_are_evaluated_on_each_evaluation_has_a_policy_of_its_own(
+    world: Callable[..., World],
+) -> None:
+    here = world(supervised=numbers(), num_train_steps=5, evaluate_every=2, num_evaluation_tasks=4)
+    here.evaluator.rewards = [0.1, 0.2]
+    await here.run()
+    assert here.evaluator.num_asked == 2
+    assert [weights for _, weights in here.publisher.published] == [0, 2, 4, 5]
+
+
+def test_nothing_but_evaluations_is_played_while_sft_trains() -> None:
+    assert TrainerSettings(mode="sft").max_outstanding_groups == 0
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+def write_chats(path: Path, count: int) -> Path:
+    lines = (
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": str(n)}]}
+        for n in range(count)
+    )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    return path
+
+
+def test_a_file_is_split_by_its_seed_into_what_is_trained_and_what_is_held_out(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    path = write_chats(tmp_path / "chats.jsonl", 20)
+    sft = {"file": str(path), "heldout_fraction": 0.25, "batch_size": 4, "num_epochs": 3}
+    settings = TrainerSettings(model_dir=model_dir, mode="sft", sft=sft)
+    found = demonstration_set(settings, _builder(settings))
+    assert (found.size, len(found.heldout)) == (15, 5)
+    assert with_steps_of(settings, found).num_train_steps == 12
+    trained = {tuple(s.token_ids) for step in range(4) for s in found.batch(step)}
+    assert len(trained) == 15
+    assert trained.isdisjoint({tuple(s.token_ids) for s in found.heldout})
+
+
+def test_a_file_of_its_own_may_be_held_out(tmp_path: Path, model_dir: Path) -> None:
+    train, heldout = (write_chats(tmp_path / name, n) for name, n in (("a", 3), ("b", 2)))
+    settings = TrainerSettings(
+        model_dir=model_dir, mode="sft", sft={"file": str(train), "heldout_file": str(heldout)}
+    )
+    found = demonstration_set(settings, _builder(settings))
+    assert (found.size, len(found.heldout)) == (3, 2)
+
+
+def test_the_environment_demonstrates_each_task_of_its_train_split(model_dir: Path) -> None:
+    settings = TrainerSettings(model_dir=model_dir, mode="sft", environment="arithmetic")
+    found = demonstration_set(settings, _builder(settings))
+    assert found.size > 1000
+    assert not found.heldout
+    first, again = (found.batch(0) for _ in range(2))
+    assert [tuple(s.token_ids) for s in first] == [tuple(s.token_ids) for s in again]
+
+
+@pytest.mark.parametrize("name", ["file", "heldout_file"])
+def test_a_demonstration_that_fits_no_row_is_named_by_its_line_before_any_step(
+    tmp_path: Path, model_dir: Path, name: str
+) -> None:
+    short, long = write_chats(tmp_path / "short.jsonl", 3), tmp_path / "long.jsonl"
+    lines = short.read_text("utf-8").splitlines()
+    lines[1] = lines[1].replace("?", "how much is it? " * 40)
+    long.write_text("\n" + "\n".join(lines), "utf-8")  # an empty line counts as one
+    sft = {"file": str(short), name: str(long)}
+    settings = TrainerSettings(model_dir=model_dir, mode="sft", sft=sft, max_row_tokens=128)
+    with pytest.raises(InvalidConfig, match=r"long\.jsonl line 3 has \d+ tokens") as caught:
+        demonstration_set(settings, _builder(settings))
+    assert caught.value.reason == "SEQUENCE_TOO_LONG"
+
+
+@pytest.mark.parametrize("name", ["file", "heldout_file"])
+@pytest.mark.parametrize(("oversize", "dropped"), [("drop", (2, 3)), ("truncate", (2,))])
+def test_a_demonstration_of_which_nothing_is_left_to_train_is_dropped_by_its_line(
+    tmp_path: Path,
+    model_dir: Path,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    oversize: str,
+    dropped: tuple[int, ...],
+) -> None:
+    """Its prompt alone fills the row: as the only one of a batch it would fail every step."""
+    short, long = write_chats(tmp_path / "short.jsonl", 3), tmp_path / "long.jsonl"
+    lines = short.read_text("utf-8").splitlines()
+    lines[1] = lines[1].replace("?", "how much is it? " * 40)
+    lines[2] = lines[2].replace('"2"', '"' + "2" * 400 + '"')
+    long.write_text("\n".join(lines), "utf-8")
+    sft = {"file": str(short), "heldout_fraction": 0.0, "batch_size": 1, name: str(long)}
+    asked = {"sft": sft, "oversize": oversize, "max_row_tokens": 128}
+    settings = TrainerSettings.model_validate({"model_dir": model_dir, "mode": "sft", **asked})
+    found = demonstration_set(settings, _builder(settings))
+    assert len(found.heldout if name == "heldout_file" else range(found.size)) == 3 - len(dropped)
+    for warning, number in zip(caplog.messages, dropped, strict=True):
+        assert f"long.jsonl line {number}, " in warning
+    learner = Learner(settings)
+    for step in range(found.steps_per_epoch):
+        learner.sft_step(found.batch(step))
+    long.write_text(lines[1], "utf-8")
+    with pytest.raises(InvalidConfig, match=r"Of no demonstration of .*long\.jsonl") as caught:
+        demonstration_set(settings, _builder(settings))
+    assert caught.value.reason == "SEQUENCE_TOO_LONG"
+
+
+def test_a_warm_start_never_draws_what_leaves_nothing_to_train(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    path = write_chats(tmp_path / "chats.jsonl", 2)
+    lines = path.read_text("utf-8").splitlines()
+    path.write_text("\n".join((lines[0], lines[1].replace("?", "why? " * 100))), "utf-8")
+    asked = {"warm_start_file": path, "warm_start_steps": 1, "max_row_tokens": 128}
+    settings = TrainerSettings.model_validate({"model_dir": model_dir, **asked})
+    with pytest.raises(InvalidConfig, match="line 2 has"):
+        _warm_start(settings, _builder(settings))
+    settings = settings.model_copy(update={"oversize": "truncate"})
+    demonstrations = _warm_start(settings, _builder(settings))
+    assert demonstrations is not None
+    drawn = [one for _ in range(3) for one in next(demonstrations)]
+    assert max(len(one.token_ids) for one in drawn) < 128
+
+
+@pytest.mark.parametrize(("oversize", "num_tokens"), [("truncate", 15 + 4), ("drop", 4)])
+async def test_tokens_that_are_cut_off_are_not_counted_as_trained(
+    world: Callable[..., World], tmp_path: Path, oversize: str, num_tokens: int
+) -> None:
+    def long(history: History) -> Sequence:
+        sampled = {"source": Source.MODEL, "policy_version": VERSION}
+        answer = [7] * (40 if history[0].content == "0" else 4)
+        pieces: list[tuple[list[int], dict[str, Any]]] = [
+            ([1], {"source": Source.PROMPT}),
+            (answer, sampled),
+        ]
+        return sequence_of(pieces, logprobs=[0.0] * len(answer))
+
+    both = DemonstrationSet(size=2, show=shown, render=long, batch_size=2, seed=0)
+    options = {"oversize": oversize, "max_row_tokens": 16}
+    await world(supervised=both, num_train_steps=1, **options).run()
+    (found,) = metrics(tmp_path, "train")
+    assert (found["num_trained_tokens"], found["num_oversize"]) == (num_tokens, 1)
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path, model_dir: Path) -> None:
+    settings = TrainerSettings(
+        model_dir=model_dir, mode="sft", sft={"file": str(tmp_path / "none.jsonl")}
+    )
+    with pytest.raises(InvalidConfig, match="none"):
+        demonstration_set(settings, _builder(settings))

@@ -1,0 +1,357 @@
+"""A job that is stopped, rewound, fed nothing or alarmed: what it leaves and what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dialoop.clients.replay import GroupLease
+from dialoop.clients.trainer import Phase
+from dialoop.errors import DataLost, InvalidInput
+from dialoop.sequences import PolicyVersion
+from dialoop_services.stack.report.plot import draw_learning, read_metrics
+from dialoop_services.trainer.__main__ import _run_until_stopped
+from dialoop_services.trainer.job.state import DEAD_LETTERS_FORGOTTEN
+from dialoop_services.trainer.job.status import StatusBoard
+from dialoop_services.trainer.job.train_steps import FRESH_MISMATCH, GROUPS_SET_ASIDE
+
+from tests.support.patience import PATIENCE_S, until
+from tests.support.trainer_world import World, lease, worlds
+
+FIRST = PolicyVersion(lineage="main", number=1)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    with worlds(tmp_path) as make:
+        yield make
+
+
+class FakeServer:
+    def __init__(self) -> None:
+        self.told = asyncio.Event()
+
+    async def wait_until_stopped(self) -> None:
+        await self.told.wait()
+
+
+async def run_until_stopped(here: World, server: FakeServer, *, drain_s: float = 5.0) -> None:
+    await _run_until_stopped(server, here.job, here.board, drain_s=drain_s)  # type: ignore[arg-type]
+
+
+def uniform(*names: str) -> list[GroupLease]:
+    """Leased groups whose trajectories have no advantage."""
+    found = []
+    for name in names:
+        given = lease(name, FIRST)
+        members = tuple(
+            replace(t, sequences=tuple(replace(s, advantage=0.0) for s in t.sequences))
+            for t in given.group.trajectories
+        )
+        found.append(replace(given, group=replace(given.group, trajectories=members)))
+    return found
+
+
+def rows(here: World, kind: str) -> list[dict[str, Any]]:
+    path = here.settings.run_dir / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    return [row for row in lines if row["kind"] == kind]
+
+
+async def test_a_train_step_of_uniform_groups_leaves_a_row(
+    world: Callable[..., World], tmp_path: Path
+) -> None:
+    here = world(num_train_steps=2)
+    here.replay.batches.append(lambda: uniform("a", "b"))
+    here.offer("c", "d")
+    await here.run()
+    first, second = rows(here, "train")
+    assert (first["train_step"], first["num_groups_trained"], first["num_groups_dropped"]) == (
+        1,
+        0,
+        2,
+    )
+    assert second["num_groups_trained"] == 2
+    assert set(here.replay.dropped.values()) == {"uniform_reward"}
+    draw_learning(tmp_path / "metrics.jsonl", tmp_path / "learning.png")
+
+
+async def test_a_stopped_job_ends_its_train_step_saves_it_and_acknowledges_it(
+    world: Callable[..., World],
+) -> None:
+    here, server = world(num_train_steps=10, checkpoint_every=100), FakeServer()
+    here.learner.while_training = server.told.set
+    here.offer("a", "b")
+    await run_until_stopped(here, server)
+    assert here.replay.acknowledged == ["lease-a", "lease-b"]
+    again = world(num_train_steps=10)
+    assert again.checkpoints.restore(again.learner).num_train_steps == 1  # type: ignore
+    assert again.learner.weights == 1
+
+
+async def test_a_stopped_job_gives_back_what_it_leased_and_did_not_train(
+    world: Callable[..., World],
+) -> None:
+    here, server = world(num_train_steps=10), FakeServer()
+    running = asyncio.create_task(run_until_stopped(here, server))
+    await until(lambda: here.publisher.announced)
+    here.board.pause()
+    here.offer("a", "b")
+    await until(lambda: not here.replay.batches)
+    await asyncio.sleep(0.01)
+    server.told.set()
+    await running
+    assert here.replay.given_back == ["lease-a", "lease-b"]
+    assert not here.learner.trained
+
+
+async def test_a_job_that_cannot_stop_in_the_drain_time_is_cut_short(
+    world: Callable[..., World],
+) -> None:
+    here, server = world(num_train_steps=10), FakeServer()
+    running = asyncio.create_task(run_until_stopped(here, server, drain_s=0.05))
+    await until(lambda: here.publisher.announced)
+    here.publisher.gate.clear()
+    asking = asyncio.create_task(here.job.publish())
+    await until(lambda: len(here.publisher.published) == 2)
+    server.told.set()
+    async with asyncio.timeout(PATIENCE_S):
+        await running
+    here.publisher.gate.set()
+    await asking
+
+
+async def test_a_warm_start_goes_on_with_the_batches_it_has_not_seen(
+    world: Callable[..., World],
+) -> None:
+    settings = {"num_train_steps": 0, "warm_start_steps": 6, "warm_start_checkpoint_every": 2}
+    here = world(**settings)
+    step, taken = here.learner.warm_start_step, 0
+
+    def killed(batch: Any) -> Any:
+        nonlocal taken
+        taken += 1
+        if taken == 6:
+            raise KeyError("killed")
+        return step(batch)
+
+    here.learner.warm_start_step = killed  # type: ignore[method-assign]
+    with pytest.raises(KeyError):
+        await here.run()
+    again = world(**settings)
+    await again.run()
+    assert again.learner.warm_started == [[5], [6]]
+    assert again.learner.weights == 6
+    assert again.publisher.published == [("main-1", 6)]
+
+
+async def test_a_warm_start_that_is_stopped_saves_where_it_is(world: Callable[..., World]) -> None:
+    here = world(num_train_steps=0, warm_start_steps=50)
+    step = here.learner.warm_start_step
+
+    def told(batch: Any) -> Any:
+        if batch == [7]:
+            here.board.stop()
+        return step(batch)
+
+    here.learner.warm_start_step = told  # type: ignore[method-assign]
+    await here.run()
+    assert not here.publisher.published
+    again = world(num_train_steps=0, warm_start_steps=50)
+    assert again.checkpoints.restore(again.learner).num_warm_start_steps == 7  # type: ignore
+
+
+async def test_rows_of_steps_that_a_restore_took_back_are_not_read(
+    world: Callable[..., World], tmp_path: Path
+) -> None:
+    here = world(num_train_steps=3, checkpoint_every=2)
+    for names in ("ab", "cd", "ef"):
+        here.offer(*names)
+    taken = here.job._standing.checkpoint
+    num = 0
+
+    async def killed() -> Any:
+        nonlocal num
+        num += 1
+        if num == 3:  # the first policy, step 2, the end
+            raise KeyError("killed")
+        return await taken()
+
+    here.job._standing.checkpoint = killed  # type: ignore[method-assign]
+    with pytest.raises(KeyError):
+        await here.run()
+    assert [row["train_step"] for row in rows(here, "train")] == [1, 2, 3]
+    again = world(num_train_steps=3)
+    again.replay.policy_version = replace(FIRST, number=4)
+    again.offer("g", "h")
+    await again.run()
+    assert [row["train_step"] for row in rows(again, "train")] == [1, 2, 3, 3]
+    read = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
+    assert [row["train_step"] for row in read] == [1, 2, 3]
+    assert read[2]["lineage"] == "main.1"
+
+
+async def test_fresh_data_on_which_engine_and_trainer_disagree_is_an_alarm(
+    world: Callable[..., World], caplog: pytest.LogCaptureFixture
+) -> None:
+    here = world(num_train_steps=1)
+    here.learner.fresh_mismatch_kl = 0.02
+    here.offer("a", "b")
+    await here.run()
+    (row,) = rows(here, "train")
+    assert (row["fresh_mismatch_kl"], row["fresh_mismatch_alarm"]) == (0.02, True)
+    assert here.board.alarms == {FRESH_MISMATCH}
+    assert "disagree" in caplog.text
+
+
+async def test_an_alarm_ends_when_fresh_data_agrees_again(world: Callable[..., World]) -> None:
+    here = world(num_train_steps=2)
+    here.learner.fresh_mismatch_kl = float("nan")
+    here.offer("a", "b")
+    running = asyncio.create_task(here.run())
+    await until(lambda: here.board.alarms)
+    here.learner.fresh_mismatch_kl = 0.001
+    here.offer("c", "d")
+    await running
+    assert not here.board.alarms
+    assert [row["fresh_mismatch_alarm"] for row in rows(here, "train")] == [True, False]
+
+
+def offer_refused(here: World, *refused: str, good: tuple[str, ...] = ()) -> None:
+    """A batch of groups the learner has no rows for, and of good ones."""
+    bad: list[Any] = []
+
+    def refuses(sequence: Any) -> None:
+        if any(sequence is one for one in bad):
+            raise InvalidInput(f"This loss needs {refused[0]}.", reason="LOSS_INPUT_MISSING")
+
+    def batch() -> list[GroupLease]:
+        leases = [lease(name, FIRST) for name in refused]
+        bad.extend(s for each in leases for t in each.group.trajectories for s in t.sequences)
+        here.learner.refuses = refuses
+        return leases + [lease(name, FIRST) for name in good]
+
+    here.replay.batches.append(batch)
+
+
+async def test_a_job_of_which_no_batch_can_be_trained_fails_and_names_the_fault(
+    world: Callable[..., World],
+) -> None:
+    here, server = world(num_train_steps=1, max_bad_groups=1), FakeServer()
+    for names in ("ab", "cd", "ef", "gh"):
+        offer_refused(here, *names)
+    with pytest.raises(ExceptionGroup):
+        await run_until_stopped(here, server)
+    assert here.board.phase is Phase.FAILED
+    assert here.board.failure == "This loss needs e."
+    assert here.board.alarms == {GROUPS_SET_ASIDE}
+    assert list(here.replay.set_aside) == [f"lease-{name}" for name in "abcdef"]
+
+
+async def test_a_job_of_one_group_a_step_stands_more_than_three_bad_ones_in_a_row(
+    world: Callable[..., World],
+) -> None:
+    here, server = world(num_train_steps=2, groups_per_train_step=1, max_bad_groups=5), FakeServer()
+    for name in "abcd":
+        offer_refused(here, name)
+    here.offer("e")
+    for name in "fghijk":
+        offer_refused(here, name)
+    with pytest.raises(ExceptionGroup):
+        await run_until_stopped(here, server)
+    assert here.learner.trained == [2]
+    assert here.board.failure == "This loss needs j."
+    assert list(here.replay.set_aside) == [f"lease-{name}" for name in "abcdfghij"]
+
+
+async def test_dead_letters_that_the_queue_could_not_keep_are_an_alarm(
+    world: Callable[..., World], caplog: pytest.LogCaptureFixture
+) -> None:
+    here = world(num_train_steps=1)
+    here.replay.num_groups_dropped = {"dead_letter": 1000}
+    here.offer("a", "b")
+    await here.run()
+    assert not here.board.alarms
+    here.replay.num_groups_dropped["dead_letter_forgotten"] = 3
+    await here.job.checkpoint()
+    assert here.board.alarms == {DEAD_LETTERS_FORGOTTEN}
+    assert "forgotten" in caplog.text
+
+
+async def test_bad_groups_are_an_alarm_until_a_batch_is_trained_and_fail_no_job_that_trains(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_train_steps=2, max_staleness=9)
+    running = asyncio.create_task(here.run())
+    for batch in ("ab", "cd"):
+        offer_refused(here, *batch)
+    offer_refused(here, "e", good=("f",))  # so f is worth waiting for
+    for batch in ("gh", "ij"):
+        offer_refused(here, *batch)
+    await until(lambda: len(here.replay.set_aside) == 9)
+    assert here.board.alarms == {GROUPS_SET_ASIDE}
+    here.offer("k", "l")
+    await until(lambda: here.learner.trained)
+    await until(lambda: not here.board.alarms)
+    for batch in ("mn", "op"):
+        offer_refused(here, *batch)
+    here.offer("q", "r")
+    await running
+    assert not here.board.alarms
+    assert here.board.num_train_steps == 2
+
+
+async def test_a_failed_job_says_why_and_nothing_of_what_is_not_ours(
+    world: Callable[..., World],
+) -> None:
+    here, server = world(num_train_steps=1), FakeServer()
+    here.replay.batches.append(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ExceptionGroup):
+        await run_until_stopped(here, server)
+    assert here.board.phase is Phase.FAILED
+    assert "division" not in here.board.failure
+    board = StatusBoard()
+    board.fail(ExceptionGroup("tasks", [DataLost("The weights are gone.")]))
+    assert "The weights are gone." in board.failure
+
+
+@pytest.mark.parametrize(
+    ("settings", "rewards", "num_steps", "reason"),
+    [
+        ({"stop_at": 0.8}, [0.5, 0.9, 0.9, 0.9], 3, "reached 0.9"),
+        ({"stop_without_gain": 2}, [0.5, 0.4, 0.5, 0.9], 4, "2 held-out evaluations"),
+        ({}, [0.5, 0.9, 0.4, 0.4, 0.4], 6, ""),
+    ],
+)
+async def test_training_stops_early_as_the_settings_say(
+    world: Callable[..., World],
+    settings: dict[str, Any],
+    rewards: list[float],
+    num_steps: int,
+    reason: str,
+) -> None:
+    here = world(num_train_steps=6, evaluate_every=1, num_evaluation_tasks=1, **settings)
+    here.evaluator.rewards = rewards
+    running = asyncio.create_task(here.run())
+    for number in range(6):
+        asked = here.evaluator.num_asked
+        here.offer(f"a{number}", f"b{number}")
+        await until(
+            lambda asked=asked: (
+                running.done()
+                or here.evaluator.num_asked > asked
+                or here.board.num_train_steps == 6
+            )
+        )
+    async with asyncio.timeout(PATIENCE_S):
+        await running
+    result = json.loads((here.settings.run_dir / "trainer.json").read_text("utf-8"))
+    # One step may have begun while the evaluation ran.
+    assert num_steps - 1 <= result["num_train_steps"] <= num_steps
+    assert reason in result["stopped_early"]
+    assert bool(reason) == bool(result["stopped_early"])

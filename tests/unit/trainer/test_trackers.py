@@ -1,0 +1,144 @@
+"""Trackers get the rows of metrics.jsonl, and none of them can end a training."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from dialoop.errors import InvalidConfig
+from dialoop.sequences import PolicyVersion
+from dialoop_services.trainer.records.records import RunRecords
+from dialoop_services.trainer.records.trackers import Careful, numbers_of, trackers_of
+from dialoop_services.trainer.settings import TrainerSettings
+
+VERSION = PolicyVersion(lineage="main", number=3)
+
+
+class FakeTracker:
+    def __init__(self, *, breaks: bool = False) -> None:
+        self.rows: list[Mapping[str, Any]] = []
+        self.is_closed = False
+        self._breaks = breaks
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        self.rows.append(row)
+        if self._breaks:
+            raise ConnectionError("away")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def write(records: RunRecords) -> None:
+    records.metric("train", train_step=1, policy_version=VERSION, reward=0.25)
+    records.metric("evaluation", train_step=2, policy_version=VERSION, label="running", x=1)
+    records.close()
+
+
+def test_a_tracker_gets_the_rows_of_the_file(tmp_path: Path) -> None:
+    tracker = FakeTracker()
+    write(RunRecords(tmp_path, trackers=(tracker,)))
+    lines = (tmp_path / "metrics.jsonl").read_text("utf-8").splitlines()
+    assert tracker.rows == [json.loads(line) for line in lines]
+    assert tracker.is_closed
+
+
+def test_a_tracker_that_fails_is_left_out_and_the_file_is_whole(tmp_path: Path) -> None:
+    tracker = FakeTracker(breaks=True)
+    write(RunRecords(tmp_path, trackers=(Careful(tracker),)))
+    assert len(tracker.rows) == 1
+    assert len((tmp_path / "metrics.jsonl").read_text("utf-8").splitlines()) == 2
+
+
+def test_numbers_are_named_by_kind_label_and_what_they_are_in() -> None:
+    row = {
+        "time": 1.0,
+        "kind": "train",
+        "train_step": 7,
+        "policy_version": 3,
+        "lineage": "main",
+        "reward": 0.5,
+        "by_staleness": {0: {"ratio": 1.0}},
+    }
+    assert numbers_of(row) == {
+        "train/policy_version": 3.0,
+        "train/reward": 0.5,
+        "train/by_staleness/0/ratio": 1.0,
+    }
+    assert list(numbers_of({"kind": "evaluation", "label": "running", "x": 1})) == [
+        "evaluation/running/x"
+    ]
+
+
+def test_tensorboard_event_files_hold_every_number(tmp_path: Path) -> None:
+    from tensorboardX.proto.event_pb2 import Event
+
+    settings = TrainerSettings(run_dir=tmp_path, trackers={"tensorboard": True})
+    write(RunRecords(tmp_path, trackers=trackers_of(settings)))
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    data, found = file.read_bytes(), {}
+    while data:  # a record: its length in 8 bytes, a checksum in 4, the event, a checksum in 4
+        size = int.from_bytes(data[:8], "little")
+        event = Event.FromString(data[12 : 12 + size])
+        found |= {value.tag: (event.step, value.simple_value) for value in event.summary.value}
+        data = data[16 + size :]
+    assert found["train/reward"] == (1, 0.25)
+    assert found["evaluation/running/x"] == (2, 1.0)
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_a_hosted_run_is_given_numbers_and_no_secret(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[dict[str, float]] = []
+    opened: list[dict[str, Any]] = []
+    run = SimpleNamespace(log=logged.append, finish=lambda: logged.append({"end": 1.0}))
+
+    def init(**given: Any) -> Any:
+        opened.append(given)
+        return run
+
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(init=init))
+    monkeypatch.setenv("DIALOOP_TOKEN", "tell-nobody")
+    settings = TrainerSettings(run_dir=tmp_path, run="mine", trackers={package: True})
+    write(RunRecords(tmp_path, trackers=trackers_of(settings)))
+    assert (opened[0]["project"], opened[0]["name"]) == ("dialoop", "mine")
+    assert "tell-nobody" not in str(opened)
+    # A job that is started again goes on in the run it has.
+    assert (opened[0]["resume"], opened[0].get("id")) == (
+        "allow",
+        "mine" if package == "wandb" else None,
+    )
+    assert logged[0] == {"train/policy_version": 3.0, "train/reward": 0.25, "train_step": 1}
+    assert logged[-1] == {"end": 1.0}
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_a_tracker_that_lets_nobody_in_is_named(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**_: Any) -> Any:
+        raise ConnectionError("api_key not configured")
+
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(init=init))
+    settings = TrainerSettings(run_dir=tmp_path, trackers={package: True})
+    with pytest.raises(InvalidConfig, match=rf"trackers\.{package} is true") as caught:
+        trackers_of(settings)
+    assert caught.value.reason == "TRACKER_REFUSED"
+    assert package in caught.value.remedy
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb", "trackio"])
+def test_a_tracker_without_its_package_is_refused(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "tensorboardX" if package == "tensorboard" else package
+    monkeypatch.setitem(sys.modules, name, None)
+    settings = TrainerSettings(run_dir=tmp_path, trackers={package: True})
+    with pytest.raises(InvalidConfig, match=f"pip install {name}"):
+        trackers_of(settings)

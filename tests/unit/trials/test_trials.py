@@ -1,0 +1,272 @@
+"""Seed 002's trials, and twenty questions."""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from dialoop.chat import ChatHistory, History, Message
+from dialoop.compat.trials import trial_keys
+from dialoop.environments.episode import TaskData
+from dialoop.episode import Sample
+from dialoop.sequences import PolicyVersion, Source, sequence_of
+from dialoop.testing import byte_tokenizer
+from dialoop.trajectory import DoneReason, Owner, SamplingParams, StopReason
+from dialoop.trials.agents import DirectOutputAgent, ScriptedAgent
+from dialoop.trials.games import twenty_questions
+from dialoop.trials.trial import Action, MaskScope, Move, TrialOptions, run_trial, split_reward
+from dialoop.trials.twenty_questions import Hidden, TwentyQuestions
+
+TOKENIZER = byte_tokenizer()
+VERSION = PolicyVersion(lineage="main", number=1)
+
+
+@dataclass(frozen=True)
+class Count:
+    """Say the next number, three times; reward 1 each."""
+
+    max_steps: int = 3
+
+    def begin(self, task: Mapping[str, Any], *, seed: int) -> int:
+        return int(task.get("from", 0))
+
+    def prompt(self, state: int, step: int) -> str:
+        return f"{state}?"
+
+    async def play(self, state: int, action: str) -> Move[int]:
+        right = action == str(state + 1)
+        return Move(state=state + 1, reward=float(right), done=not right)
+
+
+def _counting(messages: History) -> str:
+    return str(int(messages[-1].text.rstrip("?")) + 1)
+
+
+async def test_a_trial_joins_prompts_and_actions_and_masks_the_actions() -> None:
+    result = await run_trial(
+        Count(), [{}, {"from": 8}], ScriptedAgent(_counting), tokenizer=TOKENIZER
+    )
+    assert TOKENIZER.decode(result.full_token_ids[0]) == "0?11?22?3"
+    assert result.completion_only_mask[0] == [0, 0, 1] * 3
+    assert TOKENIZER.decode(result.full_token_ids[1]) == "8?99?1010?11"
+    assert result.full_attention_mask[1] == [1] * len(result.full_token_ids[1])
+    assert result.rewards == [3.0, 3.0]
+    assert len(set(result.session_ids)) == 2
+    message = result.final_completion_messages[0][0]
+    assert (message["content"], message["session_id"]) == ("3", result.session_ids[0])
+
+
+async def test_every_key_of_the_seed_has_its_alias() -> None:
+    keys = trial_keys(await run_trial(Count(), [{}], ScriptedAgent(_counting), tokenizer=TOKENIZER))
+    assert keys["ids"] == keys["full_token_ids"]
+    assert keys["messages"] == keys["final_completion_messages"]
+    assert keys["mask"] == keys["completion_only_mask"]
+    assert all(len(value) == 1 for value in keys.values())
+
+
+async def test_without_a_tokenizer_token_lists_are_empty_and_nothing_breaks() -> None:
+    result = await run_trial(Count(), [{}], ScriptedAgent(_counting))
+    assert result.full_token_ids == [[]]
+    assert result.rewards == [3.0]
+
+
+async def test_final_scope_counts_the_last_action_alone() -> None:
+    options = TrialOptions(mask_scope=MaskScope.FINAL)
+    agent = ScriptedAgent(_counting)
+    result = await run_trial(Count(), [{}], agent, tokenizer=TOKENIZER, options=options)
+    assert result.completion_only_mask[0] == [0] * 8 + [1]
+
+
+async def test_free_shots_are_played_and_earn_nothing() -> None:
+    options = TrialOptions(episodes_per_trial=3, free_shots=2)
+    result = await run_trial(Count(), [{}], ScriptedAgent(_counting), options=options)
+    assert [e.reward for e in result.trials[0].episodes] == [0.0, 0.0, 3.0]
+    assert [e.is_free_shot for e in result.trials[0].episodes] == [True, True, False]
+    assert all(len(e.steps) == 3 for e in result.trials[0].episodes)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"episodes_per_trial": 0}, {"free_shots": -1}, {"episodes_per_trial": 2, "free_shots": 2}],
+)
+def test_impossible_numbers_of_episodes_are_value_errors(fields: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="free_shots"):
+        TrialOptions(**fields)
+
+
+async def test_an_agent_remembers_through_a_trial_and_forgets_between_trials() -> None:
+    options = TrialOptions(episodes_per_trial=2)
+    result = await run_trial(
+        Count(), [{}, {}], ScriptedAgent(["1", "x", "1", "y"]), options=options
+    )
+    said = [
+        [m.text for e in trial.episodes for m in e.messages if m.role == "assistant"]
+        for trial in result.trials
+    ]
+    assert said == [["1", "x", "1", "y"]] * 2
+
+
+async def test_an_agent_that_fails_is_a_failure_and_no_reward() -> None:
+    class Broken:
+        async def get_action(self, messages: History, state: Any) -> Action:
+            raise RuntimeError("secret")
+
+    result = await run_trial(Count(), [{}], Broken())
+    assert result.rewards == [None]
+    failure = result.trials[0].final.failures[0]
+    assert failure.owner is Owner.INFERENCE
+    assert "secret" not in failure.message
+
+
+async def test_a_games_own_limit_ends_an_episode_that_is_never_done() -> None:
+    result = await run_trial(Count(max_steps=5), [{}], ScriptedAgent(_counting))
+    assert len(result.trials[0].final.steps) == 5
+    assert not result.trials[0].final.terminated
+
+
+class _Policy:
+    """Answers with a byte that is no text, and remembers what it was fed."""
+
+    def __init__(self) -> None:
+        self.fed: list[list[int]] = []
+
+    async def generate(
+        self, *, token_ids: Iterable[int], sampling: SamplingParams, turn: int
+    ) -> tuple[Sample, ...]:
+        prompt = list(token_ids)
+        self.fed.append(prompt)
+        model = {"source": Source.MODEL, "turn": turn, "policy_version": VERSION}
+        sequence = sequence_of(
+            [(prompt, {"source": Source.PROMPT}), ([200], model)], logprobs=[-0.25]
+        )
+        return (Sample(history=ChatHistory(), sequence=sequence, stop_reason=StopReason.STOP),)
+
+
+async def test_sampled_ids_are_fed_back_as_they_were_and_trained_as_they_were() -> None:
+    class Endless(Count):
+        async def play(self, state: int, action: str) -> Move[int]:
+            return Move(state=state + 1)
+
+    policy = _Policy()
+    agent = DirectOutputAgent(policy, TOKENIZER)
+    result = await run_trial(Endless(), [{}], agent, tokenizer=TOKENIZER)
+    prompts = [list(TOKENIZER.encode(f"{n}?").ids) for n in range(3)]
+    assert policy.fed[2] == [*prompts[0], 200, *prompts[1], 200, *prompts[2]]
+    sequence = result.trials[0].final.sequence()
+    assert sequence.token_ids.tolist() == [*policy.fed[2], 200]
+    assert sequence.inference_logprobs.tolist() == [-0.25] * 3
+    assert sequence.num_model_tokens == 3
+
+
+async def test_rewards_are_split_over_tokens_without_loss() -> None:
+    result = await run_trial(Count(), [{"from": 98}], ScriptedAgent(_counting), tokenizer=TOKENIZER)
+    final = result.trials[0].final
+    third = pytest.approx(1 / 3)
+    assert split_reward(final, how="even") == [[0.5] * 2, [third] * 3, [third] * 3]
+    assert split_reward(final, how="last") == [[0, 1], [0, 0, 1], [0, 0, 1]]
+    assert sum(map(sum, split_reward(final, how="terminal"))) == pytest.approx(final.reward)
+
+
+async def _play(*said: str, **options: Any) -> Any:
+    return await run_trial(
+        TwentyQuestions(**options), [{"solution": "key"}], ScriptedAgent(list(said))
+    )
+
+
+async def test_a_right_guess_wins() -> None:
+    result = await _play("Is it alive?", "Is it made of metal?", "[key]")
+    final = result.trials[0].final
+    assert [step.prompt for step in final.steps[1:]] == ["No", "Yes"]
+    assert final.reward == 1.0
+    assert final.terminated
+
+
+async def test_the_first_wrong_guess_is_tolerated_and_the_second_ends_the_game() -> None:
+    final = (await _play("[lamp]", "[saw]", "[key]")).trials[0].final
+    assert (len(final.steps), final.reward, final.terminated) == (2, 0.0, True)
+    strict = (await _play("[lamp]", "[key]", error_allowance=0)).trials[0].final
+    assert len(strict.steps) == 1
+
+
+async def test_a_longer_guess_that_contains_the_word_does_not_win() -> None:
+    final = (await _play("[key board]", "[KEY]")).trials[0].final
+    assert [step.reward for step in final.steps] == [0.0, 1.0]
+
+
+async def test_a_guess_with_a_question_mark_is_a_question() -> None:
+    final = (await _play("Is it [key]?", "[key]")).trials[0].final
+    assert final.steps[0].info["move"] == "question"
+
+
+async def test_no_prompt_shows_the_word() -> None:
+    final = (await _play(*["Is it alive?"] * 20)).trials[0].final
+    assert all("key" not in step.prompt for step in final.steps)
+    assert "guess now" in final.steps[-1].prompt
+
+
+async def test_a_gamemaster_who_says_something_else_makes_the_player_ask_again() -> None:
+    class Vague:
+        async def answer(self, word: str, question: str) -> str:
+            return "Perhaps"
+
+    final = (await _play("Is it alive?", "[key]", gamemaster=Vague())).trials[0].final
+    assert "Ask otherwise" in final.steps[1].prompt
+
+
+def test_no_word_is_in_both_splits() -> None:
+    for hardcore in (False, True):
+        game = TwentyQuestions(hardcore=hardcore)
+        assert not set(game.words("train")) & set(game.words("heldout"))
+        assert game.words("heldout")
+
+
+def test_the_same_seed_hides_the_same_word() -> None:
+    game = TwentyQuestions()
+    assert game.begin({}, seed=3).word == game.begin({}, seed=3).word
+    assert game.begin({"prompt": "oak"}, seed=0).word == "oak"
+    assert "oak" not in repr(Hidden(word="oak"))
+
+
+async def test_games_played_at_the_same_time_do_not_collide() -> None:
+    words = ["key", "cat", "oak", "ship"]
+    agent = ScriptedAgent(lambda messages: "Is it alive?" if len(messages) == 1 else "[key]")
+    result = await run_trial(TwentyQuestions(), [{"solution": w} for w in words], agent)
+    assert [trial.final.steps[1].prompt for trial in result.trials] == ["No", "Yes", "Yes", "No"]
+    assert [trial.final.reward for trial in result.trials] == [1.0, 0.0, 0.0, 0.0]
+
+
+async def test_the_environment_plays_the_same_game_and_sessions_do_not_collide() -> None:
+    environment = twenty_questions()
+
+    async def solve(key: str) -> tuple[float, str]:
+        task = environment.tasks.get("train", key)
+        opening = environment.reset(task, seed=0)
+        asked = opening.history.respond(Message(role="assistant", content="Is it alive?"))
+        first = await environment.step(opening.episode, asked)
+        guess = Message(role="assistant", content=f"[{task.answer}]")
+        last = await environment.step(first.episode, first.history.respond(guess))
+        assert last.episode.done_reason is DoneReason.SUBMITTED
+        return last.rewards[0].value, first.history.require_prompt()[-1].text
+
+    keys = environment.tasks.keys("train")
+    found = await asyncio.gather(*(solve(key) for key in keys))
+    assert {reward for reward, _ in found} == {1.0}
+    assert {reply for _, reply in found} == {"Yes", "No"}
+
+
+async def test_a_chat_episode_has_as_many_turns_and_the_same_prompts_as_a_trial() -> None:
+    game = TwentyQuestions(max_turns=4)
+    agent = ScriptedAgent(["Is it alive?"])
+    trial = (await run_trial(game, [{"solution": "key"}], agent)).trials[0].final
+    environment = twenty_questions(max_turns=4)
+    task = TaskData(key="k", question="?", answer="key")
+    episode = environment.reset(task, 0).episode
+    prompts = []
+    while not episode.done:
+        prompts.append(episode.history[-1].text)
+        said = ChatHistory(response=History((Message(role="assistant", content="Is it alive?"),)))
+        episode = (await environment.step(episode, said)).episode
+    assert prompts == [step.prompt for step in trial.steps]
+    assert len(prompts) == 4
+    assert episode.done_reason is DoneReason.MAX_TURNS
