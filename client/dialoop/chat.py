@@ -1,4 +1,4 @@
-"""Messages, histories and the contract between a policy and an environment.
+"""Histories of messages and the contract between a policy and an environment.
 
 All values are immutable; a method returns a new object.
 
@@ -16,6 +16,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
 from dialoop.errors import DialoopWarning, InvalidHistory, PreconditionFailed
+from dialoop.messages import (
+    ContentPart,
+    Message,
+    ToolCall,
+    ToolDefinition,
+    messages_from_chats,
+)
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -24,80 +31,20 @@ if TYPE_CHECKING:
     from dialoop.templates.registry import TemplateRegistry
     from dialoop.tokens.tokenizer import Tokenizer
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContentPart:
-    """One part of a multimodal message, as `ContentPart(type="text", text="hi")`."""
-
-    type: str
-    text: str | None = None
-    url: str | None = None
-    data: bytes | None = None
-    mime_type: str | None = None
-    name: str | None = None
-    size: int | None = None
-    function_name: str | None = None
-    function_arguments_json: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """A call a chat model asks for; `arguments_json` is JSON text: `'{"a": 3}'`."""
-
-    name: str
-    arguments_json: str
-    id: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolDefinition:
-    """A tool a chat model may call; `parameters_json` is the JSON schema of its arguments."""
-
-    name: str
-    description: str = ""
-    parameters_json: str = "{}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """One message: `Message(role="user", content="What is 3+4?")`."""
-
-    role: str
-    content: str | tuple[ContentPart, ...] = ""
-    is_complete: bool = True
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_responses: tuple[str, ...] = ()
-    reasoning: str = ""
-    tool_call_id: str = ""
-    name: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.role:
-            raise InvalidHistory("A message has no role.", remedy="Set role, as 'user'.")
-
-    @property
-    def text(self) -> str:
-        """The content as text; parts that are not text contribute nothing."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text or "" for part in self.content)
-
-    @classmethod
-    def from_chat(cls, chat: Mapping[str, Any]) -> Message:
-        """Make a message from a chat-API dict; InvalidHistory names a wrong or missing field."""
-        from dialoop.chat_dicts import message_from_chat
-
-        return message_from_chat(chat)
-
-    def to_chat(self) -> dict[str, Any]:
-        """The chat-API dict that `from_chat` makes into this message again."""
-        from dialoop.chat_dicts import message_to_chat
-
-        return message_to_chat(self)
+__all__ = [
+    "ChatHistory",
+    "ContentPart",
+    "Histories",
+    "History",
+    "Message",
+    "ToolCall",
+    "ToolDefinition",
+    "as_history",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class History(Sequence[Message]):
     """An ordered run of messages."""
 
     messages: tuple[Message, ...] = ()
@@ -114,8 +61,6 @@ class History:
 
         A single dict is promoted to a history of one message, with a warning.
         """
-        from dialoop.chat_dicts import messages_from_chats
-
         chats = _promoted(chats)
         listed = list(chats)
         if listed and not isinstance(listed[0], (Mapping, Message)):
@@ -144,7 +89,7 @@ class History:
         from dialoop.templates.options import chosen
 
         template = chosen(tokenizer, chat_template, chat_template_name, registry)
-        return template.parse(text)
+        return cls(template.parse(text))
 
     @classmethod
     def from_tokens(
@@ -160,7 +105,7 @@ class History:
         from dialoop.templates.options import chosen
 
         template = chosen(tokenizer, chat_template, chat_template_name, registry)
-        return template.parse_tokens(token_ids, tokenizer)
+        return cls(template.parse_tokens(token_ids, tokenizer))
 
     def to_chats(self) -> list[dict[str, Any]]:
         """The chat-API dicts of the messages."""

@@ -1,7 +1,4 @@
-"""Names of older APIs that the users' documents show; nothing in the domain depends on a seed.
-
-DialoGPT's format has no roles and no openings, so nothing can read it back.
-"""
+"""Names of older APIs that the users' documents show."""
 
 from __future__ import annotations
 
@@ -17,28 +14,15 @@ from dialoop.views.views import Masks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from dialoop.chat import History
+    from dialoop.messages import Message
     from dialoop.templates.registry import TemplateInfo, TemplateRegistry
-
-TEMPLATE_ALIASES: Mapping[str, str] = MappingProxyType({"chatml_format": "chatml"})
-"""Other names of the named templates."""
-
-DIALOGPT = (
-    "{% for message in messages %}"
-    "{% if message.role == 'assistant' %}"
-    "{% generation %}{{ message.content }}{% endgeneration %}{{ eos_token }}"
-    "{% elif message.role == 'user' %}{{ message.content + eos_token }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ ' ' }}{% endif %}"
-)
-"""DialoGPT's format: contents of user and assistant, each followed by the eos_token."""
 
 
 def add_chat_template(
     registry: TemplateRegistry,
     template_name: str,
     template: str,
-    inverse_parser: Callable[[str], History] | None = None,
+    inverse_parser: Callable[[str], Iterable[Message]] | None = None,
     model_family_keywords: Iterable[str] | None = None,
 ) -> TemplateInfo:
     """The older spelling of `TemplateRegistry.add_chat_template`, which replaces what is there."""

@@ -13,10 +13,14 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from dialoop.chat import History, Message
 from dialoop.errors import InvalidInput
-from dialoop.templates.parsing import not_parseable
-from dialoop.templates.parsing_parts import split_calls, split_reasoning, split_responses
+from dialoop.messages import Message
+from dialoop.templates.parsing import (
+    not_parseable,
+    split_calls,
+    split_reasoning,
+    split_responses,
+)
 
 if TYPE_CHECKING:
     from dialoop.templates.parsing import SpecialTokens
@@ -55,7 +59,7 @@ class TemplateParser:
             if bool(getattr(self, f"{name}_start")) != bool(getattr(self, f"{name}_end")):
                 raise _invalid(f"{name}_start and {name}_end go together.")
 
-    def parse(self, text: str, special_tokens: SpecialTokens) -> History:
+    def parse(self, text: str, special_tokens: SpecialTokens) -> tuple[Message, ...]:
         """The messages that the pattern finds; other text than special tokens is an error."""
         messages: list[Message] = []
         position = 0
@@ -68,7 +72,7 @@ class TemplateParser:
         self._require_glue(text[position:], special_tokens)
         if not messages:
             raise not_parseable("message_pattern finds no message.")
-        return History(tuple(messages))
+        return tuple(messages)
 
     def _is_ended(self, match: re.Match[str]) -> bool:
         after = match.string[match.end("content") :]

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dialoop.chat import History, Message
 from dialoop.errors import DialoopError, Unsupported
+from dialoop.messages import Message
 from dialoop.templates.parsing import absent_character, guarded
 from dialoop.tokens.tokenizer import Encoded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -49,7 +49,7 @@ class Rendered:
 def tokenised(
     template: ChatTemplate,
     tokenizer: Tokenizer,
-    history: History,
+    history: Sequence[Message],
     *,
     with_mask: bool = True,
     with_offsets: bool = False,
@@ -77,7 +77,7 @@ def tokenised(
 def tokenised_all(
     template: ChatTemplate,
     tokenizer: Tokenizer,
-    histories: Iterable[History],
+    histories: Iterable[Sequence[Message]],
     *,
     with_mask: bool = True,
     with_offsets: bool = False,
@@ -111,7 +111,7 @@ def tokenised_all(
 
 
 def assistant_spans(
-    template: ChatTemplate, history: History, text: str, **options: Any
+    template: ChatTemplate, history: Sequence[Message], text: str, **options: Any
 ) -> tuple[Span, ...]:
     """Where a template without generation blocks writes what the assistant says."""
     found: list[Span] = []
@@ -129,7 +129,7 @@ def assistant_spans(
 
 
 def content_spans(
-    template: ChatTemplate, history: History, text: str, **options: Any
+    template: ChatTemplate, history: Sequence[Message], text: str, **options: Any
 ) -> dict[int, Span] | None:
     """Where the content of each message stands in the rendered text, by its index.
 
@@ -137,11 +137,9 @@ def content_spans(
     than by trimming.
     """
     marks = {i: f"{_MARK[0]}{i}{_MARK[1]}" for i, message in enumerate(history) if message.text}
-    marked_history = History(
-        tuple(
-            replace(message, content=marks[i]) if i in marks else message
-            for i, message in enumerate(history)
-        )
+    marked_history = tuple(
+        replace(message, content=marks[i]) if i in marks else message
+        for i, message in enumerate(history)
     )
     try:
         marked = template.render(marked_history, **options)
@@ -179,7 +177,11 @@ def _aligned(
 
 
 def _turn_span(
-    template: ChatTemplate, history: History, index: int, text: str, options: dict[str, Any]
+    template: ChatTemplate,
+    history: Sequence[Message],
+    index: int,
+    text: str,
+    options: dict[str, Any],
 ) -> Span:
     """What follows the opening of the assistant's turn; the mask leaves out what ends it."""
     given = {k: v for k, v in options.items() if k not in _OPENING}
@@ -188,7 +190,7 @@ def _turn_span(
     if not (through.startswith(before) and text.startswith(through)):
         raise _no_mask()
     empty = template.render(
-        history[:index].append(Message(role="assistant")), add_generation_prompt=False, **given
+        (*history[:index], Message(role="assistant")), add_generation_prompt=False, **given
     )
     closing = empty.removeprefix(before)
     end = len(through) - (len(closing) if through.endswith(closing) else 0)
@@ -199,7 +201,7 @@ _OPENING = ("add_generation_prompt", "continue_final_message")
 
 
 def _drawn(
-    template: ChatTemplate, history: History, options: dict[str, Any], *, with_mask: bool
+    template: ChatTemplate, history: Sequence[Message], options: dict[str, Any], *, with_mask: bool
 ) -> tuple[str, tuple[Span, ...]]:
     if not with_mask:
         return template.render(history, **options), ()
@@ -209,7 +211,7 @@ def _drawn(
     return text, assistant_spans(template, history, text, **options)
 
 
-def _written(history: History) -> str:
+def _written(history: Sequence[Message]) -> str:
     """All that messages say, in one text."""
     texts: list[str] = []
     for message in history:
@@ -223,14 +225,14 @@ def _written(history: History) -> str:
 def _literal(
     template: ChatTemplate,
     tokenizer: Tokenizer,
-    history: History,
+    history: Sequence[Message],
     options: dict[str, Any],
     with_mask: bool,
 ) -> tuple[str, tuple[Span, ...], _Tokens]:
     """The text, spans and tokens of messages that spell special tokens."""
     plain, _ = _drawn(template, history, options, with_mask=False)
     guard = absent_character(plain + _written(history))
-    safe = History(tuple(_guarded_message(message, guard, tokenizer) for message in history))
+    safe = tuple(_guarded_message(message, guard, tokenizer) for message in history)
     text, spans = _drawn(template, safe, options, with_mask=with_mask)
     if text.replace(guard, "") != plain:
         raise Unsupported(

@@ -14,11 +14,11 @@ from dialoop.templates.registry import TemplateRegistry
 from dialoop.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from dialoop.chat import Histories, History
+    from dialoop.messages import Message
     from dialoop.templates.chat_template import ChatTemplate, Tools
     from dialoop.templates.masks import Rendered
 
@@ -90,20 +90,18 @@ def _read(tokenizer: Any, chat_template: str) -> Tokenizer:
     return Tokenizer.from_transformers(tokenizer)
 
 
-def applied(history: History, tokenizer: Any, options: TemplateOptions) -> Any:
+def applied(history: Sequence[Message], tokenizer: Any, options: TemplateOptions) -> Any:
     """What `History.apply_chat_template` answers: text, ids, or a dict of one row."""
-    found = _applied((history,), tokenizer, options)
+    found = applied_to_all((history,), tokenizer, options)
     if not isinstance(found, dict):
         return found[0]
     return {name: rows[0] for name, rows in found.items()}
 
 
-def applied_to_all(histories: Histories, tokenizer: Any, options: TemplateOptions) -> Any:
+def applied_to_all(
+    histories: Iterable[Sequence[Message]], tokenizer: Any, options: TemplateOptions
+) -> Any:
     """What `Histories.apply_chat_template` answers: a list, or a dict of rows."""
-    return _applied(tuple(histories), tokenizer, options)
-
-
-def _applied(histories: tuple[History, ...], tokenizer: Any, options: TemplateOptions) -> Any:
     unknown = sorted(options.keys() - _NAMES)
     if unknown:
         raise InvalidInput(

@@ -11,18 +11,15 @@ What a format does not write (ids of tool calls, names) comes back empty.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from dialoop.chat import History, Message
 from dialoop.errors import DialoopError, InvalidInput
-from dialoop.templates.parsing_parts import split_calls, split_reasoning, split_responses
+from dialoop.messages import Message, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from dialoop.templates.chat_template import ChatTemplate
     from dialoop.tokens.tokenizer import Tokenizer
 
 SpecialTokens = Mapping[str, str]
@@ -37,7 +34,7 @@ TOOL_RESPONSE = ("\n<tool_response>\n", "\n</tool_response>")
 class Parser(Protocol):
     """Reads a rendered conversation back."""
 
-    def parse(self, text: str, special_tokens: SpecialTokens) -> History:
+    def parse(self, text: str, special_tokens: SpecialTokens) -> tuple[Message, ...]:
         """The messages; InvalidInput (NOT_PARSEABLE) when there are none."""
         ...
 
@@ -46,11 +43,11 @@ class Parser(Protocol):
 class FunctionParser:
     """A parser of the user's own, in this process only."""
 
-    function: Callable[[str], History]
+    function: Callable[[str], Iterable[Message]]
 
-    def parse(self, text: str, special_tokens: SpecialTokens) -> History:
+    def parse(self, text: str, special_tokens: SpecialTokens) -> tuple[Message, ...]:
         """What the function finds."""
-        return self.function(text)
+        return tuple(self.function(text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +69,7 @@ class TurnParser:
     tools_start: str = ""
     tools_end: str = ""
 
-    def parse(self, text: str, special_tokens: SpecialTokens) -> History:
+    def parse(self, text: str, special_tokens: SpecialTokens) -> tuple[Message, ...]:
         """The turns, the last one incomplete where nothing ends it."""
         position = len(_bos(text, special_tokens))
         messages: list[Message] = []
@@ -83,7 +80,7 @@ class TurnParser:
             messages += self._messages(role, body, is_complete)
         if not messages:
             raise not_parseable("There is no turn in it.")
-        return History(tuple(self._without_additions(messages)))
+        return tuple(self._without_additions(messages))
 
     def _turn(self, text: str, position: int) -> tuple[str, str, int, bool]:
         """Role, body, where the next turn begins, and whether this one has ended."""
@@ -146,7 +143,7 @@ class PrefixParser:
     user_end: str = "\n\n"
     assistant_end: str | None = None
 
-    def parse(self, text: str, special_tokens: SpecialTokens) -> History:
+    def parse(self, text: str, special_tokens: SpecialTokens) -> tuple[Message, ...]:
         """The turns, the last one incomplete where nothing ends it."""
         eos = special_tokens.get("eos_token", "")
         own_end = eos if self.assistant_end is None else self.assistant_end
@@ -162,7 +159,7 @@ class PrefixParser:
             messages.append(Message(role=role, content=content, is_complete=position > end))
         if not messages:
             raise not_parseable("There is no turn in it.")
-        return History(tuple(messages))
+        return tuple(messages)
 
     def _opened(self, text: str, position: int, *, is_first: bool) -> tuple[str, int]:
         for role, prefix in (("user", self.user), ("assistant", self.assistant)):
@@ -214,7 +211,7 @@ def parse_tokens(
     token_ids: Sequence[int],
     tokenizer: Tokenizer,
     special_tokens: SpecialTokens,
-) -> History:
+) -> tuple[Message, ...]:
     """The messages of token ids; special tokens that are merely spelled are content."""
     pieces = _pieces(token_ids, tokenizer)
     whole = "".join(text for text, _ in pieces)
@@ -223,7 +220,7 @@ def parse_tokens(
         piece if is_special else guarded(piece, guard, tokenizer) for piece, is_special in pieces
     )
     found = parser.parse(text, special_tokens)
-    return History(tuple(_unguarded(message, guard) for message in found))
+    return tuple(_unguarded(message, guard) for message in found)
 
 
 def absent_character(text: str) -> str:
@@ -234,11 +231,16 @@ def absent_character(text: str) -> str:
     raise InvalidInput("The text holds every noncharacter.", remedy="Leave one of them out.")
 
 
-def parser_for(template: ChatTemplate) -> Parser | None:
-    """A built-in parser that reads back what this template renders, tried on small histories."""
+def parser_for(
+    render: Callable[[Sequence[Message]], str], special_tokens: SpecialTokens
+) -> Parser | None:
+    """A built-in parser that reads back what a template renders, tried on small conversations.
+
+    render: writes a whole conversation, without the opening of another turn.
+    """
     for parser in (QWEN, replace(QWEN, default_system=None), CHATML, LLAMA, LLAMA3):
         try:
-            if all(_reads_back(template, parser, probe) for probe in _PROBES):
+            if all(parser.parse(render(probe), special_tokens) == probe for probe in _PROBES):
                 return parser
         except DialoopError:
             continue
@@ -254,22 +256,17 @@ def not_parseable(message: str) -> InvalidInput:
     )
 
 
-def _probe(*texts: str) -> History:
+def _probe(*texts: str) -> tuple[Message, ...]:
     roles = ("user", "assistant") * len(texts)
-    return History(tuple(Message(role=r, content=t) for r, t in zip(roles, texts, strict=False)))
+    return tuple(Message(role=r, content=t) for r, t in zip(roles, texts, strict=False))
 
 
 _PROBES = (
     _probe("one", "two"),
     _probe("one", "two", "three\n\nfour", "five"),
     _probe(" one\n", " two "),
-    History((Message(role="system", content="zero"), *_probe("one", "two"))),
+    (Message(role="system", content="zero"), *_probe("one", "two")),
 )
-
-
-def _reads_back(template: ChatTemplate, parser: Parser, history: History) -> bool:
-    text = template.render(history, add_generation_prompt=False)
-    return parser.parse(text, template.special_tokens) == history
 
 
 def _bos(text: str, special_tokens: SpecialTokens) -> str:
@@ -328,3 +325,48 @@ def _unguarded(message: Message, guard: str) -> Message:
             for call in message.tool_calls
         ),
     )
+
+
+def split_reasoning(content: str, start: str, end: str) -> tuple[str, str]:
+    """Reasoning and the content after it; no reasoning where the two marks are not there."""
+    if not content.startswith(start):
+        return "", content
+    reasoning, found, rest = content[len(start) :].partition(end)
+    return (reasoning, rest) if found and reasoning else ("", content)
+
+
+def split_calls(content: str, start: str, end: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """The content and the tool calls that end it; what is no call of a tool stays content."""
+    calls: list[ToolCall] = []
+    while content.endswith(end):
+        begin = content.rfind(start)
+        call = None if begin < 0 else _call(content[begin + len(start) : -len(end)])
+        if call is None:
+            break
+        calls.insert(0, call)
+        content = content[:begin]
+    return content, tuple(calls)
+
+
+def split_responses(content: str, start: str, end: str) -> tuple[str, ...] | None:
+    """The answers of tools that the content consists of; None when it is something else."""
+    if not content.startswith(start):
+        return None
+    return tuple(content[len(start) :].removesuffix(end).split(end + start))
+
+
+def _call(text: str) -> ToolCall | None:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(value, dict) or value.keys() != {"name", "arguments"}:
+        return None
+    name, arguments = value["name"], value["arguments"]
+    if not isinstance(name, str) or not name:
+        return None
+    if isinstance(arguments, str):
+        return ToolCall(name=name, arguments_json=arguments)
+    prefix = f'{{"name": "{name}", "arguments": '
+    written = text[len(prefix) : -1] if text.startswith(prefix) and text.endswith("}") else ""
+    return ToolCall(name=name, arguments_json=written or json.dumps(arguments, ensure_ascii=False))

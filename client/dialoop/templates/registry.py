@@ -12,7 +12,6 @@ from functools import lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from dialoop.compat.names import DIALOGPT, TEMPLATE_ALIASES
 from dialoop.errors import AlreadyExists, DialoopError, InvalidInput, NotFound
 from dialoop.templates.chat_template import ChatTemplate
 from dialoop.templates.parsing import CHATML, DEEPSEEK, FALCON, LLAMA, QWEN, FunctionParser
@@ -20,14 +19,14 @@ from dialoop.templates.parsing import CHATML, DEEPSEEK, FALCON, LLAMA, QWEN, Fun
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from dialoop.chat import History
+    from dialoop.messages import Message
     from dialoop.templates.parsing import Parser
     from dialoop.tokens.tokenizer import Tokenizer
 
 _PARSERS: Mapping[str, Parser | None] = {
     "chatml": CHATML,
     "deepseek": DEEPSEEK,
-    "dialogpt": None,  # it writes no roles: nothing can read it back
+    "dialogpt": None,  # it writes no roles and no openings: nothing can read it back
     "falcon": FALCON,
     "llama": LLAMA,
     "qwen": QWEN,
@@ -35,6 +34,8 @@ _PARSERS: Mapping[str, Parser | None] = {
 # In this order: a deepseek distilled into a qwen speaks deepseek's format.
 _FAMILIES = ("deepseek", "qwen", "dialogpt", "falcon", "llama")
 _FALLBACK = "chatml"
+_ALIASES = {"chatml_format": "chatml"}
+"""Older names of the named templates."""
 MAX_SOURCE = 1 << 18
 """Longest source of a template, in characters."""
 
@@ -64,8 +65,8 @@ def named_template(name: str) -> ChatTemplate:
     """A template that comes with Dialoop; NotFound (TEMPLATE_NOT_FOUND) for another name."""
     if name not in _PARSERS:
         raise _not_found(name, _PARSERS)
-    source = DIALOGPT if name == "dialogpt" else _file(name)
-    return ChatTemplate(source, name=name, parser=_PARSERS[name])
+    file = resources.files("dialoop.templates") / "named" / f"{name}.jinja"
+    return ChatTemplate(file.read_text("utf-8"), name=name, parser=_PARSERS[name])
 
 
 class TemplateRegistry:
@@ -78,7 +79,7 @@ class TemplateRegistry:
         self,
         name: str,
         template: str,
-        parser: Parser | Callable[[str], History] | None = None,
+        parser: Parser | Callable[[str], Iterable[Message]] | None = None,
         model_family_keywords: Iterable[str] = (),
         *,
         replace: bool = False,
@@ -92,7 +93,7 @@ class TemplateRegistry:
         Raises InvalidInput (TEMPLATE_INVALID), AlreadyExists (TEMPLATE_CONFLICT) for other content
         under the name unless `replace`, which makes it the name's next version.
         """
-        name = TEMPLATE_ALIASES.get(name, name)
+        name = _ALIASES.get(name, name)
         made = _checked(name, template)
         reader, keywords = _parser(parser), tuple(model_family_keywords)
         known = self._entries.get(name) or _builtin_entry(name)
@@ -171,7 +172,7 @@ class TemplateRegistry:
         return next((family for family in _FAMILIES if family in lowered), _FALLBACK)
 
     def _entry(self, name: str) -> _Entry:
-        name = TEMPLATE_ALIASES.get(name, name)
+        name = _ALIASES.get(name, name)
         entry = self._entries.get(name) or _builtin_entry(name)
         if entry is None:
             raise _not_found(name, self._entries.keys() | _PARSERS.keys())
@@ -185,11 +186,7 @@ def _builtin_entry(name: str) -> _Entry | None:
     return _Entry(template=template, parser=_PARSERS[name], keywords=(), version=1)
 
 
-def _file(name: str) -> str:
-    return (resources.files("dialoop.templates") / "named" / f"{name}.jinja").read_text("utf-8")
-
-
-def _parser(parser: Parser | Callable[[str], History] | None) -> Parser | None:
+def _parser(parser: Parser | Callable[[str], Iterable[Message]] | None) -> Parser | None:
     if parser is None or hasattr(parser, "parse"):
         return parser
     return FunctionParser(function=parser)

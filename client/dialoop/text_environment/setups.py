@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dialoop.compat.trl_text import TrlTextEnvironment
 from dialoop.environments.loading import imported, made
 from dialoop.environments.tools.calculator import Calculator
 from dialoop.environments.tools.call_syntax import CallSyntax
 from dialoop.environments.tools.text_tools import ToolFunction
-from dialoop.errors import InvalidConfig, InvalidInput
+from dialoop.errors import InvalidConfig
 from dialoop.text_environment.environment import Reward, TextEnvironment, TextLimits, each
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ What is 13-3?
 What is 4*5?
 <request><Calculator>4*5<call>20<response>Result=20<submit>
 """
-COMPATS: Mapping[str, type[TextEnvironment]] = {"": TextEnvironment, "trl": TrlTextEnvironment}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +48,10 @@ class TextSetup:
         tokenizer: Tokenizer,
         *,
         sampling: SamplingParams,
-        compat: str = "",
+        kind: type[TextEnvironment] = TextEnvironment,
     ) -> TextEnvironment:
-        """The environment to run; `compat` "trl" answers as TRL's did (InvalidInput for others)."""
-        if compat not in COMPATS:
-            raise InvalidInput(
-                f"compat is '{compat[:80]}'.",
-                reason="BAD_COMPAT",
-                remedy='Leave it empty, or give "trl".',
-            )
-        return COMPATS[compat](
+        """Make the environment to run; `kind` may be `dialoop.compat.trl_text`'s, say."""
+        return kind(
             policy,
             tokenizer,
             tools=self.tools,

@@ -232,8 +232,8 @@ def tokens_of_history(
 
 def history_of_text(text: Text, template: ChatTemplate) -> ChatHistory:
     """Messages of rendered text; PreconditionFailed (NO_PARSER) where the format has no parser."""
-    prompt = None if text.prompt is None else _unopened(template.parse(text.prompt))
-    full = None if text.full is None else template.parse(text.full)
+    prompt = None if text.prompt is None else _unopened(History(template.parse(text.prompt)))
+    full = None if text.full is None else History(template.parse(text.full))
     return _answered(prompt, full)
 
 
@@ -241,7 +241,7 @@ def history_of_tokens(tokens: Tokens, template: ChatTemplate, tokenizer: Tokeniz
     """Messages of ids: only ids of special tokens open and close turns."""
 
     def parsed(ids: AnySequence[int]) -> History:
-        return template.parse_tokens(ids, tokenizer)
+        return History(template.parse_tokens(ids, tokenizer))
 
     prompt = None if tokens.prompt is None else _unopened(parsed(tokens.prompt))
     full = None if tokens.full is None else parsed(tokens.full)

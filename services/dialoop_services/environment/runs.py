@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dialoop.compat.trl_text import TrlTextEnvironment
 from dialoop.environments import refusals
 from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
 from dialoop.local.runs import no_inference
+from dialoop.text_environment.environment import TextEnvironment
 from dialoop.text_environment.setups import load_text_setup
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trials.agents import DirectOutputAgent
@@ -104,7 +106,7 @@ class Runs:
         _require_few(len(queries))
         extra = _extra(extra_json, len(queries))
         client, tokenizer = await self._policy.get()
-        running = setup.on(client, tokenizer, sampling=sampling, compat=compat)
+        running = setup.on(client, tokenizer, sampling=sampling, kind=_kind_of(compat))
         return await running.run(queries, **extra)
 
     async def trial(
@@ -121,6 +123,18 @@ class Runs:
         client, tokenizer = await self._policy.get()
         agent = DirectOutputAgent(client, tokenizer, sampling)
         return await run_trial(game, inputs, agent, tokenizer=tokenizer, options=options)
+
+
+def _kind_of(compat: str) -> type[TextEnvironment]:
+    """The class that answers as `compat` says: "" is Dialoop's own, "trl" TRL's."""
+    kinds = {"": TextEnvironment, "trl": TrlTextEnvironment}
+    if compat not in kinds:
+        raise InvalidInput(
+            f"compat is '{compat[:80]}'.",
+            reason="BAD_COMPAT",
+            remedy='Leave it empty, or give "trl".',
+        )
+    return kinds[compat]
 
 
 def _require_few(num_episodes: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from dialoop.chat import History
 from dialoop.errors import AlreadyExists, InvalidInput, Unsupported
 from dialoop.templates.chat_template import require_variables
 from dialoop.templates.masks import Rendered, content_spans, tokenised
@@ -19,7 +20,6 @@ from dialoop_services.inference.requests import template_options_of
 
 if TYPE_CHECKING:
     import grpc
-    from dialoop.chat import History
     from dialoop.sequences import Sequence
     from dialoop.templates.chat_template import ChatTemplate
 
@@ -99,10 +99,10 @@ class TemplateServicer(rpc.TemplateServiceServicer):
                 remedy="Send one of them.",
             )
         if request.WhichOneof("rendered") == "text":
-            history = template.parse(request.text)
+            messages = template.parse(request.text)
         else:
-            history = template.parse_tokens(self._ids(request), self._renderer.tokenizer)
-        return pb.ParseResponse(history=history_to_proto(history))
+            messages = template.parse_tokens(self._ids(request), self._renderer.tokenizer)
+        return pb.ParseResponse(history=history_to_proto(History(messages)))
 
     def _ids(self, request: pb.ParseRequest) -> list[int]:
         ids, limit = list(request.token_ids.values), self._renderer.tokenizer.vocab_size

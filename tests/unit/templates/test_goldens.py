@@ -79,11 +79,11 @@ def test_what_was_rendered_reads_back_as_it_was(name):
             continue  # tool_responses: no named template writes them as such
         if name in WITHOUT_TOOLS and key in ("tool", "two_tools", "system_later"):
             continue  # the format has no tool messages, and a system message only first
-        assert template(name).parse(row["closed"]) == history, key
+        assert History(template(name).parse(row["closed"])) == history, key
         found = tokenised(
             template(name), TOKENIZER, history, tools=tools, add_generation_prompt=False
         )
-        assert template(name).parse_tokens(found.token_ids, TOKENIZER) == history, key
+        assert History(template(name).parse_tokens(found.token_ids, TOKENIZER)) == history, key
 
 
 def test_the_defects_of_the_reference_s_parsers_are_real_and_not_ours():

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from dialoop.templates.jinja_sandbox import TemplateSandbox
+from dialoop.templates.chat_template import TemplateSandbox
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 SNIPPETS = [

@@ -1,4 +1,11 @@
-"""Messages as the dicts of chat APIs and chat templates, and back without loss."""
+"""Messages, tools and their dicts: what chat APIs and chat templates write, and back without loss.
+
+    question = Message(role="user", content="What is 3+4?")
+    question.to_chat()               # {"role": "user", "content": "What is 3+4?"}
+    Message.from_chat({"role": "assistant", "content": "7"})
+
+All values are immutable.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +13,9 @@ import base64
 import binascii
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from dialoop.chat import ContentPart, Message, ToolCall, ToolDefinition
 from dialoop.errors import InvalidHistory, Unsupported
 
 if TYPE_CHECKING:
@@ -25,6 +31,73 @@ _KNOWN = frozenset(
 )
 _PART_KINDS = {"text": str, "url": str, "mime_type": str, "name": str, "size": int}
 _PART_KINDS |= {"function_name": str, "function_arguments_json": str}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContentPart:
+    """One part of a multimodal message, as `ContentPart(type="text", text="hi")`."""
+
+    type: str
+    text: str | None = None
+    url: str | None = None
+    data: bytes | None = None
+    mime_type: str | None = None
+    name: str | None = None
+    size: int | None = None
+    function_name: str | None = None
+    function_arguments_json: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call a chat model asks for; `arguments_json` is JSON text: `'{"a": 3}'`."""
+
+    name: str
+    arguments_json: str
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolDefinition:
+    """A tool a chat model may call; `parameters_json` is the JSON schema of its arguments."""
+
+    name: str
+    description: str = ""
+    parameters_json: str = "{}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message: `Message(role="user", content="What is 3+4?")`."""
+
+    role: str
+    content: str | tuple[ContentPart, ...] = ""
+    is_complete: bool = True
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_responses: tuple[str, ...] = ()
+    reasoning: str = ""
+    tool_call_id: str = ""
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.role:
+            raise InvalidHistory("A message has no role.", remedy="Set role, as 'user'.")
+
+    @property
+    def text(self) -> str:
+        """The content as text; parts that are not text contribute nothing."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text or "" for part in self.content)
+
+    @classmethod
+    def from_chat(cls, chat: Mapping[str, Any]) -> Message:
+        """Make a message from a chat-API dict; InvalidHistory names a wrong or missing field."""
+        return message_from_chat(chat)
+
+    def to_chat(self) -> dict[str, Any]:
+        """The chat-API dict that `from_chat` makes into this message again."""
+        return message_to_chat(self)
 
 
 def messages_from_chats(chats: Iterable[Any], where: str = "messages") -> tuple[Message, ...]:

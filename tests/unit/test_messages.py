@@ -13,8 +13,8 @@ from dialoop.chat import (
     ToolCall,
     ToolDefinition,
 )
-from dialoop.chat_dicts import chat_for_template, tool_for_template
 from dialoop.errors import InvalidHistory, Unsupported
+from dialoop.messages import chat_for_template, tool_for_template
 from dialoop.wire import history_from_proto, history_to_proto
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a":  3}'}}
