@@ -9,7 +9,7 @@ from typing import Any
 from dialoop.environments.environment import Environment
 from dialoop.environments.standard import arithmetic, chat, jsonl
 from dialoop.errors import DialoopError, InvalidConfig
-from dialoop.trials.games import twenty_questions
+from dialoop.trials.game_environment import twenty_questions
 
 _REQUIRED = ("name", "version", "description", "tasks", "traits", "reset", "step", "score")
 

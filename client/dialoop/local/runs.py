@@ -45,4 +45,4 @@ class LocalRuns:
         sampling: SamplingParams | None = None,
     ) -> TrialResult:
         """Not without a service."""
-        raise no_inference("Call dialoop.trials.trial.run_trial with an agent of yours.")
+        raise no_inference("Call dialoop.trials.run_trial with an agent of yours.")

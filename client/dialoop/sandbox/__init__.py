@@ -5,11 +5,12 @@ same = await run_killable("grading:same", {"a": 1, "b": 2}, timeout_s=5)    # ki
 """
 
 from dialoop.sandbox.execution import Execution
-from dialoop.sandbox.isolation import Assessment, Isolation, Level, effective_isolation
 from dialoop.sandbox.killable import KillableFunction, run_killable
+from dialoop.sandbox.levels import Assessment, Isolation, Level
 from dialoop.sandbox.limits import Limits
 from dialoop.sandbox.persistent import PersistentInterpreter
 from dialoop.sandbox.sandbox import Sandbox
+from dialoop.sandbox.self_test import effective_isolation
 
 __all__ = [
     "Assessment",

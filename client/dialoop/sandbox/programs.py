@@ -10,7 +10,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from dialoop.sandbox.isolation import Level
+from dialoop.sandbox.levels import Level
 from dialoop.sandbox.limits import Limits
 
 _FOLDER = Path(__file__).parent

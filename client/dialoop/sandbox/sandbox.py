@@ -14,11 +14,12 @@ import asyncio
 
 from dialoop.errors import InvalidConfig
 from dialoop.sandbox.execution import Execution
-from dialoop.sandbox.isolation import AUTO, Isolation, Level, effective_isolation
+from dialoop.sandbox.levels import AUTO, Isolation, Level
 from dialoop.sandbox.limits import Limits
 from dialoop.sandbox.persistent import PersistentInterpreter, noted, require_positive
 from dialoop.sandbox.pool import Pool, PoolSize
 from dialoop.sandbox.programs import bubblewrap, bubblewrap_program, rules_of
+from dialoop.sandbox.self_test import effective_isolation
 
 
 class Sandbox:

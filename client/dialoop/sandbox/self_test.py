@@ -1,4 +1,9 @@
-"""The start-up self-test: code at a level really tries to break out, and the level must hold."""
+"""The start-up self-test: code at a level really tries to break out, and the level must hold.
+
+isolation = effective_isolation("auto")
+isolation.level                # Level.LANDLOCK
+isolation.denies               # ("network", "processes", ...), each of them tried at start-up
+"""
 
 from __future__ import annotations
 
@@ -13,8 +18,8 @@ import tempfile
 import threading
 from pathlib import Path
 
-from dialoop.errors import DialoopError
-from dialoop.sandbox.isolation import Assessment, Level
+from dialoop.errors import DialoopError, Unavailable
+from dialoop.sandbox.levels import AUTO, Assessment, Isolation, Level, parse_level
 from dialoop.sandbox.limits import Limits
 from dialoop.sandbox.pool import Pool, PoolSize
 from dialoop.sandbox.programs import bubblewrap, bubblewrap_program, rules_of
@@ -34,6 +39,28 @@ ATTEMPTS = (
     "raising limits",
 )
 _SIZE = PoolSize(max_running=1, max_interpreters=1, num_spares=0, max_wait_s=_TIMEOUT_S)
+
+
+def effective_isolation(name: str = AUTO) -> Isolation:
+    """The named level, or the best there is, after a self-test that tries to break out.
+
+    Unavailable (SANDBOX_LEVEL_MISSING) when it fails: a level is never replaced by a weaker one.
+    The first call takes some 0.2 s and waits for it.
+    """
+    wanted = parse_level(name)
+    found: list[Assessment] = []
+    for level in Level if wanted is None else (wanted,):
+        assessment = assess(level)
+        if not assessment.missing:
+            return Isolation(level=level, denies=assessment.denies)
+        found.append(assessment)
+    reasons = "; ".join(f"{a.level}: {a.missing}" for a in found)
+    raise Unavailable(
+        f"This machine has no sandbox of the level '{name}' ({reasons}).",
+        reason="SANDBOX_LEVEL_MISSING",
+        remedy="Install bubblewrap or allow user namespaces, run a kernel with Landlock and "
+        "seccomp, or configure a level that this machine has.",
+    )
 
 
 @functools.cache

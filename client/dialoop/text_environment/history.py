@@ -166,21 +166,26 @@ class TextHistory:
 
     def show_text(self, *, show_legend: bool = False) -> None:
         """Print the text, coloured by author, and the reward."""
-        from dialoop.text_environment.display import shown_text
+        from dialoop.text_environment.display import print_text
 
-        shown_text(self, show_legend=show_legend)
+        segments = ((segment.source, [segment.text]) for segment in self.segments)
+        print_text(segments, self.reward, show_legend=show_legend)
 
     def show_tokens(self, tokenizer: Tokenizer, *, show_legend: bool = False) -> None:
         """Print the tokens one by one, coloured by author."""
-        from dialoop.text_environment.display import shown_tokens
+        from dialoop.text_environment.display import print_text
 
-        shown_tokens(self, tokenizer, show_legend=show_legend)
+        segments = (
+            (segment.source, [tokenizer.decode([token]) for token in segment.token_ids])
+            for segment in self.segments
+        )
+        print_text(segments, show_legend=show_legend)
 
     def show_colour_legend(self) -> None:
         """Print which colour is whose."""
-        from dialoop.text_environment.display import shown_legend
+        from dialoop.text_environment.display import print_legend
 
-        shown_legend()
+        print_legend()
 
 
 def _spans(lengths: Iterable[int]) -> list[tuple[int, int]]:

@@ -3,3 +3,31 @@
 Agents, a `Game` and its settings enter; a scored `Trial`, or an episode of a chat environment,
 leaves.
 """
+
+from dialoop.trials.agents import DirectOutputAgent, ScriptedAgent
+from dialoop.trials.game import Game, Move
+from dialoop.trials.trial import (
+    Action,
+    Agent,
+    MaskScope,
+    Trial,
+    TrialOptions,
+    TrialResult,
+    run_trial,
+)
+from dialoop.trials.twenty_questions import TwentyQuestions
+
+__all__ = [
+    "Action",
+    "Agent",
+    "DirectOutputAgent",
+    "Game",
+    "MaskScope",
+    "Move",
+    "ScriptedAgent",
+    "Trial",
+    "TrialOptions",
+    "TrialResult",
+    "TwentyQuestions",
+    "run_trial",
+]

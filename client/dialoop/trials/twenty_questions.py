@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.errors import InvalidInput
-from dialoop.trials.trial import Move
+from dialoop.trials.game import Move
 from dialoop.trials.words import WORDS, known_answer
 
 if TYPE_CHECKING:

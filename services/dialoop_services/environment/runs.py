@@ -16,7 +16,7 @@ from dialoop.text_environment.environment import TextEnvironment
 from dialoop.text_environment.setups import load_text_setup
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trials.agents import DirectOutputAgent
-from dialoop.trials.games import game_of
+from dialoop.trials.game_environment import game_of
 from dialoop.trials.trial import run_trial
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from dialoop.text_environment.environment import TextLimits, each
 from dialoop.text_environment.setups import TextSetup, exact_result, load_text_setup
 from dialoop.trajectory import Owner, SamplingParams, StopReason
 from dialoop.trials.agents import ScriptedAgent
-from dialoop.trials.games import twenty_questions
+from dialoop.trials.game_environment import twenty_questions
 from dialoop.trials.trial import MaskScope, TrialOptions, run_trial
 from dialoop.trials.twenty_questions import TwentyQuestions
 from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server

@@ -31,7 +31,7 @@ from dialoop.environments import (
 from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop.testing import byte_tokenizer
 from dialoop.trajectory import Reward
-from dialoop.trials.games import twenty_questions
+from dialoop.trials.game_environment import twenty_questions
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from dialoop.errors import CapacityExhausted, InvalidConfig, InvalidInput, Unavailable
-from dialoop.sandbox import Assessment, Level, Limits, Sandbox, isolation, self_test
+from dialoop.sandbox import Assessment, Level, Limits, Sandbox, self_test
 from dialoop.sandbox.confined import syscall_numbers
 from dialoop.sandbox.programs import _outermost, rules_of
 
@@ -204,11 +204,11 @@ def levels(monkeypatch):
 
 def test_auto_is_the_best_level_there_is(levels):
     levels()
-    assert isolation.effective_isolation("auto").level is Level.BUBBLEWRAP
+    assert self_test.effective_isolation("auto").level is Level.BUBBLEWRAP
     levels(bubblewrap="no bwrap")
-    assert isolation.effective_isolation("auto").level is Level.LANDLOCK
+    assert self_test.effective_isolation("auto").level is Level.LANDLOCK
     levels(bubblewrap="no bwrap", landlock="old kernel")
-    found = isolation.effective_isolation("auto")
+    found = self_test.effective_isolation("auto")
     assert str(found) == "rlimits (denies network)"
 
 

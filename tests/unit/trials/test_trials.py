@@ -14,8 +14,9 @@ from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.testing import byte_tokenizer
 from dialoop.trajectory import DoneReason, Owner, SamplingParams, StopReason
 from dialoop.trials.agents import DirectOutputAgent, ScriptedAgent
-from dialoop.trials.games import twenty_questions
-from dialoop.trials.trial import Action, MaskScope, Move, TrialOptions, run_trial, split_reward
+from dialoop.trials.game import Move
+from dialoop.trials.game_environment import twenty_questions
+from dialoop.trials.trial import Action, MaskScope, TrialOptions, run_trial, split_reward
 from dialoop.trials.twenty_questions import Hidden, TwentyQuestions
 
 TOKENIZER = byte_tokenizer()

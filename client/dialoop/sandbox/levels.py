@@ -1,16 +1,11 @@
-"""How well code is kept in: the levels, and what each of them denies.
-
-isolation = effective_isolation("auto")
-isolation.level                # Level.LANDLOCK
-isolation.denies               # ("network", "processes", ...), each of them tried at start-up
-"""
+"""How well code is kept in: the levels, and what was found of each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-from dialoop.errors import InvalidConfig, Unavailable
+from dialoop.errors import InvalidConfig
 
 
 class Level(StrEnum):
@@ -60,27 +55,3 @@ def parse_level(name: str) -> Level | None:
             reason="BAD_SANDBOX_LEVEL",
             remedy=f"Use {', '.join((AUTO, *Level))}.",
         ) from None
-
-
-def effective_isolation(name: str = AUTO) -> Isolation:
-    """The named level, or the best there is, after a self-test that tries to break out.
-
-    Unavailable (SANDBOX_LEVEL_MISSING) when it fails: a level is never replaced by a weaker one.
-    The first call takes some 0.2 s and waits for it.
-    """
-    from dialoop.sandbox.self_test import assess  # it starts a sandbox, which needs this module
-
-    wanted = parse_level(name)
-    found: list[Assessment] = []
-    for level in Level if wanted is None else (wanted,):
-        assessment = assess(level)
-        if not assessment.missing:
-            return Isolation(level=level, denies=assessment.denies)
-        found.append(assessment)
-    reasons = "; ".join(f"{a.level}: {a.missing}" for a in found)
-    raise Unavailable(
-        f"This machine has no sandbox of the level '{name}' ({reasons}).",
-        reason="SANDBOX_LEVEL_MISSING",
-        remedy="Install bubblewrap or allow user namespaces, run a kernel with Landlock and "
-        "seccomp, or configure a level that this machine has.",
-    )

@@ -1,4 +1,4 @@
-"""Any game of `dialoop.trials.trial` as a chat environment, and twenty questions ready made.
+"""Any `Game` as a chat environment, and twenty questions ready made.
 
 ChatEnv(name="guess", tasks=..., transforms=[Play(game), EndWhenIncomplete(), Rewards(...)])
 """
@@ -20,7 +20,7 @@ from dialoop.trajectory import DoneReason, Reward
 from dialoop.trials.twenty_questions import TwentyQuestions
 
 if TYPE_CHECKING:
-    from dialoop.trials.trial import Game
+    from dialoop.trials.game import Game
 
 _STATE = "game"
 _REWARD = "game_reward"
