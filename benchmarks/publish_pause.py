@@ -27,7 +27,7 @@ from dialoop.trajectory import SamplingParams
 from dialoop_services.config.shared import LoraSettings
 from dialoop_services.inference.engine import Engine, LoadTimes, Piece, StopTokens
 from dialoop_services.inference.vllm_engine.environment import prepare
-from dialoop_services.inference.weights.policy_adapters import PolicyAdapter
+from dialoop_services.inference.weights.loadable import PolicyAdapter
 from dialoop_services.learning.lora.layers import ADAPTER
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.settings import TrainerSettings

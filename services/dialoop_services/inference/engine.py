@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from dialoop.sequences import Floats
 
     from dialoop_services.inference.weights.adapter_files import AdapterSpace
-    from dialoop_services.inference.weights.adapters import Adapter
-    from dialoop_services.inference.weights.data_planes import Step
-    from dialoop_services.inference.weights.policy_adapters import PolicyAdapter
+    from dialoop_services.inference.weights.loadable import Adapter, PolicyAdapter, Step
     from dialoop_services.learning.lora.base_weights import BaseWeights
 
 BASE_VERSION = PolicyVersion(lineage="base", number=0)

@@ -6,7 +6,14 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from dialoop.clients.weights import TransferPhase, TransferStep, WeightsKind
+from dialoop.clients.weights import (
+    Content,
+    Probe,
+    TransferPhase,
+    TransferStep,
+    WeightsKind,
+    WeightsManifest,
+)
 from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidHistory, InvalidInput
 from dialoop.wire import (
@@ -17,9 +24,7 @@ from dialoop.wire import (
 )
 
 from dialoop_services.inference.rendering import Ask
-from dialoop_services.inference.weights.adapters import Probe
-from dialoop_services.inference.weights.data_planes import Content, PlaneName
-from dialoop_services.inference.weights.publications import Manifest
+from dialoop_services.inference.weights.data_planes import PlaneName
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -112,7 +117,7 @@ def num_samples_of(request: pb.GenerateRequest) -> int:
     return request.num_samples or 1
 
 
-def manifest_of(request: pb.LoadWeightsRequest | None) -> Manifest:
+def manifest_of(request: pb.LoadWeightsRequest | None) -> WeightsManifest:
     """What a publish announces in the first message of its stream."""
     if request is None or request.WhichOneof("content") != "manifest":
         raise manifest_mismatch("The stream does not begin with a manifest.")
@@ -125,7 +130,7 @@ def manifest_of(request: pb.LoadWeightsRequest | None) -> Manifest:
     except ValueError:
         raise manifest_mismatch(f"Update mode {proto.update_mode} is unknown.") from None
     kind = _kind_of(proto)
-    return Manifest(
+    return WeightsManifest(
         policy_version=policy_version_from_proto(proto.policy_version),
         sha256=proto.sha256,
         num_bytes=proto.num_bytes,

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
+from dialoop.clients.weights import WeightsManifest
 from dialoop.episode import UpdateMode
 from dialoop.errors import DialoopError, InvalidConfig, Unavailable
 from dialoop.sequences import PolicyVersion
@@ -17,7 +18,6 @@ from dialoop_services.inference.engine import Sampled, StopTokens
 from dialoop_services.inference.replica.batching import BatchLimits, RequestBatches
 from dialoop_services.inference.replica.replica import Replica
 from dialoop_services.inference.settings import InferenceSettings
-from dialoop_services.inference.weights.publications import Manifest
 from dialoop_services.runtime.in_process import InProcessNetwork
 from dialoop_services.runtime.settings import load
 
@@ -246,7 +246,7 @@ async def test_a_full_context_is_answered_without_a_batch():
 
 async def test_a_load_during_the_wait_for_a_batch_is_no_load_during_the_sampling(tmp_path):
     (tmp_path / "weights").write_bytes(b"x")
-    manifest = Manifest(
+    manifest = WeightsManifest(
         policy_version=PolicyVersion(lineage="main", number=4),
         sha256=hashlib.sha256(b"x").hexdigest(),
         num_bytes=1,

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from dialoop.clients.weights import WeightsKind
+from dialoop.clients.weights import WeightsKind, WeightsManifest
 from dialoop.episode import UpdateMode
 from dialoop.errors import PreconditionFailed
 from dialoop.trajectory import SamplingParams
 from dialoop_services.inference.replica.replica import Replica
-from dialoop_services.inference.weights.publications import Manifest
 from dialoop_services.learning.lora.base_weights import BaseWeights
 from dialoop_services.learning.lora.layers import ADAPTER
 from dialoop_services.trainer.learner.learner import Learner
@@ -57,10 +56,10 @@ class World:
                 if parameter.requires_grad:
                     parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 
-    def announced(self, name: str) -> tuple[Manifest, ExportedWeights]:
+    def announced(self, name: str) -> tuple[WeightsManifest, ExportedWeights]:
         self.number += 1
         weights = self.learner.export(self.root / str(self.number) / name)
-        return Manifest(
+        return WeightsManifest(
             policy_version=version(self.number),
             sha256=weights.sha256,
             num_bytes=weights.num_bytes,

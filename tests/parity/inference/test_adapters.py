@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import pytest_asyncio
+from dialoop.clients.weights import Probe, WeightsManifest
 from dialoop.errors import DialoopError, NotFound, PreconditionFailed, Unavailable
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
 from dialoop_services.inference.replica.replica import Replica
 from dialoop_services.inference.weights.adapter_files import AdapterLimits
-from dialoop_services.inference.weights.adapters import Probe
-from dialoop_services.inference.weights.publications import Manifest
 
 from tests.support.engine_world import (
     MAX_MODEL_LEN,
@@ -75,7 +74,7 @@ class World:
         self.replica = Replica(engine, weights_root=root, report=report)
         self.loaded: dict[str, dict] = {}
 
-    async def load(self, name: str, *, seed: int, **manifest: object) -> Manifest:
+    async def load(self, name: str, *, seed: int, **manifest: object) -> WeightsManifest:
         tensors = adapter_tensors(seed=seed, tied=self.tied)
         self.number += 1
         said = announced(
@@ -152,7 +151,7 @@ async def reload(w: World, *, seed: int) -> None:
     number = next(_numbers)
     path = save_weights(w.root / f"w{number}.safetensors", seed=seed, tied=w.tied)
     data = path.read_bytes()
-    manifest = Manifest(
+    manifest = WeightsManifest(
         policy_version=PolicyVersion(lineage="main", number=number),
         sha256=hashlib.sha256(data).hexdigest(),
         num_bytes=len(data),
@@ -284,7 +283,7 @@ async def test_a_refused_adapter_leaves_the_one_that_had_the_name(w: World) -> N
     wrong = Probe(token_ids=tuple(ids), logprobs=np.full(5, -1.0, dtype=np.float32))
     tensors = adapter_tensors(seed=2, tied=w.tied)
     other = announced(w.root / "x.safetensors", tensors, number=50, name="style")
-    refusals: list[tuple[Manifest, type[DialoopError], str]] = [
+    refusals: list[tuple[WeightsManifest, type[DialoopError], str]] = [
         (replace(other, probes=(wrong,)), PreconditionFailed, "PROBE_MISMATCH"),
         (
             replace(other, adapter_config_json=config_json(r=16)),

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from dialoop.clients.inference import WeightsManifest
-from dialoop.clients.weights import TransferPhase, weights_requests
+from dialoop.clients.weights import TransferPhase, WeightsManifest, weights_requests
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.sequences import PolicyVersion
 from dialoop_services.inference.requests import contents_of, manifest_of
 from dialoop_services.inference.weights.data_planes import PlaneName, Transfer
-from dialoop_services.inference.weights.publications import Manifest
 from safetensors.torch import save_file
 
 if TYPE_CHECKING:
@@ -212,7 +211,7 @@ class Replica:
 
     async def transfer_weights(self, manifest: Any, steps: Any, **_: Any) -> None:
         requests = weights_requests(manifest, steps)
-        read: Manifest = manifest_of(await anext(requests))
+        read: WeightsManifest = manifest_of(await anext(requests))
         plane = Transfer(PlaneName(read.data_plane))
         async with plane.arriving(read, contents_of(requests)) as arrived:
             await self._engine.transfer_weights(arrived.steps, VERSION)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from dialoop.clients.weights import WeightsManifest
 from dialoop.sequences import PolicyVersion
 from dialoop_services.inference.weights.parameters import model_shapes
-from dialoop_services.inference.weights.publications import Manifest
 from safetensors.torch import save_file
 
 from tests.support.engine_world import make_model
@@ -76,10 +76,10 @@ def announced(
     number: int,
     name: str = "style",
     **manifest: Any,
-) -> Manifest:
+) -> WeightsManifest:
     """Write the tensors, and say so."""
     sha256, num_bytes = written(path, tensors)
-    return Manifest(
+    return WeightsManifest(
         policy_version=PolicyVersion(lineage=name, number=number),
         sha256=sha256,
         num_bytes=num_bytes,

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import cast
 
+from dialoop.clients.weights import WeightsManifest
 from dialoop.episode import UpdateMode
 from dialoop.errors import InternalError
 from dialoop.sequences import PolicyVersion
 from dialoop_services.inference.engine import Engine, LoadTimes
 from dialoop_services.inference.replica.replica import Replica
-from dialoop_services.inference.weights.publications import Manifest
 
 from tests.support.patience import until
 
@@ -46,7 +46,7 @@ def version(number: int, lineage: str = "main") -> PolicyVersion:
     return PolicyVersion(lineage=lineage, number=number)
 
 
-def publish(root: Path, policy: PolicyVersion) -> Manifest:
+def publish(root: Path, policy: PolicyVersion) -> WeightsManifest:
     """Write a policy and name it in latest.json, as a trainer does."""
     path = root / f"{policy}.safetensors"
     path.write_bytes(str(policy).encode())
@@ -56,7 +56,7 @@ def publish(root: Path, policy: PolicyVersion) -> Manifest:
     draft = root / "draft"
     draft.write_text(json.dumps({**named, "sha256": digest, "num_bytes": size}), "utf-8")
     draft.replace(root / "latest.json")
-    return Manifest(policy_version=policy, sha256=digest, num_bytes=size, path=path.name)
+    return WeightsManifest(policy_version=policy, sha256=digest, num_bytes=size, path=path.name)
 
 
 @asynccontextmanager
@@ -119,7 +119,7 @@ async def test_a_policy_that_somebody_pushed_stays_until_the_trainer_publishes_a
     publish(tmp_path, version(1))
     async with following(tmp_path) as (replica, engine, _):
         (tmp_path / "theirs.safetensors").write_bytes(b"x")
-        theirs = Manifest(
+        theirs = WeightsManifest(
             policy_version=version(7, "theirs"),
             sha256=hashlib.sha256(b"x").hexdigest(),
             num_bytes=1,

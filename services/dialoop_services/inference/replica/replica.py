@@ -22,17 +22,14 @@ from dialoop_services.inference.replica.batching import RequestBatches
 from dialoop_services.inference.replica.device_lease import DeviceTurn, to_the_end
 from dialoop_services.inference.replica.sleeper import Sleeper
 from dialoop_services.inference.weights.data_planes import Arrived, DataPlanes
-from dialoop_services.inference.weights.policy_adapters import (
-    BaseDigest,
-    PolicyAdapter,
-    policy_adapter,
-)
+from dialoop_services.inference.weights.policy_adapters import BaseDigest, policy_adapter
 from dialoop_services.inference.weights.publications import Publications, require_intact
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from pathlib import Path
 
+    from dialoop.clients.weights import Content, WeightsManifest
     from dialoop.sequences import PolicyVersion
     from dialoop.trajectory import SamplingParams
 
@@ -44,8 +41,7 @@ if TYPE_CHECKING:
         Scored,
         StopTokens,
     )
-    from dialoop_services.inference.weights.data_planes import Content
-    from dialoop_services.inference.weights.publications import Manifest
+    from dialoop_services.inference.weights.loadable import PolicyAdapter
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +71,7 @@ class Replica(Sleeper):
         self._num_begun = self._num_ended = 0
         self._is_held = False
         # What latest.json named when we last did as it says.
-        self._followed: Manifest | None = None
+        self._followed: WeightsManifest | None = None
         self._base_digest = BaseDigest(engine)
         self._batches = batches or RequestBatches()
         self._data_planes = DataPlanes(self._publications, transfer_backend=engine.transfer_backend)
@@ -156,7 +152,7 @@ class Replica(Sleeper):
             if len({one.policy_version for one in scored}) <= 1:
                 return tuple(scored)
 
-    async def load(self, manifest: Manifest, contents: AsyncIterator[Content]) -> LoadTimes:
+    async def load(self, manifest: WeightsManifest, contents: AsyncIterator[Content]) -> LoadTimes:
         """Make what was announced the policy (or an adapter), however its bytes come."""
         async with self._data_planes.of(manifest).arriving(manifest, contents) as arrived:
             return await self._load(arrived, manifest)
@@ -205,7 +201,7 @@ class Replica(Sleeper):
             else:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _caught_up_with(self, manifest: Manifest) -> bool:
+    async def _caught_up_with(self, manifest: WeightsManifest) -> bool:
         """Whether the replica serves that policy or a newer one, now or already."""
         if manifest.policy_version == self._engine.policy_version and not self._fault:
             return True
@@ -235,12 +231,12 @@ class Replica(Sleeper):
             await asyncio.sleep(_HEARTBEAT_S)
         await self._leave_rotation("NOT_READY")
 
-    async def _load(self, arrived: Arrived, manifest: Manifest) -> LoadTimes:
+    async def _load(self, arrived: Arrived, manifest: WeightsManifest) -> LoadTimes:
         alone = self._load_adapter_alone if manifest.adapter else self._load_alone
         # A caller who leaves must not leave half a policy behind.
         return await to_the_end(alone(arrived, manifest))
 
-    async def _load_adapter_alone(self, arrived: Arrived, manifest: Manifest) -> LoadTimes:
+    async def _load_adapter_alone(self, arrived: Arrived, manifest: WeightsManifest) -> LoadTimes:
         """The policy is not touched, so a failure leaves the replica as it was."""
         async with self._loading:
             self._require_ready()
@@ -252,7 +248,7 @@ class Replica(Sleeper):
         log.info("Adapter loaded.", extra={"policy": version, "load_s": times.load_s})
         return times
 
-    async def _load_alone(self, arrived: Arrived, manifest: Manifest) -> LoadTimes:
+    async def _load_alone(self, arrived: Arrived, manifest: WeightsManifest) -> LoadTimes:
         version, mode = manifest.policy_version, manifest.update_mode or self._default_mode
         async with self._loading:
             self._require_newer(version)
@@ -278,7 +274,9 @@ class Replica(Sleeper):
         log.info("Policy loaded.", extra={"policy": str(version), "pause_s": times.pause_s})
         return times
 
-    async def _policy_adapter(self, arrived: Arrived, manifest: Manifest) -> PolicyAdapter | None:
+    async def _policy_adapter(
+        self, arrived: Arrived, manifest: WeightsManifest
+    ) -> PolicyAdapter | None:
         """The adapter that is the policy, checked; None for whole weights."""
         if manifest.kind is WeightsKind.WHOLE:
             return None

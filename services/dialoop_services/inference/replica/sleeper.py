@@ -23,9 +23,11 @@ from dialoop_services.inference.weights.data_planes import Arrived
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from dialoop.clients.weights import WeightsManifest
+
     from dialoop_services.inference.engine import Engine, LoadTimes
     from dialoop_services.inference.replica.device_lease import DeviceTurn
-    from dialoop_services.inference.weights.publications import Manifest, Publications
+    from dialoop_services.inference.weights.publications import Publications
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +166,7 @@ class Sleeper:
         await self._report(False)
         log.error("Out of rotation until a load succeeds.", extra={"reason": fault})
 
-    def _named(self) -> Manifest | None:
+    def _named(self) -> WeightsManifest | None:
         """What latest.json names; None, said in the log, where it cannot be read."""
         try:
             return self._publications.latest()
@@ -172,8 +174,8 @@ class Sleeper:
             log.warning("The latest policy is not known.", extra={"reason": error.reason})
             return None
 
-    def _named_file(self, manifest: Manifest) -> Arrived:
+    def _named_file(self, manifest: WeightsManifest) -> Arrived:
         return Arrived(path=self._publications.file_of(manifest))
 
-    async def _load(self, arrived: Arrived, manifest: Manifest) -> LoadTimes:
+    async def _load(self, arrived: Arrived, manifest: WeightsManifest) -> LoadTimes:
         raise NotImplementedError

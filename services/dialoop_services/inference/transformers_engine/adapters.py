@@ -17,7 +17,7 @@ from dialoop_services.inference.weights.adapter_files import WEIGHTS_FILE
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from dialoop_services.inference.weights.adapters import Adapter
+    from dialoop_services.inference.weights.loadable import Adapter
 
 _BASE = "__base__"
 

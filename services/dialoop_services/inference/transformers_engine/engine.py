@@ -66,9 +66,7 @@ if TYPE_CHECKING:
     from dialoop.sequences import PolicyVersion
     from dialoop.trajectory import SamplingParams
 
-    from dialoop_services.inference.weights.adapters import Adapter
-    from dialoop_services.inference.weights.data_planes import Step
-    from dialoop_services.inference.weights.policy_adapters import PolicyAdapter
+    from dialoop_services.inference.weights.loadable import Adapter, PolicyAdapter, Step
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dialoop_services.inference.transformers_engine.adapters import AdaptedModel
-    from dialoop_services.inference.weights.adapters import Adapter
-    from dialoop_services.inference.weights.policy_adapters import PolicyAdapter
+    from dialoop_services.inference.weights.loadable import Adapter, PolicyAdapter
     from dialoop_services.learning.lora.base_weights import BaseWeights
 
 

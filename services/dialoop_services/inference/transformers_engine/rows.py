@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dialoop.sequences import PolicyVersion
 
     from dialoop_services.inference.engine import OnTokens
-    from dialoop_services.inference.weights.adapters import Adapter
+    from dialoop_services.inference.weights.loadable import Adapter
 
 Decode = Callable[[Sequence[int]], str]
 

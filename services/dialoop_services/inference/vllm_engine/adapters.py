@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from dialoop_services.inference.weights.adapter_files import AdapterLimits
-    from dialoop_services.inference.weights.adapters import Adapter
+    from dialoop_services.inference.weights.loadable import Adapter
 
 
 def lora_arguments(limits: AdapterLimits) -> dict[str, Any]:

@@ -65,14 +65,12 @@ from dialoop_services.inference.vllm_engine.outputs import (
 from dialoop_services.inference.vllm_engine.sleep import Sleep
 from dialoop_services.inference.vllm_engine.transfer import TransferReceiver
 from dialoop_services.inference.weights.adapter_files import AdapterSpace
-from dialoop_services.inference.weights.adapters import Adapter
-from dialoop_services.inference.weights.data_planes import Step
+from dialoop_services.inference.weights.loadable import Adapter, PolicyAdapter, Step
 from dialoop_services.inference.weights.parameters import (
     is_tied,
     model_shapes,
     require_same_parameters,
 )
-from dialoop_services.inference.weights.policy_adapters import PolicyAdapter
 from dialoop_services.learning.lora.base_weights import BaseWeights
 
 _SHUTDOWN_S = 1.0

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from dialoop_services.inference.weights.data_planes import Step
+    from dialoop_services.inference.weights.loadable import Step
 
 _INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 

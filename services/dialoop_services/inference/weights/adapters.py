@@ -35,15 +35,16 @@ from dialoop_services.inference.weights.adapter_files import (
     require_fitting,
     write_folder,
 )
+from dialoop_services.inference.weights.loadable import Adapter
 from dialoop_services.learning.lora.adapter_config import AdapterConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
+    from dialoop.clients.weights import WeightsManifest
     from dialoop.sequences import Floats, PolicyVersion
 
     from dialoop_services.inference.engine import OnTokens, Sampled, Scored
-    from dialoop_services.inference.weights.publications import Manifest
 
     T = TypeVar("T")
     Sampling = Callable[
@@ -55,29 +56,6 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _PROBE_TOKENS = 48
 _MAX_DIFFERENCE = 1e-3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
-    """One loaded adapter: its PEFT directory, and a slot that no other load ever had."""
-
-    name: str
-    policy_version: PolicyVersion
-    slot: int
-    folder: Path
-
-    @property
-    def key(self) -> str:
-        """What an engine calls it: another one after each swap."""
-        return f"{self.name}@{self.slot}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """Token ids, and the log-probs float32 [len - 1] that a publisher says they have."""
-
-    token_ids: tuple[int, ...]
-    logprobs: Floats
 
 
 class AdapterHost(Protocol):
@@ -131,7 +109,7 @@ class Adapters:
         if name and name not in self._entries:
             raise _unknown(name, self._entries)
 
-    def require_room(self, manifest: Manifest) -> AdapterConfig:
+    def require_room(self, manifest: WeightsManifest) -> AdapterConfig:
         """Refuse before any byte is read what can never be loaded here."""
         name, space = manifest.adapter, self._host.adapter_space
         if not space.limits.max_adapters:
@@ -155,7 +133,7 @@ class Adapters:
         self._require_newer(name, manifest.policy_version)
         return AdapterConfig.from_json(manifest.adapter_config_json)
 
-    async def load(self, path: Path, manifest: Manifest) -> LoadTimes:
+    async def load(self, path: Path, manifest: WeightsManifest) -> LoadTimes:
         """Load or swap; whatever fails, the adapter that had the name stays."""
         begun = time.monotonic()
         config = self.require_room(manifest)
@@ -267,7 +245,7 @@ class Adapters:
         self._removals.add(task)
         task.add_done_callback(self._removals.discard)
 
-    async def _prove(self, adapter: Adapter, manifest: Manifest, *, must_show: bool) -> None:
+    async def _prove(self, adapter: Adapter, manifest: WeightsManifest, *, must_show: bool) -> None:
         """Compare log-probs with and without it, and with those the publisher says it has."""
         if must_show and await self._largest_change(adapter) == 0.0:
             raise PreconditionFailed(

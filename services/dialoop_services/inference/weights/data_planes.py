@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dialoop.clients.weights import TransferPhase, TransferStep, WeightsKind
+from dialoop.clients.weights import Content, TransferStep, WeightsKind
 from dialoop.errors import InvalidInput, PreconditionFailed
 
+from dialoop_services.inference.weights.loadable import Step
 from dialoop_services.inference.weights.publications import spooled
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from dialoop_services.inference.weights.publications import Manifest, Publications
+    from dialoop.clients.weights import WeightsManifest
 
-Content = bytes | TransferStep
-"""What may follow a manifest."""
+    from dialoop_services.inference.weights.publications import Publications
 
 
 class PlaneName(StrEnum):
@@ -34,14 +34,6 @@ class PlaneName(StrEnum):
     CHUNKS = "chunks"
     NCCL = "nccl"
     IPC = "ipc"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One control message of vLLM's transfer."""
-
-    phase: TransferPhase
-    info: dict[str, Any] | list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +56,7 @@ class DataPlane(Protocol):
     name: PlaneName
 
     def arriving(
-        self, manifest: Manifest, contents: AsyncIterator[Content]
+        self, manifest: WeightsManifest, contents: AsyncIterator[Content]
     ) -> Any:  # an async context manager of Arrived
         """What was announced, for as long as the engine needs it."""
         ...
@@ -80,7 +72,7 @@ class SharedMemory:
 
     @asynccontextmanager
     async def arriving(
-        self, manifest: Manifest, contents: AsyncIterator[Content]
+        self, manifest: WeightsManifest, contents: AsyncIterator[Content]
     ) -> AsyncIterator[Arrived]:
         """The file that the manifest names; nothing may follow."""
         if await anext(contents, None) is not None:
@@ -95,7 +87,7 @@ class Chunks:
 
     @asynccontextmanager
     async def arriving(
-        self, manifest: Manifest, contents: AsyncIterator[Content]
+        self, manifest: WeightsManifest, contents: AsyncIterator[Content]
     ) -> AsyncIterator[Arrived]:
         """The pieces as a file of ours."""
         async with spooled(manifest, _bytes(contents)) as path:
@@ -110,7 +102,7 @@ class Transfer:
 
     @asynccontextmanager
     async def arriving(
-        self, manifest: Manifest, contents: AsyncIterator[Content]
+        self, manifest: WeightsManifest, contents: AsyncIterator[Content]
     ) -> AsyncIterator[Arrived]:
         """The steps, decoded."""
         if manifest.adapter or manifest.kind is WeightsKind.ADAPTER:
@@ -135,7 +127,7 @@ class DataPlanes:
         """What GetPolicy tells."""
         return tuple(self._planes)
 
-    def of(self, manifest: Manifest) -> DataPlane:
+    def of(self, manifest: WeightsManifest) -> DataPlane:
         """The way a manifest asks for; PreconditionFailed when this replica does not take it."""
         default = PlaneName.SHARED_MEMORY if manifest.path else PlaneName.CHUNKS
         name = manifest.data_plane or default

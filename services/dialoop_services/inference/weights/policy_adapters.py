@@ -7,7 +7,6 @@ replica serving what it served.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dialoop_services.inference.weights.adapter_files import (
@@ -15,23 +14,17 @@ from dialoop_services.inference.weights.adapter_files import (
     fitting_modules,
     modules_of,
 )
+from dialoop_services.inference.weights.loadable import PolicyAdapter
 from dialoop_services.inference.weights.publications import require_intact
 from dialoop_services.learning.lora.adapter_config import AdapterConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from dialoop.clients.weights import WeightsManifest
+
     from dialoop_services.inference.engine import Engine
-    from dialoop_services.inference.weights.publications import Manifest
     from dialoop_services.learning.lora.base_weights import BaseWeights
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyAdapter:
-    """An adapter file that fits the base: the policy is W + scaling * B A."""
-
-    path: Path
-    scaling: float
 
 
 class BaseDigest:
@@ -52,7 +45,7 @@ class BaseDigest:
         require_base(self._known[1], expected)
 
 
-def policy_adapter(path: Path, manifest: Manifest, base: BaseWeights) -> PolicyAdapter:
+def policy_adapter(path: Path, manifest: WeightsManifest, base: BaseWeights) -> PolicyAdapter:
     """The announced file, as announced, finite, and of the base's layers.
 
     DataLost (CHECKSUM_MISMATCH), InvalidInput (INVALID_ADAPTER_CONFIG, ADAPTER_NOT_FINITE),

@@ -7,44 +7,18 @@ import hashlib
 import json
 import tempfile
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dialoop.clients.weights import WeightsKind
-from dialoop.episode import UpdateMode
+from dialoop.clients.weights import WeightsKind, WeightsManifest
 from dialoop.errors import DataLost, InvalidConfig, InvalidInput, PreconditionFailed
 from dialoop.sequences import PolicyVersion
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from dialoop_services.inference.weights.adapters import Probe
 
 _LATEST = "latest.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """What a publish announces; `path` is relative to the weights root, empty for chunks.
-
-    `update_mode` None is the replica's own. With `adapter` the weights are that LoRA adapter's:
-    its config and probes go with it. Of kind ADAPTER they are an adapter too, which added into the
-    base weights of `base_digest` is the policy.
-    """
-
-    policy_version: PolicyVersion
-    sha256: str
-    num_bytes: int
-    path: str = ""
-    update_mode: UpdateMode | None = None
-    data_plane: str = ""
-    adapter: str = ""
-    adapter_config_json: str = ""
-    probes: tuple[Probe, ...] = ()
-    max_logprob_difference: float = 0.0
-    kind: WeightsKind = WeightsKind.WHOLE
-    base_digest: str = ""
 
 
 class Publications:
@@ -58,14 +32,14 @@ class Publications:
         """Whether files can be read at all."""
         return self._root is not None
 
-    def latest(self) -> Manifest | None:
+    def latest(self) -> WeightsManifest | None:
         """What latest.json names, if there is one."""
         pointer = None if self._root is None else self._root / _LATEST
         if pointer is None or not pointer.is_file():
             return None
         try:
             data = json.loads(pointer.read_text("utf-8"))
-            return Manifest(
+            return WeightsManifest(
                 policy_version=PolicyVersion(
                     lineage=str(data["lineage"]), number=int(data["number"])
                 ),
@@ -82,7 +56,7 @@ class Publications:
                 remedy="Let the trainer publish again, or delete the file to serve the base model.",
             ) from error
 
-    def file_of(self, manifest: Manifest) -> Path:
+    def file_of(self, manifest: WeightsManifest) -> Path:
         """The announced file; nothing outside the weights root can be named."""
         if self._root is None:
             raise PreconditionFailed(
@@ -101,7 +75,7 @@ class Publications:
 
 
 @asynccontextmanager
-async def spooled(manifest: Manifest, chunks: AsyncIterator[bytes]) -> AsyncIterator[Path]:
+async def spooled(manifest: WeightsManifest, chunks: AsyncIterator[bytes]) -> AsyncIterator[Path]:
     """The chunks as a file, for as long as the engine needs it; never more bytes than announced."""
     with tempfile.TemporaryDirectory(prefix="dialoop-weights-") as folder:
         path = Path(folder) / "model.safetensors"
@@ -115,7 +89,7 @@ async def spooled(manifest: Manifest, chunks: AsyncIterator[bytes]) -> AsyncIter
         yield path
 
 
-def require_intact(path: Path, manifest: Manifest) -> None:
+def require_intact(path: Path, manifest: WeightsManifest) -> None:
     """Refuse a file that is not, byte for byte, what was announced."""
     num_bytes = path.stat().st_size
     if num_bytes != manifest.num_bytes:
@@ -130,7 +104,7 @@ def require_intact(path: Path, manifest: Manifest) -> None:
         )
 
 
-def _size_mismatch(num_bytes: int, manifest: Manifest) -> InvalidInput:
+def _size_mismatch(num_bytes: int, manifest: WeightsManifest) -> InvalidInput:
     return InvalidInput(
         f"{num_bytes} bytes came, the manifest says {manifest.num_bytes}.",
         reason="MANIFEST_MISMATCH",

@@ -1,0 +1,43 @@
+"""What an engine is given to load beside a file of weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dialoop.clients.weights import TransferPhase
+    from dialoop.sequences import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """One loaded adapter: its PEFT directory, and a slot that no other load ever had."""
+
+    name: str
+    policy_version: PolicyVersion
+    slot: int
+    folder: Path
+
+    @property
+    def key(self) -> str:
+        """What an engine calls it: another one after each swap."""
+        return f"{self.name}@{self.slot}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyAdapter:
+    """An adapter file that fits the base: the policy is W + scaling * B A."""
+
+    path: Path
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One control message of vLLM's transfer."""
+
+    phase: TransferPhase
+    info: dict[str, Any] | list[dict[str, Any]]
