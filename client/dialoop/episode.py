@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
+class ResetResult:
     """The answer to a reset; `history` has `prompt` alone.
 
     In text and tokens mode the prompt is that of `text` or `tokens`, and `history` is empty.
@@ -29,7 +29,7 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class StepResult:
     """The answer to a step; `history.prompt` is the policy's full and what was added to it."""
 
     history: ChatHistory
@@ -48,6 +48,30 @@ class Outcome:
     def done(self) -> bool:
         """Whether the episode ended."""
         return self.terminated or self.truncated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionState:
+    """Where a session stands; `history` is what the next step continues."""
+
+    session_id: str
+    environment: str
+    episode: int
+    next_step_index: int
+    done: bool
+    history: ChatHistory
+    expires_in_s: float
+    text: Text | None = None
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOpening:
+    """Sessions at the start of one task: `session_ids[i]` was opened with `openings[i]`."""
+
+    session_ids: tuple[str, ...]
+    openings: tuple[ResetResult, ...]
+    ttl_s: float
 
 
 class UpdateMode(IntEnum):
@@ -127,13 +151,13 @@ class Sessions(Protocol):
 
     async def reset(
         self, session_id: str, *, episode: int, split: str, task_key: str, seed: int = 0
-    ) -> Opening:
+    ) -> ResetResult:
         """Start an episode of the session."""
         ...
 
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: ChatHistory
-    ) -> Outcome:
+    ) -> StepResult:
         """Take the policy's answer; a retry gets the first answer."""
         ...
 

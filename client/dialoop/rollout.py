@@ -31,7 +31,7 @@ from dialoop.trajectory import (
 )
 
 if TYPE_CHECKING:
-    from dialoop.episode import Opening, Outcome, Policy, Sample, Sessions
+    from dialoop.episode import Policy, ResetResult, Sample, Sessions, StepResult
 
 
 _CLOSE_S = 2.0
@@ -49,7 +49,7 @@ class _Tape:
     environment_version: str = ""
     sample: Sample | None = None
     update_modes: set[UpdateMode] = field(default_factory=set)
-    outcome: Outcome | None = None
+    outcome: StepResult | None = None
 
     @property
     def context(self) -> Sequence | None:
@@ -74,7 +74,7 @@ class _Tape:
         found = next((mode for mode in modes if mode in self.update_modes), None)
         return {"update_mode": found.name} if found else {}
 
-    def opened(self, opening: Opening) -> None:
+    def opened(self, opening: ResetResult) -> None:
         """Keep what the environment begins with."""
         self.history = opening.history.require_prompt()
         self.environment_version = opening.environment_version
@@ -92,7 +92,7 @@ class _Tape:
         self.sample = sample
         self.update_modes.add(sample.update_mode)
 
-    def stepped(self, outcome: Outcome, step_s: float) -> None:
+    def stepped(self, outcome: StepResult, step_s: float) -> None:
         """Keep what the environment answered."""
         sample = self.sample
         assert sample is not None

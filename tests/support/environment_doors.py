@@ -12,7 +12,7 @@ from dialoop.clients.channel import Channel, RetryPolicy
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.environments import Environment
 from dialoop.environments.sessions.catalogue import Catalogue
-from dialoop.episode import Opening, Outcome
+from dialoop.episode import ResetResult, StepResult
 from dialoop.errors import DialoopError, NotFound
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.v1 import environment_service_pb2 as pb
@@ -71,13 +71,13 @@ def say(text: str, **fields: Any) -> ChatHistory:
     return ChatHistory(response=History((Message(role="assistant", content=text, **fields),)))
 
 
-async def opened(client: Any, environment: str, session: str = "s", **reset: Any) -> Opening:
+async def opened(client: Any, environment: str, session: str = "s", **reset: Any) -> ResetResult:
     """A fresh session at the start of its first episode."""
     await client.create_session(session, environment)
     return await client.reset(session, episode=1, **reset)
 
 
-async def play(client: Any, *texts: Any, session: str = "s", episode: int = 1) -> list[Outcome]:
+async def play(client: Any, *texts: Any, session: str = "s", episode: int = 1) -> list[StepResult]:
     """The outcomes of texts (or ready answers), one step each."""
     return [
         await client.step(
@@ -99,12 +99,12 @@ async def reason_of(awaitable: Any) -> str:
     raise AssertionError("nothing was refused")
 
 
-def roles(outcome: Opening | Outcome) -> list[str]:
+def roles(outcome: ResetResult | StepResult) -> list[str]:
     """Who spoke, in order."""
     return [message.role for message in outcome.history.require_prompt()]
 
 
-def texts(outcome: Opening | Outcome) -> list[str]:
+def texts(outcome: ResetResult | StepResult) -> list[str]:
     """What was said, in order."""
     return [message.text for message in outcome.history.require_prompt()]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from dialoop.chat import ChatHistory, History, Message, as_history
-from dialoop.episode import Opening, Outcome, Sample, UpdateMode
+from dialoop.episode import ResetResult, Sample, StepResult, UpdateMode
 from dialoop.errors import InvalidHistory, NotFound, Unavailable
 from dialoop.rollout import play, play_group, seeded
 from dialoop.sequences import ForkCause, PolicyVersion, Source, sequence_of
@@ -74,12 +74,12 @@ class Script:
         return 60.0
 
     async def reset(self, session_id, *, episode, split, task_key, seed=0):
-        return Opening(history=ChatHistory(prompt=as_history("q")), environment_version="7")
+        return ResetResult(history=ChatHistory(prompt=as_history("q")), environment_version="7")
 
     async def step(self, session_id, *, episode, step_index, history):
         told = history.require_full().append(Message(role="tool", content="r"))
         given = self.outcomes[min(step_index, len(self.outcomes) - 1)]
-        return Outcome(**{"history": ChatHistory(prompt=told)} | given)
+        return StepResult(**{"history": ChatHistory(prompt=told)} | given)
 
     async def close_session(self, session_id):
         self.closed.append(session_id)

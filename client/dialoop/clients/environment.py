@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any
 from dialoop.clients.channel import Rpc
 from dialoop.clients.environment_records import (
     EnvironmentInfo,
-    GroupOpening,
     ResetItem,
-    SessionState,
     SplitInfo,
     StepItem,
     choice_to_proto,
     info_from_proto,
-    opening_from_proto,
-    outcome_from_proto,
+    reset_result_from_proto,
     reset_to_proto,
+    step_result_from_proto,
     step_to_proto,
 )
 from dialoop.clients.errors import error_of_item
@@ -25,6 +23,7 @@ from dialoop.environments.environment import Given
 from dialoop.environments.episode import Score
 from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.environments.tasks.source import TaskPage, TaskRef
+from dialoop.episode import GroupOpening, SessionState
 from dialoop.text_environment.environment import TextRun
 from dialoop.trajectory import SamplingParams
 from dialoop.trials.trial import TrialOptions
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from dialoop.chat import ChatHistory
     from dialoop.clients.channel import Channel
     from dialoop.environments.modes import Answered
-    from dialoop.episode import Opening, Outcome
+    from dialoop.episode import ResetResult, StepResult
     from dialoop.errors import DialoopError
     from dialoop.trajectory import Trajectory
     from dialoop.trials.trial import TrialResult
@@ -62,9 +61,9 @@ __all__ = [
     "StepItem",
     "TaskPage",
     "TaskRef",
-    "opening_from_proto",
-    "outcome_from_proto",
+    "reset_result_from_proto",
     "reset_to_proto",
+    "step_result_from_proto",
     "step_to_proto",
 ]
 
@@ -166,7 +165,7 @@ class EnvironmentClient:
         task_key: str = "",
         seed: int = 0,
         given: Given | None = None,
-    ) -> Opening:
+    ) -> ResetResult:
         """Start an episode of the session: with a task, or with the question in `given`."""
         item = ResetItem(
             session_id=session_id,
@@ -176,11 +175,11 @@ class EnvironmentClient:
             seed=seed,
             given=given or Given(),
         )
-        return opening_from_proto(await self._channel.call(RESET, reset_to_proto(item)))
+        return reset_result_from_proto(await self._channel.call(RESET, reset_to_proto(item)))
 
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: Answered
-    ) -> Outcome:
+    ) -> StepResult:
         """Take the policy's answer; a retry gets the first answer.
 
         `history` is a ChatHistory, or Text or Tokens where that is the environment's input mode.
@@ -188,11 +187,11 @@ class EnvironmentClient:
         item = StepItem(
             session_id=session_id, episode=episode, step_index=step_index, history=history
         )
-        return outcome_from_proto(await self._channel.call(STEP, step_to_proto(item)))
+        return step_result_from_proto(await self._channel.call(STEP, step_to_proto(item)))
 
     async def step_and_reset(
         self, item: StepItem, *, next_split: str, next_task_key: str, next_seed: int = 0
-    ) -> tuple[Outcome, Opening | None]:
+    ) -> tuple[StepResult, ResetResult | None]:
         """Step, and where that ends the episode open the next one in the same session."""
         request = pb.StepAndResetRequest(
             step=step_to_proto(item),
@@ -201,41 +200,43 @@ class EnvironmentClient:
             next_seed=next_seed,
         )
         answer = await self._channel.call(STEP_AND_RESET, request)
-        opening = opening_from_proto(answer.reset) if answer.HasField("reset") else None
-        return outcome_from_proto(answer.step), opening
+        opening = reset_result_from_proto(answer.reset) if answer.HasField("reset") else None
+        return step_result_from_proto(answer.step), opening
 
-    async def batch_reset(self, items: Iterable[ResetItem]) -> tuple[Opening | DialoopError, ...]:
+    async def batch_reset(
+        self, items: Iterable[ResetItem]
+    ) -> tuple[ResetResult | DialoopError, ...]:
         """Reset many sessions; an item that failed is its error, the others are unharmed."""
         request = pb.BatchResetRequest(items=[reset_to_proto(item) for item in items])
         answer = await self._channel.call(BATCH_RESET, request)
         return tuple(
             error_of_item(item.error)
             if item.HasField("error")
-            else opening_from_proto(item.response)
+            else reset_result_from_proto(item.response)
             for item in answer.items
         )
 
-    async def batch_step(self, items: Iterable[StepItem]) -> tuple[Outcome | DialoopError, ...]:
+    async def batch_step(self, items: Iterable[StepItem]) -> tuple[StepResult | DialoopError, ...]:
         """Step many sessions; an item that failed is its error, the others are unharmed."""
         request = pb.BatchStepRequest(items=[step_to_proto(item) for item in items])
         answer = await self._channel.call(BATCH_STEP, request)
         return tuple(
             error_of_item(item.error)
             if item.HasField("error")
-            else outcome_from_proto(item.response)
+            else step_result_from_proto(item.response)
             for item in answer.items
         )
 
     async def step_history(
         self, environment: str, choice: TaskChoice, history: ChatHistory
-    ) -> Outcome:
+    ) -> StepResult:
         """A step without a session, from the whole history; a retry runs its tools again."""
         request = pb.StepHistoryRequest(
             environment=environment,
             task=choice_to_proto(choice),
             history=chat_history_to_proto(history),
         )
-        return outcome_from_proto((await self._channel.call(STEP_HISTORY, request)).step)
+        return step_result_from_proto((await self._channel.call(STEP_HISTORY, request)).step)
 
     async def create_group(
         self,
@@ -257,7 +258,7 @@ class EnvironmentClient:
         answer = await self._channel.call(CREATE_GROUP, request)
         return GroupOpening(
             session_ids=tuple(answer.session_ids),
-            openings=tuple(opening_from_proto(reset) for reset in answer.resets),
+            openings=tuple(reset_result_from_proto(reset) for reset in answer.resets),
             ttl_s=answer.ttl_s,
         )
 

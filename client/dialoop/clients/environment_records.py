@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.environments.environment import Given
 from dialoop.environments.modes import InputMode, RewardShape, Text, Tokens
 from dialoop.environments.spec import EnvironmentSpec, FieldSpec
-from dialoop.episode import Opening, Outcome
+from dialoop.episode import ResetResult, StepResult
 from dialoop.trajectory import DoneReason
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire import (
@@ -25,7 +25,6 @@ from dialoop.wire import (
 )
 
 if TYPE_CHECKING:
-    from dialoop.chat import ChatHistory
     from dialoop.environments.modes import Answered
     from dialoop.environments.tasks.choosing import TaskChoice
 
@@ -73,30 +72,6 @@ class StepItem:
     episode: int
     step_index: int
     history: Answered
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionState:
-    """Where a session stands; `history` is what the next step continues."""
-
-    session_id: str
-    environment: str
-    episode: int
-    next_step_index: int
-    done: bool
-    history: ChatHistory
-    expires_in_s: float
-    text: Text | None = None
-    tokens: Tokens | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupOpening:
-    """Sessions at the start of one task: `session_ids[i]` was opened with `openings[i]`."""
-
-    session_ids: tuple[str, ...]
-    openings: tuple[Opening, ...]
-    ttl_s: float
 
 
 def info_from_proto(proto: pb.EnvironmentInfo) -> EnvironmentInfo:
@@ -174,9 +149,9 @@ def step_to_proto(item: StepItem) -> pb.StepRequest:
     )
 
 
-def opening_from_proto(proto: pb.ResetResponse) -> Opening:
+def reset_result_from_proto(proto: pb.ResetResponse) -> ResetResult:
     """A reset's answer."""
-    return Opening(
+    return ResetResult(
         history=chat_history_from_proto(proto.history),
         info=dict(proto.info),
         environment_version=proto.environment_version,
@@ -185,9 +160,9 @@ def opening_from_proto(proto: pb.ResetResponse) -> Opening:
     )
 
 
-def outcome_from_proto(proto: pb.StepResponse) -> Outcome:
+def step_result_from_proto(proto: pb.StepResponse) -> StepResult:
     """A step's answer."""
-    return Outcome(
+    return StepResult(
         history=chat_history_from_proto(proto.history),
         rewards=tuple(reward_from_proto(r) for r in proto.rewards),
         terminated=proto.terminated,

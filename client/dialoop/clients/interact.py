@@ -14,9 +14,9 @@ from dialoop.clients.channel import Rpc
 from dialoop.clients.environment import (
     ResetItem,
     StepItem,
-    opening_from_proto,
-    outcome_from_proto,
+    reset_result_from_proto,
     reset_to_proto,
+    step_result_from_proto,
     step_to_proto,
 )
 from dialoop.clients.errors import error_of_item
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from dialoop.clients.channel import Channel
     from dialoop.environments.modes import Answered
-    from dialoop.episode import Opening, Outcome
+    from dialoop.episode import ResetResult, StepResult
 
 INTERACT: Rpc[Any, Any] = Rpc(
     "/dialoop.v1.EnvironmentService/Interact", pb.InteractRequest, pb.InteractResponse
@@ -81,7 +81,7 @@ class InteractiveSessions:
         task_key: str = "",
         seed: int = 0,
         given: Given | None = None,
-    ) -> Opening:
+    ) -> ResetResult:
         """Start an episode of the session: with a task, or with the question in `given`."""
         item = ResetItem(
             session_id=session_id,
@@ -91,16 +91,16 @@ class InteractiveSessions:
             seed=seed,
             given=given or Given(),
         )
-        return opening_from_proto((await self._ask(reset=reset_to_proto(item))).reset)
+        return reset_result_from_proto((await self._ask(reset=reset_to_proto(item))).reset)
 
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: Answered
-    ) -> Outcome:
+    ) -> StepResult:
         """Take the policy's answer; a retry gets the first answer."""
         item = StepItem(
             session_id=session_id, episode=episode, step_index=step_index, history=history
         )
-        return outcome_from_proto((await self._ask(step=step_to_proto(item))).step)
+        return step_result_from_proto((await self._ask(step=step_to_proto(item))).step)
 
     async def close_session(self, session_id: str) -> bool:
         """Forget the session; whether there was one."""

@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from typing import Self
 
     from dialoop.environments.environment import Environment
-    from dialoop.environments.episode import Opening as EnvironmentOpening
-    from dialoop.environments.episode import Outcome as EnvironmentOutcome
+    from dialoop.environments.episode import Opening, Outcome
     from dialoop.environments.modes import Answered
-    from dialoop.episode import Opening, Outcome
+    from dialoop.episode import ResetResult, StepResult
 
 MAX_TURNS = 64
 _QUESTION = "What is 1+2?"
@@ -65,8 +64,8 @@ class Played:
     """One episode."""
 
     case: Case
-    opening: Opening
-    outcomes: tuple[Outcome, ...]
+    opening: ResetResult
+    outcomes: tuple[StepResult, ...]
 
     @property
     def said(self) -> str:
@@ -93,9 +92,9 @@ class Counted:
         found = getattr(self.environment, name)
         return self._opened if name == "open" else found
 
-    async def _opened(self, task: Any, seed: int) -> EnvironmentOpening:
+    async def _opened(self, task: Any, seed: int) -> Opening:
         self.num_resets += 1
-        opening: EnvironmentOpening = await self.environment.open(task, seed)
+        opening: Opening = await self.environment.open(task, seed)
         return opening
 
     async def acquire(self) -> None:
@@ -104,16 +103,16 @@ class Counted:
     async def release(self) -> None:
         """Held by the bench still."""
 
-    def reset(self, task: Any, seed: int) -> EnvironmentOpening:
+    def reset(self, task: Any, seed: int) -> Opening:
         """Count, and reset."""
         self.num_resets += 1
-        opening: EnvironmentOpening = self.environment.reset(task, seed)
+        opening: Opening = self.environment.reset(task, seed)
         return opening
 
-    async def step(self, episode: Any, answered: Any) -> EnvironmentOutcome:
+    async def step(self, episode: Any, answered: Any) -> Outcome:
         """Count, and step."""
         self.num_steps += 1
-        outcome: EnvironmentOutcome = await self.environment.step(episode, answered)
+        outcome: Outcome = await self.environment.step(episode, answered)
         return outcome
 
 
@@ -145,7 +144,7 @@ class Bench:
     async def __aexit__(self, *ended: Any) -> None:
         await self._client.__aexit__(*ended)
 
-    async def opened(self, case: Case, *, seed: int = 0) -> Opening:
+    async def opened(self, case: Case, *, seed: int = 0) -> ResetResult:
         """The opening of an episode in a session of its own."""
         session_id = f"check-{next(self._numbers)}"
         opening = await self._open(self._client, case, session_id, seed)
@@ -156,7 +155,7 @@ class Bench:
         """The whole episode, in a session of its own."""
         session_id = f"check-{next(self._numbers)}"
         opening = await self._open(self._client, case, session_id, 0)
-        outcomes: list[Outcome] = []
+        outcomes: list[StepResult] = []
         limit = self.environment.traits.max_turns or MAX_TURNS
         while len(outcomes) < limit and not (outcomes and outcomes[-1].done):
             line = case.lines[min(len(outcomes), len(case.lines) - 1)]
@@ -173,7 +172,7 @@ class Bench:
             self._plays = tuple([await self.played(case) for case in self.cases])
         return self._plays
 
-    async def retried(self, case: Case) -> tuple[Counted, list[Outcome]]:
+    async def retried(self, case: Case) -> tuple[Counted, list[StepResult]]:
         """The first step, asked for twice at once and once more, and what was done for it."""
         counted = Counted(self.environment)
         async with LocalEnvironmentClient(counted) as client:
@@ -182,14 +181,14 @@ class Bench:
             fields = {"split": choice.split, "task_key": choice.task_key, "given": choice.given}
             await client.reset("s", episode=1, **fields)  # type: ignore[arg-type]
 
-            async def step() -> Outcome:
+            async def step() -> StepResult:
                 said = self._said(case.lines[0])
                 return await client.step("s", episode=1, step_index=0, history=said)
 
             answers = [*await asyncio.gather(step(), step()), await step()]
         return counted, answers
 
-    async def stepped_twice(self, case: Case) -> tuple[str, list[EnvironmentOutcome]]:
+    async def stepped_twice(self, case: Case) -> tuple[str, list[Outcome]]:
         """The same step of the same episode twice; which of its state changed, if any."""
         task, seed = chosen_task(self.environment, case.choice)
         if isinstance(self.environment, OpensSlowly):
@@ -205,7 +204,7 @@ class Bench:
 
     async def _open(
         self, client: LocalEnvironmentClient, case: Case, session_id: str, seed: int
-    ) -> Opening:
+    ) -> ResetResult:
         choice = case.choice
         await client.create_session(session_id, self.environment.name)
         return await client.reset(

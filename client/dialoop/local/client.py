@@ -3,40 +3,35 @@
 environments = LocalEnvironmentClient(arithmetic())
 trajectory = await play(task, sessions=environments, policy=policy)
 
-Answers and errors, their classes and reasons, are those of the environment service; what an
-environment itself raises is the cause of the InternalError. Sessions never expire.
+The session engine is that of the environment service, so answers and errors, their classes and
+reasons, are the same; what an environment itself raises is the cause of the InternalError.
+Sessions never expire.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from dialoop.chat import ChatHistory
-from dialoop.clients.environment import (
-    EnvironmentClient,
-    EnvironmentInfo,
-    GroupOpening,
-    SessionState,
-    SplitInfo,
-)
-from dialoop.environments import refusals
-from dialoop.environments.environment import Given, Managed, Stateless
-from dialoop.environments.episode import Opening as EnvironmentOpening
+from dialoop.clients.environment import EnvironmentClient, EnvironmentInfo, SplitInfo
+from dialoop.environments.environment import Given, Managed
+from dialoop.environments.sessions.catalogue import Catalogue
+from dialoop.environments.sessions.engine import SessionEngine
+from dialoop.environments.sessions.records import ResetCall, SessionLimits, StepCall
+from dialoop.environments.sessions.results import reset_result, step_result
 from dialoop.environments.spec import spec_of
-from dialoop.environments.tasks.choosing import TaskChoice, chosen_task, prompt_of, require_choice
-from dialoop.episode import Opening, Outcome
+from dialoop.environments.tasks.choosing import TaskChoice
+from dialoop.episode import GroupOpening, ResetResult, SessionState, StepResult
 from dialoop.errors import ERRORS_BY_STATUS, DialoopError, InternalError
-from dialoop.local.episodes import LocalSession, StepCall, public_opening, public_outcome
 from dialoop.local.runs import LocalRuns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Self
 
+    from dialoop.chat import ChatHistory
     from dialoop.clients.environment import ResetItem, StepItem
     from dialoop.environments import Answered, Environment
     from dialoop.environments.episode import Score
@@ -46,9 +41,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 P = ParamSpec("P")
 
-_TTL_S = 900.0
-_MAX_TTL_S = 86_400.0
-_MAX_ID = 200
+# The service's time-outs. Nobody else shares the places of this process, so they are many.
+LOCAL_LIMITS = SessionLimits(capacity=1_000_000, max_working=1_000_000)
 
 
 def _as_served(
@@ -80,12 +74,14 @@ class LocalEnvironmentClient(LocalRuns):
     """Plays environments in this process; use one from one event loop.
 
     What an environment has to take before it can play (a connection, a pool) it takes with its
-    first session; leaving the client as a context gives that back.
+    first session; leaving the client as a context gives that back. A step that takes longer than
+    `limits.step_timeout_s` ends its episode with a failure, as on a service.
     """
 
-    def __init__(self, *environments: Environment) -> None:
-        self._environments = {environment.name: environment for environment in environments}
-        self._sessions: dict[str, LocalSession] = {}
+    def __init__(self, *environments: Environment, limits: SessionLimits = LOCAL_LIMITS) -> None:
+        self._catalogue = Catalogue(environments)
+        # A clock that stands still: no session's time to live runs out.
+        self._sessions = SessionEngine(self._catalogue, limits, clock=lambda: 0.0)
         self._acquired: dict[str, Managed] = {}
         self._acquiring = asyncio.Lock()
 
@@ -93,8 +89,7 @@ class LocalEnvironmentClient(LocalRuns):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for session_id in tuple(self._sessions):
-            await self.close_session(session_id)
+        await self._sessions.close_all()
         for environment in self._acquired.values():
             await environment.release()
         self._acquired.clear()
@@ -102,12 +97,12 @@ class LocalEnvironmentClient(LocalRuns):
     @_as_served
     async def list_environments(self) -> tuple[EnvironmentInfo, ...]:
         """All environments there are."""
-        return tuple(_info(environment) for environment in self._environments.values())
+        return tuple(_info(environment) for environment in self._catalogue)
 
     @_as_served
     async def get_environment(self, environment: str) -> EnvironmentInfo:
         """One environment; NotFound (ENVIRONMENT_NOT_FOUND) when there is none of that name."""
-        return _info(self._environment(environment))
+        return _info(self._catalogue.get(environment))
 
     @_as_served
     async def list_tasks(
@@ -121,7 +116,7 @@ class LocalEnvironmentClient(LocalRuns):
         shuffle_seed: int = 0,
     ) -> TaskPage:
         """One page of tasks; pages run on through epochs unless `one_epoch`."""
-        return self._environment(environment).tasks.page(
+        return self._catalogue.get(environment).tasks.page(
             split,
             page_token=page_token,
             page_size=page_size,
@@ -134,17 +129,8 @@ class LocalEnvironmentClient(LocalRuns):
         self, session_id: str, environment: str, *, ttl_s: float | None = None
     ) -> float:
         """Open a session under the caller's id; its time to live in seconds."""
-        if not 0 < len(session_id) <= _MAX_ID:
-            raise refusals.bad_value("session_id", f"Choose 1 to {_MAX_ID} characters.")
-        if ttl_s is not None and not 0 < ttl_s <= _MAX_TTL_S:
-            raise refusals.bad_value("ttl_s", f"Give seconds above 0, up to {_MAX_TTL_S:g}.")
-        found = self._environment(environment)
-        await self._acquire(found)
-        made = LocalSession(session_id, found, ttl_s=_TTL_S if ttl_s is None else ttl_s)
-        known = self._sessions.setdefault(session_id, made)
-        if known.environment is not found:
-            raise refusals.session_conflict(session_id, known.environment.name)
-        return known.ttl_s
+        await self._acquire(self._catalogue.get(environment))
+        return self._sessions.create(session_id, environment, ttl_s).ttl_s
 
     @_as_served
     async def reset(
@@ -156,64 +142,89 @@ class LocalEnvironmentClient(LocalRuns):
         task_key: str = "",
         seed: int = 0,
         given: Given | None = None,
-    ) -> Opening:
+    ) -> ResetResult:
         """Start an episode of the session; a retry gets the first opening."""
-        session = self._session(session_id)
         choice = TaskChoice(split=split, task_key=task_key, seed=seed, given=given or Given())
-        opening = await session.reset(episode, choice)
-        await session.let_go(but_the_running=True)
-        return public_opening(opening, session.environment)
+        call = ResetCall(session_id=session_id, episode=episode, choice=choice)
+        environment = self._sessions.get(session_id).environment
+        return reset_result(await self._sessions.reset(call), environment)
 
     @_as_served
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: Answered
-    ) -> Outcome:
+    ) -> StepResult:
         """Take the policy's answer; a retry gets the first answer."""
-        call = StepCall(episode=episode, step_index=step_index, answered=history)
-        return await self._session(session_id).step(call)
+        played = await self._sessions.step(
+            StepCall(
+                session_id=session_id,
+                episode=episode,
+                step_index=step_index,
+                answered=history,
+                digest=_digest_of(history),
+            )
+        )
+        return step_result(played.outcome, replayed=played.replayed)
 
     @_as_served
     async def step_and_reset(
         self, item: StepItem, *, next_split: str, next_task_key: str, next_seed: int = 0
-    ) -> tuple[Outcome, Opening | None]:
+    ) -> tuple[StepResult, ResetResult | None]:
         """Step, and where that ends the episode open the next one in the same session."""
-        following = TaskChoice(split=next_split, task_key=next_task_key, seed=next_seed)
-        # Before the step is taken, so that an unknown task costs none.
-        require_choice(self._session(item.session_id).environment, following)
-        outcome = await self._step(item)
-        if not outcome.done:
-            return outcome, None
-        opening = await self.reset(
-            item.session_id,
-            episode=item.episode + 1,
-            split=next_split,
-            task_key=next_task_key,
-            seed=next_seed,
+        environment = self._sessions.get(item.session_id).environment
+        played, opening = await self._sessions.step_and_reset(
+            StepCall(
+                session_id=item.session_id,
+                episode=item.episode,
+                step_index=item.step_index,
+                answered=item.history,
+                digest=_digest_of(item.history),
+            ),
+            ResetCall(
+                session_id=item.session_id,
+                episode=item.episode + 1,
+                choice=TaskChoice(split=next_split, task_key=next_task_key, seed=next_seed),
+            ),
         )
-        return outcome, opening
+        result = step_result(played.outcome, replayed=played.replayed)
+        return result, None if opening is None else reset_result(opening, environment)
 
     @_as_served
-    async def batch_reset(self, items: Iterable[ResetItem]) -> tuple[Opening | DialoopError, ...]:
+    async def batch_reset(
+        self, items: Iterable[ResetItem]
+    ) -> tuple[ResetResult | DialoopError, ...]:
         """Reset many sessions; an item that failed is its error, the others are unharmed."""
-        return await _each(self._reset(item) for item in items)
+        return await _each(
+            self.reset(
+                item.session_id,
+                episode=item.episode,
+                split=item.split,
+                task_key=item.task_key,
+                seed=item.seed,
+                given=item.given,
+            )
+            for item in items
+        )
 
     @_as_served
-    async def batch_step(self, items: Iterable[StepItem]) -> tuple[Outcome | DialoopError, ...]:
+    async def batch_step(self, items: Iterable[StepItem]) -> tuple[StepResult | DialoopError, ...]:
         """Step many sessions; an item that failed is its error, the others are unharmed."""
-        return await _each(self._step(item) for item in items)
+        return await _each(
+            self.step(
+                item.session_id,
+                episode=item.episode,
+                step_index=item.step_index,
+                history=item.history,
+            )
+            for item in items
+        )
 
     @_as_served
     async def step_history(
         self, environment: str, choice: TaskChoice, history: ChatHistory
-    ) -> Outcome:
+    ) -> StepResult:
         """A step without a session, from the whole history; a retry runs its tools again."""
-        served = self._environment(environment)
-        prompt = prompt_of(history)
-        if not isinstance(served, Stateless):
-            raise refusals.needs_session(environment)
-        task, seed = chosen_task(served, choice)
-        episode = served.resume(task, seed, prompt)
-        return public_outcome(await served.step(episode, history))
+        await self._acquire(self._catalogue.get(environment))
+        return step_result(await self._sessions.step_history(environment, choice, history))
 
     @_as_served
     async def create_group(
@@ -225,60 +236,31 @@ class LocalEnvironmentClient(LocalRuns):
         choice: TaskChoice,
         ttl_s: float | None = None,
     ) -> GroupOpening:
-        """Open sessions at the start of one task; a retry finds the same ones."""
-        if not group_id or num_sessions < 1:
-            raise refusals.bad_value("group_id or num_sessions", "Give a name, and at least 1.")
-        ids = tuple(f"{group_id}.{number}" for number in range(num_sessions))
-        opened: list[EnvironmentOpening] = []
-        for session_id in ids:
-            await self.create_session(session_id, environment, ttl_s=ttl_s)
-            session = self._session(session_id)
-            first = opened[0].episode if opened else None
-            chosen = None if first is None else (first.task, first.seed)
-            opened.append(await session.reset(1, choice, chosen))
-        served = self._session(ids[0])
-        openings = tuple(public_opening(opening, served.environment) for opening in opened)
-        return GroupOpening(session_ids=ids, openings=openings, ttl_s=served.ttl_s)
+        """Open sessions at the start of one task, all or none; a retry finds the same ones."""
+        await self._acquire(self._catalogue.get(environment))
+        members = await self._sessions.create_group(
+            group_id, environment, num_sessions, choice, ttl_s
+        )
+        return GroupOpening(
+            session_ids=tuple(session.session_id for session, _ in members),
+            openings=tuple(reset_result(one, session.environment) for session, one in members),
+            ttl_s=members[0][0].ttl_s,
+        )
 
     @_as_served
     async def get_session(self, session_id: str) -> SessionState:
         """Where the session stands; NotFound (SESSION_LOST) when it is gone."""
-        session = self._session(session_id)
-        state = SessionState(
-            session_id=session_id,
-            environment=session.environment.name,
-            episode=session.episode_number,
-            next_step_index=0,
-            done=False,
-            history=ChatHistory(),
-            expires_in_s=session.ttl_s,
-        )
-        if session.current is None:
-            return state
-        now = session.current.episode
-        shown = public_opening(EnvironmentOpening(episode=now), session.environment)
-        return replace(
-            state,
-            next_step_index=now.step_index,
-            done=now.done,
-            history=shown.history,
-            text=shown.text,
-            tokens=shown.tokens,
-        )
+        return self._sessions.state(session_id)
 
     @_as_served
     async def close_session(self, session_id: str) -> bool:
         """Forget the session; whether there was one."""
-        session = self._sessions.pop(session_id, None)
-        if session is None:
-            return False
-        await session.close()
-        return True
+        return self._sessions.close(session_id)
 
     @_as_served
     async def score(self, trajectory: Trajectory, *, split: str) -> tuple[Score, ...]:
         """Recompute a finished trajectory's rewards: one score per turn, with what failed."""
-        environment = self._environment(trajectory.environment)
+        environment = self._catalogue.get(trajectory.environment)
         task = environment.tasks.get(split, trajectory.task_key)
         return await environment.score(task, trajectory)
 
@@ -287,34 +269,6 @@ class LocalEnvironmentClient(LocalRuns):
             if isinstance(environment, Managed) and environment.name not in self._acquired:
                 await environment.acquire()
                 self._acquired[environment.name] = environment
-
-    async def _reset(self, item: ResetItem) -> Opening:
-        return await self.reset(
-            item.session_id,
-            episode=item.episode,
-            split=item.split,
-            task_key=item.task_key,
-            seed=item.seed,
-            given=item.given,
-        )
-
-    async def _step(self, item: StepItem) -> Outcome:
-        return await self.step(
-            item.session_id,
-            episode=item.episode,
-            step_index=item.step_index,
-            history=item.history,
-        )
-
-    def _environment(self, name: str) -> Environment:
-        if name not in self._environments:
-            raise refusals.unknown_environment(name, self._environments)
-        return self._environments[name]
-
-    def _session(self, session_id: str) -> LocalSession:
-        if session_id not in self._sessions:
-            raise refusals.session_lost(session_id)
-        return self._sessions[session_id]
 
 
 Environments = EnvironmentClient | LocalEnvironmentClient
@@ -331,6 +285,15 @@ async def _each(items: Iterable[Coroutine[Any, Any, T]]) -> tuple[T | DialoopErr
     async with asyncio.TaskGroup() as working:
         tasks = [working.create_task(one(item)) for item in items]
     return tuple(task.result() for task in tasks)
+
+
+def _digest_of(answered: Answered) -> bytes:
+    """Return what equal answers share in this process; much quicker than a digest of all text."""
+    try:
+        number = hash(answered)
+    except TypeError:  # a list where the types say tuple
+        number = hash(repr(answered))
+    return number.to_bytes(8, "little", signed=True)
 
 
 def _info(environment: Environment) -> EnvironmentInfo:

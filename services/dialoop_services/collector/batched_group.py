@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from dialoop.chat import ChatHistory, History
     from dialoop.clients.environment import GroupOpening
-    from dialoop.episode import Opening, Outcome, Policy, Sample
+    from dialoop.episode import Policy, ResetResult, Sample, StepResult
     from dialoop.sequences import Sequence
     from dialoop.trajectory import SamplingParams, Task
 
@@ -46,7 +46,7 @@ class Groups(Protocol):
         """Open sessions at the start of one task, all or none."""
         ...
 
-    async def batch_step(self, items: Iterable[StepItem]) -> tuple[Outcome | DialoopError, ...]:
+    async def batch_step(self, items: Iterable[StepItem]) -> tuple[StepResult | DialoopError, ...]:
         """Step many sessions; an item that failed is its error."""
         ...
 
@@ -109,9 +109,9 @@ class Together:
         self._served: dict[str, str] = {}
         self._opening: asyncio.Task[GroupOpening] | None = None
         num = task.num_trajectories
-        self._resets: Meeting[str, Opening] = Meeting(num, self._open)
+        self._resets: Meeting[str, ResetResult] = Meeting(num, self._open)
         self._answers: Meeting[History, Sample] = Meeting(num, self._generate)
-        self._steps: Meeting[StepItem, Outcome] = Meeting(num, self._step)
+        self._steps: Meeting[StepItem, StepResult] = Meeting(num, self._step)
         self._sampling: SamplingParams | None = None
 
     async def create_session(self, session_id: str, environment: str) -> float:
@@ -120,7 +120,7 @@ class Together:
 
     async def reset(
         self, session_id: str, *, episode: int, split: str, task_key: str, seed: int = 0
-    ) -> Opening:
+    ) -> ResetResult:
         """The opening of a session of the group."""
         return await self._resets.join(session_id)
 
@@ -140,7 +140,7 @@ class Together:
 
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: ChatHistory
-    ) -> Outcome:
+    ) -> StepResult:
         """The outcome of this member's step."""
         item = StepItem(
             session_id=self._served[session_id],
@@ -174,7 +174,7 @@ class Together:
         served = self._served.get(session_id)
         return served is not None and await self._groups.close_session(served)
 
-    async def _open(self, members: list[str]) -> tuple[Opening, ...]:
+    async def _open(self, members: list[str]) -> tuple[ResetResult, ...]:
         group_id = uuid.uuid4().hex
 
         async def create() -> GroupOpening:
@@ -202,5 +202,5 @@ class Together:
         each = (self._policy.generate(one, sampling=self._sampling) for one in histories)
         return tuple(sample for (sample,) in await asyncio.gather(*each))
 
-    async def _step(self, items: list[StepItem]) -> tuple[Outcome | DialoopError, ...]:
+    async def _step(self, items: list[StepItem]) -> tuple[StepResult | DialoopError, ...]:
         return await patiently(lambda: self._groups.batch_step(items), self._patience)

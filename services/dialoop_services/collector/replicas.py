@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Several
 
     from dialoop.chat import ChatHistory, History
-    from dialoop.episode import Opening, Outcome, Policy, Sample, Sessions
+    from dialoop.episode import Policy, ResetResult, Sample, Sessions, StepResult
     from dialoop.sequences import Sequence
     from dialoop.trajectory import SamplingParams
 
@@ -121,7 +121,7 @@ class PatientSessions:
 
     async def reset(
         self, session_id: str, *, episode: int, split: str, task_key: str, seed: int = 0
-    ) -> Opening:
+    ) -> ResetResult:
         """Start an episode."""
         return await patiently(
             lambda: self._sessions.reset(
@@ -132,7 +132,7 @@ class PatientSessions:
 
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: ChatHistory
-    ) -> Outcome:
+    ) -> StepResult:
         """Take the policy's answer; a repeated step gets the first answer."""
         return await patiently(
             lambda: self._sessions.step(

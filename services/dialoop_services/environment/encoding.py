@@ -7,7 +7,6 @@ from hashlib import blake2b
 from dialoop.environments import (
     Answered,
     Environment,
-    Episode,
     Given,
     Opening,
     Outcome,
@@ -15,11 +14,12 @@ from dialoop.environments import (
     TaskChoice,
     TaskPage,
 )
-from dialoop.environments.sessions.records import ResetCall, Session, SessionState, StepCall, Taken
+from dialoop.environments.sessions.records import PlayedStep, ResetCall, Session, StepCall
+from dialoop.environments.sessions.results import reset_result, step_result
 from dialoop.environments.spec import FieldSpec, spec_of
+from dialoop.episode import ResetResult, SessionState, StepResult
 from dialoop.errors import DialoopError, InvalidHistory
 from dialoop.trials.trial import TrialOptions
-from dialoop.v1 import chat_pb2
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire import (
     chat_history_from_proto,
@@ -96,91 +96,76 @@ def _answered(request: pb.StepRequest) -> Answered:
     return chat_history_from_proto(request.history)
 
 
-class _Shown:
-    """The prompt of an episode in its environment's mode; the other views stay unset."""
+class _Prompt:
+    """The prompt in its environment's mode; the other views stay unset."""
 
-    def __init__(self, shown: Opening | Outcome) -> None:
-        text, tokens = shown.text, shown.tokens
-        is_history = shown.episode.view is None
-        self.history: chat_pb2.ChatHistory | None = (
-            chat_history_to_proto(shown.history) if is_history else None
-        )
+    def __init__(self, shown: ResetResult | StepResult | SessionState) -> None:
+        history, text, tokens = shown.history, shown.text, shown.tokens
+        self.history = None if history.prompt is None else chat_history_to_proto(history)
         self.text = None if text is None else text_to_proto(text)
         self.tokens = None if tokens is None else tokens_to_proto(tokens)
 
 
-def reset_response(opening: Opening, version: str) -> pb.ResetResponse:
+def reset_response(opening: Opening, environment: Environment) -> pb.ResetResponse:
     """A reset's answer."""
-    shown = _Shown(opening)
+    result = reset_result(opening, environment)
+    prompt = _Prompt(result)
     return pb.ResetResponse(
-        history=shown.history,
-        text=shown.text,
-        tokens=shown.tokens,
-        info=dict(opening.info),
-        environment_version=version,
+        history=prompt.history,
+        text=prompt.text,
+        tokens=prompt.tokens,
+        info=result.info,
+        environment_version=result.environment_version,
     )
 
 
 def step_response(outcome: Outcome, *, replayed: bool = False) -> pb.StepResponse:
     """A step's answer."""
-    shown = _Shown(outcome)
+    result = step_result(outcome, replayed=replayed)
+    prompt = _Prompt(result)
     return pb.StepResponse(
-        history=shown.history,
-        text=shown.text,
-        tokens=shown.tokens,
-        rewards=[reward_to_proto(reward) for reward in outcome.rewards],
-        terminated=outcome.episode.terminated,
-        truncated=outcome.episode.truncated,
-        done_reason=int(outcome.episode.done_reason),  # type: ignore[arg-type]  # enums are ints
-        failures=[failure_to_proto(failure) for failure in outcome.failures],
-        num_tool_calls=outcome.num_tool_calls,
-        replayed=replayed,
-        info=dict(outcome.info),
+        history=prompt.history,
+        text=prompt.text,
+        tokens=prompt.tokens,
+        rewards=[reward_to_proto(reward) for reward in result.rewards],
+        terminated=result.terminated,
+        truncated=result.truncated,
+        done_reason=int(result.done_reason),  # type: ignore[arg-type]  # enums are ints
+        failures=[failure_to_proto(failure) for failure in result.failures],
+        num_tool_calls=result.num_tool_calls,
+        replayed=result.replayed,
+        info=result.info,
     )
 
 
-def taken_response(taken: Taken) -> pb.StepResponse:
+def played_response(played: PlayedStep) -> pb.StepResponse:
     """The answer to a step of a session."""
-    return step_response(taken.outcome, replayed=taken.replayed)
+    return step_response(played.outcome, replayed=played.replayed)
 
 
-def group_response(
-    members: list[tuple[Session, Opening]],
-) -> pb.CreateGroupResponse:
+def group_response(members: list[tuple[Session, Opening]]) -> pb.CreateGroupResponse:
     """The sessions of a group and their openings."""
     return pb.CreateGroupResponse(
         session_ids=[session.session_id for session, _ in members],
-        resets=[
-            reset_response(opening, session.environment.version) for session, opening in members
-        ],
+        resets=[reset_response(opening, session.environment) for session, opening in members],
         ttl_s=members[0][0].ttl_s,
     )
 
 
-def session_response(session: Session, expires_in_s: float) -> pb.GetSessionResponse:
+def session_response(state: SessionState) -> pb.GetSessionResponse:
     """Where a session stands."""
-    response = pb.GetSessionResponse(
-        session_id=session.session_id,
-        environment=session.environment.name,
-        episode=session.episode_number,
-        done=session.state is SessionState.DONE,
-        expires_in_s=expires_in_s,
+    prompt = _Prompt(state)
+    return pb.GetSessionResponse(
+        session_id=state.session_id,
+        environment=state.environment,
+        episode=state.episode,
+        next_step_index=state.next_step_index,
+        done=state.done,
+        history=prompt.history,
+        text=prompt.text,
+        tokens=prompt.tokens,
+        expires_in_s=state.expires_in_s,
     )
-    if session.current is not None:
-        episode = session.current.episode
-        response.next_step_index = episode.step_index
-        _show(response, episode)
-    return response
-
-
-def _show(response: pb.GetSessionResponse, episode: Episode) -> None:
-    shown = _Shown(Opening(episode=episode))
-    if shown.history is not None:
-        response.history.CopyFrom(shown.history)
-    if shown.text is not None:
-        response.text.CopyFrom(shown.text)
-    if shown.tokens is not None:
-        response.tokens.CopyFrom(shown.tokens)
 
 
 def environment_info(environment: Environment) -> pb.EnvironmentInfo:

@@ -33,7 +33,7 @@ from dialoop_services.runtime.logs import add_log_fields
 
 if TYPE_CHECKING:
     from dialoop.environments.sessions.catalogue import Catalogue
-    from dialoop.environments.sessions.sessions import Sessions
+    from dialoop.environments.sessions.engine import SessionEngine
 
     from dialoop_services.rest.http_routes import HttpAnswer, HttpRequest
     from dialoop_services.rest.socket_routes import Socket
@@ -101,7 +101,7 @@ class _Player:
 class OpenEnvDoor:
     """Serves every environment of a catalogue to clients of OpenEnv."""
 
-    def __init__(self, catalogue: Catalogue, sessions: Sessions) -> None:
+    def __init__(self, catalogue: Catalogue, sessions: SessionEngine) -> None:
         self._catalogue = catalogue
         self._sessions = sessions
 
@@ -211,7 +211,7 @@ class OpenEnvDoor:
         call = ResetCall(
             session_id=player.session_id, episode=player.number + 1, choice=body.choice
         )
-        opening = await self._sessions.opened(call)
+        opening = await self._sessions.reset(call)
         player.number, player.taken = call.episode, 0
         return shown(opening.episode, _episode_id(player), info=opening.info)
 

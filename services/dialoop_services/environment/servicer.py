@@ -16,8 +16,9 @@ from dialoop_services.environment import encoding
 from dialoop_services.runtime.errors import public_error
 
 if TYPE_CHECKING:
+    from dialoop.environments.environment import Environment
     from dialoop.environments.sessions.catalogue import Catalogue
-    from dialoop.environments.sessions.sessions import Sessions
+    from dialoop.environments.sessions.engine import SessionEngine
 
     from dialoop_services.environment.runs import Runs
 
@@ -31,7 +32,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
     def __init__(
         self,
         catalogue: Catalogue,
-        sessions: Sessions,
+        sessions: SessionEngine,
         runs: Runs,
         *,
         max_concurrent_items: int = 256,
@@ -71,22 +72,22 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         return pb.CreateSessionResponse(session_id=session.session_id, ttl_s=session.ttl_s)
 
     async def Reset(self, request: pb.ResetRequest, context: Any) -> pb.ResetResponse:
-        opening = await self._sessions.opened(encoding.reset_call(request))
-        return encoding.reset_response(opening, self._version(request.session_id))
+        opening = await self._sessions.reset(encoding.reset_call(request))
+        return encoding.reset_response(opening, self._environment_of(request.session_id))
 
     async def Step(self, request: pb.StepRequest, context: Any) -> pb.StepResponse:
-        return encoding.taken_response(await self._sessions.step(encoding.step_call(request)))
+        return encoding.played_response(await self._sessions.step(encoding.step_call(request)))
 
     async def StepAndReset(
         self, request: pb.StepAndResetRequest, context: Any
     ) -> pb.StepAndResetResponse:
-        taken, opening = await self._sessions.step_and_reset(
+        played, opening = await self._sessions.step_and_reset(
             encoding.step_call(request.step), encoding.following_reset(request)
         )
-        response = pb.StepAndResetResponse(step=encoding.taken_response(taken))
+        response = pb.StepAndResetResponse(step=encoding.played_response(played))
         if opening is not None:
-            version = self._version(request.step.session_id)
-            response.reset.CopyFrom(encoding.reset_response(opening, version))
+            environment = self._environment_of(request.step.session_id)
+            response.reset.CopyFrom(encoding.reset_response(opening, environment))
         return response
 
     async def BatchReset(
@@ -137,7 +138,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
     async def CreateGroup(
         self, request: pb.CreateGroupRequest, context: Any
     ) -> pb.CreateGroupResponse:
-        members = await self._sessions.opened_group(
+        members = await self._sessions.create_group(
             request.group_id,
             request.environment,
             request.num_sessions,
@@ -149,8 +150,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
     async def GetSession(
         self, request: pb.GetSessionRequest, context: Any
     ) -> pb.GetSessionResponse:
-        session = self._sessions.get(request.session_id)
-        return encoding.session_response(session, self._sessions.expires_in_s(session))
+        return encoding.session_response(self._sessions.state(request.session_id))
 
     async def CloseSession(
         self, request: pb.CloseSessionRequest, context: Any
@@ -183,8 +183,8 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         )
         return pb.RunTrialResponse(trials=trials_to_proto(result))
 
-    def _version(self, session_id: str) -> str:
-        return self._sessions.get(session_id).environment.version
+    def _environment_of(self, session_id: str) -> Environment:
+        return self._sessions.get(session_id).environment
 
     async def _interact(self, request: pb.InteractRequest, context: Any) -> pb.InteractResponse:
         """The answer to one request of a stream, be it an error."""

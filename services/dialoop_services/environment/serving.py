@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from dialoop.clients.inference import InferenceClient
 from dialoop.environments import load_environment
 from dialoop.environments.sessions.catalogue import Catalogue
-from dialoop.environments.sessions.records import Limits
-from dialoop.environments.sessions.sessions import open_sessions
+from dialoop.environments.sessions.engine import open_sessions
+from dialoop.environments.sessions.records import SessionLimits
 from dialoop.v1.environment_service_pb2_grpc import add_EnvironmentServiceServicer_to_server
 
 from dialoop_services.environment.holding import held, watched
@@ -50,7 +50,7 @@ async def serving_on(
     catalogue = catalogue or Catalogue(
         load_environment(entry.use, entry.options) for entry in settings.entries
     )
-    limits = Limits(
+    limits = SessionLimits(
         ttl_s=settings.ttl_s,
         max_ttl_s=settings.max_ttl_s,
         capacity=settings.capacity,

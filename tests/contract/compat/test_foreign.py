@@ -7,7 +7,12 @@ import asyncio
 import pytest
 from dialoop.chat import Message
 from dialoop.environments import OpensSlowly
-from dialoop.environments.foreign.driver import Begun, ForeignEnvironment, Moved, NumberedTasks
+from dialoop.environments.foreign.driver import (
+    ForeignEnvironment,
+    ForeignReset,
+    ForeignStep,
+    NumberedTasks,
+)
 from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.trajectory import DoneReason, Owner
 
@@ -29,7 +34,7 @@ class Counting:
         await self.gate.wait()
         if task.question == "refuse":
             raise RuntimeError("secret text")
-        return Begun(place=[seed], messages=(Message(role="user", content=f"seed {seed}"),))
+        return ForeignReset(place=[seed], messages=(Message(role="user", content=f"seed {seed}"),))
 
     async def move(self, place, history):
         text = history[-1].text
@@ -38,8 +43,8 @@ class Counting:
             raise RuntimeError("secret text")
         place.append(text)
         if text == "end":
-            return Moved(reward=float("nan") if "nan" in place else 2.0, terminated=True)
-        return Moved(messages=(Message(role="user", content="go on"),), reward=0.5)
+            return ForeignStep(reward=float("nan") if "nan" in place else 2.0, terminated=True)
+        return ForeignStep(messages=(Message(role="user", content="go on"),), reward=0.5)
 
     async def end(self, place):
         self.ended.append(place[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -10,14 +11,26 @@ from dialoop import errors
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient, ResetItem, StepItem
-from dialoop.environments import ArithmeticTasks, ExactResult, Score, arithmetic, tool_environment
+from dialoop.environments import (
+    ArithmeticTasks,
+    ChatEnv,
+    ExactResult,
+    Score,
+    Transform,
+    arithmetic,
+    tool_environment,
+)
 from dialoop.environments.sessions.catalogue import Catalogue
-from dialoop.episode import Outcome
+from dialoop.environments.sessions.records import SessionLimits
+from dialoop.episode import StepResult
 from dialoop.errors import DialoopError
 from dialoop.local.client import LocalEnvironmentClient
-from dialoop.trajectory import Trajectory
+from dialoop.trajectory import DoneReason, Owner, Trajectory
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
+
+from tests.support.environment_doors import at, opened, reason_of
+from tests.support.patience import PATIENCE_S
 
 KEY = ArithmeticTasks().keys("train")[0]
 ANSWER = ArithmeticTasks().get("train", KEY).answer
@@ -151,7 +164,7 @@ def comparable(answer: object) -> object:
         return tuple(comparable(item) for item in answer)
     if isinstance(answer, DialoopError):
         return type(answer), answer.reason
-    if isinstance(answer, Outcome):  # the message of a failure holds a random error_id
+    if isinstance(answer, StepResult):  # the message of a failure holds a random error_id
         failures = tuple(replace(failure, message="") for failure in answer.failures)
         return replace(answer, failures=failures)
     if hasattr(answer, "expires_in_s"):
@@ -204,3 +217,136 @@ def play_once():
         return await play(task, sessions=local, policy=ScriptedPolicy([CALL, SUBMIT]))
 
     return played
+
+
+class Gate:
+    """A tool that waits to be let through, and counts its runs."""
+
+    name = "gate"
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.entered = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def __call__(self, query: str) -> str:
+        self.runs += 1
+        self.entered.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        return "through"
+
+
+@asynccontextmanager
+async def gated(door: str, **limits: float):
+    """A client at one door, with a session at the start of an episode whose tool hangs."""
+    gate = Gate()
+    environment = tool_environment(name="gated", tasks=ArithmeticTasks(), tools=[gate], rewards=[])
+    if door == "in_process":
+        async with LocalEnvironmentClient(environment, limits=SessionLimits(**limits)) as client:
+            await opened(client, "gated", split="train", task_key=KEY)
+            yield client, gate
+        return
+    async with at(door, environment, **limits) as client:
+        await opened(client, "gated", split="train", task_key=KEY)
+        yield client, gate
+
+
+def ended(result: StepResult) -> tuple[object, ...]:
+    """How a step ended, and who was at fault."""
+    faults = [(failure.owner, failure.reason) for failure in result.failures]
+    return faults, result.truncated, result.done_reason, result.rewards
+
+
+HANG = "<request><gate>x<call>"
+
+
+@pytest.mark.parametrize("door", ["in_process", "sdk"])
+async def test_a_step_that_outlasts_its_time_fails_and_is_never_run_again(door):
+    async with gated(door, step_timeout_s=0.3) as (client, gate):
+        late = await client.step("s", episode=1, step_index=0, history=response(HANG))
+        assert ended(late) == (
+            [(Owner.ENVIRONMENT, "STEP_TIMEOUT")],
+            True,
+            DoneReason.ERROR,
+            (),
+        )
+        assert gate.cancelled.is_set()
+        again = await client.step("s", episode=1, step_index=0, history=response(HANG))
+        assert again == replace(late, replayed=True)
+        assert gate.runs == 1
+        assert (await client.get_session("s")).done
+
+
+@pytest.mark.parametrize("door", ["in_process", "sdk"])
+async def test_a_step_that_nobody_comes_back_for_is_cancelled_with_its_tool(door):
+    async with gated(door, abandon_s=0.2) as (client, gate):
+        asking = asyncio.create_task(
+            client.step("s", episode=1, step_index=0, history=response(HANG))
+        )
+        await gate.entered.wait()
+        asking.cancel()
+        await asyncio.wait([asking])
+        async with asyncio.timeout(PATIENCE_S):
+            await gate.cancelled.wait()
+        again = await client.step("s", episode=1, step_index=0, history=response(HANG))
+        assert again.replayed
+        assert ended(again) == (
+            [(Owner.ENVIRONMENT, "STEP_CANCELLED")],
+            True,
+            DoneReason.ERROR,
+            (),
+        )
+        assert gate.runs == 1
+        assert (await client.reset("s", episode=2, split="train", task_key=KEY)).history.prompt
+
+
+@pytest.mark.parametrize("door", ["in_process", "sdk"])
+async def test_the_same_step_with_another_answer_is_refused_by_its_digest(door):
+    async with at(door, arithmetic()) as client:
+        opening = await opened(client, "arithmetic", split="train", task_key=KEY)
+        spoken = Message(role="assistant", content=CALL)
+        first = await client.step(
+            "s", episode=1, step_index=0, history=opening.history.respond(spoken)
+        )
+        # Equal words in objects of their own are the same answer; other views of them are not.
+        prompt = History(tuple(replace(message) for message in opening.history.prompt))
+        same = ChatHistory(prompt=prompt).respond(replace(spoken))
+        again = await client.step("s", episode=1, step_index=0, history=same)
+        assert again == replace(first, replayed=True)
+        for other in (response(CALL), response(SUBMIT), replace(same, prompt=None)):
+            step_again = client.step("s", episode=1, step_index=0, history=other)
+            assert await reason_of(step_again) == "STEP_CONFLICT"
+
+
+async def test_an_answer_with_a_list_for_a_tuple_is_known_again_in_this_process():
+    local = LocalEnvironmentClient(arithmetic())
+    await opened(local, "arithmetic", split="train", task_key=KEY)
+    results = []
+    for _ in range(2):
+        said = Message(role="assistant", content=CALL, tool_responses=["one"])  # type: ignore[arg-type]
+        answer = ChatHistory(response=History((said,)))
+        results.append(await local.step("s", episode=1, step_index=0, history=answer))
+    assert [result.replayed for result in results] == [False, True]
+
+
+async def test_leaving_this_process_client_lets_go_of_episodes_before_their_environment():
+    told = []
+
+    class Holds(Transform):
+        async def close(self, episode):
+            await asyncio.sleep(0.05)
+            told.append("closed")
+
+        async def release(self):
+            told.append("released")
+
+    environment = ChatEnv(name="held", tasks=ArithmeticTasks(), transforms=(Holds(),))
+    async with LocalEnvironmentClient(environment) as local:
+        for session in "ab":
+            await opened(local, "held", session, split="train", task_key=KEY)
+        await local.close_session("a")
+    assert told == ["closed", "closed", "released"]

@@ -19,7 +19,7 @@ from dialoop.environments import (
     Text,
     Tokens,
 )
-from dialoop.episode import Opening, Outcome
+from dialoop.episode import ResetResult, StepResult
 from dialoop.tasks.gsm8k import gsm8k
 from dialoop.tasks.ifeval import ifeval
 from dialoop.testing import byte_tokenizer
@@ -58,7 +58,7 @@ ANSWERS = {
 }
 
 
-def spelled(outcome: Opening | Outcome, mode: InputMode) -> str:
+def spelled(outcome: ResetResult | StepResult, mode: InputMode) -> str:
     """The prompt of the one view that the mode has, as text."""
     views = {
         InputMode.HISTORY: outcome.history.prompt,

@@ -8,8 +8,8 @@ import pytest
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.environments import ArithmeticTasks, ExactResult, TaskChoice, tool_environment
 from dialoop.environments.sessions.catalogue import Catalogue
-from dialoop.environments.sessions.records import ResetCall, SessionState, StepCall
-from dialoop.environments.sessions.sessions import Limits, open_sessions
+from dialoop.environments.sessions.engine import open_sessions
+from dialoop.environments.sessions.records import ResetCall, SessionLimits, StepCall
 from dialoop.errors import (
     AlreadyExists,
     Busy,
@@ -64,7 +64,9 @@ def environment(gate: Gate, name: str = "gated"):
 @asynccontextmanager
 async def opened(gate: Gate, clock: Clock | None = None, **limits):
     catalogue = Catalogue([environment(gate), environment(gate, "other")])
-    async with open_sessions(catalogue, Limits(**limits), clock=clock or Clock()) as sessions:
+    async with open_sessions(
+        catalogue, SessionLimits(**limits), clock=clock or Clock()
+    ) as sessions:
         yield sessions
 
 
@@ -84,9 +86,9 @@ def step_call(text: str = CALL, index: int = 0, session_id: str = "s", episode: 
     )
 
 
-def started(sessions, session_id: str = "s") -> None:
+async def started(sessions, session_id: str = "s") -> None:
     sessions.create(session_id, "gated")
-    sessions.reset(reset_call(session_id))
+    await sessions.reset(reset_call(session_id))
 
 
 async def reason_of(awaitable) -> str:
@@ -98,7 +100,7 @@ async def reason_of(awaitable) -> str:
 async def test_a_retried_step_gets_the_first_answer_and_runs_no_tool_twice():
     gate = Gate()
     async with opened(gate) as sessions:
-        started(sessions)
+        await started(sessions)
         first = await sessions.step(step_call())
         again = await sessions.step(step_call())
         assert (first.replayed, again.replayed) == (False, True)
@@ -108,7 +110,7 @@ async def test_a_retried_step_gets_the_first_answer_and_runs_no_tool_twice():
 
 async def test_an_older_step_of_the_episode_can_be_retried_too():
     async with opened(Gate()) as sessions:
-        started(sessions)
+        await started(sessions)
         first = await sessions.step(step_call())
         await sessions.step(step_call(index=1))
         assert (await sessions.step(step_call())).outcome is first.outcome
@@ -117,7 +119,7 @@ async def test_an_older_step_of_the_episode_can_be_retried_too():
 async def test_retries_while_the_first_call_is_under_way_share_its_answer():
     gate = Gate(is_open=False)
     async with opened(gate) as sessions:
-        started(sessions)
+        await started(sessions)
         calls = [asyncio.create_task(sessions.step(step_call())) for _ in range(5)]
         await gate.entered.wait()
         gate.open.set()
@@ -130,13 +132,13 @@ async def test_retries_while_the_first_call_is_under_way_share_its_answer():
 async def test_another_step_at_the_same_time_is_busy():
     gate = Gate(is_open=False)
     async with opened(gate) as sessions:
-        started(sessions)
+        await started(sessions)
         first = asyncio.create_task(sessions.step(step_call()))
         await gate.entered.wait()
         assert await reason_of(sessions.step(step_call("other"))) == "SESSION_BUSY"
         assert await reason_of(sessions.step(step_call(index=1))) == "SESSION_BUSY"
         with pytest.raises(Busy):
-            sessions.reset(reset_call(episode=2))
+            await sessions.reset(reset_call(episode=2))
         gate.open.set()
         assert not (await first).replayed
 
@@ -144,7 +146,7 @@ async def test_another_step_at_the_same_time_is_busy():
 async def test_a_client_that_goes_away_finds_its_answer():
     gate = Gate(is_open=False)
     async with opened(gate) as sessions:
-        started(sessions)
+        await started(sessions)
         first = asyncio.create_task(sessions.step(step_call()))
         await gate.entered.wait()
         first.cancel()
@@ -161,21 +163,21 @@ async def test_conflicts_gaps_and_the_end_of_an_episode_are_errors_and_change_no
     async with opened(Gate()) as sessions:
         sessions.create("s", "gated")
         assert await reason_of(sessions.step(step_call())) == "STEP_GAP"
-        sessions.reset(reset_call())
+        await sessions.reset(reset_call())
         assert await reason_of(sessions.step(step_call(index=1))) == "STEP_GAP"
         assert await reason_of(sessions.step(step_call(episode=2))) == "STEP_GAP"
         assert await reason_of(sessions.step(step_call(index=-1))) == "OUT_OF_RANGE"
         await sessions.step(step_call())
         assert await reason_of(sessions.step(step_call("Result=1<submit>"))) == "STEP_CONFLICT"
         await sessions.step(step_call("Result=1<submit>", index=1))
-        assert sessions.get("s").state is SessionState.DONE
+        assert sessions.state("s").done
         assert await reason_of(sessions.step(step_call(index=2))) == "EPISODE_DONE"
         assert (await sessions.step(step_call())).replayed
 
 
 async def test_a_bad_history_costs_no_step():
     async with opened(Gate()) as sessions:
-        started(sessions)
+        await started(sessions)
         bad = StepCall(
             session_id="s", episode=1, step_index=0, answered=ChatHistory(), digest=b"bad"
         )
@@ -187,22 +189,22 @@ async def test_resets_are_idempotent_and_in_order():
     async with opened(Gate()) as sessions:
         sessions.create("s", "gated")
         with pytest.raises(InvalidInput):
-            sessions.reset(reset_call(episode=0))
-        first = sessions.reset(reset_call())
-        assert sessions.reset(reset_call()) is first
+            await sessions.reset(reset_call(episode=0))
+        first = await sessions.reset(reset_call())
+        assert await sessions.reset(reset_call()) is first
         for call, reason in [
             (reset_call(key=OTHER_KEY), "STEP_CONFLICT"),
             (reset_call(episode=3), "STEP_GAP"),
             (reset_call(episode=2, key="nope"), "TASK_NOT_FOUND"),
         ]:
             with pytest.raises(DialoopError) as caught:
-                sessions.reset(call)
+                await sessions.reset(call)
             assert caught.value.reason == reason
         assert sessions.get("s").episode_number == 1
-        sessions.reset(reset_call(episode=2, key=OTHER_KEY))
-        sessions.reset(reset_call(episode=3))
+        await sessions.reset(reset_call(episode=2, key=OTHER_KEY))
+        await sessions.reset(reset_call(episode=3))
         with pytest.raises(DialoopError) as caught:
-            sessions.reset(reset_call(episode=1))
+            await sessions.reset(reset_call(episode=1))
         assert caught.value.reason == "STEP_CONFLICT"
         assert await reason_of(sessions.step(step_call(episode=1))) == "EPISODE_DONE"
         assert await reason_of(sessions.step(step_call(episode=2))) == "EPISODE_DONE"
@@ -210,7 +212,7 @@ async def test_resets_are_idempotent_and_in_order():
 
 async def test_step_and_reset_is_idempotent_and_an_unknown_next_task_costs_no_step():
     async with opened(Gate()) as sessions:
-        started(sessions)
+        await started(sessions)
         step = step_call("Result=1<submit>")
         unknown = sessions.step_and_reset(step, reset_call(episode=2, key="nope"))
         assert await reason_of(unknown) == "TASK_NOT_FOUND"
@@ -250,21 +252,21 @@ async def test_expired_and_lost_sessions_are_told_apart():
     async with opened(Gate(), clock, ttl_s=10.0) as sessions:
         sessions.create("s", "gated")
         clock.now = 9.0
-        sessions.reset(reset_call())
+        await sessions.reset(reset_call())
         clock.now = 18.0
-        assert sessions.expires_in_s(sessions.get("s")) == 1.0
+        assert sessions.state("s").expires_in_s == 1.0
         clock.now = 19.0
         for _ in range(2):
             assert await reason_of(sessions.step(step_call())) == "SESSION_EXPIRED"
         assert await reason_of(sessions.step(step_call(session_id="t"))) == "SESSION_LOST"
         sessions.create("s", "gated")
-        assert sessions.get("s").state is SessionState.CREATED
+        assert sessions.state("s").episode == 0
 
 
 async def test_the_reaper_runs_by_itself_and_spares_a_step_under_way():
     clock, gate = Clock(), Gate(is_open=False)
     async with opened(gate, clock, reap_interval_s=0.01) as sessions:
-        started(sessions)
+        await started(sessions)
         sessions.create("idle", "gated", 5.0)
         step = asyncio.create_task(sessions.step(step_call()))
         await gate.entered.wait()
@@ -330,9 +332,9 @@ class Crashing:
 
 
 async def test_a_crashing_environment_is_a_failure_with_an_owner():
-    async with open_sessions(Catalogue([Crashing()]), Limits()) as sessions:
+    async with open_sessions(Catalogue([Crashing()]), SessionLimits()) as sessions:
         sessions.create("s", "crashing")
-        sessions.reset(reset_call())
+        await sessions.reset(reset_call())
         outcome = (await sessions.step(step_call())).outcome
         (failure,) = outcome.failures
         assert (failure.owner, failure.reason) == (Owner.ENVIRONMENT, "STEP_FAILED")

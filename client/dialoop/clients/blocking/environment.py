@@ -10,19 +10,13 @@ if TYPE_CHECKING:
 
     from dialoop.chat import ChatHistory
     from dialoop.clients.blocking.loop import BackgroundLoop
-    from dialoop.clients.environment_records import (
-        EnvironmentInfo,
-        GroupOpening,
-        ResetItem,
-        SessionState,
-        StepItem,
-    )
+    from dialoop.clients.environment_records import EnvironmentInfo, ResetItem, StepItem
     from dialoop.environments.environment import Given
     from dialoop.environments.episode import Score
     from dialoop.environments.modes import Answered
     from dialoop.environments.tasks.choosing import TaskChoice
     from dialoop.environments.tasks.source import TaskPage
-    from dialoop.episode import Opening, Outcome
+    from dialoop.episode import GroupOpening, ResetResult, SessionState, StepResult
     from dialoop.errors import DialoopError
     from dialoop.local.client import Environments
     from dialoop.text_environment.environment import TextRun
@@ -82,7 +76,7 @@ class BlockingEnvironmentClient:
         task_key: str = "",
         seed: int = 0,
         given: Given | None = None,
-    ) -> Opening:
+    ) -> ResetResult:
         """Start an episode of the session: with a task, or with the question in `given`."""
         return self._loop.run(
             self._client.reset(
@@ -90,7 +84,9 @@ class BlockingEnvironmentClient:
             )
         )
 
-    def step(self, session_id: str, *, episode: int, step_index: int, history: Answered) -> Outcome:
+    def step(
+        self, session_id: str, *, episode: int, step_index: int, history: Answered
+    ) -> StepResult:
         """Take the policy's answer; a retry gets the first answer.
 
         `history` is a ChatHistory, or Text or Tokens where that is the environment's input mode.
@@ -101,7 +97,7 @@ class BlockingEnvironmentClient:
 
     def step_and_reset(
         self, item: StepItem, *, next_split: str, next_task_key: str, next_seed: int = 0
-    ) -> tuple[Outcome, Opening | None]:
+    ) -> tuple[StepResult, ResetResult | None]:
         """Step, and where that ends the episode open the next one in the same session."""
         return self._loop.run(
             self._client.step_and_reset(
@@ -109,15 +105,17 @@ class BlockingEnvironmentClient:
             )
         )
 
-    def batch_reset(self, items: Iterable[ResetItem]) -> tuple[Opening | DialoopError, ...]:
+    def batch_reset(self, items: Iterable[ResetItem]) -> tuple[ResetResult | DialoopError, ...]:
         """Reset many sessions; an item that failed is its error, the others are unharmed."""
         return self._loop.run(self._client.batch_reset(items))
 
-    def batch_step(self, items: Iterable[StepItem]) -> tuple[Outcome | DialoopError, ...]:
+    def batch_step(self, items: Iterable[StepItem]) -> tuple[StepResult | DialoopError, ...]:
         """Step many sessions; an item that failed is its error, the others are unharmed."""
         return self._loop.run(self._client.batch_step(items))
 
-    def step_history(self, environment: str, choice: TaskChoice, history: ChatHistory) -> Outcome:
+    def step_history(
+        self, environment: str, choice: TaskChoice, history: ChatHistory
+    ) -> StepResult:
         """A step without a session, from the whole history; a retry runs its tools again."""
         return self._loop.run(self._client.step_history(environment, choice, history))
 

@@ -35,7 +35,7 @@ _POLICY = "assistant"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
+class ForeignReset:
     """An episode that began elsewhere: `place` is what the driver knows it by."""
 
     place: Any
@@ -44,7 +44,7 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
+class ForeignStep:
     """What became of a move; `reward` None is no reward."""
 
     messages: tuple[Message, ...] = ()
@@ -57,11 +57,11 @@ class Moved:
 class Driver(Protocol):
     """How to play elsewhere. One step at a time in a place, many places at a time."""
 
-    async def begin(self, task: TaskData, seed: int) -> Begun:
+    async def begin(self, task: TaskData, seed: int) -> ForeignReset:
         """Begin an episode."""
         ...
 
-    async def move(self, place: Any, history: History) -> Moved:
+    async def move(self, place: Any, history: History) -> ForeignStep:
         """Take the policy's last message; cancelled or failed, the place is not used again."""
         ...
 

@@ -20,7 +20,12 @@ from typing import Any
 
 from dialoop.chat import History, Message
 from dialoop.environments.episode import TaskData
-from dialoop.environments.foreign.driver import Begun, ForeignEnvironment, Moved, NumberedTasks
+from dialoop.environments.foreign.driver import (
+    ForeignEnvironment,
+    ForeignReset,
+    ForeignStep,
+    NumberedTasks,
+)
 from dialoop.environments.tasks.source import TaskSource
 from dialoop.errors import CapacityExhausted, InvalidConfig
 
@@ -80,7 +85,7 @@ class OpenEnvDriver:
     def __post_init__(self) -> None:
         _client_class()
 
-    async def begin(self, task: TaskData, seed: int) -> Begun:
+    async def begin(self, task: TaskData, seed: int) -> ForeignReset:
         """Connect and reset; CapacityExhausted (CAPACITY) while all their sessions are taken."""
         connection = _Connection(
             _client_class()(
@@ -100,16 +105,16 @@ class OpenEnvDriver:
                 reason="CAPACITY",
                 remedy="Try again later, or raise its max_concurrent_envs.",
             ) from error
-        return Begun(place=connection, messages=(self._message(result),))
+        return ForeignReset(place=connection, messages=(self._message(result),))
 
-    async def move(self, place: _Connection, history: History) -> Moved:
+    async def move(self, place: _Connection, history: History) -> ForeignStep:
         """Step with the action of the policy's text."""
         action = dict(self.to_action(history[-1].text))
         result = await place.ask("step", action)
         reward = None if result.reward is None else float(result.reward)
         if result.done:
-            return Moved(reward=reward, terminated=True)
-        return Moved(messages=(self._message(result),), reward=reward)
+            return ForeignStep(reward=reward, terminated=True)
+        return ForeignStep(messages=(self._message(result),), reward=reward)
 
     async def end(self, place: _Connection) -> None:
         """Close the WebSocket, and their session with it."""

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from dialoop.chat import History, Message
 from dialoop.environments.episode import TaskData
-from dialoop.environments.foreign.driver import Begun, ForeignEnvironment, Moved
+from dialoop.environments.foreign.driver import ForeignEnvironment, ForeignReset, ForeignStep
 from dialoop.environments.tasks.source import NoTasks, TaskSource
 from dialoop.errors import InvalidConfig
 
@@ -48,7 +48,7 @@ class TorchrlDriver:
     def __post_init__(self) -> None:
         _libraries()
 
-    async def begin(self, task: TaskData, seed: int) -> Begun:
+    async def begin(self, task: TaskData, seed: int) -> ForeignReset:
         """Make and reset an environment."""
         place = _Place()
         try:
@@ -56,9 +56,9 @@ class TorchrlDriver:
         except BaseException:
             place.close()
             raise
-        return Begun(place=place, messages=history.messages)
+        return ForeignReset(place=place, messages=history.messages)
 
-    async def move(self, place: _Place, history: History) -> Moved:
+    async def move(self, place: _Place, history: History) -> ForeignStep:
         """Step with the whole conversation as `full`."""
         return await place.run(lambda: place.step(history))
 
@@ -111,7 +111,7 @@ class _Place:
         self.state = self.environment.reset(given)
         return _messages(self.state["history"].prompt)
 
-    def step(self, history: History) -> Moved:
+    def step(self, history: History) -> ForeignStep:
         """What their step makes of the conversation."""
         torchrl, _ = _libraries()
         prompt = len(_messages(self.state["history"].prompt))
@@ -129,7 +129,7 @@ class _Place:
         reward = after.get("reward", None)
         self.state = self.environment.step_mdp(stepped)  # with what the reset brought
         terminated, truncated = (_flag(after, name) for name in ("terminated", "truncated"))
-        return Moved(
+        return ForeignStep(
             messages=told.messages[len(history) :],
             reward=None if reward is None else float(reward.sum()),
             terminated=terminated or (_flag(after, "done") and not truncated),

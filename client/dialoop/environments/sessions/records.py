@@ -1,26 +1,24 @@
-"""What a session remembers: its episodes, and the first answer to every step."""
+"""What a session remembers, and which call may come next: its order, retries and refusals."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from enum import Enum
+from typing import TYPE_CHECKING
 
-from dialoop.environments import Answered, Environment, Episode, Opening, Outcome, TaskChoice
-from dialoop.errors import DialoopError
+from dialoop.environments import refusals
 
-
-class SessionState(Enum):
-    """CREATED until the first reset, then PLAYING and DONE in turn."""
-
-    CREATED = "created"
-    PLAYING = "playing"
-    DONE = "done"
+if TYPE_CHECKING:
+    from dialoop.environments.environment import Environment
+    from dialoop.environments.episode import Episode, Opening, Outcome
+    from dialoop.environments.modes import Answered
+    from dialoop.environments.tasks.choosing import TaskChoice
+    from dialoop.errors import DialoopError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits(ttl_s=900, max_ttl_s=86400, capacity=4096, step_timeout_s=120, ...)."""
+class SessionLimits:
+    """SessionLimits(ttl_s=900, max_ttl_s=86400, capacity=4096, step_timeout_s=120, ...)."""
 
     ttl_s: float = 900.0
     max_ttl_s: float = 86_400.0
@@ -53,40 +51,49 @@ class StepCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class PlayedStep:
     """A step's outcome, and whether it is that of an earlier identical request."""
 
     outcome: Outcome
     replayed: bool
 
 
-StepAndOpening = tuple[Taken, Opening | None]
-
-
 @dataclass(slots=True)
 class StoredStep:
     """The first request of a step index: its digest, and its work, done or under way.
 
-    The work returns a bad request's error instead of raising it, so that it can live in the
-    service's task group. `num_waiting` callers want its outcome; work that nobody wants any more is
-    abandoned after a while.
+    The work returns a bad request's error instead of raising it, as nobody may be left to catch it.
+    `num_waiting` callers want its outcome. `cut_reason` says why it was cut short: STEP_TIMEOUT or
+    STEP_CANCELLED.
     """
 
     digest: bytes
     work: asyncio.Task[Outcome | DialoopError]
     num_waiting: int = 0
-    is_abandoned: bool = False
+    cut_reason: str = ""
+    has_timer: bool = False
+
+    def limit(self, timeout_s: float) -> None:
+        """Cut the work short if it takes longer than that from now; once is enough."""
+        if not self.has_timer:
+            self.has_timer = True
+            timer = asyncio.get_running_loop().call_later(timeout_s, self._cut, "STEP_TIMEOUT")
+            self.work.add_done_callback(lambda _: timer.cancel())
 
     def abandon(self) -> None:
         """Cancel work that nobody came back for, and with it the tool that runs."""
-        if not self.work.done() and not self.num_waiting:
-            self.is_abandoned = True
+        if not self.num_waiting:
+            self._cut("STEP_CANCELLED")
+
+    def _cut(self, reason: str) -> None:
+        if not (self.work.done() or self.cut_reason):
+            self.cut_reason = reason
             self.work.cancel()
 
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeRecord:
-    """One episode of a session; changed by Sessions only."""
+    """One episode of a session; changed by SessionEngine only."""
 
     asked: ResetCall
     opening: Opening
@@ -101,14 +108,14 @@ class EpisodeRecord:
         return self.asked.episode
 
     @property
-    def works(self) -> list[asyncio.Task[Outcome | DialoopError]]:
-        """The steps under way; at most one."""
-        return [step.work for step in self.steps.values() if not step.work.done()]
+    def running(self) -> StoredStep | None:
+        """The step under way."""
+        return next((step for step in self.steps.values() if not step.work.done()), None)
 
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """One client's place in one environment; changed by Sessions only.
+    """One client's place in one environment; changed by SessionEngine only.
 
     The episode before the running one is kept, so that a retried step_and_reset finds its answer.
     """
@@ -120,26 +127,63 @@ class Session:
     current: EpisodeRecord | None = None
     previous: EpisodeRecord | None = None
     # The reset under way of an environment that opens slowly, and its work.
-    opening: tuple[ResetCall, asyncio.Task[Opening | DialoopError]] | None = None
-
-    @property
-    def state(self) -> SessionState:
-        """Where it stands."""
-        if self.current is None:
-            return SessionState.CREATED
-        return SessionState.DONE if self.current.episode.done else SessionState.PLAYING
+    slow_reset: tuple[ResetCall, asyncio.Task[Opening | DialoopError]] | None = None
 
     @property
     def is_busy(self) -> bool:
         """Whether a step, or a reset that takes its time, is under way."""
-        return self.opening is not None or (self.current is not None and bool(self.current.works))
+        if self.slow_reset is not None:
+            return True
+        return self.current is not None and self.current.running is not None
 
     @property
     def episode_number(self) -> int:
         """The running episode; 0 before the first reset."""
         return self.current.number if self.current else 0
 
-    def record_of(self, episode: int) -> EpisodeRecord | None:
-        """The record of an episode that is still remembered."""
+    def opening_for(self, call: ResetCall) -> Opening | None:
+        """Return the opening that the same reset got before; STEP_CONFLICT for another reset."""
+        record = self._record_of(call.episode)
+        if record is None:
+            return None
+        if record.asked != call:
+            raise refusals.step_conflict(f"Episode {call.episode}")
+        return record.opening
+
+    def require_next_episode(self, episode: int) -> None:
+        """Raise unless a reset may open this episode now."""
+        following = self.episode_number + 1
+        if episode < 1:
+            raise refusals.bad_value("episode", "Episodes start at 1.")
+        if episode < following:
+            raise refusals.step_conflict(f"Episode {episode}")
+        if episode > following:
+            raise refusals.step_gap(f"Episode {episode}", following)
+        if self.is_busy:
+            raise refusals.session_busy(self.session_id)
+
+    def record_for(self, call: StepCall) -> EpisodeRecord:
+        """Return the episode a step belongs to, if the step may be taken or replayed."""
+        if call.step_index < 0 or call.episode < 1:
+            raise refusals.bad_value("episode or step_index", "They start at 1 and at 0.")
+        record = self._record_of(call.episode)
+        if record is None and call.episode <= self.episode_number:
+            raise refusals.episode_done(call.episode)
+        if record is None:
+            raise refusals.step_gap(f"Episode {call.episode}", self.episode_number + 1)
+        stored = record.steps.get(call.step_index)
+        if stored is not None and stored.digest == call.digest:
+            return record
+        if record.running is not None:
+            raise refusals.session_busy(self.session_id)
+        if stored is not None:
+            raise refusals.step_conflict(f"Step {call.step_index}")
+        if record.episode.done or record is not self.current:
+            raise refusals.episode_done(call.episode)
+        if call.step_index != len(record.steps):
+            raise refusals.step_gap(f"Step {call.step_index}", len(record.steps))
+        return record
+
+    def _record_of(self, episode: int) -> EpisodeRecord | None:
         records = (self.current, self.previous)
         return next((r for r in records if r is not None and r.number == episode), None)

@@ -1,0 +1,431 @@
+"""The session engine: the one owner of all episodes that are being played.
+
+    async with open_sessions(catalogue, limits) as sessions:
+        sessions.create("mine", "arithmetic")
+        opening = await sessions.reset(ResetCall(session_id="mine", episode=1, ...))
+        played = await sessions.step(StepCall(session_id="mine", episode=1, step_index=0, ...))
+
+All methods run on one event loop, and what they check and change they do without awaiting in
+between. The work of a step belongs to its session and not to the request: a client that goes away
+finds its answer when it asks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dialoop.environments import refusals
+from dialoop.environments.environment import OpensSlowly, Stateless
+from dialoop.environments.sessions.environment_calls import (
+    close_episode,
+    cut_step,
+    failed_step,
+    open_within,
+    try_step,
+)
+from dialoop.environments.sessions.records import (
+    EpisodeRecord,
+    PlayedStep,
+    ResetCall,
+    Session,
+    SessionLimits,
+    StepCall,
+    StoredStep,
+)
+from dialoop.environments.sessions.results import session_state
+from dialoop.environments.tasks.choosing import chosen_task, prompt_of, require_choice, settled
+from dialoop.errors import DialoopError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine
+
+    from dialoop.chat import ChatHistory
+    from dialoop.environments.environment import Environment
+    from dialoop.environments.episode import Opening, Outcome, TaskData
+    from dialoop.environments.sessions.catalogue import Catalogue
+    from dialoop.environments.tasks.choosing import TaskChoice
+    from dialoop.episode import SessionState
+
+_MAX_ID = 200
+
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def open_sessions(
+    catalogue: Catalogue, limits: SessionLimits, *, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[SessionEngine]:
+    """Give an engine with its reaper; leaving cancels every step under way."""
+    sessions = SessionEngine(catalogue, limits, clock=clock)
+    async with asyncio.TaskGroup() as beside:
+        reaper = beside.create_task(sessions.reap_forever())
+        try:
+            yield sessions
+        finally:
+            reaper.cancel()
+            await sessions.close_all()
+
+
+class SessionEngine:
+    """Creates, plays, expires and closes sessions; `open_sessions` gives one with a reaper."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        limits: SessionLimits,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._catalogue = catalogue
+        self._limits = limits
+        self._clock = clock
+        self._sessions: dict[str, Session] = {}
+        # Ids of expired sessions, oldest first; as many as there may be sessions.
+        self._expired: dict[str, None] = {}
+        self._num_working = 0
+        # Slow resets and closings under way: the event loop itself keeps no task alive.
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def create(self, session_id: str, environment: str, ttl_s: float | None = None) -> Session:
+        """Open a session under the client's id, or find the one it opened before."""
+        if not 0 < len(session_id) <= _MAX_ID:
+            raise refusals.bad_value("session_id", f"Choose 1 to {_MAX_ID} characters.")
+        if ttl_s is not None and not 0 < ttl_s <= self._limits.max_ttl_s:
+            raise refusals.bad_value(
+                "ttl_s", f"Give seconds above 0, up to {self._limits.max_ttl_s:g}."
+            )
+        served = self._catalogue.get(environment)
+        known = self._known(session_id, environment)
+        if known is not None:
+            self._touch(known)
+            return known
+        self._require_places(1)
+        ttl_s = self._limits.ttl_s if ttl_s is None else ttl_s
+        session = Session(session_id=session_id, environment=served, ttl_s=ttl_s, expires_at=0.0)
+        self._touch(session)
+        self._sessions[session_id] = session
+        self._expired.pop(session_id, None)
+        return session
+
+    async def create_group(
+        self,
+        group_id: str,
+        environment: str,
+        num_sessions: int,
+        choice: TaskChoice,
+        ttl_s: float | None = None,
+    ) -> list[tuple[Session, Opening]]:
+        """Open sessions at the start of one task, all or none; a retry finds the same ones.
+
+        Where the environment opens slowly, a retry opens what did not open before.
+        """
+        served = self._catalogue.get(environment)
+        ids = self._places_of_group(group_id, environment, num_sessions)
+        choice = settled(served, choice)
+        calls = [ResetCall(session_id=one, episode=1, choice=choice) for one in ids]
+        if isinstance(served, OpensSlowly):
+            sessions = [self.create(one, environment, ttl_s) for one in ids]
+            openings = await asyncio.gather(*map(self.reset, calls))
+            return list(zip(sessions, openings, strict=True))
+        task, seed = self._task_of_group(served, calls)
+        members = []
+        for call in calls:
+            session = self.create(call.session_id, environment, ttl_s)
+            opening = session.opening_for(call)
+            if opening is None:
+                opening = served.reset(task, seed)
+                self._begin(session, call, opening)
+            members.append((session, opening))
+        return members
+
+    async def reset(self, call: ResetCall) -> Opening:
+        """Start an episode; a retry gets the first opening.
+
+        Busy (SESSION_BUSY) while another reset of the session is under way.
+        """
+        session = self.get(call.session_id)
+        environment = session.environment
+        call = replace(call, choice=settled(environment, call.choice))
+        opening = session.opening_for(call)
+        if opening is not None:
+            self._touch(session)
+            return opening
+        if session.slow_reset is None:
+            session.require_next_episode(call.episode)
+            task, seed = chosen_task(environment, call.choice)
+            if not isinstance(environment, OpensSlowly):
+                opening = environment.reset(task, seed)
+                self._begin(session, call, opening)
+                return opening
+            work = self._start(self._open(session, environment, call, task, seed))
+            session.slow_reset = (call, work)
+        asked, work = session.slow_reset
+        if asked != call:
+            raise refusals.session_busy(session.session_id)
+        await asyncio.wait((work,))  # a caller that is cancelled while it waits cancels no work
+        return _result_of(work, session)
+
+    async def step(self, call: StepCall) -> PlayedStep:
+        """Take the policy's answer; a retry gets the first outcome and runs no tool twice."""
+        session = self.get(call.session_id)
+        record = session.record_for(call)
+        stored = record.steps.get(call.step_index)
+        replayed = stored is not None
+        if stored is None:
+            self._require_room()
+            work = asyncio.create_task(self._play(session, record, call))
+            stored = record.steps[call.step_index] = StoredStep(call.digest, work)
+        stored.num_waiting += 1
+        try:
+            await asyncio.sleep(0)  # a quick environment has answered by now: it needs no timer
+            if not stored.work.done():
+                stored.limit(self._limits.step_timeout_s)
+                await asyncio.wait((stored.work,))  # and not the work itself: see `reset`
+        finally:
+            stored.num_waiting -= 1
+            if not stored.num_waiting and not stored.work.done():
+                loop = asyncio.get_running_loop()
+                loop.call_later(self._limits.abandon_s, stored.abandon)
+        outcome = _result_of(stored.work, session)
+        self._touch(session)
+        return PlayedStep(outcome=outcome, replayed=replayed)
+
+    async def step_and_reset(
+        self, call: StepCall, following: ResetCall
+    ) -> tuple[PlayedStep, Opening | None]:
+        """Step, and where that ends the episode open the following one."""
+        environment = self.get(call.session_id).environment
+        require_choice(environment, following.choice)  # an unknown task must not cost a step
+        played = await self.step(call)
+        if not played.outcome.episode.done:
+            return played, None
+        return played, await self.reset(following)
+
+    async def step_history(
+        self, environment: str, choice: TaskChoice, answered: ChatHistory
+    ) -> Outcome:
+        """Take a step without a session, from what the caller sent alone."""
+        served = self._catalogue.get(environment)
+        if not isinstance(served, Stateless):
+            raise refusals.needs_session(environment)
+        prompt = prompt_of(answered)
+        task, seed = chosen_task(served, choice)
+        episode = served.resume(task, seed, prompt)
+        self._require_room()
+        self._num_working += 1
+        try:
+            async with asyncio.timeout(self._limits.step_timeout_s):
+                return await try_step(served, episode, answered)
+        except TimeoutError as error:
+            return failed_step(served, episode, answered, error)
+        finally:
+            self._num_working -= 1
+
+    def get(self, session_id: str) -> Session:
+        """Return the session; NotFound (SESSION_LOST, SESSION_EXPIRED)."""
+        session = self._sessions.get(session_id)
+        if session is not None and self._is_over(session):
+            self._expire(session)
+        if session_id in self._expired:
+            raise refusals.session_expired(session_id)
+        if session is None:
+            raise refusals.session_lost(session_id)
+        return session
+
+    def state(self, session_id: str) -> SessionState:
+        """Return where the session stands; NotFound (SESSION_LOST, SESSION_EXPIRED)."""
+        session = self.get(session_id)
+        return session_state(session, expires_in_s=max(0.0, session.expires_at - self._clock()))
+
+    def close(self, session_id: str) -> bool:
+        """Forget the session and cancel its step under way; whether there was one."""
+        session = self._sessions.pop(session_id, None)
+        if session is None:
+            return False
+        if session.slow_reset is not None:
+            session.slow_reset[1].cancel()
+        if session.current is not None:
+            running = session.current.running
+            if running is not None:
+                running.work.cancel()
+            self._close_episode(session.environment, session.current, running)
+        return True
+
+    async def close_all(self) -> None:
+        """Forget every session, and wait until the environments have let go of their episodes."""
+        for session_id in tuple(self._sessions):
+            self.close(session_id)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def reap(self) -> None:
+        """Expire the sessions whose time is over; one with a step under way is not."""
+        for session in [s for s in self._sessions.values() if self._is_over(s)]:
+            self._expire(session)
+
+    async def reap_forever(self) -> None:
+        """Reap at every interval."""
+        while True:
+            await asyncio.sleep(self._limits.reap_interval_s)
+            self.reap()
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _touch(self, session: Session) -> None:
+        session.expires_at = self._clock() + session.ttl_s
+
+    def _is_over(self, session: Session) -> bool:
+        return session.expires_at <= self._clock() and not session.is_busy
+
+    def _expire(self, session: Session) -> None:
+        self.close(session.session_id)
+        self._expired[session.session_id] = None
+        while len(self._expired) > self._limits.capacity:
+            del self._expired[next(iter(self._expired))]
+
+    def _known(self, session_id: str, environment: str) -> Session | None:
+        """The session that has the id already; AlreadyExists when it plays something else."""
+        known = self._sessions.get(session_id)
+        if known is None:
+            return None
+        if self._is_over(known):
+            self._expire(known)
+            return None
+        if known.environment.name != environment:
+            raise refusals.session_conflict(session_id, known.environment.name)
+        return known
+
+    def _places_of_group(self, group_id: str, environment: str, num_sessions: int) -> list[str]:
+        """The ids of a group's sessions, for all of which there is room."""
+        if not group_id or not 0 < num_sessions <= self._limits.capacity:
+            raise refusals.bad_value(
+                "group_id or num_sessions", f"Give a name, and 1 to {self._limits.capacity}."
+            )
+        ids = [f"{group_id}.{number}" for number in range(num_sessions)]
+        self._require_places(sum(self._known(one, environment) is None for one in ids))
+        return ids
+
+    def _task_of_group(
+        self, environment: Environment, calls: list[ResetCall]
+    ) -> tuple[TaskData, int]:
+        """The task of the members that play already (the call is a retry), or a fresh one."""
+        playing: list[Opening] = []
+        for call in calls:
+            session = self._known(call.session_id, environment.name)
+            if session is None:
+                continue
+            opening = session.opening_for(call)
+            if opening is None:
+                session.require_next_episode(call.episode)
+            else:
+                playing.append(opening)
+        if playing:
+            return playing[0].episode.task, playing[0].episode.seed
+        return chosen_task(environment, calls[0].choice)
+
+    def _require_places(self, number: int) -> None:
+        if len(self._sessions) + number > self._limits.capacity:
+            self.reap()
+        if len(self._sessions) + number > self._limits.capacity:
+            raise refusals.no_capacity(self._limits.capacity)
+
+    def _require_room(self) -> None:
+        if self._num_working >= self._limits.max_working:
+            raise refusals.no_room(self._limits.max_working)
+
+    def _begin(self, session: Session, call: ResetCall, opening: Opening) -> None:
+        """Make the opened episode the session's running one."""
+        if session.current is not None:
+            self._close_episode(session.environment, session.current)
+        session.previous = session.current
+        session.current = EpisodeRecord(asked=call, opening=opening, episode=opening.episode)
+        self._touch(session)
+
+    async def _open(
+        self,
+        session: Session,
+        environment: OpensSlowly,
+        call: ResetCall,
+        task: TaskData,
+        seed: int,
+    ) -> Opening | DialoopError:
+        """The work of a slow reset; closing the session cancels it."""
+        try:
+            opened = await open_within(self._limits.step_timeout_s, environment, task, seed)
+            if not isinstance(opened, DialoopError):
+                self._begin(session, call, opened)
+            return opened
+        finally:
+            session.slow_reset = None
+
+    async def _play(
+        self, session: Session, record: EpisodeRecord, call: StepCall
+    ) -> Outcome | DialoopError:
+        """The work of one step; a bad request leaves everything as it was."""
+        environment = session.environment
+        self._num_working += 1
+        try:
+            outcome = await try_step(environment, record.episode, call.answered)
+        except DialoopError as error:
+            del record.steps[call.step_index]
+            return error
+        except asyncio.CancelledError as cancelled:
+            task, cut_reason = asyncio.current_task(), record.steps[call.step_index].cut_reason
+            if task is None or not cut_reason:
+                raise
+            task.uncancel()
+            outcome = cut_step(
+                environment,
+                record.episode,
+                call.answered,
+                reason=cut_reason,
+                cancelled=cancelled,
+            )
+        finally:
+            self._num_working -= 1
+        record.episode = outcome.episode
+        if outcome.episode.done:
+            self._close_episode(environment, record)
+        self._touch(session)
+        return outcome
+
+    def _close_episode(
+        self,
+        environment: Environment,
+        record: EpisodeRecord,
+        running: StoredStep | None = None,
+    ) -> None:
+        """Tell the environment, once, that the episode takes no more steps."""
+        if record.is_closed:
+            return
+        record.is_closed = True
+        if running is None and not getattr(environment, "holds_episodes", True):
+            return
+
+        async def close() -> None:
+            if running is not None:
+                await asyncio.wait((running.work,))
+            await close_episode(environment, record.episode)
+
+        self._start(close())
+
+
+def _result_of(work: asyncio.Task[T | DialoopError], session: Session) -> T:
+    """The result of work that ended; NotFound (SESSION_LOST) when its session was closed first."""
+    if work.cancelled():
+        raise refusals.session_lost(session.session_id)
+    result = work.result()
+    if isinstance(result, DialoopError):
+        raise result
+    return result

@@ -1,0 +1,100 @@
+"""Calls of an environment; whatever goes wrong in one has an owner."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dialoop.chat import ChatHistory, History
+from dialoop.environments.environment import Environment, Managed, OpensSlowly
+from dialoop.environments.episode import Episode, Opening, Outcome, TaskData
+from dialoop.environments.failures import failure_of
+from dialoop.errors import DialoopError, Unavailable
+from dialoop.trajectory import Failure, Owner
+
+if TYPE_CHECKING:
+    from dialoop.environments.modes import Answered
+
+
+async def open_within(
+    timeout_s: float, environment: OpensSlowly, task: TaskData, seed: int
+) -> Opening | DialoopError:
+    """Return the opening, or why there is none: OPEN_TIMEOUT, OPEN_FAILED or a typed refusal."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await environment.open(task, seed)
+    except DialoopError as error:
+        return error
+    except Exception as error:
+        reason = "OPEN_TIMEOUT" if isinstance(error, TimeoutError) else "OPEN_FAILED"
+        what = "Opening an episode"
+        failure = failure_of(error, owner=Owner.ENVIRONMENT, reason=reason, what=what)
+        return Unavailable(failure.message, reason=reason, remedy="Try again.")
+
+
+async def try_step(environment: Environment, episode: Episode, answered: Answered) -> Outcome:
+    """Return the environment's outcome; raise only for a bad `answered`."""
+    try:
+        return await environment.step(episode, answered)
+    except DialoopError:
+        raise
+    except Exception as error:
+        return failed_step(environment, episode, answered, error)
+
+
+def failed_step(
+    environment: Environment, episode: Episode, answered: Answered, error: Exception
+) -> Outcome:
+    """Return the outcome of a step that broke: STEP_FAILED, or STEP_TIMEOUT for a TimeoutError."""
+    reason = "STEP_TIMEOUT" if isinstance(error, TimeoutError) else "STEP_FAILED"
+    what = f"Environment {environment.name}"
+    failure = failure_of(error, owner=Owner.ENVIRONMENT, reason=reason, what=what)
+    return _without_response(episode, answered).fail(failure)
+
+
+def cut_step(
+    environment: Environment,
+    episode: Episode,
+    answered: Answered,
+    *,
+    reason: str,
+    cancelled: asyncio.CancelledError,
+) -> Outcome:
+    """Return the outcome of a step that was cancelled for STEP_TIMEOUT or STEP_CANCELLED.
+
+    It is never scored, and no retry runs it again. The log of a time-out says where it stood.
+    """
+    what = f"Environment {environment.name}"
+    failure = (
+        failure_of(cancelled, owner=Owner.ENVIRONMENT, reason=reason, what=what)
+        if reason == "STEP_TIMEOUT"
+        else Failure(
+            owner=Owner.ENVIRONMENT,
+            reason=reason,
+            message="Whoever asked for this step went away and did not come back in time.",
+        )
+    )
+    return _without_response(episode, answered).fail(failure)
+
+
+async def close_episode(environment: Environment, episode: Episode) -> None:
+    """Let the environment free what the episode holds; its errors are only logged."""
+    if not isinstance(environment, Managed):
+        return
+    try:
+        await environment.close(episode)
+    except Exception as error:
+        what = f"Closing an episode of {environment.name}"
+        failure_of(error, owner=Owner.ENVIRONMENT, reason="CLOSE_FAILED", what=what)
+
+
+def _without_response(episode: Episode, answered: Answered) -> Outcome:
+    """Return the outcome of a step to which the environment added nothing."""
+    if not isinstance(answered, ChatHistory):
+        after = replace(episode, step_index=episode.step_index + 1)
+        return Outcome(episode=after, response=History())
+    response = answered.response or History()
+    full = answered.full or episode.history.extend(response)
+    after = replace(episode, history=full, step_index=episode.step_index + 1)
+    return Outcome(episode=after, response=response)

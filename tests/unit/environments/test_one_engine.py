@@ -1,0 +1,61 @@
+"""What a session does stands in one place: the engine in dialoop.environments.sessions."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from dialoop.environments import refusals
+
+ROOT = Path(__file__).resolve().parents[3]
+ENGINE = ROOT / "client" / "dialoop" / "environments" / "sessions"
+# The refusals of a session's order; to raise one is to decide it.
+ORDER = {
+    "episode_done",
+    "needs_session",
+    "no_capacity",
+    "no_room",
+    "session_busy",
+    "session_conflict",
+    "session_expired",
+    "session_lost",
+    "step_conflict",
+    "step_gap",
+}
+# Reasons a session gives a step or a reset; the refusals' own are read from their module.
+REASONS = {"OPEN_FAILED", "OPEN_TIMEOUT", "STEP_CANCELLED", "STEP_FAILED", "STEP_TIMEOUT"}
+
+
+def decisions(source: str) -> set[str]:
+    """The refusals and reasons of sessions that the code uses."""
+    found: set[str] = set()
+    if not any(word in source for word in ORDER | REASONS):
+        return found  # parsing is slow
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("refusals"):
+            found |= {node.attr} & ORDER
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").endswith("refusals"):
+            found |= {alias.name for alias in node.names} & ORDER
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {node.value} & REASONS
+    return found
+
+
+def test_the_engine_alone_decides_what_a_session_does():
+    by_file = {
+        path.relative_to(ROOT): decisions(path.read_text("utf-8"))
+        for folder in ("client/dialoop", "services")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    elsewhere = {
+        str(path): found
+        for path, found in by_file.items()
+        if found and ENGINE not in (ROOT / path).parents
+    }
+    assert elsewhere == {}
+    used = set().union(*by_file.values())
+    assert used == ORDER | REASONS  # each is raised by the engine, or this test guards nothing
+
+
+def test_every_order_refusal_exists():
+    assert {name for name in ORDER if not callable(getattr(refusals, name, None))} == set()
