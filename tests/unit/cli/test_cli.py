@@ -327,6 +327,9 @@ def test_the_printed_config_is_whole_and_reads_back_as_itself():
     Path("again.toml").write_text(first.stdout)
     assert stack("config", "print", "again.toml").stdout == first.stdout
     assert "pipeline_depth = 2" in first.stdout
+    origins = stack("config", "print", "job.toml", "--origins").stdout.splitlines()
+    assert 'run = "mine"  # job.toml' in origins
+    assert "pipeline_depth = 2  # default" in origins
 
 
 def test_an_unknown_key_is_one_sentence_and_exit_code_2():
