@@ -174,11 +174,6 @@ def test_targets_are_chosen_and_unknown_ones_refused(learner: Callable[..., Lear
         learner(model={**LORA, "lora_targets": ["x_proj"]})
 
 
-def test_muon_refuses_lora(learner: Callable[..., Learner]) -> None:
-    with pytest.raises(InvalidConfig, match="Muon does not train LoRA"):
-        learner(model=LORA, optimizer="muon")
-
-
 @pytest.mark.parametrize("lora", [{}, LORA])
 def test_recomputed_activations_give_the_same_step(
     learner: Callable[..., Learner], lora: dict[str, Any], monkeypatch: pytest.MonkeyPatch

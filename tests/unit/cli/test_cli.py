@@ -308,7 +308,9 @@ def test_every_missing_thing_has_a_remedy():
 
 def stack(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, because it turns into another program."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}"} | variables
+    environment = (
+        os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'services'}:{ROOT / 'client'}"} | variables
+    )
     command = [sys.executable, "-m", "dialoop.cli.main", *words]
     return subprocess.run(
         command,
