@@ -24,7 +24,7 @@ import torch
 from dialoop.episode import UpdateMode
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
-from dialoop_services.config.shared import LoraSettings
+from dialoop_services.config.tables import ModelSection
 from dialoop_services.inference.engine import Engine, LoadTimes, Piece, StopTokens
 from dialoop_services.inference.vllm_engine.environment import prepare
 from dialoop_services.inference.weights.loadable import PolicyAdapter
@@ -110,7 +110,7 @@ async def _publish_under_load(
 
 def _exported(model_dir: Path, folder: Path, times: int) -> tuple[PolicyAdapter, dict[str, Any]]:
     """An adapter as the trainer writes it, and the milliseconds that takes beside the whole."""
-    learner = Learner(TrainerSettings(model_dir=model_dir, lora=LoraSettings(rank=8)))
+    learner = Learner(TrainerSettings(model_dir=model_dir, model=ModelSection(lora_rank=8)))
     taken: dict[str, list[float]] = {ADAPTER: [], "whole.safetensors": []}
     sizes = {}
     for name in [*taken] * times:

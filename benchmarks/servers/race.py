@@ -18,8 +18,7 @@ from dialoop.tasks.column_addition import final_number
 from dialoop.templates.chat_template import ChatTemplate
 from dialoop.tokens.builder import TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
-from dialoop_services.config.file import parse_config
-from dialoop_services.config.text import toml_of
+from dialoop_services.config.file import parse_config, toml_of
 from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.trainer.data.warm_start import Demonstrations, demonstrator
 from dialoop_services.trainer.learner.learner import Learner
@@ -84,9 +83,8 @@ def warm_start(directory: Path, recipe: Recipe) -> Path:
         model_dir=directory,
         run_dir=directory / "sft",
         seed=recipe.seed,
-        environment=NAME,
-        environment_use=ENVIRONMENT,
-        warm_start_steps=recipe.sft_steps,
+        environment={"use": ENVIRONMENT, "name": NAME},
+        warm_start={"num_steps": recipe.sft_steps},
     )
     tokenizer = Tokenizer.from_directory(directory)
     demonstrate, stop = demonstrator(settings)
@@ -94,7 +92,7 @@ def warm_start(directory: Path, recipe: Recipe) -> Path:
         demonstrate,
         TokenBuilder(tokenizer, ChatTemplate.of(tokenizer)),
         stop=stop,
-        batch_size=settings.warm_start_batch_size,
+        batch_size=settings.warm_start.batch_size,
         seed=recipe.seed,
     )
     learner = Learner(settings)

@@ -22,7 +22,7 @@ from tests.support.recorded_world import (
 from tests.support.samples.replay_samples import Clock
 
 NUM_STEPS = 4
-SETTINGS: dict[str, Any] = {"num_train_steps": NUM_STEPS, "checkpoint_every": 100, "lease_s": 60}
+SETTINGS: dict[str, Any] = {"num_steps": NUM_STEPS, "checkpoint_every": 100, "lease_s": 60}
 
 
 class HoldingStore(MemoryStore):

@@ -30,11 +30,9 @@ from tests.support.recorded_world import (
 
 NUM_STEPS, NUM_TASKS, NUM_PARTIAL = 4, 4, 2
 SETTINGS: dict[str, Any] = {
-    "num_train_steps": NUM_STEPS,
+    "num_steps": NUM_STEPS,
     "checkpoint_every": 100,
-    "evaluate_every": 2,
-    "num_evaluation_tasks": NUM_TASKS,
-    "num_running_evaluation_tasks": NUM_TASKS,
+    "evaluation": {"every": 2, "num_tasks": NUM_TASKS, "num_running_tasks": NUM_TASKS},
 }
 
 

@@ -30,7 +30,7 @@ pytestmark = [
 
 NUM_STEPS = 20
 SETTINGS = {"checkpoint_every": 50, "learning_rate": 3e-4}
-LORA = {"lora": json.dumps({"rank": 4, "publish": "merged"})}
+LORA = {"model": {"lora_rank": 4, "publish": "merged"}}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ class Trainer:
 async def train(world: Recorded, *, size: int, num_steps: int = NUM_STEPS, **given: Any) -> None:
     """From where the run stands to its end, and stop."""
     (world.run_dir / "trainer.json").unlink(missing_ok=True)
-    trainer = Trainer(world, size=size, num_train_steps=num_steps, **given)
+    trainer = Trainer(world, size=size, num_steps=num_steps, **given)
     try:
         await trainer.until((world.run_dir / "trainer.json").is_file)
         await trainer.stop()
@@ -195,7 +195,7 @@ async def test_a_killed_rank_ends_all_and_the_next_trainer_goes_on(
     tmp_path: Path, model_dir: Path, groups: list[Group], alone: Recorded, victim: int
 ) -> None:
     async with recorded(tmp_path, model_dir, MemoryStore(Limits()), groups) as world:
-        trainer = Trainer(world, size=2, num_train_steps=NUM_STEPS, checkpoint_every=5)
+        trainer = Trainer(world, size=2, num_steps=NUM_STEPS, checkpoint_every=5)
         await trainer.until(lambda: len(world.train_rows) >= 7)
         ranks = trainer.ranks()
         assert sorted(ranks) == [0, 1]
@@ -213,7 +213,7 @@ async def test_a_killed_rank_ends_all_and_the_next_trainer_goes_on(
 
 async def test_torchrun_starts_it_too(tmp_path: Path, model_dir: Path, groups: list[Group]) -> None:
     async with recorded(tmp_path, model_dir, MemoryStore(Limits()), groups) as world:
-        trainer = Trainer(world, size=2, under_torchrun=True, num_train_steps=3)
+        trainer = Trainer(world, size=2, under_torchrun=True, num_steps=3)
         try:
             await trainer.until((world.run_dir / "trainer.json").is_file)
             ranks = trainer.ranks()

@@ -32,7 +32,7 @@ from tests.support.redis_server import redis_url  # noqa: F401
 
 NUM_STEPS = 8
 NUM_KILLS = 8
-SETTINGS = {"num_train_steps": NUM_STEPS, "checkpoint_every": 3, "learning_rate": 3e-3}
+SETTINGS = {"num_steps": NUM_STEPS, "checkpoint_every": 3, "learning_rate": 3e-3}
 
 
 def is_done(world: Recorded) -> bool:
@@ -164,8 +164,8 @@ async def test_a_killed_trainer_ends_with_the_bits_of_one_that_was_not(tmp_path:
 @pytest.mark.heavy(reason="kills a trainer of adapters, as the test above one of all weights")
 @pytest.mark.timeout(240)
 async def test_a_killed_trainer_of_adapters_redoes_them_too(tmp_path: Path) -> None:
-    lora = json.dumps({"rank": 4})
-    trains = tuple(partial(train, lora=lora) for train in (train_through, train_with_kills))
+    lora = {"lora_rank": 4}
+    trains = tuple(partial(train, model=lora) for train in (train_through, train_with_kills))
     _, killed = await compare(tmp_path, memory_store, *trains, are_forked=True)
     assert [row["kind"] for row in killed.metrics].count("restore") == 2
     assert {row["lineage"] for row in killed.train_rows} == {"main"}

@@ -148,13 +148,16 @@ class Recorded:
             "run_dir": self.run_dir,
             "model_dir": self.model_dir,
             "replay_address": self.replay_address,
-            "inference_addresses": json.dumps([self.inference_address]),
-            "num_evaluation_tasks": 0,
+            "inference_addresses": [self.inference_address],
+            "evaluation": {"num_tasks": 0},
             "groups_per_train_step": GROUPS_PER_STEP,
             "max_staleness": 1000,
             "pipeline_depth": 1,
         }
-        return {f"DIALOOP_TRAINER_{k.upper()}": str(v) for k, v in (known | settings).items()}
+        return {
+            f"DIALOOP_TRAINER_{k.upper()}": v if isinstance(v, str) else json.dumps(v, default=str)
+            for k, v in (known | settings).items()
+        }
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

@@ -74,7 +74,7 @@ class Job:
         self._mark = f"DIALOOP_TEST_MARK={directory}"
         environment = {k: v for k, v in os.environ.items() if not k.startswith("DIALOOP_")}
         environment |= {
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'client'}",
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'services'}:{ROOT / 'client'}",
             "DIALOOP_TEST_MARK": str(directory),
         }
         with self._log.open("wb") as output:

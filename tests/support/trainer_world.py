@@ -260,7 +260,8 @@ class World:
     def __init__(
         self, run_dir: Path, *, supervised: DemonstrationSet | None = None, **settings: Any
     ) -> None:
-        known = {"num_evaluation_tasks": 0, "evaluate_every": 0, "groups_per_train_step": 2}
+        evaluation = {"num_tasks": 0, "every": 0} | settings.pop("evaluation", {})
+        known = {"evaluation": evaluation, "groups_per_train_step": 2}
         self.settings = TrainerSettings(run_dir=run_dir, **known | settings)
         self.learner, self.replay = FakeLearner(), FakeReplay()
         self.publisher = FakePublisher(self.learner)

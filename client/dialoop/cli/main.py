@@ -171,6 +171,7 @@ def _add_config(commands: Commands) -> None:
     )
     shown = actions.add_parser("print", help="print the config with all defaults, as TOML")
     shown.add_argument("config", nargs="?", type=Path, help="TOML job config")
+    shown.add_argument("--origins", action="store_true", help="say where each value is from")
     shown.set_defaults(module="stack", function="print_config")
 
 

@@ -41,7 +41,8 @@ def train(given: argparse.Namespace) -> int:
 
 def print_config(given: argparse.Namespace) -> int:
     """Print the effective config."""
-    return _become(["config", *([str(given.config)] if given.config else [])])
+    words = [str(given.config)] if given.config else []
+    return _become(["config", *words, *(["--origins"] if given.origins else [])])
 
 
 def export(given: argparse.Namespace) -> int:

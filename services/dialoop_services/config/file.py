@@ -1,19 +1,26 @@
-"""Reading a job config; every mistake becomes one sentence that names the file and the key."""
+"""Reading and printing a job config; a mistake becomes one sentence with the file and the key.
+
+config = load_config(Path("job.toml"), environment=os.environ)
+print(toml_of(config))       # engine = "vllm"  # What samples.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from dialoop.errors import InvalidConfig
 from pydantic import BaseModel, ValidationError
 
-from dialoop_services.config.job import JobConfig
+from dialoop_services.config.job import SCHEMA, JobConfig
+from dialoop_services.runtime.settings import old_import_in
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from pydantic_core import ErrorDetails
 
@@ -25,43 +32,86 @@ _PATHS = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Override:
+    """A value that takes the place of the file's: the key's path, and who says so."""
+
+    path: str
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedConfig:
+    """A config, and who said each key that is not at its default: {"train.loss": "job.toml"}."""
+
+    config: JobConfig
+    origins: Mapping[str, str]
+
+
 def load_config(path: Path, *, environment: Mapping[str, str], run: str = "") -> JobConfig:
-    """The config in a TOML file; SEED and `run` override what it says.
+    """Return the config in a TOML file; SEED and `run` override what it says.
 
-    Relative paths in the file are relative to it.
+    Relative paths in the file are relative to it. InvalidConfig names the first mistake.
     """
-    values = _read(path)
-    if environment.get("SEED"):
-        values["seed"] = environment["SEED"]
-    if run:
-        values["run"] = run
-    for section, keys in _PATHS.items():
-        for key in keys:
-            if isinstance(values.get(section), dict) and values[section].get(key):
-                values[section][key] = str(path.parent / str(values[section][key]))
-    for table in _tables(values.get("environments")):
-        for key in _PATHS["environment"]:
-            if table.get(key):
-                table[key] = str(path.parent / str(table[key]))
-    return parse_config(values, source=str(path))
+    return load_with_origins(path, environment=environment, run=run).config
 
 
-def _tables(found: Any) -> list[dict[str, Any]]:
-    """The tables of an array; whatever else stands there is refused by the config itself."""
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+def load_with_origins(
+    path: Path | None,
+    *,
+    environment: Mapping[str, str],
+    run: str = "",
+    overrides: Iterable[Override] = (),
+) -> LoadedConfig:
+    """Return the config of a file, or all defaults, under `overrides`, and where values are from.
+
+    SEED and `run` override the rest.
+    """
+    values = {} if path is None else _read(path)
+    source = "the command line" if path is None else str(path)
+    origins = dict.fromkeys(_leaves(values), source)
+    last = [
+        Override(path="seed", value=environment.get("SEED"), origin="SEED"),
+        Override(path="run", value=run, origin="--run"),
+    ]
+    for override in (*overrides, *(one for one in last if one.value)):
+        override_in(values, override)
+        origins[override.path] = override.origin
+    return LoadedConfig(config=parse_config(values, source=source), origins=origins)
+
+
+def override_in(values: dict[str, Any], override: Override) -> None:
+    """Set one value in a mapping of tables."""
+    *tables, key = override.path.split(".")
+    for table in tables:
+        values = values.setdefault(table, {})
+    values[key] = override.value
 
 
 def parse_config(values: dict[str, Any], *, source: str) -> JobConfig:
-    """Check the values; InvalidConfig with one sentence about the first thing that is wrong."""
+    """Return the checked config; InvalidConfig with one sentence about the first mistake."""
+    old = old_import_in(values)
+    if old:
+        raise InvalidConfig(f"{source}: {old}.", remedy="Write the name it has now.")
     try:
         return JobConfig.model_validate(values)
     except ValidationError as error:
         raise _mistake(source, error.errors(include_url=False)[0]) from None
 
 
+def toml_of(config: JobConfig, origins: Mapping[str, str] | None = None) -> str:
+    """Return the whole config as TOML, each key with what it means; one without a value commented.
+
+    With `origins` each key says where its value is from instead of what it means.
+    """
+    head = f"schema = {SCHEMA}  # Version of this file's keys."
+    return "\n".join([head, *_lines(config, "", origins)]) + "\n"
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        values = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(
             f"The config {path} cannot be read: {getattr(error, 'strerror', None) or error}.",
@@ -69,6 +119,25 @@ def _read(path: Path) -> dict[str, Any]:
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise InvalidConfig(f"{path} is not TOML: {error}.", remedy="Correct that line.") from None
+    for section, keys in _PATHS.items():
+        for table in (*_tables([values.get(section)]), *_tables(values.get(f"{section}s"))):
+            for key in keys:
+                if table.get(key):
+                    table[key] = str(path.parent / str(table[key]))
+    return values
+
+
+def _tables(found: Any) -> list[dict[str, Any]]:
+    """Return the tables of an array; the config itself refuses whatever else stands there."""
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
+def _leaves(values: Mapping[str, Any], path: str = "") -> list[str]:
+    found = []
+    for name, value in values.items():
+        inner = f"{path}.{name}" if path else name
+        found += _leaves(value, inner) if isinstance(value, dict) and value else [inner]
+    return found
 
 
 def _mistake(source: str, detail: ErrorDetails) -> InvalidConfig:
@@ -104,3 +173,40 @@ def _unknown_key(source: str, location: list[str]) -> InvalidConfig:
         reason="UNKNOWN_KEY",
         remedy=f"Known keys: {', '.join(known)}.",
     )
+
+
+def _lines(section: BaseModel, path: str, origins: Mapping[str, str] | None) -> list[str]:
+    """Return a section's own keys, then the sections inside it, as TOML wants them."""
+    lines, inside = [], []
+    for name, field in type(section).model_fields.items():
+        value, inner = getattr(section, name), f"{path}.{name}" if path else name
+        said = " ".join((field.description or "").split())
+        if isinstance(value, BaseModel):
+            title = f"[{inner}]  # {(type(value).__doc__ or '').strip().splitlines()[0]}"
+            inside += ["", title, *_lines(value, inner, origins)]
+        elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+            for one in value:
+                inside += ["", f"[[{inner}]]  # {said}", *_lines(one, inner, origins)]
+        else:
+            given = f"# {name} =" if value is None else f"{name} = {_text(value)}"
+            comment = said if origins is None else _origin_of(inner, origins)
+            lines.append(f"{given}  # {comment}")
+    return lines + inside
+
+
+def _origin_of(path: str, origins: Mapping[str, str]) -> str:
+    """Return who said a key, or the table or mapping around or below it."""
+    near = (o for p, o in origins.items() if p == path or path.startswith(f"{p}."))
+    below = (o for p, o in origins.items() if p.startswith(f"{path}."))
+    return next(near, None) or next(below, "default")
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        inside = ", ".join(f"{json.dumps(key)} = {_text(item)}" for key, item in value.items())
+        return f"{{ {inside} }}" if inside else "{}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False)

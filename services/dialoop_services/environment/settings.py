@@ -13,7 +13,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from dialoop_services.runtime import ServerSettings
+from dialoop_services.config.job import JobConfig
+from dialoop_services.config.settings import JobSettings
 
 
 class EnvironmentEntry(BaseModel):
@@ -27,7 +28,7 @@ class EnvironmentEntry(BaseModel):
     """Arguments of the function that makes it."""
 
 
-class EnvironmentSettings(ServerSettings):
+class EnvironmentSettings(JobSettings):
     """What is served, and the limits of sessions."""
 
     model_config = SettingsConfigDict(env_prefix="DIALOOP_ENVIRONMENT_")
@@ -68,6 +69,19 @@ class EnvironmentSettings(ServerSettings):
     """How often expired sessions are collected."""
     max_concurrent_items: int = Field(default=256, ge=1)
     """Requests of one batch or stream that are worked on at one time."""
+
+    @classmethod
+    def derived(cls, job: JobConfig) -> dict[str, Any]:
+        """Return what is served: every environment of the job, and their text environments."""
+        sections = job.all_environments
+        texts = (use for section in sections for use in section.text_environments)
+        served = [{"use": one.kind, "options": one.arguments} for one in sections]
+        model = {"model_dir": job.model.directory} if job.model.directory else {}
+        return {
+            "environments": served,
+            "text_environments": list(dict.fromkeys(texts)),
+            **model,
+        }
 
     @field_validator("environments", "text_environments", mode="before")
     @classmethod

@@ -153,7 +153,7 @@ async def _vllm(settings: InferenceSettings) -> Engine:
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             kv_cache_bytes=settings.kv_cache_mib << 20,
-            dtype=settings.dtype,
+            dtype=settings.engine_dtype,
             tensor_parallel_size=settings.tensor_parallel_size,
             seed=settings.seed,
             adapters=_adapter_limits(settings),
@@ -168,12 +168,12 @@ async def _transformers(settings: InferenceSettings) -> Engine:
 
     from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 
-    torch.set_num_threads(settings.torch_threads)
+    torch.set_num_threads(settings.num_threads)
     return await TransformersEngine.start(
         settings.model_dir,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
-        dtype=settings.dtype,
+        dtype=settings.engine_dtype,
         seed=settings.seed,
         adapters=_adapter_limits(settings),
     )

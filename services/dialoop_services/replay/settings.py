@@ -7,17 +7,17 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from dialoop_services.config.settings import JobSettings, job_key
 from dialoop_services.replay.store import Limits
-from dialoop_services.runtime.settings import ServerSettings
 
 
-class ReplaySettings(ServerSettings):
+class ReplaySettings(JobSettings):
     """Where the queue is kept, and when it gives up."""
 
     model_config = SettingsConfigDict(env_prefix="DIALOOP_REPLAY_")
 
-    store: Literal["redis", "memory"] = "redis"
-    """Memory is gone when the process ends."""
+    store: Literal["redis", "memory"] = job_key("store")
+    """Where the queue lives; memory is gone when the process ends."""
     redis_url: str = "redis://127.0.0.1:6379/0"
     """redis://, rediss:// or unix://; 6.2 or later."""
     redis_timeout_s: float = Field(default=10.0, gt=0)

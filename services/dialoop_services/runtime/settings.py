@@ -10,10 +10,13 @@ settings = load(EnvironmentSettings)      # reads DIALOOP_ENVIRONMENT_PORT, ..._
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Any, TypeVar
+import importlib.util
+import re
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from dialoop.errors import InvalidConfig
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -22,9 +25,16 @@ from pydantic_settings import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pydantic.fields import FieldInfo
     from pydantic_core import ErrorDetails
 
-_S = TypeVar("_S", bound=BaseSettings)
+_S = TypeVar("_S", bound="StrictSettings")
+_OLD_IMPORT = re.compile(
+    r"(?:^|\s)services\.(?:collector|config|environment|inference|learning|replay|rest|rl|runtime"
+    r"|scorer|stack|trainer)\b[\w.]*"
+)
 
 
 class _StrictEnvironment(EnvSettingsSource):
@@ -32,6 +42,13 @@ class _StrictEnvironment(EnvSettingsSource):
 
     def __call__(self) -> dict[str, Any]:
         return super().__call__() | dict.fromkeys(self._unread(), "")
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        """Leave text that is no JSON to the field, which says what it takes."""
+        try:
+            return super().decode_complex_value(field_name, field, value)
+        except ValueError:
+            return value
 
     def _unread(self) -> list[str]:
         prefix = self.env_prefix.lower()
@@ -51,13 +68,25 @@ class _StrictEnvironment(EnvSettingsSource):
 class StrictSettings(BaseSettings):
     """Base of all settings: give `model_config = SettingsConfigDict(env_prefix="DIALOOP_X_")`."""
 
+    SUCCESSORS: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Variables of earlier versions and what they are called now, both without the prefix."""
+
     model_config = SettingsConfigDict(
         extra="forbid",
         frozen=True,
         validate_by_name=True,
         validate_by_alias=True,
         use_attribute_docstrings=True,
+        env_nested_delimiter="__",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_new_imports(cls, given: Any) -> Any:
+        old = old_import_in(given)
+        if old:
+            raise ValueError(old)
+        return given
 
     @classmethod
     def settings_customise_sources(
@@ -108,15 +137,41 @@ def load(kind: type[_S], **given: Any) -> _S:
         ) from error
 
 
-def _sentence(kind: type[BaseSettings], detail: ErrorDetails) -> str:
+def old_import_in(value: Any) -> str:
+    """Return what to say of a value that names a module of ours as it was called before, or "".
+
+    `services.x` in an import path or a command is now `dialoop_services.x`, unless there is a
+    package `services` of the user's own with such a module.
+    """
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return next((said for one in value if (said := old_import_in(one))), "")
+    found = _OLD_IMPORT.search(value) if isinstance(value, str) else None
+    if found is None or _is_importable(found.group().strip()):
+        return ""
+    name = found.group().strip()
+    return f"{value!r} names {name}, which is now dialoop_{name}"
+
+
+def _is_importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+def _sentence(kind: type[StrictSettings], detail: ErrorDetails) -> str:
     """Say what is wrong with one setting; its value stays out, it may be a secret."""
     prefix = str(kind.model_config.get("env_prefix", ""))
     if not detail["loc"]:
-        return detail["msg"]
+        return detail["msg"].removeprefix("Value error, ")
     field = ".".join(str(part) for part in detail["loc"])
     name = field if field.isupper() else (prefix + field).upper()
     if detail["type"] != "extra_forbidden":
         return f"{name}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+    if field in kind.SUCCESSORS:
+        return f"{name} is now {(prefix + kind.SUCCESSORS[field]).upper()}"
     near = difflib.get_close_matches(field, kind.model_fields, n=1)
     hint = f", did you mean {(prefix + near[0]).upper()}?" if near else ""
     return f"{name} is not a setting{hint}"

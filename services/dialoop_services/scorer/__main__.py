@@ -71,7 +71,7 @@ def _load_reference(settings: ScorerSettings) -> Reference:
         dtype=settings.dtype,
         device=settings.device,
         max_row_tokens=settings.max_row_tokens,
-        num_threads=settings.torch_threads,
+        num_threads=settings.num_threads,
     )
 
 

@@ -25,7 +25,7 @@ from dialoop.trajectory import Group, Reward, Trajectory
 if TYPE_CHECKING:
     from dialoop.sequences import Floats
 
-    from dialoop_services.scorer.settings import RewardSpec
+    from dialoop_services.config.tables import RewardSpec
 
 log = logging.getLogger(__name__)
 

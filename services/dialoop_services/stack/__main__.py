@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from dialoop.errors import DialoopError, InvalidConfig
 from rich.console import Console
 
-from dialoop_services.config.file import load_config, parse_config
-from dialoop_services.config.text import toml_of
+from dialoop_services.config.file import LoadedConfig, Override, load_with_origins, toml_of
 from dialoop_services.stack import job, preflight
+from dialoop_services.stack.layout import variables_of_tables
 from dialoop_services.stack.processes.log_stream import LogStream
 from dialoop_services.stack.processes.processes import adopt_orphans, descendants, kill
 from dialoop_services.stack.run_dir import opened
@@ -50,9 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 for success, 2 for a mistake in what was asked, 1 for any other failure."""
     given = _parser().parse_args(_with_command(sys.argv[1:] if arguments is None else arguments))
     try:
-        config = _config(given)
+        loaded = _config(given)
+        config = loaded.config
         if given.command == "config":
-            sys.stdout.write(toml_of(config))
+            sys.stdout.write(toml_of(config, loaded.origins if given.origins else None))
             return 0
         preflight.check(config)
         is_job = given.command == "train"
@@ -75,6 +76,10 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("config", type=Path, nargs=count, help="TOML job config")
         command.add_argument("--run", default="", help="name of the run, instead of the config's")
         command.add_argument("--fresh", action="store_true", help="replace an existing run")
+        if name == "config":
+            command.add_argument(
+                "--origins", action="store_true", help="say where each value is from"
+            )
     return parser
 
 
@@ -86,21 +91,22 @@ def _with_command(arguments: Sequence[str]) -> list[str]:
     return ["serve", *words]
 
 
-def _config(given: argparse.Namespace) -> JobConfig:
-    if given.config is not None:
-        return load_config(given.config, environment=os.environ, run=given.run)
-    if given.command == "config":
-        return parse_config({}, source="the command line")
-    values = {
-        "run": given.run or "default",
-        "seed": os.environ.get("SEED") or 0,
-        # Nothing is trained unless a config says so; a trainer's rpc can publish all the same.
-        "train": {"num_steps": 0},
-        "evaluation": {"num_tasks": 0},
-        # Addresses that documents and scripts can name; compose has the same ones.
-        "ports": dict(FIXED_PORTS),
-    }
-    return parse_config(values, source="the command line")
+def _config(given: argparse.Namespace) -> LoadedConfig:
+    said = variables_of_tables(os.environ)
+    if given.config is None and given.command != "config":
+        said = [*_serving_alone(), *said]
+    return load_with_origins(given.config, environment=os.environ, run=given.run, overrides=said)
+
+
+def _serving_alone() -> list[Override]:
+    """What a stack without a config departs from: nothing is trained unless a config says so.
+
+    A trainer's rpc can publish all the same. The ports are those that documents and scripts name,
+    and that compose has.
+    """
+    values = {"train.num_steps": 0, "evaluation.num_tasks": 0, "ports": dict(FIXED_PORTS)}
+    origin = "no config"
+    return [Override(path=path, value=value, origin=origin) for path, value in values.items()]
 
 
 def _run(config: JobConfig, run_dir: RunDir, *, is_job: bool) -> int:

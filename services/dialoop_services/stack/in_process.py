@@ -15,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import tempfile
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -26,11 +28,17 @@ from dialoop import BlockingDialoop, Dialoop
 from dialoop.clients.blocking.loop import BackgroundLoop
 from dialoop.errors import InvalidConfig
 
-from dialoop_services.config.file import parse_config
+from dialoop_services.config.file import override_in, parse_config
 from dialoop_services.runtime.in_process import InProcessNetwork
 from dialoop_services.runtime.settings import load
 from dialoop_services.stack import preflight
-from dialoop_services.stack.layout import STOP_ORDER, Layout
+from dialoop_services.stack.layout import (
+    STOP_ORDER,
+    Layout,
+    service_of,
+    settings_of,
+    variables_of_tables,
+)
 from dialoop_services.stack.run_dir import opened
 
 if TYPE_CHECKING:
@@ -143,7 +151,7 @@ class _Services:
 
     async def stop(self) -> None:
         """End all of them, those who make work first."""
-        order = sorted(self._tasks, key=lambda name: STOP_ORDER.index(name.partition("-")[0]))
+        order = sorted(self._tasks, key=lambda name: STOP_ORDER.index(service_of(name)))
         for name in order:
             self._servers[name].stop()
             _, late = await asyncio.wait([self._tasks[name]], timeout=_STOPPED_IN_S)
@@ -159,18 +167,13 @@ class _Services:
                 task.result()
 
     def _begin(self, name: str) -> None:
-        service, _, index = name.partition("-")
-        values = self._layout.values_of(service)
-        if service == "inference":  # replicas with one seed would sample the same
-            values["seed"] = self._layout.config.seed + 7919 * int(index or 0)
+        service = service_of(name)
+        settings = load(settings_of(service), **self._layout.values_of(name))
         # By name, as a stack of processes starts them: this module imports no torch.
-        kind = getattr(
-            import_module(f"dialoop_services.{service}.settings"), f"{service.title()}Settings"
-        )
         serve_in = import_module(f"dialoop_services.{service}.__main__").serve_in
         self._servers[name] = server = self.network.server(name)
         host = _Host(server=server, connect=self._connect)
-        self._tasks[name] = asyncio.create_task(serve_in(host, load(kind, **values)))
+        self._tasks[name] = asyncio.create_task(serve_in(host, settings))
 
     def _connect(self, address: str, *, retry: RetryPolicy | None = None) -> Channel:
         return self.network.connect(address, retry=retry)
@@ -212,7 +215,10 @@ def _job(given: Mapping[str, Any]) -> JobConfig:
             remedy="Leave train.num_processes out, or run `dialoop up`.",
         )
     defaults = {"run": "in-process", "train": {"num_steps": 0}, "evaluation": {"num_tasks": 0}}
-    job = parse_config({**defaults, **needed, **given}, source="the config")
+    values = deepcopy({**defaults, **needed, **given})
+    for override in variables_of_tables(os.environ):
+        override_in(values, override)
+    job = parse_config(values, source="the config")
     preflight.check(job)
     return job
 

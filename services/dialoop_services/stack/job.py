@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.clients.trainer import Phase
 from dialoop.errors import Unavailable
 
-from dialoop_services.config.format_warnings import doubts_about_formats
-from dialoop_services.config.loss_facts import doubts_about_advantages
+from dialoop_services.config.job import warnings_for_advantages, warnings_for_formats
 from dialoop_services.stack.report import summary
 from dialoop_services.stack.report.gates import gates_of
 from dialoop_services.stack.report.live import LiveView
@@ -36,8 +35,8 @@ async def train(plan: Plan, log: LogStream, console: Console) -> int:
     clock = PhaseClock()
     config = plan.layout.config
     log.say("stack", f"run {config.run}, engine {config.engine}")
-    for doubt in (*doubts_about_advantages(config), *doubts_about_formats(config)):
-        log.say("stack", doubt, style="yellow")
+    for warning in (*warnings_for_advantages(config), *warnings_for_formats(config)):
+        log.say("stack", warning, style="yellow")
     async with running_stack(plan, log) as stack:
         log.say("stack", "all services are ready")
         async with observing(plan.layout) as observer:

@@ -6,16 +6,11 @@ import json
 import sys
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dialoop_services.config.loss_facts import advantages_of
-from dialoop_services.config.shared import (
-    CollectorFields,
-    InferenceFields,
-    ScorerFields,
-    TrainFields,
-)
+from dialoop_services.config.settings import CONFIG_VARIABLE, overrides_of
 from dialoop_services.runtime.device_lock import DEVICE_LOCK, is_owned
 from dialoop_services.stack.processes.child import ServiceSpec
 from dialoop_services.stack.processes.ports import HOST, choose_ports
@@ -24,9 +19,9 @@ from dialoop_services.stack.processes.readiness import grpc_ready
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pydantic import BaseModel
-
-    from dialoop_services.config.job import EnvironmentSection, JobConfig
+    from dialoop_services.config.file import Override
+    from dialoop_services.config.job import JobConfig
+    from dialoop_services.config.settings import JobSettings
     from dialoop_services.stack.run_dir import RunDir
 
 STOP_ORDER = (
@@ -40,6 +35,7 @@ STOP_ORDER = (
 )
 """Who works for whom: producers of work first, the queue's store last."""
 
+_SEED_STRIDE = 7919
 _READY_TIMEOUT_S = {"inference": 300.0}
 _STOP_GRACE_S = {"trainer": 45.0, "inference": 30.0}
 
@@ -75,15 +71,13 @@ class Layout:
 
     def spec(self, name: str) -> ServiceSpec:
         """How to start the process `name` (`inference-1` is the second replica)."""
-        service, _, index = name.partition("-")
-        variables = self.environment_of(service) | {
+        service = service_of(name)
+        variables = self.environment_of(name) | {
             f"DIALOOP_{service.upper()}_PORT": str(self.ports[name]),
             f"DIALOOP_{service.upper()}_REST_PORT": str(self.ports[rest_name(name)]),
             "DIALOOP_RUN": self.run_dir.run_id,
+            CONFIG_VARIABLE: "",  # all that a file says stands in variables already
         }
-        if service == "inference":  # replicas with one seed would sample the same
-            seed = self.config.seed + 7919 * int(index or 0)
-            variables["DIALOOP_INFERENCE_SEED"] = str(seed)
         if service == "trainer":  # whatever a job of torchrun's, which may be around us, says
             variables |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         return ServiceSpec(
@@ -106,50 +100,55 @@ class Layout:
             return ("dialoop_services.trainer.learner.launch", str(num_processes))
         return (f"dialoop_services.{service}",)
 
-    def environment_of(self, service: str) -> dict[str, str]:
-        """The variables of a service, without its port."""
-        values = self.values_of(service)
-        return {f"DIALOOP_{service.upper()}_{k.upper()}": _text(v) for k, v in values.items()}
+    def environment_of(self, name: str) -> dict[str, str]:
+        """Return the variables of a process, without its ports."""
+        prefix = f"DIALOOP_{service_of(name).upper()}_"
+        return {f"{prefix}{key.upper()}": _text(v) for key, v in self.values_of(name).items()}
 
-    def values_of(self, service: str) -> dict[str, object]:
-        """The settings of a service, without its port."""
-        return {
-            "replay": self._replay,
-            "environment": self._environment,
-            "inference": self._inference,
-            "trainer": self._trainer,
-            "scorer": self._scorer,
-            "collector": self._collector,
-        }[service]()
+    def values_of(self, name: str) -> dict[str, object]:
+        """Return the settings of a process, without its ports: what the job says, and its places.
 
-    def _replay(self) -> dict[str, object]:
-        address = {"redis_url": self.redis_url} if self.config.store == "redis" else {}
-        return {"store": self.config.store, **address}
+        What has no value, as `stop_at`, is left out.
+        """
+        said = settings_of(service_of(name)).of_job(self.config) | self._places_of(name)
+        return {key: value for key, value in said.items() if value is not None}
 
-    def _environment(self) -> dict[str, object]:
-        sections = self.config.all_environments
-        texts = (use for section in sections for use in section.text_environments)
-        return {
-            "environments": [
-                {"use": section.kind, "options": environment_options(section)}
-                for section in sections
-            ],
-            "text_environments": list(dict.fromkeys(texts)),
-            "inference_address": self.address("inference"),
-            "model_dir": self.run_dir.model(self.config).resolve(),
+    def _places_of(self, name: str) -> dict[str, object]:
+        """Where a process finds the others and its files, and what it is called."""
+        of_run = {"run": self.run_dir.run_id, "replay_address": self.address("replay")}
+        model = {"model_dir": self.run_dir.model(self.config).resolve()}
+        service = service_of(name)
+        if service == "replay":
+            return {"redis_url": self.redis_url} if self.config.store == "redis" else {}
+        if service == "environment":
+            return {**model, "inference_address": self.address("inference")}
+        if service == "inference":
+            return {**model, **self._weights(), **self._device_lock(), "seed": self._seed_of(name)}
+        if service == "scorer":
+            reference = self.config.scorer.reference_model
+            return {**of_run, **({"model_dir": Path(reference).resolve()} if reference else model)}
+        common = {
+            **of_run,
+            "run_dir": self.run_dir.path.resolve(),
+            "environment_address": self.address("environment"),
+            "inference_addresses": [self.address(replica) for replica in self.replicas],
         }
+        if service == "trainer":
+            memory = {"shared_memory_dir": self.memory} if self.memory else {}
+            return {**common, **model, **self._device_lock(), **memory}
+        if any(section.agent for section in self.config.all_environments):
+            rest = [self.rest_address(replica) for replica in self.replicas]
+            return {**common, "inference_rest_addresses": rest}
+        return common
 
-    def _inference(self) -> dict[str, object]:
-        section = self.config.inference
-        return {
-            "engine": self.config.engine,
-            "model_dir": self.run_dir.model(self.config).resolve(),
-            **self._weights(),
-            **_said(section, InferenceFields, "max_model_len", "max_num_seqs"),
-            "max_new_tokens": self.config.collector.max_new_tokens,
-            "dtype": section.dtype or self.config.dtype,
-            **self._device_lock(),
-        }
+    def _seed_of(self, replica: str) -> int:
+        """Replicas with one seed would sample the same."""
+        return self.config.seed + _SEED_STRIDE * self.replicas.index(replica)
+
+    def _weights(self) -> dict[str, object]:
+        if self.config.inference.data_plane != "shared_memory":
+            return {}
+        return {"weights_root": self.memory or self.run_dir.policies.resolve()}
 
     def _held_up(self, service: str) -> Callable[[], bool] | None:
         """A replica that starts waits while the trainer has the device, however long."""
@@ -164,120 +163,23 @@ class Layout:
             return {}
         return {"device_lock": self.run_dir.path.resolve() / DEVICE_LOCK}
 
-    def _weights(self) -> dict[str, object]:
-        plane = self.config.inference.data_plane
-        if plane == "shared_memory":
-            return {"weights_root": self.memory or self.run_dir.policies.resolve()}
-        return {"weight_transfer": plane} if plane in ("nccl", "ipc") else {}
 
-    def _scorer(self) -> dict[str, object]:
-        section = self.config.scorer
-        return {
-            "run": self.run_dir.run_id,
-            "replay_address": self.address("replay"),
-            "model_dir": Path(section.reference_model or self.run_dir.model(self.config)).resolve(),
-            **advantages_of(self.config),
-            **_said(section, ScorerFields, "rewards"),
-            "torch_threads": section.num_threads,
-        }
-
-    def _collector(self) -> dict[str, object]:
-        section, environment = self.config.collector, self.config.environment
-        return {
-            "run": self.run_dir.run_id,
-            "run_dir": self.run_dir.path.resolve(),
-            "replay_address": self.address("replay"),
-            "environment_address": self.address("environment"),
-            "inference_addresses": [self.address(name) for name in self.replicas],
-            **self._agents(),
-            "environment": environment.served_name,
-            "train_split": environment.train_split,
-            "weight": environment.weight,
-            "mixed_environments": [
-                {
-                    "environment": section.served_name,
-                    "split": section.train_split,
-                    "weight": section.weight,
-                }
-                for section in self.config.environments
-            ],
-            **_said(section, CollectorFields, "max_new_tokens"),
-            # 0 would keep the tasks in the source's order.
-            "shuffle_seed": self.config.seed + 1,
-        }
-
-    def _agents(self) -> dict[str, object]:
-        agents = {s.served_name: s.agent for s in self.config.all_environments if s.agent}
-        if not agents:
-            return {}
-        return {
-            "agents": agents,
-            "inference_rest_addresses": [self.rest_address(name) for name in self.replicas],
-        }
-
-    def _trainer(self) -> dict[str, object]:
-        environment, evaluation = self.config.environment, self.config.evaluation
-        return {
-            "run": self.run_dir.run_id,
-            "run_dir": self.run_dir.path.resolve(),
-            "model_dir": self.run_dir.model(self.config).resolve(),
-            "seed": self.config.seed,
-            "replay_address": self.address("replay"),
-            "environment_address": self.address("environment"),
-            "inference_addresses": [self.address(name) for name in self.replicas],
-            "environment": environment.served_name,
-            "environment_use": environment.kind,
-            "environment_options": environment_options(environment),
-            "heldout_split": environment.heldout_split,
-            "max_new_tokens": self.config.collector.max_new_tokens,
-            "evaluate_every": evaluation.every,
-            "num_evaluation_tasks": evaluation.num_tasks,
-            "num_running_evaluation_tasks": evaluation.num_running_tasks,
-            **({} if evaluation.stop_at is None else {"stop_at": evaluation.stop_at}),
-            "stop_without_gain": evaluation.stop_without_gain,
-            **self._warm_start(),
-            **self._train(),
-        }
-
-    def _lora(self) -> dict[str, object]:
-        model = self.config.model
-        return {
-            "rank": model.lora_rank,
-            "alpha": model.lora_alpha,
-            "targets": model.lora_targets,
-            "publish": model.publish,
-        }
-
-    def _warm_start(self) -> dict[str, object]:
-        section = self.config.warm_start
-        told = {f"warm_start_{n.removeprefix('num_')}": value for n, value in section}
-        if not section.file:
-            del told["warm_start_file"]
-        return told | {"warm_start_split": self.config.environment.train_split}
-
-    def _train(self) -> dict[str, object]:
-        section = self.config.train
-        return {
-            **_said(section, TrainFields),
-            "max_row_tokens": self.config.max_row_tokens,
-            "sft": self.config.sft.model_dump(),
-            "lora": self._lora(),
-            "trackers": self.config.trackers.model_dump(),
-            "num_train_steps": section.num_steps,
-            "torch_threads": section.num_threads,
-            "dtype": self.config.dtype,
-            "max_logprob_difference": self.config.gates.logprob_difference_at_most,
-            "update_mode": self.config.inference.update_mode,
-            "data_plane": self.config.inference.data_plane,
-            "inference_world_size": self.config.inference.tensor_parallel_size,
-            **self._device_lock(),
-            **({"shared_memory_dir": self.memory} if self.memory else {}),
-        }
+def settings_of(service: str) -> type[JobSettings]:
+    """Return the settings of a service: by name, since a stack of processes imports no service."""
+    module = import_module(f"dialoop_services.{service}.settings")
+    found: type[JobSettings] = getattr(module, f"{service.title()}Settings")
+    return found
 
 
-def _said(section: BaseModel, shared: type[BaseModel], *more: str) -> dict[str, object]:
-    """What a table says of the settings that it shares with its service, and of `more`."""
-    return section.model_dump(include={*shared.model_fields, *more})
+def variables_of_tables(environment: Mapping[str, str]) -> list[Override]:
+    """Return the keys of the job file that variables of its services say."""
+    services = {name.split("_")[1].lower() for name in environment if name.startswith("DIALOOP_")}
+    return overrides_of(environment, [settings_of(one) for one in STOP_ORDER if one in services])
+
+
+def service_of(name: str) -> str:
+    """Return the service of a process: `inference` of `inference-1`."""
+    return name.partition("-")[0]
 
 
 def replica_names(config: JobConfig) -> tuple[str, ...]:
@@ -301,17 +203,6 @@ def ports_of(config: JobConfig, *, with_redis: bool) -> dict[str, int]:
     if not with_redis:
         del wanted["redis"]
     return choose_ports(wanted)
-
-
-def environment_options(section: EnvironmentSection) -> dict[str, object]:
-    """What makes the environment: its options, and the files of a JSONL one."""
-    if not section.task_file:
-        return dict(section.options)
-    if section.heldout_file:
-        files: dict[str, object] = {"heldout_path": section.heldout_file}
-    else:
-        files = {"heldout_fraction": section.heldout_fraction}
-    return {"path": section.task_file, **files, **section.options}
 
 
 def _text(value: object) -> str:

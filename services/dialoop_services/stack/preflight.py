@@ -12,11 +12,12 @@ from dialoop.environments import load_environment
 from dialoop.errors import InvalidConfig
 from dialoop.tokens.tokenizer import Tokenizer
 
-from dialoop_services.stack.layout import environment_options, ports_of
+from dialoop_services.stack.layout import ports_of
 from dialoop_services.stack.processes.redis_server import FoundRedis, find_redis
 
 if TYPE_CHECKING:
-    from dialoop_services.config.job import EnvironmentSection, JobConfig
+    from dialoop_services.config.job import JobConfig
+    from dialoop_services.config.tables import EnvironmentSection
 
 _BUILT_IN = ("arithmetic", "jsonl")
 
@@ -66,7 +67,7 @@ def _check_tasks(config: JobConfig, section: EnvironmentSection) -> None:
     """Read the tasks of a built-in environment; an author's own is left to its service."""
     if section.kind not in _BUILT_IN:
         return
-    environment = load_environment(section.kind, environment_options(section))
+    environment = load_environment(section.kind, section.arguments)
     wanted = [section.train_split] if config.train.num_steps else []
     if config.evaluation.num_tasks and section is config.environment:
         wanted.append(section.heldout_split)

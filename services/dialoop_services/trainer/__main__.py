@@ -79,7 +79,6 @@ async def serve_in(
     host: Host, settings: TrainerSettings, learner: ParallelLearner | None = None
 ) -> None:
     """Train to the end, then stay to be asked until the host says stop; by default alone."""
-    settings = settings.require_consistent()
     builder = _builder(settings)
     warm_start = _warm_start(settings, builder)
     supervised = demonstration_set(settings, builder) if settings.mode == "sft" else None
@@ -158,7 +157,7 @@ def with_steps_of(settings: TrainerSettings, supervised: DemonstrationSet) -> Tr
     if not settings.sft.num_epochs:
         return settings
     num_steps = settings.sft.num_epochs * supervised.steps_per_epoch
-    return settings.model_copy(update={"num_train_steps": num_steps})
+    return settings.model_copy(update={"num_steps": num_steps})
 
 
 def _builder(settings: TrainerSettings) -> TokenBuilder:
@@ -168,14 +167,14 @@ def _builder(settings: TrainerSettings) -> TokenBuilder:
 
 def _warm_start(settings: TrainerSettings, builder: TokenBuilder) -> Demonstrations | None:
     """Read what a warm start needs before anything heavy is loaded."""
-    if not settings.warm_start_steps:
+    if not settings.warm_start.num_steps:
         return None
     demonstrate, stop = demonstrator(settings, builder)
     return Demonstrations(
         demonstrate,
         builder,
         stop=stop,
-        batch_size=settings.warm_start_batch_size,
+        batch_size=settings.warm_start.batch_size,
         seed=settings.seed,
     )
 

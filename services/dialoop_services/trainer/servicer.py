@@ -54,9 +54,9 @@ class TrainerServicer(rpc.TrainerServiceServicer):
             phase=pb.Phase.Name(int(phase)),
             policy_version=policy_version_to_proto(newest.policy_version) if newest else None,
             num_train_steps=board.num_train_steps,
-            max_train_steps=self._settings.num_train_steps,
+            max_train_steps=self._settings.num_steps,
             num_warm_start_steps=board.num_warm_start_steps,
-            max_warm_start_steps=self._settings.warm_start_steps,
+            max_warm_start_steps=self._settings.warm_start.num_steps,
             metrics=self._records.newest,
             failure=board.failure,
             num_parameters=self._num_parameters,
@@ -98,8 +98,8 @@ class TrainerServicer(rpc.TrainerServiceServicer):
     async def Evaluate(self, request: pb.EvaluateRequest, context: Context) -> pb.EvaluateResponse:
         result = await self._job.evaluate(
             EvaluationPlan(
-                environment=request.environment or self._settings.environment,
-                split=request.split or self._settings.heldout_split,
+                environment=request.environment or self._settings.environment.served_name,
+                split=request.split or self._settings.environment.heldout_split,
                 num_tasks=request.max_tasks or 1_000_000,
                 sampling=sampling_from_proto(request.sampling),
                 label=request.label or "on_request",

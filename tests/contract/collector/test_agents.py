@@ -183,11 +183,12 @@ def test_agents_are_loaded_by_import_path():
 
 
 def test_agents_need_every_replicas_rest_door():
-    agents = {"arithmetic": f"{__name__}:ask_once"}
+    environment = {"agent": f"{__name__}:ask_once"}
     with pytest.raises(InvalidConfig) as caught:
-        loaded_agents(CollectorSettings(agents=agents))
+        loaded_agents(CollectorSettings(environment=environment))
     assert caught.value.reason == "NO_REST_ADDRESS"
-    known = CollectorSettings(agents=agents, inference_rest_addresses=["127.0.0.1:1"])
+    addresses = ["127.0.0.1:1"]
+    known = CollectorSettings(environment=environment, inference_rest_addresses=addresses)
     assert loaded_agents(known) == {"arithmetic": ask_once}
     assert loaded_agents(CollectorSettings()) == {}
 

@@ -23,7 +23,7 @@ def riddles() -> ChatEnv:
     return ChatEnv(name="riddles", tasks=RowTasks(rows), transforms=(MaxTurns(1),))
 
 
-MIXED = [{"environment": "riddles", "weight": 3.0}]
+MIXED = [{"use": "riddles", "weight": 3.0}]
 
 
 def offers(place: World, **given: Any) -> Offers:
@@ -49,7 +49,7 @@ async def drawn(place: World, pages: int, **given: Any) -> list[Task]:
 
 async def test_environments_are_drawn_by_weight_and_none_of_their_tasks_twice():
     async with world() as place:
-        tasks = await drawn(place, 5, mixed_environments=MIXED)
+        tasks = await drawn(place, 5, environments=MIXED)
     assert len(tasks) == 200
     counts = Counter(task.environment for task in tasks)
     assert counts["riddles"] == pytest.approx(150, abs=20)
@@ -63,7 +63,7 @@ async def test_the_seed_decides_the_draws():
     found = []
     for seed in (5, 5, 6):
         async with world() as place:
-            tasks = await drawn(place, 2, mixed_environments=MIXED, shuffle_seed=seed)
+            tasks = await drawn(place, 2, environments=MIXED, shuffle_seed=seed)
             found.append([task.task_id for task in tasks])
     assert found[0] == found[1]
     assert found[0] != found[2]
@@ -74,7 +74,7 @@ async def test_a_job_goes_on_where_it_stood_when_environments_come_and_go():
         alone = await drawn(place, 1)
         assert {task.environment for task in alone} == {"arithmetic"}
         assert not (await place.replay.get_stats(RUN)).cursor.startswith("{")
-        await offers(place, mixed_environments=MIXED).top_up()
+        await offers(place, environments=MIXED).top_up()
         mixed = await leased(place, 80)
         await offers(place).top_up()
         again = await leased(place, 120)
@@ -89,7 +89,7 @@ async def test_both_environments_are_played():
     async with world() as place:
         place.environment = LocalEnvironmentClient(arithmetic(), riddles())  # type: ignore[assignment]
         await place.allow(12)
-        async with place.collecting(policy, page_size=12, mixed_environments=MIXED):
+        async with place.collecting(policy, page_size=12, environments=MIXED):
             await place.until(lambda counts: counts.num_groups_unscored >= 8)
     asked = Counter(sampling.stop for sampling in policy.asked)
     assert set(asked) == {arithmetic().traits.stop, riddles().traits.stop}

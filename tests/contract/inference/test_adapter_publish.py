@@ -17,6 +17,7 @@ from dialoop.sequences import PolicyVersion
 from dialoop_services.config.job import JobConfig
 from dialoop_services.learning.lora.base_weights import BaseWeights
 from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_services.runtime.settings import load
 from dialoop_services.stack.layout import Layout, ports_of
 from dialoop_services.stack.run_dir import RunDir
 from dialoop_services.trainer.learner.learner import Learner
@@ -50,11 +51,9 @@ class Trainer:
     def __init__(
         self, w: World, model_dir: Path, *, publish: str = "", rank: int = 4, **settings: Any
     ) -> None:
-        lora = {"rank": rank, "alpha": 3.0 * rank, "publish": publish}
+        lora = {"lora_rank": rank, "lora_alpha": 3.0 * rank, "publish": publish}
         self.run_dir = w.root.parent
-        chosen = TrainerSettings(
-            model_dir=model_dir, run_dir=self.run_dir, lora=lora, **settings
-        ).require_consistent()
+        chosen = TrainerSettings(model_dir=model_dir, run_dir=self.run_dir, model=lora, **settings)
         self.learner, self.number = Learner(chosen), 0
         self.publisher = Publisher(chosen, self.learner, [w.client], cast("Any", FakeReplay()))
 
@@ -254,7 +253,7 @@ def test_the_digest_is_of_the_weights_and_not_of_how_they_lie_in_files(model_dir
 
 
 def test_the_adapters_file_says_whose_it_is(model_dir, tmp_path):
-    settings = TrainerSettings(model_dir=model_dir, lora={"rank": 2})
+    settings = TrainerSettings(model_dir=model_dir, model={"lora_rank": 2})
     weights = Learner(settings).export(tmp_path / "adapter_model.safetensors")
     with safe_open(weights.path, framework="pt") as file:
         assert file.metadata()["base_digest"] == weights.base_digest
@@ -262,34 +261,28 @@ def test_the_adapters_file_says_whose_it_is(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "reason"),
+    ("model", "plane", "says"),
     [
-        ({"lora": {"publish": "adapter"}}, "NO_ADAPTER"),
-        (
-            {"lora": {"rank": 2, "publish": "adapter"}, "data_plane": "nccl"},
-            "ADAPTER_OVER_TRANSFER",
-        ),
+        ({"publish": "adapter"}, "chunks", "needs a lora_rank"),
+        ({"lora_rank": 2, "publish": "adapter"}, "nccl", "moves whole tensors only"),
     ],
 )
-def test_an_adapter_that_cannot_travel_is_a_mistake_of_the_config(settings, reason):
-    with pytest.raises(InvalidConfig) as caught:
-        TrainerSettings(**settings).require_consistent()
-    assert caught.value.reason == reason
-    plane = {"inference": {"data_plane": settings.get("data_plane", "chunks")}}
-    lora = {"lora_rank": settings["lora"].get("rank", 0), "publish": "adapter"}
-    with pytest.raises(ValueError, match="publish"):
-        JobConfig.model_validate({"model": lora, **plane})
+def test_an_adapter_that_cannot_travel_is_a_mistake_of_the_config(model, plane, says):
+    with pytest.raises(InvalidConfig, match=says):
+        load(TrainerSettings, model=model, data_plane=plane)
+    with pytest.raises(ValueError, match=says):
+        JobConfig.model_validate({"model": model, "inference": {"data_plane": plane}})
 
 
 def test_lora_publishes_the_adapter_unless_only_tensors_can_travel():
     def of(**settings):
         return TrainerSettings(**settings).publishes_adapters
 
-    lora = {"rank": 2}
-    assert of(lora=lora)
-    assert of(lora=lora, data_plane="chunks")
-    assert not of(lora=lora, data_plane="nccl")
-    assert not of(lora={**lora, "publish": "merged"})
+    lora = {"lora_rank": 2}
+    assert of(model=lora)
+    assert of(model=lora, data_plane="chunks")
+    assert not of(model=lora, data_plane="nccl")
+    assert not of(model={**lora, "publish": "merged"})
     assert not of()
 
 
@@ -300,5 +293,5 @@ def test_everyone_in_a_lora_run_has_the_base_from_one_directory(tmp_path):
     layout = Layout(config=config, run_dir=run_dir, ports=ports_of(config, with_redis=False))
     services = ("trainer", "inference", "scorer")
     assert len({layout.values_of(service)["model_dir"] for service in services}) == 1
-    told = TrainerSettings.model_validate({"lora": layout.values_of("trainer")["lora"]})
-    assert (told.lora.rank, told.lora.publish) == (4, "merged")
+    told = TrainerSettings.model_validate({"model": layout.values_of("trainer")["model"]})
+    assert (told.model.lora_rank, told.model.publish) == (4, "merged")

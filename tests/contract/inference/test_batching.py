@@ -288,10 +288,10 @@ async def test_both_doors_share_a_batch(model_dir, tmp_path):
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"min_batch_size": 8, "max_batch_size": 4}, "MIN_BATCH_SIZE is 8"),
-        ({"batching": False, "min_batch_size": 8}, "MIN_BATCH_SIZE say how to batch"),
-        ({"batching": False, "max_batch_size": 8}, "MAX_BATCH_SIZE"),
-        ({"batching": False, "batching_timeout_s": 1.0}, "BATCHING_TIMEOUT_S"),
+        ({"min_batch_size": 8, "max_batch_size": 4}, "min_batch_size is 8"),
+        ({"batching": False, "min_batch_size": 8}, "min_batch_size say how to batch"),
+        ({"batching": False, "max_batch_size": 8}, "max_batch_size"),
+        ({"batching": False, "batching_timeout_s": 1.0}, "batching_timeout_s"),
         ({"min_batch_size": 0}, "MIN_BATCH_SIZE"),
         ({"batching_timeout_s": 0.0}, "BATCHING_TIMEOUT_S"),
         ({"batching_timeout_s": float("inf")}, "BATCHING_TIMEOUT_S"),

@@ -104,7 +104,7 @@ def settings_of(world: Recorded, **settings: Any) -> TrainerSettings:
         model_dir=world.model_dir,
         replay_address=world.replay_address,
         inference_addresses=[world.inference_address],
-        num_evaluation_tasks=0,
+        evaluation={"num_tasks": 0},
         max_staleness=100,
         **{"pipeline_depth": 1, "groups_per_train_step": 2} | SETTINGS | settings,
     )
@@ -139,7 +139,7 @@ async def test_bad_groups_are_set_aside_with_their_data_and_the_others_are_train
     ]
     store = MemoryStore(Limits())
     async with recorded(tmp_path, model_dir, store, given) as world:
-        async with training(world, num_train_steps=4):
+        async with training(world, num_steps=4):
             await until_done(world)
         stats = await world.replay.get_stats(world.run)
         letters = await world.replay.list_dead_letters(world.run)
@@ -172,7 +172,7 @@ async def test_a_scorer_that_never_gives_what_the_loss_needs_fails_the_job_by_na
 ) -> None:
     given = [changed(group, without_reference) for group in groups[:8]]
     async with recorded(tmp_path, model_dir, MemoryStore(Limits()), given) as world:
-        settings = settings_of(world, num_train_steps=1, max_bad_groups=1)
+        settings = settings_of(world, num_steps=1, max_bad_groups=1)
         async with asyncio.timeout(60):
             with pytest.raises(ExceptionGroup) as caught:
                 await serve_in(OwnProcess(settings), settings)
@@ -191,7 +191,7 @@ async def test_bad_groups_in_a_row_do_not_fail_a_job_of_one_group_a_step(
     ]
     given = [*bad, *groups[4:6]]
     async with recorded(tmp_path, model_dir, MemoryStore(Limits()), given) as world:
-        async with training(world, num_train_steps=2, groups_per_train_step=1):
+        async with training(world, num_steps=2, groups_per_train_step=1):
             await until_done(world)
         letters = await world.replay.list_dead_letters(world.run)
     assert [letter.reason for letter in letters] == list(BAD)
@@ -204,7 +204,7 @@ async def test_what_the_loss_does_not_need_may_be_missing_from_some(
     """A loss that needs no reference takes groups with one and groups without."""
     given = [changed(groups[0], without_reference), groups[1]]
     async with recorded(tmp_path, model_dir, MemoryStore(Limits()), given) as world:
-        async with training(world, num_train_steps=1, objective={}):
+        async with training(world, num_steps=1, objective={}):
             await until_done(world)
         letters = await world.replay.list_dead_letters(world.run)
     assert len(world.train_rows) == 1
@@ -216,7 +216,7 @@ async def test_a_sequence_too_long_is_dropped_alone_and_counted_where_that_is_as
 ) -> None:
     given = [changed(groups[0], too_long, member=1), groups[1]]
     async with recorded(tmp_path, model_dir, MemoryStore(Limits()), given) as world:
-        async with training(world, num_train_steps=1, oversize="drop"):
+        async with training(world, num_steps=1, oversize="drop"):
             await until_done(world)
         letters = await world.replay.list_dead_letters(world.run)
     (row,) = world.train_rows
@@ -238,13 +238,13 @@ async def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_touched(
     tmp_path: Path, model_dir: Path, groups: list[Group]
 ) -> None:
     async with recorded(tmp_path / "w", model_dir, MemoryStore(Limits()), groups[:4]) as world:
-        async with training(world, num_train_steps=1):
+        async with training(world, num_steps=1):
             await until_done(world)
         root = world.run_dir / "checkpoints"
         before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
         stats = await world.replay.get_stats(world.run)
         other = replace(world, model_dir=other_model(tmp_path / "other"))
-        given = settings_of(other, num_train_steps=2)
+        given = settings_of(other, num_steps=2)
         with pytest.raises(InvalidConfig) as caught:
             await serve_in(OwnProcess(given), given)
         assert caught.value.reason == "WEIGHTS_MISMATCH"
@@ -252,7 +252,7 @@ async def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_touched(
         assert caught.value.remedy
         assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
         assert await world.replay.get_stats(world.run) == stats
-        async with training(world, num_train_steps=2):
+        async with training(world, num_steps=2):
             async with asyncio.timeout(60):
                 while len(world.train_rows) < 2:
                     await asyncio.sleep(0.02)
@@ -287,7 +287,7 @@ async def test_uniform_and_bad_groups_give_their_credits_back_so_that_nothing_st
     given[:5] = [changed(group, flat) for group in given[:5]]  # two batches, and half of one
     given[7] = changed(given[7], too_long)
     async with recorded(tmp_path, model_dir, MemoryStore(Limits()), []) as world:
-        async with training(world, num_train_steps=5, pipeline_depth=0):
+        async with training(world, num_steps=5, pipeline_depth=0):
             async with asyncio.timeout(60):
                 await play(world, given[:11])
             await until_done(world)

@@ -97,7 +97,9 @@ async def world(
     kind, tied = request.param
     folder = tmp_path_factory.mktemp("adapters")
     model_dir = save_model(folder / "model", seed=0, tied=tied)
-    learner = Learner(TrainerSettings(model_dir=model_dir, lora={"rank": 4, "alpha": 12.0}))
+    learner = Learner(
+        TrainerSettings(model_dir=model_dir, model={"lora_rank": 4, "lora_alpha": 12.0})
+    )
     engine = await start(kind, model_dir)
     yield World(engine, learner, folder)
     await engine.close()

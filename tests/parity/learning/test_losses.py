@@ -1,13 +1,16 @@
 """Each loss has a golden number computed by hand, and its gradient where that is the point."""
 
+import inspect
 import math
 from typing import Any
 
 import pytest
 from dialoop.errors import InvalidConfig, InvalidInput
+from dialoop_services.config.losses import LOSSES, facts_of
+from dialoop_services.learning.loss import losses
 from dialoop_services.learning.loss.corrections import Correction
 from dialoop_services.learning.loss.loss_inputs import LossInputs, LossOutput
-from dialoop_services.learning.loss.loss_loading import PRESETS, load_loss, load_objective
+from dialoop_services.learning.loss.loss_loading import load_loss, load_objective
 from dialoop_services.learning.loss.losses import (
     cispo,
     decoupled_ppo,
@@ -221,10 +224,36 @@ def test_loss_of_a_user_is_loaded_by_its_import_path() -> None:
     assert loss(inputs_of([-1.0], advantages=[3.0])).loss.item() == pytest.approx(6.0)
 
 
-@pytest.mark.parametrize("name", list(PRESETS))
+@pytest.mark.parametrize("name", list(LOSSES))
 def test_built_in_losses_need_no_path(name: str) -> None:
     fields = {"advantages": [1.0], "proximal_logprobs": [-1.0], "ref_logprobs": [-1.0]}
     assert math.isfinite(load_objective(name)(inputs_of([-1.0], [-1.0], **fields)).loss.item())
+
+
+def test_the_table_of_losses_and_the_formulas_are_one_list() -> None:
+    named = {facts.formula or name for name, facts in LOSSES.items()}
+    formulas = {
+        name
+        for name, value in vars(losses).items()
+        if inspect.isfunction(value) and value.__module__ == losses.__name__
+    }
+    assert named == formulas
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_a_loss_reads_what_the_table_says_it_needs(name: str) -> None:
+    facts, objective = facts_of(name), load_objective(name)
+    needs = {
+        "advantages": facts.needs_advantages and not facts.imitates,
+        "ref_logprobs": facts.needs_reference,
+        "proximal_logprobs": facts.needs_proximal,
+    }
+    fields: dict[str, Any] = {column: [-1.0] for column, needed in needs.items() if needed}
+    assert math.isfinite(objective(inputs_of([-1.0], [-1.0], **fields)).loss.item())
+    for column in fields:
+        fewer = {other: values for other, values in fields.items() if other != column}
+        with pytest.raises(InvalidInput, match=column):
+            objective(inputs_of([-1.0], [-1.0], **fewer))
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from dialoop_services.config.losses import LOSSES
 from dialoop_services.learning.loss.corrections import Correction
-from dialoop_services.learning.loss.loss_loading import PRESETS, load_objective
+from dialoop_services.learning.loss.loss_loading import load_objective
 from dialoop_services.learning.loss.objective import Objective
 from dialoop_services.learning.model.policy import PolicyModel, load_policy
 from dialoop_services.learning.model.tiny import make_tiny_model
@@ -69,7 +70,7 @@ def _loss_and_gradient(
 
 
 def _objectives() -> list[tuple[str, Objective]]:
-    named = [(name, load_objective(name)) for name in PRESETS]
+    named = [(name, load_objective(name)) for name in LOSSES]
     # Wide clips, so that gradients flow; GSPO's own are narrower than these ratios.
     named.append(("gspo wide", load_objective("gspo", {"clip_low": 0.9, "clip_high": 9.0})))
     named += [
@@ -103,7 +104,7 @@ def test_packed_equals_one_sequence_at_a_time(
         assert float((gradient - alone[1]).norm()) <= 1e-8 * max(1e-9, float(alone[1].norm()))
 
 
-@pytest.mark.parametrize("name", list(PRESETS))
+@pytest.mark.parametrize("name", list(LOSSES))
 def test_float32_gradients_agree_to_1e_5_of_their_norm(directory: Path, name: str) -> None:
     single = load_policy(directory)
     rows, objective = _rows(), load_objective(name)

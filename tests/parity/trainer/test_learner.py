@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dialoop.sequences import PolicyVersion, Source, sequence_of
-from dialoop_services.config.objective_settings import ObjectiveSettings
-from dialoop_services.learning.loss.loss_loading import PRESETS
+from dialoop_services.config.losses import LOSSES
+from dialoop_services.config.tables import ObjectiveSettings
 from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.trainer.data.batches import TrainedSequence
 from dialoop_services.trainer.learner.learner import Learner
@@ -26,7 +26,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def learner(model_dir: Path, seed: int = 0) -> Learner:
-    return Learner(TrainerSettings(model_dir=model_dir, seed=seed, loss="grpo", warm_start_steps=4))
+    warm_start = {"num_steps": 4}
+    return Learner(
+        TrainerSettings(model_dir=model_dir, seed=seed, loss="grpo", warm_start=warm_start)
+    )
 
 
 def sequences(count: int, seed: int) -> list[TrainedSequence]:
@@ -112,7 +115,12 @@ def test_entropy_is_measured_by_staleness_unless_it_is_not_wanted(
     assert all(("entropy" in m) is is_wanted for m in report.metrics["by_staleness"].values())
 
 
-@pytest.mark.parametrize("name", [n for n in PRESETS if n not in ("sft", "minor_sft", "distill")])
+OF_ADVANTAGES = [
+    name for name, facts in LOSSES.items() if not (facts.imitates or facts.needs_reference)
+]
+
+
+@pytest.mark.parametrize("name", OF_ADVANTAGES)
 def test_every_loss_takes_a_train_step(model_dir: Path, name: str) -> None:
     trained = Learner(TrainerSettings(model_dir=model_dir, loss=name))
     report = trained.train_step(sequences(4, 5), current=VERSION)

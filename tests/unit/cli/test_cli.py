@@ -308,7 +308,9 @@ def test_every_missing_thing_has_a_remedy():
 
 def stack(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, because it turns into another program."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}"} | variables
+    environment = (
+        os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'services'}:{ROOT / 'client'}"} | variables
+    )
     command = [sys.executable, "-m", "dialoop.cli.main", *words]
     return subprocess.run(
         command,
@@ -327,6 +329,9 @@ def test_the_printed_config_is_whole_and_reads_back_as_itself():
     Path("again.toml").write_text(first.stdout)
     assert stack("config", "print", "again.toml").stdout == first.stdout
     assert "pipeline_depth = 2" in first.stdout
+    origins = stack("config", "print", "job.toml", "--origins").stdout.splitlines()
+    assert 'run = "mine"  # job.toml' in origins
+    assert "pipeline_depth = 2  # default" in origins
 
 
 def test_an_unknown_key_is_one_sentence_and_exit_code_2():

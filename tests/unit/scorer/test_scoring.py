@@ -12,7 +12,9 @@ import pytest
 from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
 from dialoop.sequences import Source, sequence_of
 from dialoop.trajectory import DoneReason, Failure, Owner, Reward, SamplingParams, Turn
+from dialoop_services.config.tables import RewardSpec
 from dialoop_services.rl.advantages import AdvantageSettings
+from dialoop_services.runtime import load
 from dialoop_services.scorer.rewards import (
     GroupReward,
     KlPenalty,
@@ -21,7 +23,7 @@ from dialoop_services.scorer.rewards import (
     with_reward,
 )
 from dialoop_services.scorer.scoring import Scoring
-from dialoop_services.scorer.settings import RewardSpec, ScorerSettings
+from dialoop_services.scorer.settings import ScorerSettings
 
 from tests.support.patience import PATIENCE_S
 from tests.support.samples.scorer_samples import MAIN_0, make_group, make_sequence
@@ -250,7 +252,7 @@ def test_a_reward_that_cannot_be_found_names_itself(use):
 )
 def test_settings_that_contradict_each_other_are_refused(given):
     with pytest.raises(InvalidConfig):
-        ScorerSettings(**given).require_consistent()
+        load(ScorerSettings, **given).require_consistent()
 
 
 def test_a_scorer_without_a_reference_imports_no_torch():

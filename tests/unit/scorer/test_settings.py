@@ -135,7 +135,7 @@ def test_a_job_says_where_its_reference_model_is_and_in_which_format(
     for name, value in layout.spec("scorer").environment.items():
         monkeypatch.setenv(name, value)
     found = load(ScorerSettings)
-    assert (found.device, found.dtype, found.torch_threads) == ("cuda:1", "bfloat16", 3)
+    assert (found.device, found.dtype, found.num_threads) == ("cuda:1", "bfloat16", 3)
     asked: dict[str, Any] = {}
     monkeypatch.setattr(
         "dialoop_services.scorer.reference.load_reference", lambda path, **said: asked.update(said)

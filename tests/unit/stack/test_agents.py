@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,6 @@ def test_the_collector_is_told_who_plays_and_where(tmp_path, monkeypatch):
     layout = layout_of(tmp_path, f"{__name__}:run")
     preflight.check(layout.config)
     variables = layout.environment_of("collector")
-    assert json.loads(variables["DIALOOP_COLLECTOR_AGENTS"]) == {"arithmetic": f"{__name__}:run"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     settings = CollectorSettings()
@@ -51,8 +49,9 @@ def test_the_collector_is_told_who_plays_and_where(tmp_path, monkeypatch):
 
 
 def test_without_an_agent_nothing_is_told(tmp_path):
-    variables = layout_of(tmp_path, "").environment_of("collector")
-    assert not any("AGENT" in name or "REST" in name for name in variables)
+    told = layout_of(tmp_path, "").values_of("collector")
+    assert not CollectorSettings(**told).agents
+    assert "inference_rest_addresses" not in told
 
 
 def test_an_agent_that_is_not_there_is_found_out_before_anything_starts(tmp_path):

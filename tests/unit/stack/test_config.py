@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
 from dialoop.errors import InvalidConfig
-from dialoop_services.config.file import load_config
-from dialoop_services.config.format_warnings import doubts_about_formats
-from dialoop_services.config.job import JobConfig
+from dialoop_services.config.file import Override, load_config, load_with_origins, toml_of
+from dialoop_services.config.job import JobConfig, warnings_for_formats
+from dialoop_services.runtime.settings import load
 from dialoop_services.stack import preflight
-from dialoop_services.stack.layout import Layout, environment_options, ports_of
+from dialoop_services.stack.layout import Layout, ports_of
 from dialoop_services.stack.run_dir import RunDir
+from dialoop_services.trainer.settings import TrainerSettings
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings
 
@@ -73,7 +75,7 @@ def test_the_trainers_rows_hold_what_the_engine_can_sample(tmp_path: Path) -> No
         config = load_config(written(tmp_path, text), environment={})
         ports = ports_of(config, with_redis=False)
         layout = Layout(config=config, run_dir=RunDir(path=tmp_path, run_id="r"), ports=ports)
-        return layout.values_of("trainer")["max_row_tokens"]
+        return load(TrainerSettings, **layout.values_of("trainer")).packed_row_tokens
 
     long = "[inference]\nmax_model_len = 4096\n"
     assert (told(""), told(long)) == (1024, 4096)
@@ -97,12 +99,12 @@ WIDE = {"gates": {"logprob_difference_at_most": 0.1}}
         (HALF | {"train": {"num_steps": 0}}, []),
     ],
 )
-def test_formats_that_round_away_what_is_learned_are_doubted(
+def test_formats_that_round_away_what_is_learned_are_warned_of(
     config: dict[str, object], words: list[str]
 ) -> None:
-    doubts = doubts_about_formats(JobConfig.model_validate(config))
-    assert len(doubts) == len(words)
-    assert all(word in doubt for word, doubt in zip(words, doubts, strict=True))
+    warnings = warnings_for_formats(JobConfig.model_validate(config))
+    assert len(warnings) == len(words)
+    assert all(word in said for word, said in zip(words, warnings, strict=True))
 
 
 def test_the_engine_may_have_a_format_of_its_own(tmp_path: Path) -> None:
@@ -148,6 +150,67 @@ def test_only_kl_mask_may_be_of_the_reference(correction: str) -> None:
         JobConfig.model_validate({"train": {"objective": objective}})
 
 
+def test_a_schema_that_is_not_this_versions_is_refused(tmp_path: Path) -> None:
+    assert "this version of Dialoop reads schema 1" in mistake_in(tmp_path, "schema = 2\n")
+    assert load_config(written(tmp_path, "schema = 1\n"), environment={}) == JobConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ('[train]\nloss = "services.learning.losses:grpo"', "services.learning.losses"),
+        ('[[environments]]\nagent = "services.collector.x:y"', "services.collector.x"),
+        (
+            '[environment.options]\ncommand = ["python", "-m", "services.environment"]',
+            "services.environment",
+        ),
+        ('[environment.options]\ncommand = "python -m services.stack train"', "services.stack"),
+    ],
+)
+def test_the_old_import_name_is_refused_with_the_new_one(
+    tmp_path: Path, text: str, name: str
+) -> None:
+    message = mistake_in(tmp_path, f"{text}\n")
+    assert f"names {name}, which is now dialoop_{name}" in message
+
+
+def test_a_package_of_ones_own_may_be_called_services(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "services" / "learning").mkdir(parents=True)
+    (tmp_path / "services" / "__init__.py").write_text("")
+    (tmp_path / "services" / "learning" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "services", raising=False)
+    text = '[train]\nloss = "services.learning:mine"\n'
+    path = written(tmp_path, text)
+    assert load_config(path, environment={}).train.loss == "services.learning:mine"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "services"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_a_variable_that_names_the_old_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIALOOP_TRAINER_LOSS", "services.learning:mine")
+    with pytest.raises(InvalidConfig, match=r"is now dialoop_services\.learning"):
+        load(TrainerSettings)
+
+
+def test_each_value_knows_who_said_it(tmp_path: Path) -> None:
+    path = written(tmp_path, "seed = 3\n[train]\nloss_options = { cap = 2.0 }\n")
+    turns = Override(path="collector.max_turns", value="3", origin="DIALOOP_COLLECTOR_MAX_TURNS")
+    loaded = load_with_origins(path, environment={"SEED": "7"}, run="r", overrides=[turns])
+    assert (loaded.config.seed, loaded.config.collector.max_turns) == (7, 3)
+    lines = toml_of(loaded.config, loaded.origins).splitlines()
+    for line in (
+        'run = "r"  # --run',
+        "seed = 7  # SEED",
+        "max_turns = 3  # DIALOOP_COLLECTOR_MAX_TURNS",
+        f'loss_options = {{ "cap" = 2.0 }}  # {path}',
+        "group_size = 8  # default",
+    ):
+        assert line in lines
+
+
 def test_a_file_that_is_not_toml_is_told_with_its_line(tmp_path: Path) -> None:
     assert "line 2" in mistake_in(tmp_path, "run = 'a'\nseed = = 3\n")
 
@@ -167,7 +230,7 @@ def test_paths_are_relative_to_the_config(tmp_path: Path) -> None:
     config = load_config(
         written(tmp_path, "[environment]\ntask_file = 'tasks.jsonl'\n"), environment={}
     )
-    assert environment_options(config.environment) == {
+    assert config.environment.arguments == {
         "path": str(tmp_path / "tasks.jsonl"),
         "heldout_fraction": 0.1,
     }

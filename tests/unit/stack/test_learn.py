@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from dialoop.errors import InvalidConfig
 from dialoop_services.config.file import load_config
-from dialoop_services.config.job import JobConfig
-from dialoop_services.config.loss_facts import advantages_of, doubts_about_advantages
+from dialoop_services.config.job import JobConfig, warnings_for_advantages
 from dialoop_services.learning.loss.loss_loading import load_objective
 from dialoop_services.stack.learn import Course, lessons_of
 from dialoop_services.stack.report.gates import gates_of
@@ -43,7 +42,7 @@ def test_a_shipped_config_starts_from_the_warm_start_and_asks_for_its_gain(name:
     assert config.evaluation.num_tasks == 256
     assert config.gates.heldout_sampled_gain_at_least == 0.15
     assert (config.engine, config.store) == ("vllm", "redis")
-    assert doubts_about_advantages(config) == ()
+    assert warnings_for_advantages(config) == ()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -80,17 +79,17 @@ def config_of(loss: str, **scorer: Any) -> JobConfig:
 def test_advantages_are_those_the_loss_is_meant_for_unless_the_config_says(
     loss: str, scorer: dict[str, bool], divide_by_std: bool, leave_one_out: bool
 ) -> None:
-    found = advantages_of(config_of(loss, **scorer))
+    found = config_of(loss, **scorer).scorer.baseline_for(loss)
     assert found == {"divide_by_std": divide_by_std, "leave_one_out": leave_one_out}
 
 
-def test_a_loss_with_others_advantages_is_doubted() -> None:
-    (said,) = doubts_about_advantages(config_of("rloo", leave_one_out=False))
+def test_a_loss_with_others_advantages_is_warned_of() -> None:
+    (said,) = warnings_for_advantages(config_of("rloo", leave_one_out=False))
     assert "rloo is meant for [scorer] leave_one_out = true" in said
-    (said,) = doubts_about_advantages(config_of("dapo"))
+    (said,) = warnings_for_advantages(config_of("dapo"))
     assert "drop_uniform = true" in said
-    assert not doubts_about_advantages(JobConfig())
-    assert not doubts_about_advantages(config_of("grpo", divide_by_std=False))
+    assert not warnings_for_advantages(JobConfig())
+    assert not warnings_for_advantages(config_of("grpo", divide_by_std=False))
 
 
 def summary(gain: float | None = 0.5, **given: Any) -> dict[str, Any]:

@@ -9,14 +9,14 @@ import pytest
 from dialoop.errors import InvalidConfig
 from dialoop_services.collector.mixture import Ingredient
 from dialoop_services.collector.settings import CollectorSettings
-from dialoop_services.config.file import load_config
+from dialoop_services.config.file import load_config, toml_of
 from dialoop_services.config.job import JobConfig
-from dialoop_services.config.text import toml_of
 from dialoop_services.environment.settings import EnvironmentSettings
 from dialoop_services.runtime.settings import load
 from dialoop_services.stack import preflight
 from dialoop_services.stack.layout import Layout, ports_of
 from dialoop_services.stack.run_dir import RunDir
+from dialoop_services.trainer.settings import TrainerSettings
 
 TEXT = """
 engine = "transformers"
@@ -71,8 +71,8 @@ def test_every_environment_is_served_and_offered_by_its_weight(config, tmp_path,
 
 
 def test_the_first_environment_alone_is_evaluated_and_demonstrates(config, tmp_path):
-    trainer = layout(config, tmp_path).values_of("trainer")
-    assert trainer["environment"] == trainer["environment_use"] == "arithmetic"
+    trainer = load(TrainerSettings, **layout(config, tmp_path).values_of("trainer"))
+    assert trainer.environment.served_name == trainer.environment.kind == "arithmetic"
 
 
 def test_each_environment_is_checked_before_anything_starts(config, tmp_path):

@@ -1,55 +1,49 @@
-"""No setting of a service is forgotten: the config file says it, or it is named here."""
+"""A key of the job file is one field: the service that reads it has the very same."""
 
 from __future__ import annotations
 
-from importlib import import_module
+import ast
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dialoop.errors import InvalidConfig
 from dialoop_services.config.job import JobConfig
-from dialoop_services.config.shared import LoraSettings
-from dialoop_services.runtime.settings import ServerSettings
-from dialoop_services.stack.layout import Layout, rest_name
+from dialoop_services.config.losses import LOSSES
+from dialoop_services.config.settings import JobSettings, field_at, is_table, overrides_of
+from dialoop_services.runtime.settings import ServerSettings, load
+from dialoop_services.stack.layout import Layout, rest_name, settings_of
 from dialoop_services.stack.run_dir import RunDir
+from dialoop_services.trainer.settings import TrainerSettings
 
-# Left at a service's default by a stack: its variables say them, which a stack's children inherit.
-BY_VARIABLE = {
-    "replay": "max_attempts max_deliveries max_dead_letters lease_s poll_s redis_timeout_s "
-    "vocab_size",
-    "environment": "task_file heldout_file openenv ttl_s max_ttl_s capacity step_timeout_s "
-    "abandon_s max_working_steps health_interval_s reap_interval_s max_concurrent_items",
-    "inference": "batching min_batch_size max_batch_size batching_timeout_s torch_threads "
-    "wake_after_s served_model_name max_recordings max_recorded_calls "
-    "recording_ttl_s",
-    "collector": "worker page_size stop max_turns member_retries agent_time_limit_s lease_s wait_s "
-    "patience_s",
-    "scorer": "worker max_row_tokens advantage_eps max_groups lease_s wait_s patience_s",
-    "trainer": "publish_deadline_s warm_start_checkpoint_every lease_s sleep_drain_s",
+ROOT = Path(__file__).parents[3]
+SERVICES = ("replay", "environment", "inference", "collector", "scorer", "trainer")
+TABLES = {"inference": "inference", "collector": "collector", "scorer": "scorer"} | {
+    "trainer": "train"
 }
-# What `Layout.spec` adds for each process: no two replicas have the same.
-OF_A_PROCESS = {"inference": {"seed"}}
-# Keys that a service knows by another name, or that only the stack reads.
-OTHERWISE = {
-    "inference": {"num_replicas", "data_plane"},
-    "collector": set[str](),
-    "scorer": {"reference_model", "num_threads"},
-    "train": {"num_steps", "num_processes", "num_threads"},
-}
-SERVICE_OF = {"train": "trainer"}
-
-# Says all that is said only where there is something to say.
-FULL: dict[str, Any] = {
-    "placement": "shared",
-    "environment": {"agent": "mine:agent"},
-    "train": {"pipeline_depth": 0},
-    "warm_start": {"file": "demonstrations.jsonl"},
-    "evaluation": {"stop_at": 0.5},
+# Keys of a service's table that only the stack reads.
+OF_THE_STACK = {"num_replicas", "reference_model", "num_processes"}
+# A run's id, which the stack makes of its name, is no name.
+NO_KEY = {"run"}
+# What is no key of a job: where a service is and whom it finds, and the limits of the two services
+# that have no table. A new setting of another service is a key of its table.
+PLACES = {
+    "replay": "redis_url redis_timeout_s max_attempts max_deliveries max_dead_letters lease_s "
+    "vocab_size poll_s",
+    "environment": "task_file heldout_file inference_address model_dir openenv ttl_s max_ttl_s "
+    "capacity step_timeout_s abandon_s max_working_steps health_interval_s reap_interval_s "
+    "max_concurrent_items",
+    "inference": "model_dir weights_root device_lock",
+    "collector": "run_dir worker replay_address environment_address inference_addresses "
+    "inference_rest_addresses",
+    "scorer": "worker replay_address model_dir",
+    "trainer": "run_dir model_dir replay_address environment_address inference_addresses "
+    "shared_memory_dir device_lock",
 }
 
 
 def layout(config: dict[str, Any]) -> Layout:
-    names = (*BY_VARIABLE, *map(rest_name, BY_VARIABLE))
+    names = (*SERVICES, *map(rest_name, SERVICES))
     return Layout(
         config=JobConfig.model_validate(config),
         run_dir=RunDir(path=Path("runs/r"), run_id="r"),
@@ -59,57 +53,161 @@ def layout(config: dict[str, Any]) -> Layout:
     )
 
 
-def settings_of(service: str) -> type[ServerSettings]:
-    module = import_module(f"dialoop_services.{service}.settings")
-    found: type[ServerSettings] = getattr(module, f"{service.title()}Settings")
-    return found
+def own_fields(kind: type[JobSettings]) -> set[str]:
+    return set(kind.model_fields) - set(ServerSettings.model_fields)
 
 
-@pytest.mark.parametrize("service", BY_VARIABLE)
-def test_each_setting_is_told_by_the_stack_or_named_as_left_to_variables(service: str) -> None:
-    told = set(layout(FULL).values_of(service)) | OF_A_PROCESS.get(service, set())
-    if service == "inference":
-        told |= set(layout({"inference": {"data_plane": "nccl"}}).values_of(service))
-    known = set(settings_of(service).model_fields) - set(ServerSettings.model_fields)
-    left = set(BY_VARIABLE[service].split())
-    forgotten = known - told - left
-    assert not forgotten, f"share {forgotten} in dialoop_services.config.shared, or name them here"
-    assert not left & told
-    assert told <= known
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_setting_that_is_a_key_of_the_job_file_is_the_very_same_field(service: str) -> None:
+    """A second check, default or meaning would be another field."""
+    kind = settings_of(service)
+    for name, path in kind.job_paths().items():
+        if name in NO_KEY:
+            continue
+        field, key = kind.model_fields[name], field_at(path)
+        assert (field.annotation, field.default) == (key.annotation, key.default), path
+        assert repr(field.metadata) == repr(key.metadata), path
 
 
-@pytest.mark.parametrize("table", OTHERWISE)
-def test_each_key_of_a_table_is_a_setting_of_its_service_or_named(table: str) -> None:
-    service = SERVICE_OF.get(table, table)
-    keys = set(type(getattr(JobConfig(), table)).model_fields)
-    told = set(layout(FULL).values_of(service))
-    assert keys - told == OTHERWISE[table]
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_setting_is_a_key_or_a_place(service: str) -> None:
+    kind = settings_of(service)
+    places = set(PLACES[service].split())
+    assert own_fields(kind) - set(kind.job_paths()) - set(kind.derived(JobConfig())) <= places
+    assert places <= own_fields(kind) - set(kind.job_paths())
 
 
-def test_a_key_that_table_and_service_share_is_told_as_it_is() -> None:
-    said: dict[str, dict[str, Any]] = {
-        "inference": {"kv_cache_mib": 70, "max_num_seqs": 3, "update_mode": "wait"},
-        "collector": {"group_size": 3, "temperature": 0.5, "max_new_tokens": 5},
-        "scorer": {"top_k": 2, "rewards": ({"name": "a", "use": "b:c"},), "divide_by_std": True},
-        "train": {
-            "max_row_tokens": 999,
-            "loss_options": {"cap": 2.0},
-            "objective": {"num_epochs": 2},
-        },
+@pytest.mark.parametrize("service", TABLES)
+def test_every_key_of_a_table_is_a_setting_of_its_service(service: str) -> None:
+    table = field_at(TABLES[service]).annotation
+    assert isinstance(table, type)
+    assert table.model_fields.keys() - settings_of(service).model_fields <= OF_THE_STACK  # type: ignore[attr-defined]
+
+
+def test_every_table_is_some_services() -> None:
+    read = {path for service in SERVICES for path in settings_of(service).job_paths().values()}
+    tables = {name for name in JobConfig.model_fields if is_table(name)}
+    unread = {name for name in tables if name not in read and name not in TABLES.values()}
+    assert unread == {"gates", "ports"}  # the stack's own; one gate is the trainer's alarm
+    assert "gates.logprob_difference_at_most" in read
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_successor_is_a_variable_that_is_read(service: str) -> None:
+    kind = settings_of(service)
+    for old, new in kind.SUCCESSORS.items():
+        assert old not in kind.model_fields
+        name, *inner = new.split("__")
+        table = kind.model_fields[name].annotation
+        assert not inner or inner[0] in table.model_fields  # type: ignore[union-attr]
+
+
+def test_a_variable_of_an_earlier_version_is_refused_with_its_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DIALOOP_TRAINER_WARM_START_STEPS", "3")
+    with pytest.raises(InvalidConfig, match="_STEPS is now DIALOOP_TRAINER_WARM_START__NUM_STEPS"):
+        load(TrainerSettings)
+
+
+JOB = """
+schema = 1
+run = "mine"
+seed = 5
+[environment]
+use = "twenty_questions"
+agent = "mine:agent"
+[inference]
+dtype = "bfloat16"
+max_model_len = 2048
+[collector]
+max_turns = 3
+max_new_tokens = 9
+[scorer]
+rewards = [{ name = "brief", use = "mine:brief" }]
+[train]
+loss = "rloo"
+num_steps = 4
+[evaluation]
+every = 7
+stop_at = 0.5
+[gates]
+logprob_difference_at_most = 0.1
+"""
+
+
+def test_each_service_reads_the_job_file_and_variables_override_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    monkeypatch.setenv("DIALOOP_CONFIG", str(path))
+    monkeypatch.setenv("DIALOOP_TRAINER_NUM_STEPS", "6")
+    monkeypatch.setenv("DIALOOP_TRAINER_EVALUATION__NUM_TASKS", "2")
+    found: dict[str, Any] = {
+        name: load(settings_of(name), **({"model_dir": "m"} if name == "inference" else {}))
+        for name in SERVICES
     }
-    stack = layout(said)
-    for table, keys in said.items():
-        told = stack.values_of(SERVICE_OF.get(table, table))
-        found = {name: told[name] for name in keys}
-        if table == "train":
-            assert isinstance(found["objective"], dict)
-            found["objective"] = {"num_epochs": found["objective"]["num_epochs"]}
-        assert found == keys
+    trainer, collector = found["trainer"], found["collector"]
+    assert (trainer.run, trainer.seed, trainer.loss, trainer.num_steps) == ("mine", 5, "rloo", 6)
+    assert trainer.evaluation.model_dump() | {"num_tasks": 2, "every": 7, "stop_at": 0.5} == (
+        trainer.evaluation.model_dump()
+    )
+    assert (trainer.max_new_tokens, trainer.max_logprob_difference) == (9, 0.1)
+    assert trainer.packed_row_tokens == 2048
+    assert (collector.max_turns, collector.shuffle_seed) == (3, 6)
+    assert collector.agents == {"twenty_questions": "mine:agent"}
+    assert (found["inference"].engine_dtype, found["inference"].max_new_tokens) == ("bfloat16", 9)
+    assert found["scorer"].rewards[0].weight == 1.0
+    assert found["scorer"].advantages.leave_one_out
+    assert [entry.use for entry in found["environment"].environments] == ["twenty_questions"]
 
 
-def test_the_nested_tables_are_told_whole() -> None:
-    told = layout({}).values_of("trainer")
-    assert set(told["lora"]) == set(LoraSettings.model_fields)  # type: ignore[call-overload]
-    config = JobConfig()
-    assert told["sft"] == config.sft.model_dump()
-    assert told["trackers"] == config.trackers.model_dump()
+def test_the_stack_tells_a_service_what_the_service_would_read_itself() -> None:
+    """The file's word and the stack's differ in places only."""
+    config = {"train": {"loss_options": {"cap": 2.0}}, "scorer": {"divide_by_std": True}}
+    made = layout(config)
+    for service in SERVICES:
+        read = settings_of(service).of_job(made.config)
+        told = made.values_of(service)
+        places = {"run", "model_dir", "run_dir"}
+        assert {k: v for k, v in read.items() if k not in places and v is not None} == {
+            k: v for k, v in told.items() if k in read and k not in places
+        }
+        assert told.keys() - read.keys() <= set(PLACES[service].split())
+
+
+def test_replicas_have_seeds_of_their_own() -> None:
+    made = layout({"seed": 3, "inference": {"num_replicas": 3}})
+    assert len({made.values_of(name)["seed"] for name in made.replicas}) == 3
+
+
+def test_a_variable_of_a_service_says_keys_of_its_tables_but_not_of_the_whole_job() -> None:
+    variables = {
+        "DIALOOP_TRAINER_LOSS": "rloo",
+        "DIALOOP_TRAINER_EVALUATION__EVERY": "3",
+        "DIALOOP_TRAINER_MODEL": '{"lora_rank": 2}',
+        "DIALOOP_TRAINER_SEED": "9",
+        "DIALOOP_TRAINER_MAX_NEW_TOKENS": "9",
+        "DIALOOP_TRAINER_RUN_DIR": "elsewhere",
+        "DIALOOP_COLLECTOR_MAX_TURNS": "2",
+    }
+    found = overrides_of(variables, [settings_of("trainer"), settings_of("collector")])
+    assert {one.path: one.value for one in found} == {
+        "train.loss": "rloo",
+        "evaluation.every": "3",
+        "model": {"lora_rank": 2},
+        "collector.max_turns": "2",
+    }
+
+
+def test_a_loss_is_named_in_the_table_and_nowhere_else() -> None:
+    """`sft` is also a mode and a table, and is left out."""
+    names = set(LOSSES) - {"sft"}
+    for folder in ("services/dialoop_services", "client/dialoop"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.name == "losses.py" and path.parent.name == "config":
+                continue
+            tree = ast.parse(path.read_text("utf-8"))
+            said = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)} & names
+            assert not said, f"{path.relative_to(ROOT)} names {said}: read it from config/losses.py"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from dialoop_services.config.file import parse_config
+from dialoop_services.inference.settings import InferenceSettings
+from dialoop_services.runtime.settings import load
 from dialoop_services.stack.layout import Layout, ports_of
 from dialoop_services.stack.processes.shared_memory import filled, memory_for
 from dialoop_services.stack.run_dir import RunDir
@@ -60,25 +62,23 @@ def test_the_folder_starts_with_the_newest_policy_alone_and_ends_gone(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("plane", "told"),
+    ("plane", "weights_root", "transfer"),
     [
-        ("shared_memory", {"WEIGHTS_ROOT": "/memory"}),
-        ("chunks", {}),
-        ("nccl", {"WEIGHT_TRANSFER": "nccl"}),
-        ("ipc", {"WEIGHT_TRANSFER": "ipc"}),
+        ("shared_memory", Path("/memory"), ""),
+        ("chunks", None, ""),
+        ("nccl", None, "nccl"),
+        ("ipc", None, "ipc"),
     ],
 )
 def test_both_sides_are_told_of_the_data_plane(
-    plane: str, told: dict[str, str], tmp_path: Path
+    plane: str, weights_root: Path | None, transfer: str, tmp_path: Path
 ) -> None:
     config = parse_config({"inference": {"data_plane": plane}}, source="a test")
     memory = Path("/memory") if plane == "shared_memory" else None
     ports = ports_of(config, with_redis=False)
     layout = Layout(config=config, run_dir=run_dir(tmp_path), ports=ports, memory=memory)
-    inference = layout.environment_of("inference")
-    names = ("WEIGHTS_ROOT", "WEIGHT_TRANSFER")
-    found = {n: v for n in names if (v := inference.get(f"DIALOOP_INFERENCE_{n}"))}
-    assert found == told
+    inference = load(InferenceSettings, **layout.values_of("inference"))
+    assert (inference.weights_root, inference.weight_transfer) == (weights_root, transfer)
     trainer = layout.environment_of("trainer")
     assert trainer["DIALOOP_TRAINER_DATA_PLANE"] == plane
     assert trainer.get("DIALOOP_TRAINER_SHARED_MEMORY_DIR") == (str(memory) if memory else None)

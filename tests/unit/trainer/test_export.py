@@ -188,7 +188,7 @@ def test_a_published_lora_version_exports_as_what_was_served(tmp_path: Path) -> 
     run_dir = tmp_path / "run"
     model_dir = make_tiny_model(run_dir / "model", seed=0)
     (run_dir / "run.json").write_text(json.dumps({"config": {"model": {"directory": ""}}}))
-    trained = moved(model_dir, 3, lora={"rank": 4})
+    trained = moved(model_dir, 3, model={"lora_rank": 4})
     trained.export(run_dir / "policies" / "main-3" / "adapter_model.safetensors")
     out = export_policy(Run.of(run_dir), "latest", tmp_path / "adapter")
     model = AutoPeftModelForCausalLM.from_pretrained(out)

@@ -29,7 +29,7 @@ def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
 async def test_what_is_trained_is_acknowledged_by_the_checkpoint_that_holds_it(
     world: Callable[..., World],
 ) -> None:
-    here = world(num_train_steps=3, checkpoint_every=2)
+    here = world(num_steps=3, checkpoint_every=2)
     for names in ("ab", "cd", "ef"):
         here.offer(*names)
     await here.run()
@@ -41,7 +41,7 @@ async def test_what_is_trained_is_acknowledged_by_the_checkpoint_that_holds_it(
 async def test_a_group_that_comes_back_before_its_checkpoint_is_let_go_by_that_checkpoint(
     world: Callable[..., World],
 ) -> None:
-    here = world(num_train_steps=2, checkpoint_every=100)
+    here = world(num_steps=2, checkpoint_every=100)
     here.offer("a", "b")
     here.offer("a", "c", prefix="second-")
     saved: list[int] = []
@@ -62,7 +62,7 @@ async def test_a_group_that_comes_back_before_its_checkpoint_is_let_go_by_that_c
 async def test_a_caller_who_leaves_a_publish_does_not_get_its_number_used_twice(
     world: Callable[..., World],
 ) -> None:
-    here = world(num_train_steps=1)
+    here = world(num_steps=1)
     running = asyncio.create_task(here.run())
     await until(lambda: here.publisher.announced)
     here.publisher.gate.clear()
@@ -79,7 +79,7 @@ async def test_a_caller_who_leaves_a_publish_does_not_get_its_number_used_twice(
 async def test_a_publish_while_a_batch_is_leased_makes_what_is_too_old_stale(
     world: Callable[..., World],
 ) -> None:
-    here = world(num_train_steps=2, max_staleness=0, pipeline_depth=0)
+    here = world(num_steps=2, max_staleness=0, pipeline_depth=0)
     running = asyncio.create_task(here.run())
     await until(lambda: here.publisher.announced)
     here.publisher.gate.clear()
@@ -98,7 +98,7 @@ async def test_a_publish_while_a_batch_is_leased_makes_what_is_too_old_stale(
 async def test_no_step_starts_after_a_pause_and_its_leases_are_kept(
     world: Callable[..., World],
 ) -> None:
-    here = world(num_train_steps=1, lease_s=0.03)
+    here = world(num_steps=1, lease_s=0.03)
     running = asyncio.create_task(here.run())
     await until(lambda: here.publisher.announced)
     here.board.pause()
@@ -114,7 +114,7 @@ async def test_no_step_starts_after_a_pause_and_its_leases_are_kept(
 async def test_leases_are_extended_while_a_train_step_takes_longer_than_they_last(
     world: Callable[..., World],
 ) -> None:
-    here = world(num_train_steps=1, lease_s=0.03)
+    here = world(num_steps=1, lease_s=0.03)
     here.learner.while_training = lambda: until_extended(here, 3)
     here.offer("a", "b")
     await here.run()
@@ -128,7 +128,7 @@ class Killed(Exception):
 async def test_a_checkpoint_that_was_not_acknowledged_is_when_the_trainer_restarts(
     world: Callable[..., World],
 ) -> None:
-    here = world(num_train_steps=2, checkpoint_every=1)
+    here = world(num_steps=2, checkpoint_every=1)
     here.offer("a", "b")
     acknowledge = here.replay.acknowledge
 
@@ -140,7 +140,7 @@ async def test_a_checkpoint_that_was_not_acknowledged_is_when_the_trainer_restar
     here.replay.acknowledge = killed  # type: ignore[method-assign]
     with pytest.raises(ExceptionGroup):
         await here.run()
-    again = world(num_train_steps=2)
+    again = world(num_steps=2)
     again.replay.policy_version = version(2)
     again.offer("c", "d")
     await again.run()
@@ -151,10 +151,10 @@ async def test_a_checkpoint_that_was_not_acknowledged_is_when_the_trainer_restar
 async def test_a_number_that_was_announced_and_lost_does_not_come_back_in_its_lineage(
     world: Callable[..., World],
 ) -> None:
-    here = world(num_train_steps=0)
+    here = world(num_steps=0)
     await here.run()
     # Killed right after main-2 was announced to the queue, before any file named it.
-    again = world(num_train_steps=0)
+    again = world(num_steps=0)
     again.replay.policy_version = version(2)
     await again.run()
     assert again.publisher.published == [("main.1-1", 0)]
@@ -164,7 +164,7 @@ async def test_a_number_that_was_announced_and_lost_does_not_come_back_in_its_li
 async def test_an_evaluation_that_fails_does_not_end_the_training(
     world: Callable[..., World],
 ) -> None:
-    here = world(num_train_steps=3, evaluate_every=1, num_evaluation_tasks=1)
+    here = world(num_steps=3, evaluation={"every": 1, "num_tasks": 1})
     for names in ("ab", "cd", "ef"):
         here.offer(*names)
     await here.run()
@@ -175,7 +175,7 @@ async def test_an_evaluation_that_fails_does_not_end_the_training(
 async def test_nothing_is_published_or_saved_in_the_middle_of_a_warm_start(
     world: Callable[..., World],
 ) -> None:
-    here = world(num_train_steps=0, warm_start_steps=3)
+    here = world(num_steps=0, warm_start={"num_steps": 3})
     here.board.pause()
     running = asyncio.create_task(here.run())
     await asyncio.sleep(0.01)
@@ -191,7 +191,7 @@ async def test_nothing_is_published_or_saved_in_the_middle_of_a_warm_start(
 async def test_a_queue_that_forgot_everything_is_told_the_policy_again(
     world: Callable[..., World],
 ) -> None:
-    here = world(num_train_steps=1)
+    here = world(num_steps=1)
     running = asyncio.create_task(here.run())
     await until(lambda: len(here.publisher.announced) > 1)
     assert set(here.publisher.announced) == {"main-1"}
@@ -202,7 +202,7 @@ async def test_a_queue_that_forgot_everything_is_told_the_policy_again(
 async def test_a_restarted_run_counts_the_seconds_of_what_its_checkpoint_holds(
     world: Callable[..., World],
 ) -> None:
-    here = world(num_train_steps=2, checkpoint_every=1)
+    here = world(num_steps=2, checkpoint_every=1)
     here.learner.while_training = lambda: time.sleep(0.05)
     here.offer("a", "b")
     here.replay.batches.append(lambda: 1 // 0)  # type: ignore[arg-type, return-value]

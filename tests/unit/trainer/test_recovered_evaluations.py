@@ -13,7 +13,7 @@ from dialoop_services.stack.report.plot import read_metrics
 from tests.support.patience import PATIENCE_S
 from tests.support.trainer_world import Killed, World, after, killed_after, worlds
 
-EVALUATING: dict[str, Any] = {"num_train_steps": 3, "evaluate_every": 2, "num_evaluation_tasks": 1}
+EVALUATING: dict[str, Any] = {"num_steps": 3, "evaluation": {"every": 2, "num_tasks": 1}}
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def running_rows(here: World) -> list[tuple[int, int, float]]:
 async def test_an_evaluation_that_a_kill_cut_short_is_run_again_once(
     world: Callable[..., World], checkpoint_every: int
 ) -> None:
-    settings = {**EVALUATING, "num_train_steps": 4, "checkpoint_every": checkpoint_every}
+    settings = {**EVALUATING, "num_steps": 4, "checkpoint_every": checkpoint_every}
     here = world(**settings)
     begun = hold_running(here)
     await killed_after(here, "ab", "cd", "ef")

@@ -28,7 +28,7 @@ from tests.support.trainer_world import (
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
-    with worlds(tmp_path, num_train_steps=3, checkpoint_every=100) as make:
+    with worlds(tmp_path, num_steps=3, checkpoint_every=100) as make:
         yield make
 
 
@@ -57,7 +57,7 @@ async def test_all_that_is_to_be_redone_is_held_before_the_first_of_it_and_as_lo
 ) -> None:
     here = world()
     await killed_after(here, "ab", "cd")
-    again = after(here, world(num_train_steps=2, lease_s=0.03))
+    again = after(here, world(num_steps=2, lease_s=0.03))
     extended, reopen = again.replay.extended, again.replay.reopen_leases
     before: list[int] = []
 
@@ -93,9 +93,9 @@ async def test_what_was_redone_is_saved_so_that_the_next_kill_does_not_have_it_r
 async def test_only_what_was_in_work_at_the_kill_is_returned_as_a_failure(
     world: Callable[..., World],
 ) -> None:
-    here = world(num_train_steps=4)
+    here = world(num_steps=4)
     await killed_after(here, "ab", "cd")
-    again = after(here, world(num_train_steps=1), lost="a", in_work="e")
+    again = after(here, world(num_steps=1), lost="a", in_work="e")
     returned: list[ReturnItem] = []
 
     async def give_back(run: str, items: list[ReturnItem]) -> None:
@@ -115,9 +115,9 @@ async def test_only_what_was_in_work_at_the_kill_is_returned_as_a_failure(
 async def test_where_a_group_is_gone_the_run_goes_on_from_there_in_a_new_lineage(
     world: Callable[..., World],
 ) -> None:
-    here = world(num_train_steps=4)
+    here = world(num_steps=4)
     await killed_after(here, "ab", "cd", "ef")
-    again = after(here, world(num_train_steps=3), lost="d")
+    again = after(here, world(num_steps=3), lost="d")
     again.offer("x", "y")
     again.offer("v", "w")
     await again.run()
@@ -130,7 +130,7 @@ async def test_where_a_group_is_gone_the_run_goes_on_from_there_in_a_new_lineage
 async def test_weights_that_come_out_other_than_published_go_back_to_the_checkpoint(
     world: Callable[..., World], caplog: pytest.LogCaptureFixture
 ) -> None:
-    here = world(num_train_steps=3)
+    here = world(num_steps=3)
     await killed_after(here, "ab", "cd")
     pointer = here.settings.run_dir / "policies" / "latest.json"
     pointer.parent.mkdir()
@@ -139,7 +139,7 @@ async def test_weights_that_come_out_other_than_published_go_back_to_the_checkpo
             {"lineage": "main", "number": 3, "path": "main-3/model.safetensors", "sha256": "other"}
         )
     )
-    again = after(here, world(num_train_steps=1))
+    again = after(here, world(num_steps=1))
     again.offer("x", "y")
     await again.run()
     assert "Redone weights differ." in caplog.text
@@ -164,7 +164,7 @@ async def test_a_step_that_was_killed_before_its_row_was_written_gets_it(
     with pytest.raises(ExceptionGroup):
         await here.run()
     assert not kept_rows(here)
-    again = after(here, world(num_train_steps=1))
+    again = after(here, world(num_steps=1))
     await again.run()
     assert again.publisher.published == [("main-2", 1)]
     assert [row["train_step"] for row in kept_rows(again)] == [1]
@@ -189,7 +189,7 @@ async def test_a_step_that_was_killed_while_it_was_written_down_is_written_down_
     path = here.settings.run_dir / "trajectories.jsonl"
     lines = path.read_text("utf-8").splitlines(keepends=True)
     path.write_text("".join(lines[:-1]) + lines[-1][:20], "utf-8")
-    again = after(here, world(num_train_steps=1))
+    again = after(here, world(num_steps=1))
     await again.run()
     assert path.read_text("utf-8").splitlines(keepends=True) == lines
     assert [row["train_step"] for row in kept_rows(again)] == [1]
@@ -207,7 +207,7 @@ async def test_a_drop_that_a_kill_cut_short_is_made_up_for(world: Callable[..., 
     here.replay.drop = killed  # type: ignore[method-assign, assignment]
     with pytest.raises(ExceptionGroup):
         await here.run()
-    again = after(here, world(num_train_steps=1))
+    again = after(here, world(num_steps=1))
     await again.run()
     assert again.replay.dropped == {"lease-b": "stale"}
 
@@ -215,13 +215,13 @@ async def test_a_drop_that_a_kill_cut_short_is_made_up_for(world: Callable[..., 
 async def test_publishes_and_evaluations_since_the_checkpoint_are_remembered(
     world: Callable[..., World],
 ) -> None:
-    here = world(num_train_steps=2, evaluate_every=1, num_evaluation_tasks=1, stop_without_gain=2)
+    here = world(num_steps=2, evaluation={"every": 1, "num_tasks": 1, "stop_without_gain": 2})
     here.evaluator.rewards = [0.5]
     await killed_after(here, "ab")
     standing = here.job._standing
     standing.settle_evaluation(1, judged=0.25)
     await standing.publish_next()
-    again = after(here, world(num_train_steps=1, num_evaluation_tasks=1, stop_without_gain=2))
+    again = after(here, world(num_steps=1, evaluation={"num_tasks": 1, "stop_without_gain": 2}))
     await again.run()
     progress = again.job._standing.progress
     assert again.publisher.published[0] == ("main-3", 1)
@@ -236,7 +236,7 @@ async def test_the_first_policy_is_never_evaluated_with_steps_in_its_weights(
     evaluated: list[tuple[str, int]] = []
 
     def watched() -> World:
-        made = world(num_evaluation_tasks=1)
+        made = world(evaluation={"num_tasks": 1})
         evaluate = made.evaluator.evaluate
 
         async def seen(plan: Any, **options: Any) -> Any:
@@ -262,10 +262,10 @@ async def test_the_first_policy_is_never_evaluated_with_steps_in_its_weights(
 async def test_a_run_that_has_begun_without_evaluations_has_none_from_before(
     world: Callable[..., World],
 ) -> None:
-    here = world(num_train_steps=1)
+    here = world(num_steps=1)
     here.offer("a", "b")
     await here.run()
-    again = world(num_train_steps=1, num_evaluation_tasks=1)
+    again = world(num_steps=1, evaluation={"num_tasks": 1})
     again.replay.policy_version = here.job._standing.progress.policy_version
     await again.run()
     assert list(again.job._standing.progress.evaluations) == ["after_greedy", "after_sampled"]
@@ -274,7 +274,7 @@ async def test_a_run_that_has_begun_without_evaluations_has_none_from_before(
 async def test_killed_in_its_first_evaluation_a_run_has_it_all_again_of_the_first_policy(
     world: Callable[..., World],
 ) -> None:
-    here = world(num_train_steps=1, num_evaluation_tasks=1)
+    here = world(num_steps=1, evaluation={"num_tasks": 1})
     evaluate = here.evaluator.evaluate
 
     async def killed(plan: Any, **options: Any) -> Any:
@@ -285,7 +285,7 @@ async def test_killed_in_its_first_evaluation_a_run_has_it_all_again_of_the_firs
     here.evaluator.evaluate = killed  # type: ignore[method-assign]
     with pytest.raises(Killed):
         await here.run()
-    again = after(here, world(num_train_steps=1, num_evaluation_tasks=1))
+    again = after(here, world(num_steps=1, evaluation={"num_tasks": 1}))
     again.offer("a", "b")
     await again.run()
     assert again.publisher.published == [("main-1", 0), ("main-2", 1)]
@@ -321,7 +321,7 @@ def test_a_line_that_a_kill_cut_short_is_not_read_and_not_built_upon(
 async def test_the_first_policy_is_saved_before_anybody_hears_of_it(
     world: Callable[..., World],
 ) -> None:
-    here = world(num_train_steps=1)
+    here = world(num_steps=1)
 
     async def killed(*_: Any, **__: Any) -> Any:
         raise Killed
@@ -329,7 +329,7 @@ async def test_the_first_policy_is_saved_before_anybody_hears_of_it(
     here.publisher.publish = killed  # type: ignore[method-assign]
     with pytest.raises(Killed):
         await here.run()
-    again = world(num_train_steps=1)
+    again = world(num_steps=1)
     again.replay.policy_version = FIRST
     again.offer("a", "b")
     await again.run()

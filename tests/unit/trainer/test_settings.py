@@ -45,12 +45,14 @@ def test_the_trainer_is_told_what_the_config_says(
     with opened(tmp_path, parse_config(CONFIG, source="t"), fresh=False, reuse=True) as run_dir:
         found = told(CONFIG, run_dir, monkeypatch)
     assert isinstance(found, TrainerSettings)
-    assert (found.lora.rank, found.lora.alpha, found.lora.targets) == (8, 4.0, ("q_proj", "v_proj"))
+    model = found.model
+    assert (model.lora_rank, model.lora_alpha) == (8, 4.0)
+    assert model.lora_targets == ("q_proj", "v_proj")
     assert (found.mode, found.sft.file, found.sft.num_epochs) == ("sft", "chats.jsonl", 3)
     assert (found.device, found.autocast) == ("cuda", "bfloat16")
     assert found.activation_checkpointing
     assert found.logprob_kernel == "cut"
-    assert (found.stop_at, found.stop_without_gain) == (0.9, 5)
+    assert (found.evaluation.stop_at, found.evaluation.stop_without_gain) == (0.9, 5)
     assert found.trackers.tensorboard
     assert found.max_trajectories_mb == 7
 
@@ -62,7 +64,7 @@ def test_a_config_that_says_nothing_changes_nothing(
         found = told({}, run_dir, monkeypatch)
     assert isinstance(found, TrainerSettings)
     bare = TrainerSettings()
-    for name in ("mode", "sft", "lora", "trackers", "device", "autocast", "stop_at"):
+    for name in ("mode", "sft", "model", "trackers", "device", "autocast", "evaluation"):
         assert getattr(found, name) == getattr(bare, name)
 
 
@@ -87,14 +89,15 @@ def test_sft_refuses_by_name_what_would_have_no_effect_on_it(said: dict[str, Any
 
 
 def test_muon_and_lora_are_refused_together() -> None:
-    settings = TrainerSettings(lora={"rank": 4}, optimizer="muon")
-    with pytest.raises(InvalidConfig) as caught:
-        settings.require_consistent()
-    assert caught.value.reason == "MUON_WITH_LORA"
+    with pytest.raises(InvalidConfig, match="Muon does not train LoRA"):
+        load(TrainerSettings, model={"lora_rank": 4}, optimizer="muon")
+    with pytest.raises(InvalidConfig, match="uon does not train LoRA"):
+        parse_config({"model": {"lora_rank": 4}, "train": {"optimizer": "muon"}}, source="t")
 
 
 def test_an_entropy_bonus_and_the_kernel_that_has_no_entropy_are_refused_together() -> None:
-    settings = TrainerSettings(logprob_kernel="cut", objective={"entropy_coeff": 0.01})
-    with pytest.raises(InvalidConfig) as caught:
-        settings.require_consistent()
-    assert caught.value.reason == "KERNEL_WITHOUT_ENTROPY"
+    given = {"logprob_kernel": "cut", "objective": {"entropy_coeff": 0.01}}
+    with pytest.raises(InvalidConfig, match="cut gives none"):
+        load(TrainerSettings, **given)
+    with pytest.raises(InvalidConfig, match="cut gives none"):
+        parse_config({"train": given}, source="t")

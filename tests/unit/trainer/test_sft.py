@@ -71,7 +71,7 @@ def test_an_epoch_shows_everything_once_and_the_next_in_another_order() -> None:
 async def test_sft_trains_epochs_and_publishes_at_the_end(
     world: Callable[..., World], tmp_path: Path
 ) -> None:
-    here = world(supervised=numbers(), num_train_steps=6)
+    here = world(supervised=numbers(), num_steps=6)
     await here.run()
     assert [ids(batch) for batch in here.learner.supervised] == [
         ids(numbers().batch(step)) for step in range(6)
@@ -86,7 +86,7 @@ async def test_sft_trains_epochs_and_publishes_at_the_end(
 async def test_a_restarted_sft_goes_on_with_the_batches_it_has_not_trained(
     world: Callable[..., World],
 ) -> None:
-    here = world(supervised=numbers(), num_train_steps=6, checkpoint_every=2)
+    here = world(supervised=numbers(), num_steps=6, checkpoint_every=2)
     step = here.learner.sft_step
 
     def killed(batch: Any) -> Any:
@@ -97,7 +97,7 @@ async def test_a_restarted_sft_goes_on_with_the_batches_it_has_not_trained(
     here.learner.sft_step = killed  # type: ignore[method-assign]
     with pytest.raises(ExceptionGroup):
         await here.run()
-    again = world(supervised=numbers(), num_train_steps=6)
+    again = world(supervised=numbers(), num_steps=6)
     await again.run()
     assert [ids(batch) for batch in again.learner.supervised] == [
         ids(numbers().batch(step)) for step in (4, 5)
@@ -107,7 +107,9 @@ async def test_a_restarted_sft_goes_on_with_the_batches_it_has_not_trained(
 async def test_the_loss_of_held_out_demonstrations_is_taken_and_can_stop_it(
     world: Callable[..., World], tmp_path: Path
 ) -> None:
-    here = world(supervised=numbers(heldout=3), num_train_steps=9, evaluate_every=2, stop_at=-0.2)
+    here = world(
+        supervised=numbers(heldout=3), num_steps=9, evaluation={"every": 2, "stop_at": -0.2}
+    )
     await here.run()
     found = [(row["train_step"], row["loss"]) for row in metrics(tmp_path, "heldout")]
     assert found == [(2, 1 / 3), (4, 1 / 5)]
@@ -119,8 +121,9 @@ async def test_the_loss_of_held_out_demonstrations_is_taken_and_can_stop_it(
 async def test_a_killed_sft_remembers_what_its_checkpoint_was_evaluated_to(
     world: Callable[..., World],
 ) -> None:
-    settings = {"num_train_steps": 6, "checkpoint_every": 2, "evaluate_every": 2}
-    here = world(supervised=numbers(heldout=2), stop_without_gain=9, **settings)
+    evaluation = {"every": 2, "stop_without_gain": 9}
+    settings = {"num_steps": 6, "checkpoint_every": 2, "evaluation": evaluation}
+    here = world(supervised=numbers(heldout=2), **settings)
     step, losses = here.learner.sft_step, iter([1.0, 2.0])
 
     def killed(batch: Any) -> Any:
@@ -132,7 +135,7 @@ async def test_a_killed_sft_remembers_what_its_checkpoint_was_evaluated_to(
     here.learner.heldout_loss = lambda rows: (next(losses), len(rows))  # type: ignore[method-assign]
     with pytest.raises(ExceptionGroup):
         await here.run()
-    again = world(supervised=numbers(heldout=2), stop_without_gain=9, **settings)
+    again = world(supervised=numbers(heldout=2), **settings)
     await again.run()
     progress = again.job._standing.progress
     assert progress.heldout_losses == {"2": 1.0, "4": 2.0, "6": 1 / 7}
@@ -142,8 +145,8 @@ async def test_a_killed_sft_remembers_what_its_checkpoint_was_evaluated_to(
 async def test_a_killed_sft_remembers_what_tasks_were_evaluated_to_while_it_trained(
     world: Callable[..., World],
 ) -> None:
-    settings = {"num_train_steps": 5, "checkpoint_every": 2, "evaluate_every": 2}
-    here = world(supervised=numbers(), num_evaluation_tasks=1, **settings)
+    settings = {"num_steps": 5, "checkpoint_every": 2, "evaluation": {"every": 2, "num_tasks": 1}}
+    here = world(supervised=numbers(), **settings)
     here.evaluator.rewards = [0.5]
     step = here.learner.sft_step
 
@@ -155,7 +158,7 @@ async def test_a_killed_sft_remembers_what_tasks_were_evaluated_to_while_it_trai
     here.learner.sft_step = killed  # type: ignore[method-assign]
     with pytest.raises(ExceptionGroup):
         await here.run()
-    again = world(supervised=numbers(), num_evaluation_tasks=1, **settings)
+    again = world(supervised=numbers(), **settings)
     await again.run()
     assert again.job._standing.progress.best_evaluation == 0.5
 
@@ -164,8 +167,12 @@ async def test_a_killed_sft_remembers_what_tasks_were_evaluated_to_while_it_trai
 async def test_an_evaluation_that_a_kill_cut_short_is_run_again_by_the_next_sft(
     world: Callable[..., World], tmp_path: Path, checkpoint_every: int
 ) -> None:
-    settings = {"num_train_steps": 5, "checkpoint_every": checkpoint_every, "evaluate_every": 2}
-    here = world(supervised=numbers(), num_evaluation_tasks=1, **settings)
+    settings = {
+        "num_steps": 5,
+        "checkpoint_every": checkpoint_every,
+        "evaluation": {"every": 2, "num_tasks": 1},
+    }
+    here = world(supervised=numbers(), **settings)
     evaluate, begun = here.evaluator.evaluate, asyncio.Event()
 
     async def held(plan: Any, **options: Any) -> Any:
@@ -179,7 +186,7 @@ async def test_an_evaluation_that_a_kill_cut_short_is_run_again_by_the_next_sft(
     await begun.wait()
     running.cancel()
     await asyncio.wait([running])
-    again = world(supervised=numbers(), num_evaluation_tasks=1, **settings)
+    again = world(supervised=numbers(), **settings)
     again.evaluator.rewards = [0.25, 0.5]
     await again.run()
     rows = [row for row in metrics(tmp_path, "evaluation") if row["label"] == "running"]
@@ -191,7 +198,7 @@ async def test_an_evaluation_that_a_kill_cut_short_is_run_again_by_the_next_sft(
 async def test_where_tasks_are_evaluated_on_each_evaluation_has_a_policy_of_its_own(
     world: Callable[..., World],
 ) -> None:
-    here = world(supervised=numbers(), num_train_steps=5, evaluate_every=2, num_evaluation_tasks=4)
+    here = world(supervised=numbers(), num_steps=5, evaluation={"every": 2, "num_tasks": 4})
     here.evaluator.rewards = [0.1, 0.2]
     await here.run()
     assert here.evaluator.num_asked == 2
@@ -224,7 +231,7 @@ def test_a_file_is_split_by_its_seed_into_what_is_trained_and_what_is_held_out(
     settings = TrainerSettings(model_dir=model_dir, mode="sft", sft=sft)
     found = demonstration_set(settings, _builder(settings))
     assert (found.size, len(found.heldout)) == (15, 5)
-    assert with_steps_of(settings, found).num_train_steps == 12
+    assert with_steps_of(settings, found).num_steps == 12
     trained = {tuple(s.token_ids) for step in range(4) for s in found.batch(step)}
     assert len(trained) == 15
     assert trained.isdisjoint({tuple(s.token_ids) for s in found.heldout})
@@ -301,7 +308,7 @@ def test_a_warm_start_never_draws_what_leaves_nothing_to_train(
     path = write_chats(tmp_path / "chats.jsonl", 2)
     lines = path.read_text("utf-8").splitlines()
     path.write_text("\n".join((lines[0], lines[1].replace("?", "why? " * 100))), "utf-8")
-    asked = {"warm_start_file": path, "warm_start_steps": 1, "max_row_tokens": 128}
+    asked = {"warm_start": {"file": str(path), "num_steps": 1}, "max_row_tokens": 128}
     settings = TrainerSettings.model_validate({"model_dir": model_dir, **asked})
     with pytest.raises(InvalidConfig, match="line 2 has"):
         _warm_start(settings, _builder(settings))
@@ -327,7 +334,7 @@ async def test_tokens_that_are_cut_off_are_not_counted_as_trained(
 
     both = DemonstrationSet(size=2, show=shown, render=long, batch_size=2, seed=0)
     options = {"oversize": oversize, "max_row_tokens": 16}
-    await world(supervised=both, num_train_steps=1, **options).run()
+    await world(supervised=both, num_steps=1, **options).run()
     (found,) = metrics(tmp_path, "train")
     assert (found["num_trained_tokens"], found["num_oversize"]) == (num_tokens, 1)
 

@@ -66,7 +66,7 @@ def rows(here: World, kind: str) -> list[dict[str, Any]]:
 async def test_a_train_step_of_uniform_groups_leaves_a_row(
     world: Callable[..., World], tmp_path: Path
 ) -> None:
-    here = world(num_train_steps=2)
+    here = world(num_steps=2)
     here.replay.batches.append(lambda: uniform("a", "b"))
     here.offer("c", "d")
     await here.run()
@@ -84,12 +84,12 @@ async def test_a_train_step_of_uniform_groups_leaves_a_row(
 async def test_a_stopped_job_ends_its_train_step_saves_it_and_acknowledges_it(
     world: Callable[..., World],
 ) -> None:
-    here, server = world(num_train_steps=10, checkpoint_every=100), FakeServer()
+    here, server = world(num_steps=10, checkpoint_every=100), FakeServer()
     here.learner.while_training = server.told.set
     here.offer("a", "b")
     await run_until_stopped(here, server)
     assert here.replay.acknowledged == ["lease-a", "lease-b"]
-    again = world(num_train_steps=10)
+    again = world(num_steps=10)
     assert again.checkpoints.restore(again.learner).num_train_steps == 1  # type: ignore
     assert again.learner.weights == 1
 
@@ -97,7 +97,7 @@ async def test_a_stopped_job_ends_its_train_step_saves_it_and_acknowledges_it(
 async def test_a_stopped_job_gives_back_what_it_leased_and_did_not_train(
     world: Callable[..., World],
 ) -> None:
-    here, server = world(num_train_steps=10), FakeServer()
+    here, server = world(num_steps=10), FakeServer()
     running = asyncio.create_task(run_until_stopped(here, server))
     await until(lambda: here.publisher.announced)
     here.board.pause()
@@ -113,7 +113,7 @@ async def test_a_stopped_job_gives_back_what_it_leased_and_did_not_train(
 async def test_a_job_that_cannot_stop_in_the_drain_time_is_cut_short(
     world: Callable[..., World],
 ) -> None:
-    here, server = world(num_train_steps=10), FakeServer()
+    here, server = world(num_steps=10), FakeServer()
     running = asyncio.create_task(run_until_stopped(here, server, drain_s=0.05))
     await until(lambda: here.publisher.announced)
     here.publisher.gate.clear()
@@ -129,7 +129,7 @@ async def test_a_job_that_cannot_stop_in_the_drain_time_is_cut_short(
 async def test_a_warm_start_goes_on_with_the_batches_it_has_not_seen(
     world: Callable[..., World],
 ) -> None:
-    settings = {"num_train_steps": 0, "warm_start_steps": 6, "warm_start_checkpoint_every": 2}
+    settings = {"num_steps": 0, "warm_start": {"num_steps": 6, "checkpoint_every": 2}}
     here = world(**settings)
     step, taken = here.learner.warm_start_step, 0
 
@@ -151,7 +151,7 @@ async def test_a_warm_start_goes_on_with_the_batches_it_has_not_seen(
 
 
 async def test_a_warm_start_that_is_stopped_saves_where_it_is(world: Callable[..., World]) -> None:
-    here = world(num_train_steps=0, warm_start_steps=50)
+    here = world(num_steps=0, warm_start={"num_steps": 50})
     step = here.learner.warm_start_step
 
     def told(batch: Any) -> Any:
@@ -162,14 +162,14 @@ async def test_a_warm_start_that_is_stopped_saves_where_it_is(world: Callable[..
     here.learner.warm_start_step = told  # type: ignore[method-assign]
     await here.run()
     assert not here.publisher.published
-    again = world(num_train_steps=0, warm_start_steps=50)
+    again = world(num_steps=0, warm_start={"num_steps": 50})
     assert again.checkpoints.restore(again.learner).num_warm_start_steps == 7  # type: ignore
 
 
 async def test_rows_of_steps_that_a_restore_took_back_are_not_read(
     world: Callable[..., World], tmp_path: Path
 ) -> None:
-    here = world(num_train_steps=3, checkpoint_every=2)
+    here = world(num_steps=3, checkpoint_every=2)
     for names in ("ab", "cd", "ef"):
         here.offer(*names)
     taken = here.job._standing.checkpoint
@@ -186,7 +186,7 @@ async def test_rows_of_steps_that_a_restore_took_back_are_not_read(
     with pytest.raises(KeyError):
         await here.run()
     assert [row["train_step"] for row in rows(here, "train")] == [1, 2, 3]
-    again = world(num_train_steps=3)
+    again = world(num_steps=3)
     again.replay.policy_version = replace(FIRST, number=4)
     again.offer("g", "h")
     await again.run()
@@ -199,7 +199,7 @@ async def test_rows_of_steps_that_a_restore_took_back_are_not_read(
 async def test_fresh_data_on_which_engine_and_trainer_disagree_is_an_alarm(
     world: Callable[..., World], caplog: pytest.LogCaptureFixture
 ) -> None:
-    here = world(num_train_steps=1)
+    here = world(num_steps=1)
     here.learner.fresh_mismatch_kl = 0.02
     here.offer("a", "b")
     await here.run()
@@ -210,7 +210,7 @@ async def test_fresh_data_on_which_engine_and_trainer_disagree_is_an_alarm(
 
 
 async def test_an_alarm_ends_when_fresh_data_agrees_again(world: Callable[..., World]) -> None:
-    here = world(num_train_steps=2)
+    here = world(num_steps=2)
     here.learner.fresh_mismatch_kl = float("nan")
     here.offer("a", "b")
     running = asyncio.create_task(here.run())
@@ -242,7 +242,7 @@ def offer_refused(here: World, *refused: str, good: tuple[str, ...] = ()) -> Non
 async def test_a_job_of_which_no_batch_can_be_trained_fails_and_names_the_fault(
     world: Callable[..., World],
 ) -> None:
-    here, server = world(num_train_steps=1, max_bad_groups=1), FakeServer()
+    here, server = world(num_steps=1, max_bad_groups=1), FakeServer()
     for names in ("ab", "cd", "ef", "gh"):
         offer_refused(here, *names)
     with pytest.raises(ExceptionGroup):
@@ -256,7 +256,7 @@ async def test_a_job_of_which_no_batch_can_be_trained_fails_and_names_the_fault(
 async def test_a_job_of_one_group_a_step_stands_more_than_three_bad_ones_in_a_row(
     world: Callable[..., World],
 ) -> None:
-    here, server = world(num_train_steps=2, groups_per_train_step=1, max_bad_groups=5), FakeServer()
+    here, server = world(num_steps=2, groups_per_train_step=1, max_bad_groups=5), FakeServer()
     for name in "abcd":
         offer_refused(here, name)
     here.offer("e")
@@ -272,7 +272,7 @@ async def test_a_job_of_one_group_a_step_stands_more_than_three_bad_ones_in_a_ro
 async def test_dead_letters_that_the_queue_could_not_keep_are_an_alarm(
     world: Callable[..., World], caplog: pytest.LogCaptureFixture
 ) -> None:
-    here = world(num_train_steps=1)
+    here = world(num_steps=1)
     here.replay.num_groups_dropped = {"dead_letter": 1000}
     here.offer("a", "b")
     await here.run()
@@ -286,7 +286,7 @@ async def test_dead_letters_that_the_queue_could_not_keep_are_an_alarm(
 async def test_bad_groups_are_an_alarm_until_a_batch_is_trained_and_fail_no_job_that_trains(
     world: Callable[..., World],
 ) -> None:
-    here = world(num_train_steps=2, max_staleness=9)
+    here = world(num_steps=2, max_staleness=9)
     running = asyncio.create_task(here.run())
     for batch in ("ab", "cd"):
         offer_refused(here, *batch)
@@ -309,7 +309,7 @@ async def test_bad_groups_are_an_alarm_until_a_batch_is_trained_and_fail_no_job_
 async def test_a_failed_job_says_why_and_nothing_of_what_is_not_ours(
     world: Callable[..., World],
 ) -> None:
-    here, server = world(num_train_steps=1), FakeServer()
+    here, server = world(num_steps=1), FakeServer()
     here.replay.batches.append(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
     with pytest.raises(ExceptionGroup):
         await run_until_stopped(here, server)
@@ -335,7 +335,7 @@ async def test_training_stops_early_as_the_settings_say(
     num_steps: int,
     reason: str,
 ) -> None:
-    here = world(num_train_steps=6, evaluate_every=1, num_evaluation_tasks=1, **settings)
+    here = world(num_steps=6, evaluation={"every": 1, "num_tasks": 1, **settings})
     here.evaluator.rewards = rewards
     running = asyncio.create_task(here.run())
     for number in range(6):

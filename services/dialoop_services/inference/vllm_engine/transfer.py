@@ -35,8 +35,8 @@ def transfer_arguments(backend: str) -> dict[str, Any]:
         raise InvalidConfig(
             f"Weight transfer by {backend} needs a CUDA device, and this machine has none.",
             reason="NEEDS_CUDA",
-            remedy="Leave DIALOOP_INFERENCE_WEIGHT_TRANSFER empty; weights then come as a file or "
-            "in chunks.",
+            remedy="Set DIALOOP_INFERENCE_DATA_PLANE to shared_memory or chunks: weights then come "
+            "as a file or over gRPC.",
         )
     if backend == "ipc" and os.environ.get(_INSECURE) != "1":
         raise InvalidConfig(

@@ -138,7 +138,7 @@ class DataPlanes:
                 f"This replica takes no weights over {name}; it takes {', '.join(self._planes)}.",
                 reason="DATA_PLANE_UNAVAILABLE",
                 remedy="nccl and ipc need vLLM on a CUDA device and DIALOOP_INFERENCE_"
-                "WEIGHT_TRANSFER; or publish over another data plane.",
+                "DATA_PLANE; or publish over another data plane.",
             )
         return self._planes[PlaneName(name)]
 

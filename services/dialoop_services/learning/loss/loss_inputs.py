@@ -7,7 +7,7 @@ so the losses and metrics of several packed rows (and ranks) add up to those of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from dialoop.errors import InvalidInput
@@ -17,23 +17,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from dialoop_services.config.losses import Aggregation
+
     Loss = Callable[["LossInputs"], "LossOutput"]
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 nats before exp, which else overflows; TRL and torchrl do not."""
-
-Aggregation = Literal["token", "sequence", "prompt", "constant", "sum"]
-"""How token losses become one number.
-
-token: their mean over the update (DAPO, arXiv 2503.14476). sequence: the mean of each sequence's
-own mean (GRPO, arXiv 2402.03300). prompt: the mean of the token means of each prompt's group.
-constant: the mean over sequences of sums divided by one constant, as the longest answer (Dr. GRPO,
-arXiv 2503.20783). sum: plain.
-
-An update is what one step of the optimiser learns from: one of the `num_minibatches` parts of a
-train step. TRL's "bnpo" counts each micro-batch by itself, and its "dapo" takes the mean of all
-updates made from one generation. torchrl calls sequence "prompt_mean".
-"""
 
 
 class LossOutput(NamedTuple):

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from dialoop_services.learning.loss.kl import Estimator, estimate, k3
-from dialoop_services.learning.loss.loss_inputs import Aggregation, LossInputs, LossOutput
+from dialoop_services.learning.loss.loss_inputs import LossInputs, LossOutput
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
+    from dialoop_services.config.losses import Aggregation
     from dialoop_services.learning.loss.corrections import Correction
     from dialoop_services.learning.loss.loss_inputs import Loss
 

@@ -16,7 +16,7 @@ from dialoop_services.rl.packing_plan import plan_rows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dialoop_services.config.shared import Oversize
+    from dialoop_services.config.tables import Oversize
     from dialoop_services.learning.packing.rows import TokenRow
 
 

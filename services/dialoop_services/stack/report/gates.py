@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def gates_of(summary: Mapping[str, Any], config: JobConfig) -> dict[str, bool]:
     """Each gate by name and whether it holds."""
-    return {**_exactness(summary, config), **_wishes(summary, config)}
+    return {**_exactness(summary, config), **_configured_gates(summary, config)}
 
 
 def _exactness(summary: Mapping[str, Any], config: JobConfig) -> dict[str, bool]:
@@ -34,7 +34,7 @@ def _exactness(summary: Mapping[str, Any], config: JobConfig) -> dict[str, bool]
     }
 
 
-def _wishes(summary: Mapping[str, Any], config: JobConfig) -> dict[str, bool]:
+def _configured_gates(summary: Mapping[str, Any], config: JobConfig) -> dict[str, bool]:
     gates = config.gates
     at_least = (
         ("heldout_greedy_after", gates.heldout_greedy_after_at_least),

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 def num_tokens_to_train(sequence: Sequence, settings: TrainerSettings) -> int:
     """Tokens of it that a step trains after `oversize`; 0 of one that is left out."""
-    most = settings.max_row_tokens
+    most = settings.packed_row_tokens
     if settings.oversize == "drop" and len(sequence.token_ids) > most:
         return 0
     return int(sequence.response_mask()[:most].sum())
@@ -39,7 +39,7 @@ def fitting_demonstrations(
     InvalidConfig (SEQUENCE_TOO_LONG) names a line that is too long where `oversize` is "error",
     and the file where nothing of it is left.
     """
-    histories, most = [], settings.max_row_tokens
+    histories, most = [], settings.packed_row_tokens
     for number, history in numbered_demonstrations(file):
         sequence = render(history)
         length = len(sequence.token_ids)

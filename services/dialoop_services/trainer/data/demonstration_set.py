@@ -65,8 +65,8 @@ def demonstration_set(settings: TrainerSettings, builder: TokenBuilder) -> Demon
 
     InvalidConfig names the line of a file that the trainer's rows have no room for.
     """
-    use = settings.environment_use or settings.environment
-    environment = load_environment(use, settings.environment_options)
+    section = settings.environment
+    environment = load_environment(section.kind, section.arguments)
     stop = environment.traits.stop
 
     def render(history: History) -> Sequence:
@@ -83,7 +83,7 @@ def demonstration_set(settings: TrainerSettings, builder: TokenBuilder) -> Demon
     else:
         if not isinstance(environment, ChatEnv) or environment.demonstrate is None:
             raise no_demonstrations(environment.name, remedy="Name a file in [sft].")
-        tasks, split = environment.tasks, settings.warm_start_split
+        tasks, split = environment.tasks, settings.environment.train_split
         keys = tasks.keys(split)
 
         def show(which: int, generator: random.Random) -> History:

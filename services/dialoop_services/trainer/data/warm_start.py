@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.environments import ChatEnv, load_environment
@@ -61,17 +62,17 @@ def demonstrator(
     settings: TrainerSettings, builder: TokenBuilder
 ) -> tuple[Demonstrator, tuple[str, ...]]:
     """What shows the way, and the strings that end a message in that environment."""
-    use = settings.environment_use or settings.environment
-    environment = load_environment(use, settings.environment_options)
-    if settings.warm_start_file is not None:
+    section = settings.environment
+    environment = load_environment(section.kind, section.arguments)
+    if settings.warm_start.file:
         render = partial(builder.demonstration, stop=environment.traits.stop)
-        histories = fitting_demonstrations(settings.warm_start_file, render, settings)
+        histories = fitting_demonstrations(Path(settings.warm_start.file), render, settings)
         return lambda generator: generator.choice(histories), environment.traits.stop
     if not isinstance(environment, ChatEnv) or environment.demonstrate is None:
         raise no_demonstrations(
-            environment.name, remedy="Name a warm_start_file, or set warm_start_steps to 0."
+            environment.name, remedy="Name a file in [warm_start], or set its num_steps to 0."
         )
-    tasks, split = environment.tasks, settings.warm_start_split
+    tasks, split = environment.tasks, settings.environment.train_split
     keys = tasks.keys(split)
 
     def demonstrate(generator: random.Random) -> History:

@@ -27,7 +27,10 @@ class EarlyStop:
     @classmethod
     def of(cls, settings: TrainerSettings) -> Self:
         """As the settings say."""
-        return cls(value=settings.stop_at, num_without_gain=settings.stop_without_gain)
+        return cls(
+            value=settings.evaluation.stop_at,
+            num_without_gain=settings.evaluation.stop_without_gain,
+        )
 
     def observe(self, value: float, progress: Progress) -> None:
         """Take in an evaluation; higher is better."""

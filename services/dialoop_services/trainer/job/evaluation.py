@@ -42,9 +42,9 @@ class EvaluationPlan:
     def full(cls, settings: TrainerSettings, label: str, *, temperature: float) -> Self:
         """The held-out split, as before and after training."""
         return cls(
-            environment=settings.environment,
-            split=settings.heldout_split,
-            num_tasks=settings.num_evaluation_tasks,
+            environment=settings.environment.served_name,
+            split=settings.environment.heldout_split,
+            num_tasks=settings.evaluation.num_tasks,
             sampling=SamplingParams(
                 temperature=temperature, max_new_tokens=settings.max_new_tokens
             ),
@@ -55,7 +55,7 @@ class EvaluationPlan:
     def running(cls, settings: TrainerSettings) -> Self:
         """A part of the held-out split, while training goes on."""
         plan = cls.full(settings, "running", temperature=1.0)
-        return replace(plan, num_tasks=min(plan.num_tasks, settings.num_running_evaluation_tasks))
+        return replace(plan, num_tasks=min(plan.num_tasks, settings.evaluation.num_running_tasks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

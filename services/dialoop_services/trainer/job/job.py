@@ -156,7 +156,7 @@ class TrainingJob:
 
     def _goes_on(self) -> bool:
         progress = self._standing.progress
-        is_left = progress.num_train_steps < self._settings.num_train_steps
+        is_left = progress.num_train_steps < self._settings.num_steps
         return is_left and not (self._board.is_stopping or progress.stopped_early)
 
     async def _take(
@@ -167,7 +167,7 @@ class TrainingJob:
         since = standing.progress.num_train_steps
         async with standing.between_steps:
             await step()
-            to_evaluate = standing.is_due(self._settings.evaluate_every, since=since)
+            to_evaluate = standing.is_due(self._settings.evaluation.every, since=since)
             if to_evaluate and self._supervised is not None:
                 await self._evaluate_supervised(self._supervised)
             due = standing.owe_evaluation(since=since)
@@ -190,7 +190,7 @@ class TrainingJob:
     async def _evaluate_supervised(self, supervised: SupervisedSteps) -> None:
         """The loss of held-out demonstrations; and a publish, where tasks are evaluated on."""
         loss = await supervised.heldout_loss()
-        if self._settings.num_evaluation_tasks:
+        if self._settings.evaluation.num_tasks:
             await self._standing.publish_next()
         elif loss is not None:
             EarlyStop.of(self._settings).observe(-loss, self._standing.progress)
@@ -235,7 +235,7 @@ class TrainingJob:
         evaluations = self._standing.progress.evaluations
         for how, temperature in (("greedy", 0.0), ("sampled", 1.0)):
             label = f"{when}_{how}"
-            if self._settings.num_evaluation_tasks and label not in evaluations:
+            if self._settings.evaluation.num_tasks and label not in evaluations:
                 result = await self.evaluate(
                     EvaluationPlan.full(self._settings, label, temperature=temperature)
                 )

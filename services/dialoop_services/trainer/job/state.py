@@ -154,7 +154,7 @@ class Standing:
     def is_due(self, every: int, *, since: int) -> bool:
         """Whether the step taken since that one is one of every so many, and not the last."""
         step = self.progress.num_train_steps
-        is_new = since < step < self._settings.num_train_steps
+        is_new = since < step < self._settings.num_steps
         return bool(is_new and every and step % every == 0)
 
     def owe_evaluation(self, *, since: int) -> int | None:
@@ -162,8 +162,8 @@ class Standing:
 
         That is owed until it is settled, by this process or another.
         """
-        is_due = self.is_due(self._settings.evaluate_every, since=since)
-        if not (is_due and self._settings.num_evaluation_tasks):
+        is_due = self.is_due(self._settings.evaluation.every, since=since)
+        if not (is_due and self._settings.evaluation.num_tasks):
             return None
         self.progress.due_evaluations.append(self.progress.num_train_steps)
         return self.progress.num_train_steps

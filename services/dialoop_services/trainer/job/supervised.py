@@ -32,7 +32,7 @@ class WarmStart:
     async def run(self) -> None:
         """Take the steps that are left, or those until the job is stopped."""
         progress, board = self._standing.progress, self._parts.board
-        last, demonstrations = self._settings.warm_start_steps, self._parts.demonstrations
+        last, demonstrations = self._settings.warm_start.num_steps, self._parts.demonstrations
         if demonstrations is None or progress.num_warm_start_steps >= last:
             return
         await asyncio.to_thread(demonstrations.skip, progress.num_warm_start_steps)
@@ -42,7 +42,7 @@ class WarmStart:
                 return
             await self._step(next(demonstrations))
             done = progress.num_warm_start_steps
-            if done < last and not done % self._settings.warm_start_checkpoint_every:
+            if done < last and not done % self._settings.warm_start.checkpoint_every:
                 await self._standing.checkpoint()
 
     async def _step(self, batch: list[Sequence]) -> None:
@@ -128,5 +128,5 @@ class SupervisedSteps:
         """How many demonstrations were dropped or truncated, where that was asked for."""
         if self._settings.oversize == "error":
             return {}
-        most = self._settings.max_row_tokens
+        most = self._settings.packed_row_tokens
         return {"num_oversize": sum(len(sequence.token_ids) > most for sequence in batch)}

@@ -182,7 +182,7 @@ class TrainSteps:
         """How many sequences were dropped or truncated, where that was asked for."""
         if self._settings.oversize == "error":
             return {}
-        most = self._settings.max_row_tokens
+        most = self._settings.packed_row_tokens
         return {"num_oversize": sum(len(s.sequence.token_ids) > most for s in batch.sequences)}
 
     def _alarm(self, report: TrainStepReport, version: PolicyVersion) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from dialoop.errors import InvalidConfig
 
-from dialoop_services.config.shared import LoraSettings
+from dialoop_services.config.losses import DEMONSTRATION_LOSS, facts_of
+from dialoop_services.config.tables import ModelSection
 from dialoop_services.learning.lora.layers import add_lora
 from dialoop_services.learning.loss.corrections import Correction
 from dialoop_services.learning.loss.loss_loading import load_objective
@@ -67,7 +68,7 @@ class Learner:
     """
 
     def __init__(self, settings: TrainerSettings, ranks: Ranks | None = None) -> None:
-        torch.set_num_threads(settings.torch_threads)
+        torch.set_num_threads(settings.num_threads)
         torch.manual_seed(settings.seed)
         self._settings = settings
         self._ranks = ranks = ranks or Ranks(device=torch.device(settings.device))
@@ -75,7 +76,10 @@ class Learner:
         self._ask_before_computing: Callable[[], None] | None = None
         self._policy = sharded(policy_of(settings, ranks), ranks)
         self._objective = objective_of(settings)
-        self._imitation, self._sft = load_objective("sft"), supervised_objective_of(settings)
+        self._imitation, self._sft = (
+            load_objective(DEMONSTRATION_LOSS),
+            supervised_objective_of(settings),
+        )
         self._warm_start_optimizer = self._optimizer_of(warm_start_optimizer_of(settings))
         self._optimizer = self._optimizer_of(optimizer_of(settings))
         self._reference = reference_of(settings, ranks)
@@ -250,7 +254,7 @@ class Learner:
         self, rows: Rows[TokenRow], longest: int = 0, *, policy: PolicyModel | None = None
     ) -> list[torch.Tensor]:
         self._ask()
-        most = max(longest, self._settings.max_row_tokens)
+        most = max(longest, self._settings.packed_row_tokens)
         return score_rows(policy or self._policy, rows, self._ranks, max_tokens=most)
 
     def _update(
@@ -265,7 +269,7 @@ class Learner:
         return update(
             self._policy,
             optimizer,
-            own_rows(rows, self._ranks, max_tokens=self._settings.max_row_tokens),
+            own_rows(rows, self._ranks, max_tokens=self._settings.packed_row_tokens),
             loss,
             with_entropy=with_entropy,
             ranks=self._ranks,
@@ -282,7 +286,7 @@ class Learner:
 
     def _fitting(self, rows: Rows[TokenRow]) -> list[TokenRow]:
         settings = self._settings
-        return fitting(rows, max_tokens=settings.max_row_tokens, oversize=settings.oversize)
+        return fitting(rows, max_tokens=settings.packed_row_tokens, oversize=settings.oversize)
 
     def _optimizer_of(self, settings: OptimizerSettings) -> GuardedOptimizer:
         parameters, matrices = self._policy.parameters(), self._policy.hidden_matrices()
@@ -306,9 +310,14 @@ def policy_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel:
     # A device that is shared may not be ours yet.
     device = ranks.loading_device if settings.device_lock is None else "cpu"
     policy = load_policy(settings.model_dir, dtype=settings.dtype, device=device)
-    lora = settings.lora
-    if lora.rank:
-        add_lora(policy.causal_lm, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+    model = settings.model
+    if model.lora_rank:
+        add_lora(
+            policy.causal_lm,
+            rank=model.lora_rank,
+            alpha=model.lora_alpha,
+            targets=model.lora_targets,
+        )
     if settings.activation_checkpointing:
         policy.checkpoint_activations()
     policy.autocast = DTYPES[settings.autocast] if settings.autocast else None
@@ -318,9 +327,10 @@ def policy_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel:
 
 def reference_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel | None:
     """The starting model, which stays as it is, where SFT is held to it; RL's is the scorer's."""
-    if settings.mode == "rl" or not (settings.objective.kl_coeff or settings.loss == "minor_sft"):
+    facts = facts_of(settings.demonstration_loss)
+    if settings.mode == "rl" or not (settings.objective.kl_coeff or facts.needs_reference):
         return None
-    plain = {"lora": LoraSettings(), "activation_checkpointing": False}
+    plain = {"model": ModelSection(), "activation_checkpointing": False}
     return sharded(policy_of(settings.model_copy(update=plain), ranks), ranks)
 
 
@@ -357,9 +367,9 @@ def supervised_objective_of(settings: TrainerSettings) -> Objective:
     """SFT's loss and what goes with it, as the settings say; warm starts before RL have theirs."""
     asked = settings.objective
     if settings.mode == "rl":
-        return load_objective("sft")
+        return load_objective(DEMONSTRATION_LOSS)
     return load_objective(
-        "minor_sft" if settings.loss == "minor_sft" else "sft",
+        settings.demonstration_loss,
         settings.loss_options,
         aggregation=asked.aggregation or None,
         constant=asked.constant or float(settings.max_new_tokens),
@@ -373,17 +383,17 @@ def warm_start_optimizer_of(settings: TrainerSettings) -> OptimizerSettings:
     """SFT's optimiser before RL: up, then down to a tenth over its steps."""
     return OptimizerSettings(
         name=settings.optimizer,
-        learning_rate=settings.warm_start_learning_rate,
+        learning_rate=settings.warm_start.learning_rate,
         max_grad_norm=settings.max_grad_norm,
-        warmup_steps=settings.warm_start_warmup_steps,
-        total_steps=max(1, settings.warm_start_steps),
+        warmup_steps=settings.warm_start.num_warmup_steps,
+        total_steps=max(1, settings.warm_start.num_steps),
     )
 
 
 def optimizer_of(settings: TrainerSettings) -> OptimizerSettings:
     """RL's optimiser and schedule, which counts the updates of all train steps."""
     per_step = settings.num_minibatches * settings.objective.num_epochs
-    updates = settings.num_train_steps * (per_step if settings.mode == "rl" else 1)
+    updates = settings.num_steps * (per_step if settings.mode == "rl" else 1)
     return OptimizerSettings(
         name=settings.optimizer,
         learning_rate=settings.learning_rate,

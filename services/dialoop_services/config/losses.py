@@ -1,0 +1,93 @@
+"""What each built-in loss needs and means; its formula stands in `learning.loss.losses`.
+
+facts_of("rloo").leave_one_out      # True
+facts_of("my_project:mine")         # what holds for a loss of your own
+
+A new built-in loss is an entry here and a function there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Aggregation = Literal["token", "sequence", "prompt", "constant", "sum"]
+"""How token losses become one number.
+
+token: their mean over the update (DAPO, arXiv 2503.14476). sequence: the mean of each sequence's
+own mean (GRPO, arXiv 2402.03300). prompt: the mean of the token means of each prompt's group.
+constant: the mean over sequences of sums divided by one constant, as the longest answer (Dr. GRPO,
+arXiv 2503.20783). sum: plain.
+
+An update is what one step of the optimiser learns from: one of the `num_minibatches` parts of a
+train step. TRL's "bnpo" counts each micro-batch by itself, and its "dapo" takes the mean of all
+updates made from one generation. torchrl calls sequence "prompt_mean".
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossFacts:
+    """A loss as its paper has it. The defaults hold for a loss named by its import path.
+
+    formula: the function in `learning.loss.losses`; empty: the one with the loss's own name.
+    options: arguments of that function. whiten: normalise advantages over the train step.
+    needs_advantages: false where tokens are trained whatever their advantage.
+    needs_reference, needs_proximal: the loss reads `ref_logprobs`, `proximal_logprobs`.
+    imitates: train sequences whole and read of an advantage only whether the scorer chose the
+    sequence (`top_k`); such a loss also trains on demonstrations.
+    divide_by_std, leave_one_out, drop_uniform: how the scorer should prepare the groups.
+    """
+
+    formula: str = ""
+    options: Mapping[str, float] = field(default_factory=dict)
+    aggregation: Aggregation = "token"
+    whiten: bool = False
+    needs_advantages: bool = True
+    needs_reference: bool = False
+    needs_proximal: bool = False
+    imitates: bool = False
+    divide_by_std: bool = True
+    leave_one_out: bool = False
+    drop_uniform: bool = False
+
+    @property
+    def holds_to_reference(self) -> bool:
+        """Whether the loss keeps the policy near the reference, so that a KL term adds nothing."""
+        return self.imitates and self.needs_reference
+
+
+LOSSES: Mapping[str, LossFacts] = MappingProxyType(
+    {
+        "grpo": LossFacts(),
+        "dr_grpo": LossFacts(formula="grpo", aggregation="constant", divide_by_std=False),
+        "dapo": LossFacts(
+            formula="grpo", options={"clip_low": 0.2, "clip_high": 0.28}, drop_uniform=True
+        ),
+        "cispo": LossFacts(),
+        "gspo": LossFacts(aggregation="sequence"),
+        "rloo": LossFacts(formula="reinforce", divide_by_std=False, leave_one_out=True),
+        # It whitens over the whole train step instead of dividing by a group's deviation.
+        "reinforce_pp": LossFacts(formula="grpo", whiten=True, divide_by_std=False),
+        "dppo_mask": LossFacts(divide_by_std=False),
+        "decoupled_ppo": LossFacts(needs_proximal=True),
+        "distill": LossFacts(needs_advantages=False, needs_reference=True),
+        "sft": LossFacts(imitates=True),
+        "minor_sft": LossFacts(aggregation="sequence", imitates=True, needs_reference=True),
+    }
+)
+"""The losses that need no import path."""
+
+DEFAULT_LOSS = "dppo_mask"
+"""What RL trains with unless the config names a loss."""
+
+DEMONSTRATION_LOSS = "sft"
+"""What demonstrations are trained with, in a warm start and unless the config names another."""
+
+
+def facts_of(name: str) -> LossFacts:
+    """Return the facts of a built-in loss, or those that hold for a loss of the user's own."""
+    return LOSSES.get(name) or LossFacts()

@@ -1,0 +1,156 @@
+"""Settings of a service that the job file has a word in.
+
+class TrainerSettings(JobSettings, TrainFields):
+    model_config = SettingsConfigDict(env_prefix="DIALOOP_TRAINER_")
+    TABLE = "train"
+    evaluation: EvaluationSection = EvaluationSection()      # the file's table of that name
+    max_new_tokens: int = job_key("collector.max_new_tokens")
+
+A value comes from an argument, else from a variable, else from the job file that DIALOOP_CONFIG
+names, else it is the default.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from copy import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
+
+from dialoop_services.config.file import Override, load_config
+from dialoop_services.config.job import JobConfig
+from dialoop_services.runtime.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from pydantic.fields import FieldInfo
+
+CONFIG_VARIABLE = "DIALOOP_CONFIG"
+
+
+def field_at(path: str) -> FieldInfo:
+    """Return the field of the job file's key, as `collector.max_new_tokens`."""
+    *tables, key = path.split(".")
+    model: type[BaseModel] = JobConfig
+    for table in tables:
+        found = model.model_fields[table].annotation
+        assert isinstance(found, type)
+        model = found
+    return model.model_fields[key]
+
+
+def is_table(path: str) -> bool:
+    """Return whether the key is a table, or an array of tables."""
+    annotation = field_at(path).annotation
+    if get_origin(annotation) is tuple:
+        annotation = get_args(annotation)[0]
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def job_key(path: str) -> Any:
+    """Return the same field for a service that reads the key from a table of another's."""
+    field = copy(field_at(path))
+    field.json_schema_extra = {"job_key": path}
+    return field
+
+
+class JobSettings(ServerSettings):
+    """Settings whose fields are keys of the job file, besides addresses and folders."""
+
+    TABLE: ClassVar[str] = ""
+    """The service's own table, whose keys are fields here."""
+
+    @classmethod
+    def job_paths(cls) -> dict[str, str]:
+        """Return where in the job file each field stands that is a key or a table there."""
+        own = field_at(cls.TABLE).annotation if cls.TABLE else None
+        keys = own.model_fields if isinstance(own, type) and issubclass(own, BaseModel) else {}
+        paths: dict[str, str] = {}
+        for name, field in cls.model_fields.items():
+            extra = field.json_schema_extra
+            if isinstance(extra, dict) and "job_key" in extra:
+                paths[name] = str(extra["job_key"])
+            elif name in keys:
+                paths[name] = f"{cls.TABLE}.{name}"
+            elif name in JobConfig.model_fields:
+                paths[name] = name
+        derived = cls.derived(JobConfig())
+        return {name: path for name, path in paths.items() if name not in derived}
+
+    @classmethod
+    def derived(cls, job: JobConfig) -> dict[str, Any]:
+        """Return the fields that follow from several keys of the job file."""
+        return {}
+
+    @classmethod
+    def of_job(cls, job: JobConfig) -> dict[str, Any]:
+        """Return all that a job file says of these settings."""
+        said = {name: _value_at(job, path) for name, path in cls.job_paths().items()}
+        return said | cls.derived(job)
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], *sources: Any, **named: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read arguments first, then the environment, then the job file."""
+        before = super().settings_customise_sources(settings_cls, *sources, **named)
+        return (*before, _JobFile(settings_cls))
+
+
+class _JobFile(PydanticBaseSettingsSource):
+    """What the file named by DIALOOP_CONFIG says."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """Return nothing: all values come at once."""
+        return None, field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        path = os.environ.get(CONFIG_VARIABLE, "")
+        kind = self.settings_cls
+        if not path or not issubclass(kind, JobSettings):
+            return {}
+        return kind.of_job(load_config(Path(path), environment={}))
+
+
+def overrides_of(
+    environment: Mapping[str, str], kinds: Iterable[type[JobSettings]]
+) -> list[Override]:
+    """Return what variables of services say of the service's own table, or of a table it reads.
+
+    A key of the whole job, as `seed`, is not one service's to change.
+    """
+    found = []
+    for kind in kinds:
+        prefix, paths = str(kind.model_config.get("env_prefix")), kind.job_paths()
+        for variable, text in environment.items():
+            field, *inner = variable.removeprefix(prefix).lower().split("__")
+            if not variable.startswith(prefix) or field not in paths:
+                continue
+            path = ".".join((paths[field], *inner))
+            if path.startswith(f"{kind.TABLE}.") or is_table(paths[field]):
+                found.append(Override(path=path, value=_parsed(text), origin=variable))
+    return found
+
+
+def _parsed(text: str) -> Any:
+    """Return what a variable says: JSON where it looks like it, else the text itself."""
+    try:
+        return json.loads(text) if text[:1] in ("[", "{") else text
+    except ValueError:
+        return text
+
+
+def _value_at(job: JobConfig, path: str) -> Any:
+    value: Any = job
+    for name in path.split("."):
+        value = getattr(value, name)
+    if isinstance(value, BaseModel):
+        return value.model_dump()
+    if isinstance(value, tuple):
+        return tuple(one.model_dump() if isinstance(one, BaseModel) else one for one in value)
+    return value
