@@ -20,7 +20,7 @@ from dialoop.tokens.builder import TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop_services.config.file import parse_config, toml_of
 from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.trainer.data.warm_start import Demonstrations, demonstrator
+from dialoop_services.trainer.data.warm_start import WarmStartBatches, demonstrator
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.settings import TrainerSettings
 from safetensors.torch import load_file
@@ -88,7 +88,7 @@ def warm_start(directory: Path, recipe: Recipe) -> Path:
     )
     tokenizer = Tokenizer.from_directory(directory)
     demonstrate, stop = demonstrator(settings)
-    batches = Demonstrations(
+    batches = WarmStartBatches(
         demonstrate,
         TokenBuilder(tokenizer, ChatTemplate.of(tokenizer)),
         stop=stop,
@@ -97,7 +97,7 @@ def warm_start(directory: Path, recipe: Recipe) -> Path:
     )
     learner = Learner(settings)
     for _ in range(recipe.sft_steps):
-        learner.warm_start_step(next(batches))
+        learner.warm_start_step(learner.rows_to_imitate(next(batches)))
     learner.export(directory / "model.safetensors")
     return directory
 

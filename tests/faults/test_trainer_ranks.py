@@ -55,7 +55,8 @@ class Trainer:
             module = ["dialoop_services.trainer.learner.launch", str(size)]
         self.log = world.run_dir / f"log of {size}"
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("DIALOOP_")}
-        paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}", "OMP_NUM_THREADS": "1"}
+        python_path = f"{ROOT}:{ROOT / 'client'}:{ROOT / 'services'}"
+        paths = {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
         with self.log.open("a") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *module],

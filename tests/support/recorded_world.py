@@ -270,7 +270,8 @@ class Trainers:
         self, module: str, environment: dict[str, str], log: Path | None
     ) -> subprocess.Popen[str]:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("DIALOOP_")}
-        paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}", "OMP_NUM_THREADS": "1"}
+        python_path = f"{ROOT}:{ROOT / 'client'}:{ROOT / 'services'}"
+        paths = {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
         with ExitStack() as exits:
             output: Any = subprocess.PIPE
             if log is not None:

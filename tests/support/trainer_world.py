@@ -18,13 +18,13 @@ from dialoop.errors import Unavailable
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.trajectory import Group, SamplingParams, Task, Trajectory
 from dialoop_services.trainer.data.demonstration_set import DemonstrationSet
-from dialoop_services.trainer.job.evaluation import Evaluation
+from dialoop_services.trainer.job.evaluation import EvaluationResult
 from dialoop_services.trainer.job.job import TrainingJob
+from dialoop_services.trainer.job.parts import JobParts
 from dialoop_services.trainer.job.placement import Split
-from dialoop_services.trainer.job.state import JobParts
 from dialoop_services.trainer.job.status import StatusBoard
 from dialoop_services.trainer.learner.learner import TrainStepReport
-from dialoop_services.trainer.learner.learner_files import ExportedWeights
+from dialoop_services.trainer.learner.learner_state import ExportedWeights
 from dialoop_services.trainer.publish.publisher import Published
 from dialoop_services.trainer.records.records import RunRecords
 from dialoop_services.trainer.recovery.checkpoint import Checkpoints
@@ -77,6 +77,7 @@ class FakeLearner:
 
     def __init__(self) -> None:
         self.weights = 0
+        self.read_under: list[PolicyVersion] = []
         self.trained: list[int] = []
         self.temperatures: list[list[float]] = []
         self.vocab_size = 100
@@ -86,29 +87,34 @@ class FakeLearner:
         self.warm_started: list[Any] = []
         self.supervised: list[Any] = []
 
-    def warm_start_step(self, demonstrations: Any) -> Any:
+    def warm_start_step(self, rows: Any) -> Any:
         self.weights += 1
-        self.warm_started.append(demonstrations)
+        self.warm_started.append(rows)
         return _update()
 
-    def sft_step(self, demonstrations: Any) -> Any:
+    def sft_step(self, rows: Any) -> Any:
         self.weights += 1
-        self.supervised.append(demonstrations)
+        self.supervised.append(rows)
         return _update()
 
-    def heldout_loss(self, demonstrations: Any) -> tuple[float, int]:
-        return 1.0 / (1 + self.weights), len(demonstrations)
+    def heldout_loss(self, rows: Any) -> tuple[float, int]:
+        return 1.0 / (1 + self.weights), len(rows)
 
-    def rows_to_train(self, sequences: Any, *, current: Any) -> None:
+    def rows_to_imitate(self, demonstrations: Any) -> Any:
+        return demonstrations
+
+    def rows_to_train(self, sequences: Any, *, current: PolicyVersion) -> Any:
         """Refuses whatever a test says; a real learner looks at the rows."""
         for one in sequences:
             self.refuses(one.sequence)
+        self.read_under.append(current)
+        return sequences
 
-    def train_step(self, sequences: Any, *, current: Any) -> TrainStepReport:
+    def train_step(self, rows: Any) -> TrainStepReport:
         self.while_training()
         self.weights += 1
-        self.trained.append(len(sequences))
-        self.temperatures.append([one.temperature for one in sequences])
+        self.trained.append(len(rows))
+        self.temperatures.append([one.temperature for one in rows])
         return TrainStepReport(
             loss=0.0,
             metrics={},
@@ -124,7 +130,7 @@ class FakeLearner:
         path.write_text(str(self.weights), "utf-8")
         return ExportedWeights(path=path, sha256="", num_bytes=1)
 
-    def save(self, directory: Path) -> None:
+    def snapshot(self, directory: Path) -> None:
         self.export(directory / "model.safetensors")
 
     def restore(self, directory: Path) -> None:
@@ -230,7 +236,7 @@ class FakeEvaluator:
         self.num_asked += is_running
         if is_running and not self.rewards:
             raise Unavailable("away")
-        return Evaluation(
+        return EvaluationResult(
             mean_reward=self.rewards.pop(0) if is_running else 0.0,
             tool_call_rate=0.0,
             num_trajectories=1,
@@ -316,7 +322,7 @@ async def killed_after(here: World, *batches: str) -> None:
 
 def after(here: World, again: World, *, lost: str = "", in_work: str = "") -> World:
     """What the queue still has of an earlier trainer's groups when the next one comes."""
-    journal = here.job._standing.journal.entries()
+    journal = here.job.checkpointer.journal.entries()
     held = [one for entry in journal for one in entry.lease_ids]
     again.replay.kept = {
         one: lease(one.removeprefix("lease-"), FIRST)
@@ -324,7 +330,7 @@ def after(here: World, again: World, *, lost: str = "", in_work: str = "") -> Wo
         if one.removeprefix("lease-") not in lost
     }
     again.replay.held = (*again.replay.kept, *(f"lease-{name}" for name in in_work))
-    again.replay.policy_version = here.job._standing.progress.policy_version
+    again.replay.policy_version = here.job.state.policy_version
     return again
 
 

@@ -53,6 +53,14 @@ class StepCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardReport:
+    """One pass forward and backward: its loss and token-mean metrics."""
+
+    loss: float
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
     """One optimiser update: its loss, token-mean metrics and step."""
 
@@ -97,21 +105,20 @@ def loss_inputs(
     )
 
 
-def update(  # noqa: PLR0913 - a model, its step, its data and how to look at them
+def forward_backward(
     policy: PolicyModel,
-    optimizer: GuardedOptimizer,
     rows: Sequence[PackedBatch],
     loss: Loss,
     *,
     temperature: float | None = None,
     with_entropy: bool = False,
     ranks: Ranks = ALONE,
-) -> UpdateReport:
-    """One optimiser update over packed rows; the result does not depend on how they are cut.
+) -> BackwardReport:
+    """Add the gradients of the rows' loss; the sum does not depend on how the rows are cut.
 
     Log-probs are at `temperature`, or else at what each sequence of the rows was sampled with.
     With several ranks each gives its own rows, and all get the same report. An objective that
-    whitens does so over this update: of a train step of several see `whitened_sequences`.
+    whitens does so over these rows: of a train step of several updates see `whitened_sequences`.
     """
     objective = loss if isinstance(loss, Objective) else Objective(loss=loss)
     counts, num_behind = StepCounts.of(rows, ranks), rows_behind(len(rows), ranks)
@@ -129,12 +136,30 @@ def update(  # noqa: PLR0913 - a model, its step, its data and how to look at th
         total += float(output.loss.detach())
         metrics.append({name: float(value) for name, value in output.metrics.items()})
     keep_pace(policy, num_behind, ranks)
-    told = ranks.gather([total, metrics])
+    of_ranks = ranks.gather([total, metrics])
     # The same sum on every rank, so all apply the step or all refuse it.
-    total = sum(loss for loss, _ in told)
-    step = optimizer.step(total)
-    metrics = [row for _, of_rank in told for row in of_rank]
-    return UpdateReport(loss=total, metrics=combine_metrics(metrics), step=step)
+    return BackwardReport(
+        loss=sum(loss for loss, _ in of_ranks),
+        metrics=combine_metrics([row for _, of_rank in of_ranks for row in of_rank]),
+    )
+
+
+def update(  # noqa: PLR0913 - a model, its step, its data and how to look at them
+    policy: PolicyModel,
+    optimizer: GuardedOptimizer,
+    rows: Sequence[PackedBatch],
+    loss: Loss,
+    *,
+    temperature: float | None = None,
+    with_entropy: bool = False,
+    ranks: Ranks = ALONE,
+) -> UpdateReport:
+    """One optimiser update over packed rows: `forward_backward`, then a step."""
+    backward = forward_backward(
+        policy, rows, loss, temperature=temperature, with_entropy=with_entropy, ranks=ranks
+    )
+    step = optimizer.step(backward.loss)
+    return UpdateReport(loss=backward.loss, metrics=backward.metrics, step=step)
 
 
 def whitened(

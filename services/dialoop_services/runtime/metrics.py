@@ -18,7 +18,7 @@ _BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class LabelledCounts:
     """Growing counts by the value of one label: `dialoop_forks_total{cause="..."}`."""
 
     name: str
@@ -30,7 +30,7 @@ class Counts:
 class _Shown(Collector):
     """Counts that are read when Prometheus asks."""
 
-    def __init__(self, counts: Counts) -> None:
+    def __init__(self, counts: LabelledCounts) -> None:
         self._counts = counts
 
     def collect(self) -> Iterator[CounterMetricFamily]:
@@ -81,7 +81,7 @@ class Metrics:
         calls.inc()
         times.observe(seconds)
 
-    def show(self, counts: Counts) -> None:
+    def show(self, counts: LabelledCounts) -> None:
         """Show counts that somebody else keeps, as they are when they are asked for."""
         self._registry.register(_Shown(counts))
 

@@ -154,11 +154,11 @@ class GrpcServer:
         """What the REST door shows; without the door none of it is imported or counted."""
         if self._settings.rest_port is None:
             return None
-        from dialoop_services.runtime.metrics import Counts, Metrics
+        from dialoop_services.runtime.metrics import LabelledCounts, Metrics
 
         metrics = Metrics()
         for name, text, label, read in self._shown:
-            metrics.show(Counts(name=name, text=text, label=label, read=read))
+            metrics.show(LabelledCounts(name=name, text=text, label=label, read=read))
         return metrics
 
     def _rest_door(self, calls: Calls, metrics: Metrics) -> RestDoor:

@@ -14,7 +14,7 @@ from dialoop_services.scorer.rewards import KlPenalty, load_rewards
 from dialoop_services.scorer.scoring import Scoring
 from dialoop_services.scorer.servicer import ScorerServicer
 from dialoop_services.scorer.settings import ScorerSettings
-from dialoop_services.scorer.worker import Worker
+from dialoop_services.scorer.worker import ScorerWorker
 
 if TYPE_CHECKING:
     from dialoop_services.scorer.scoring import Reference
@@ -35,7 +35,7 @@ async def serve_in(host: Host, settings: ScorerSettings) -> None:
         add_ScorerServiceServicer_to_server, ScorerServicer(desk), "dialoop.v1.ScorerService"
     )
     async with host.connect(settings.replay_address) as channel:
-        worker = Worker(settings, ReplayClient(channel), desk)
+        worker = ScorerWorker(settings, ReplayClient(channel), desk)
         async with server, asyncio.TaskGroup() as tasks:
             tasks.create_task(worker.run(server.stopping))
             await server.wait_until_stopped()

@@ -32,7 +32,7 @@ _MANY = 16
 """Groups in a row that cannot be scored before it is said loudly: the trainer waits for them."""
 
 
-class Worker:
+class ScorerWorker:
     """Scores a run's groups until told to stop."""
 
     def __init__(self, settings: ScorerSettings, replay: ReplayClient, desk: Desk) -> None:

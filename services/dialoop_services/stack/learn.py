@@ -24,7 +24,12 @@ from rich.console import Console
 from dialoop_services.config.file import load_config
 from dialoop_services.stack.__main__ import ROOT
 from dialoop_services.stack.__main__ import main as stack
-from dialoop_services.stack.report.learn_report import Outcome, failures_of, kept_outcomes, table_of
+from dialoop_services.stack.report.learn_report import (
+    AlgorithmResult,
+    failures_of,
+    kept_outcomes,
+    table_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -88,7 +93,7 @@ class Course:
         code = self._prepare() if any(one.needs_demo(self.root) for one in lessons) else 0
         if code:
             return code
-        outcomes: list[Outcome] = []
+        outcomes: list[AlgorithmResult] = []
         for lesson in lessons:
             self.console.rule(f"learn: {lesson.name}")
             # What an earlier run came to must not stand for one that did not even begin.
@@ -130,13 +135,13 @@ class Course:
             return ""
         return str(json.loads((self._demo_dir / "run.json").read_text("utf-8"))["run_id"])
 
-    def _outcome(self, lesson: Lesson, code: int) -> Outcome:
+    def _outcome(self, lesson: Lesson, code: int) -> AlgorithmResult:
         start = self._demo_id() if lesson.needs_demo(self.root) else ""
         path = self.root / lesson.config.run / "summary.json"
         found = json.loads(path.read_text("utf-8")) if path.is_file() and code in (0, 1) else None
-        return Outcome.of(lesson.name, found, start=start, seed=lesson.config.seed)
+        return AlgorithmResult.of(lesson.name, found, start=start, seed=lesson.config.seed)
 
-    def _write(self, outcomes: Sequence[Outcome]) -> None:
+    def _write(self, outcomes: Sequence[AlgorithmResult]) -> None:
         """What stands of earlier calls (other configs, other seeds) stays in the summary."""
         path = self.root / FOLDER / "summary.json"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,14 +29,19 @@ from dialoop_services.runtime.logs import configure_logs
 from dialoop_services.runtime.process import run_blocking
 from dialoop_services.runtime.settings import load
 from dialoop_services.trainer.data.demonstration_set import DemonstrationSet, demonstration_set
-from dialoop_services.trainer.data.warm_start import Demonstrations, demonstrator
+from dialoop_services.trainer.data.warm_start import WarmStartBatches, demonstrator
 from dialoop_services.trainer.job.evaluation import Evaluator
 from dialoop_services.trainer.job.job import TrainingJob
+from dialoop_services.trainer.job.parts import JobParts
 from dialoop_services.trainer.job.placement import placement_of
-from dialoop_services.trainer.job.state import JobParts
 from dialoop_services.trainer.job.status import StatusBoard
-from dialoop_services.trainer.learner.ranked_learner import ParallelLearner
-from dialoop_services.trainer.learner.ranks import RankSettings, joined, leave_stopping_to_the_first
+from dialoop_services.trainer.learner.ranks import (
+    RankSettings,
+    joined,
+    learners_of,
+    leave_stopping_to_the_first,
+    make_learner,
+)
 from dialoop_services.trainer.publish.publisher import Publisher
 from dialoop_services.trainer.records.records import RunRecords
 from dialoop_services.trainer.records.trackers import trackers_of
@@ -47,7 +52,9 @@ from dialoop_services.trainer.settings import TrainerSettings
 if TYPE_CHECKING:
     from dialoop.clients.channel import Channel
 
+    from dialoop_services.learning.parallel.group_commands import Group
     from dialoop_services.runtime.hosting import Host, Server
+    from dialoop_services.trainer.learner.learner import Learner
 
 log = logging.getLogger(__name__)
 
@@ -60,23 +67,23 @@ def main() -> None:
     """One rank of the trainer, to its end; the first one is the service."""
     found, settings = load(RankSettings), load(TrainerSettings)
     with joined(found, settings) as ranks:
-        learner = ParallelLearner(ranks)
+        learners = learners_of(ranks)
         if ranks.is_first:
-            with closing(learner):
-                asyncio.run(serve(settings, learner))
+            with closing(learners):
+                asyncio.run(serve(settings, learners))
         else:
             configure_logs(f"trainer-{ranks.rank}")
             leave_stopping_to_the_first()
-            learner.serve()
+            learners.serve()
 
 
-async def serve(settings: TrainerSettings, learner: ParallelLearner) -> None:
+async def serve(settings: TrainerSettings, learners: Group[Learner]) -> None:
     """Train to the end, then stay to be asked until told to stop."""
-    await serve_in(OwnProcess(settings), settings, learner)
+    await serve_in(OwnProcess(settings), settings, learners)
 
 
 async def serve_in(
-    host: Host, settings: TrainerSettings, learner: ParallelLearner | None = None
+    host: Host, settings: TrainerSettings, learners: Group[Learner] | None = None
 ) -> None:
     """Train to the end, then stay to be asked until the host says stop; by default alone."""
     builder = _builder(settings)
@@ -84,8 +91,7 @@ async def serve_in(
     supervised = demonstration_set(settings, builder) if settings.mode == "sft" else None
     if supervised is not None:
         settings = with_steps_of(settings, supervised)
-    learner = learner or ParallelLearner()
-    await asyncio.to_thread(learner.make, settings)
+    learner = await asyncio.to_thread(make_learner, settings, learners)
     records = RunRecords(
         settings.run_dir,
         max_trajectory_bytes=settings.max_trajectories_mb * 1_000_000,
@@ -165,12 +171,12 @@ def _builder(settings: TrainerSettings) -> TokenBuilder:
     return TokenBuilder(tokenizer, ChatTemplate.of(tokenizer))
 
 
-def _warm_start(settings: TrainerSettings, builder: TokenBuilder) -> Demonstrations | None:
+def _warm_start(settings: TrainerSettings, builder: TokenBuilder) -> WarmStartBatches | None:
     """Read what a warm start needs before anything heavy is loaded."""
     if not settings.warm_start.num_steps:
         return None
     demonstrate, stop = demonstrator(settings, builder)
-    return Demonstrations(
+    return WarmStartBatches(
         demonstrate,
         builder,
         stop=stop,

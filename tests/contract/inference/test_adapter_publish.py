@@ -33,7 +33,7 @@ from tests.support.patience import PATIENCE_S
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dialoop_services.trainer.learner.learner_files import ExportedWeights
+    from dialoop_services.trainer.learner.learner_state import ExportedWeights
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -62,7 +62,7 @@ class Trainer:
         self.number += 1
         generator = torch.Generator().manual_seed(self.number)
         with torch.no_grad():
-            for parameter in self.learner._policy.parameters():
+            for parameter in self.learner.state.policy.parameters():
                 if parameter.requires_grad:
                     parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 

@@ -65,7 +65,7 @@ class Trainer:
         self.number += 1
         generator = torch.Generator().manual_seed(self.number)
         with torch.no_grad():
-            for parameter in self.learner._policy.parameters():
+            for parameter in self.learner.state.policy.parameters():
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 
     async def publish(self) -> Any:

@@ -18,7 +18,6 @@ from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.publish.publisher import Publisher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from dialoop import Dialoop
@@ -42,24 +41,15 @@ class Record:
         self.trainer: list[Interval] = []
         self._timed(monkeypatch, AdaptedModel, "__call__", self.engine)
         for name in ("_update", "_scores"):
-            # What the learner waits for the device is no work of its.
-            self._timed(
-                monkeypatch, Learner, name, self.trainer, first=getattr(Learner, "_ask", None)
-            )
+            # Inside, so that what the learner waits for the device is no work of its.
+            self._timed(monkeypatch, Learner, name, self.trainer)
 
     def _timed(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        kind: type,
-        name: str,
-        into: list[Interval],
-        first: Callable[[Any], None] | None = None,
+        self, monkeypatch: pytest.MonkeyPatch, kind: type, name: str, into: list[Interval]
     ) -> None:
         work = getattr(kind, name)
 
         def timed(owner: Any, *arguments: Any, **named: Any) -> Any:
-            if first is not None:
-                first(owner)
             started = time.monotonic()
             result = work(owner, *arguments, **named)
             into.append((started, time.monotonic()))

@@ -21,7 +21,7 @@ from dialoop.trajectory import (
 from dialoop_services.scorer.desk import Desk
 from dialoop_services.scorer.scoring import Scoring
 from dialoop_services.scorer.settings import ScorerSettings
-from dialoop_services.scorer.worker import Worker
+from dialoop_services.scorer.worker import ScorerWorker
 
 from tests.support.collector_world import RUN, World, adds_up, world
 from tests.support.patience import PATIENCE_S
@@ -71,7 +71,7 @@ async def appended(w: World, *groups: Group) -> list[Appended]:
 async def scoring(w: World, desk: Desk) -> AsyncIterator[None]:
     settings = ScorerSettings(run=RUN, worker="s", wait_s=0.2)
     stopping = asyncio.Event()
-    running = asyncio.create_task(Worker(settings, w.replay, desk).run(stopping))
+    running = asyncio.create_task(ScorerWorker(settings, w.replay, desk).run(stopping))
     try:
         yield
     finally:

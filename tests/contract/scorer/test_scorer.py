@@ -22,7 +22,7 @@ from dialoop_services.scorer.rewards import GroupReward
 from dialoop_services.scorer.scoring import Scoring
 from dialoop_services.scorer.servicer import ScorerServicer
 from dialoop_services.scorer.settings import ScorerSettings
-from dialoop_services.scorer.worker import Worker
+from dialoop_services.scorer.worker import ScorerWorker
 
 from tests.support.collector_world import RUN, ScriptedPolicy, World, adds_up, make_tasks, world
 from tests.support.patience import PATIENCE_S
@@ -42,7 +42,7 @@ async def collected(w: World, count: int) -> None:
 async def scoring(w: World, desk: Desk | None = None, **given):
     settings = ScorerSettings(**{"run": RUN, "worker": "s", "wait_s": 0.2} | given)
     stopping = asyncio.Event()
-    worker = Worker(settings, w.replay, desk or Desk(Scoring(), None))
+    worker = ScorerWorker(settings, w.replay, desk or Desk(Scoring(), None))
     running = asyncio.create_task(worker.run(stopping))
     try:
         yield

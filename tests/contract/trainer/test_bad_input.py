@@ -22,7 +22,7 @@ from dialoop_services.replay.store import Limits
 from dialoop_services.runtime.hosting import OwnProcess
 from dialoop_services.trainer.__main__ import serve_in
 from dialoop_services.trainer.data.batches import sort_batch
-from dialoop_services.trainer.data.untrainable import faults_of
+from dialoop_services.trainer.data.untrainable import read_rows
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.settings import TrainerSettings
 from transformers import Qwen2ForCausalLM
@@ -305,7 +305,7 @@ def test_a_fault_names_the_trajectory_and_changes_nothing(
     model_dir: Path, groups: list[Group], reason: str
 ) -> None:
     learner = Learner(TrainerSettings(model_dir=model_dir, **SETTINGS))
-    before = {name: values.clone() for name, values in learner._policy.state_dict().items()}
+    before = {name: values.clone() for name, values in learner.state.policy.state_dict().items()}
     spoil, words = BAD[reason]
     bad = changed(groups[1], spoil, member=1)
     leases = [
@@ -313,12 +313,13 @@ def test_a_fault_names_the_trajectory_and_changes_nothing(
         for group in (groups[0], bad, groups[2])
     ]
     batch = sort_batch(leases, current=FIRST, max_staleness=0, consumed_group_ids=())
-    (fault,) = faults_of(batch, learner, FIRST)
+    rows, (fault,) = read_rows(batch, learner, FIRST)
+    assert not rows
     assert (fault.lease.group, fault.reason) == (bad, reason)
     assert fault.trajectory_id == bad.trajectories[1].trajectory_id
     assert words in str(fault.error)
     assert fault.error.remedy
-    after = learner._policy.state_dict()
+    after = learner.state.policy.state_dict()
     assert all(bool((after[name] == values).all()) for name, values in before.items())
 
 
@@ -334,7 +335,8 @@ def test_a_group_with_a_greedy_member_is_set_aside_and_one_at_mixed_temperatures
     learner = Learner(TrainerSettings(model_dir=model_dir, **SETTINGS))
     leases = [at(groups[0], 0.5, 1.0), at(groups[1], 1.0, 0.0)]
     batch = sort_batch(leases, current=FIRST, max_staleness=0, consumed_group_ids=())
-    (fault,) = faults_of(batch, learner, FIRST)
+    rows, (fault,) = read_rows(batch, learner, FIRST)
+    assert not rows
     assert (fault.lease, fault.reason) == (leases[1], "greedy_sampling")
     assert fault.trajectory_id == groups[1].trajectories[1].trajectory_id
 

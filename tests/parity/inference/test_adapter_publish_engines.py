@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dialoop_services.inference.engine import Engine
-    from dialoop_services.trainer.learner.learner_files import ExportedWeights
+    from dialoop_services.trainer.learner.learner_state import ExportedWeights
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -52,7 +52,7 @@ class World:
     def learn(self) -> None:
         generator = torch.Generator().manual_seed(self.number + 1)
         with torch.no_grad():
-            for parameter in self.learner._policy.parameters():
+            for parameter in self.learner.state.policy.parameters():
                 if parameter.requires_grad:
                     parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 

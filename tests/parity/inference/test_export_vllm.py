@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from dialoop_services.trainer.publish.export import Run, export_policy
+from dialoop_services.trainer.publish.export import RunPolicies, export_policy
 
 from tests.parity.inference.test_engines import (
     MAX_MODEL_LEN,
@@ -42,7 +42,7 @@ async def test_an_exported_policy_loads_in_vllm_and_scores_as_the_published_one(
     policy = run_dir / "policies" / "main-1"
     policy.mkdir(parents=True)
     save_weights(policy / "model.safetensors", seed=1, tied=True)
-    out = export_policy(Run.of(run_dir), "main-1", tmp_path / "out")
+    out = export_policy(RunPolicies.of(run_dir), "main-1", tmp_path / "out")
     engine = await VllmEngine.start(out, VllmOptions(max_model_len=MAX_MODEL_LEN))
     try:
         for prompt in prompts(3, shortest=20):

@@ -1,10 +1,13 @@
 """Several processes train what one process trains: gloo on the CPU, a model of two layers."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,8 @@ from dialoop_services.learning.loss.loss_loading import load_objective
 from dialoop_services.learning.model.policy import load_policy
 from dialoop_services.learning.model.tiny import tiny_config
 from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
-from dialoop_services.learning.packing.rows import pack_rows
-from dialoop_services.learning.parallel.group_commands import GroupCommands
+from dialoop_services.learning.packing.rows import TokenRow, pack_rows
+from dialoop_services.learning.parallel.group_commands import Group, collective, decode, encode
 from dialoop_services.learning.parallel.parallel_rows import own_rows, score_rows
 from dialoop_services.learning.parallel.parallel_state import (
     load_optimizer,
@@ -115,11 +118,12 @@ def _written(jobs: list[Job], out: Path) -> str:
 
 
 def _environment(**more: str) -> dict[str, str]:
-    repository = str(Path(__file__).parents[3])
-    return {**os.environ, "PYTHONPATH": repository, "OMP_NUM_THREADS": "1", **more}
+    root = Path(__file__).parents[3]
+    paths = os.pathsep.join(map(str, (root, root / "client", root / "services")))
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **more}
 
 
-def _torchrun(size: int, jobs: list[Job], out: Path) -> "subprocess.CompletedProcess[str]":
+def _torchrun(size: int, jobs: list[Job], out: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return subprocess.run(
         [*command, f"--nproc-per-node={size}", str(WORKER), _written(jobs, out)],
@@ -318,21 +322,108 @@ def test_whole_state_of_another_optimizer_is_refused(root: Path, alone: Path) ->
     assert caught.value.reason == "OPTIMIZER_MISMATCH"
 
 
-def test_one_process_runs_its_commands_itself() -> None:
-    commands = GroupCommands(ALONE, {"turn": lambda data: lambda: data[::-1]})
-    assert commands.call("turn", b"abc") == b"cba"
-    with pytest.raises(InvalidInput, match="turn") as unknown:
-        commands.call("twist")
-    assert unknown.value.reason == "UNKNOWN_COMMAND"
+class _Divider:
+    """Of which every rank has one."""
+
+    def __init__(self, facts: str, group: Group[_Divider]) -> None:
+        self.group = group
+
+    def _require_number(self, divisor: int) -> None:
+        if divisor < 0:
+            raise InvalidInput("Below 0.", remedy="Give 0 or more.")
+
+    @collective(check=_require_number, computes=True)
+    def divide(self, divisor: int) -> float:
+        return 1 / divisor
+
+    @collective(computes=True)
+    def twice(self, divisor: int) -> float:
+        return 2 * self.divide(divisor)
+
+
+class _Fellows(Ranks):
+    """Two ranks, of which the other does as this one."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
+    def broadcast(self, data: bytes) -> bytes:
+        return data
+
+
+class _Store:
+    """Keeps what calls there were."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def check(self, keys: list[str]) -> bool:
+        raise NotImplementedError
+
+    def get(self, key: str) -> bytes:
+        raise NotImplementedError
+
+    def set(self, key: str, value: str) -> None:
+        self.calls.append(value)
+
+    def delete_key(self, key: str) -> bool:
+        return True
+
+
+def test_one_process_runs_its_collective_methods_itself_and_waits_for_the_device_once() -> None:
+    group: Group[_Divider] = Group(ALONE)
+    waited: list[bool] = []
+    group.ask_before_computing(lambda: waited.append(True))
+    assert _Divider("", group).twice(4) == 0.5
+    assert len(waited) == 1
+
+
+def test_a_method_that_a_collective_one_calls_is_no_call_of_its_own() -> None:
+    store = _Store()
+    group = Group(_Fellows(size=2, store=store), _Divider)
+    assert group.make("").twice(4) == 0.5
+    assert store.calls == ["dialoop/make", "twice"]
 
 
 def test_no_call_is_taken_after_one_that_broke_off() -> None:
-    commands = GroupCommands(ALONE, {"divide": lambda data: lambda: bytes(1 // len(data))})
+    divider = Group(_Fellows(size=2, store=_Store()), _Divider).make("")
+    with pytest.raises(InvalidInput, match="Below 0"):
+        divider.divide(-1)
+    assert divider.divide(2) == 0.5
     with pytest.raises(ZeroDivisionError):
-        commands.call("divide")
+        divider.divide(0)
     with pytest.raises(Unavailable) as caught:
-        commands.call("divide", b"a")
+        divider.divide(1)
     assert caught.value.reason == "RANKS_OUT_OF_STEP"
+
+
+def test_only_the_first_rank_calls() -> None:
+    group = Group(_Fellows(rank=1, size=2, store=_Store()), _Divider)
+    with pytest.raises(InvalidInput, match="Rank 1") as caught:
+        _Divider("", group).divide(2)
+    assert caught.value.reason == "NOT_THE_FIRST_RANK"
+
+
+def test_other_ranks_are_given_rows_bit_for_bit() -> None:
+    values = torch.tensor([0.1, -torch.inf, torch.nan])
+    row = TokenRow(
+        token_ids=torch.tensor([5, 2**40, 7, 9]),
+        response_mask=torch.tensor([False, True, True, True]),
+        advantages=values,
+        prompt=3,
+        temperature=0.1 + 0.2,
+    )
+    silent = replace(row, response_mask=torch.zeros(4).bool(), advantages=values[:0])
+    path, loss = Path("/a b"), 0.1 + 0.2
+    args, named = decode(encode([([row, silent], path), {"loss": loss, "kind": "rl"}]))
+    assert (args[1], named) == (path, {"loss": loss, "kind": "rl"})
+    for found, given in zip(args[0], (row, silent), strict=True):
+        for name in ("token_ids", "response_mask", "advantages"):
+            tensor, expected = getattr(found, name), getattr(given, name)
+            assert tensor.dtype == expected.dtype
+            assert tensor.numpy().tobytes() == expected.numpy().tobytes()
+        assert found.staleness is None
+        assert (found.prompt, found.temperature) == (given.prompt, given.temperature)
 
 
 class _Notes:
@@ -357,13 +448,13 @@ class _Notes:
 
 def test_waiting_rank_leaves_when_the_first_closes() -> None:
     notes = _Notes({"dialoop/call/0": "dialoop/close"})
-    GroupCommands(Ranks(rank=1, size=2, store=notes), {}).serve()
+    Group(Ranks(rank=1, size=2, store=notes)).serve()
 
 
 def test_waiting_rank_leaves_when_another_failed() -> None:
     notes = _Notes({"dialoop/failure": "Rank 0 of 2 failed: the disk is full."})
     with pytest.raises(Unavailable, match="disk is full") as caught:
-        GroupCommands(Ranks(rank=1, size=2, store=notes), {}).serve()
+        Group(Ranks(rank=1, size=2, store=notes)).serve()
     assert caught.value.reason == "RANK_FAILED"
 
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from dialoop_services.learning.loss.corrections import Correction
-from dialoop_services.learning.loss.kl import k3
 from dialoop_services.learning.loss.loss_inputs import LossInputs, LossOutput
 from dialoop_services.learning.loss.loss_loading import load_objective as load
-from dialoop_services.learning.loss.objective import Objective
+from dialoop_services.learning.loss.objective import Objective, k3
 
 from tests.goldens.losses_samples import MAX_COMPLETION_LENGTH
 from tests.support.samples.peer_losses import (

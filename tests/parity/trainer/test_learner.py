@@ -13,8 +13,9 @@ from dialoop_services.config.losses import LOSSES
 from dialoop_services.config.tables import ObjectiveSettings
 from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.trainer.data.batches import TrainedSequence
+from dialoop_services.trainer.job.state import JobState
 from dialoop_services.trainer.learner.learner import Learner
-from dialoop_services.trainer.recovery.checkpoint import Checkpoints, Progress
+from dialoop_services.trainer.recovery.checkpoint import Checkpoints
 from dialoop_services.trainer.settings import TrainerSettings
 
 VERSION = PolicyVersion(lineage="main", number=3)
@@ -52,13 +53,15 @@ def test_a_resumed_learner_takes_the_same_steps_as_one_that_never_stopped(
     model_dir: Path, tmp_path: Path
 ) -> None:
     steady = learner(model_dir)
-    steady.train_step(sequences(8, 1), current=VERSION)
-    Checkpoints(tmp_path).save(steady, Progress(policy_version=VERSION, num_train_steps=1))
+    steady.train_step(steady.rows_to_train(sequences(8, 1), current=VERSION))
+    Checkpoints(tmp_path).save(steady, JobState(policy_version=VERSION, num_train_steps=1))
     resumed = learner(model_dir, seed=99)
     progress = Checkpoints(tmp_path).restore(resumed)
     assert progress is not None
     assert progress.policy_version == VERSION
-    after = [m.train_step(sequences(8, 2), current=VERSION) for m in (steady, resumed)]
+    after = [
+        m.train_step(m.rows_to_train(sequences(8, 2), current=VERSION)) for m in (steady, resumed)
+    ]
     assert after[0] == after[1]
     probe = [[5, 6, 7, 8, 9]]
     assert np.array_equal(steady.logprobs(probe)[0], resumed.logprobs(probe)[0])
@@ -68,7 +71,7 @@ def test_a_train_step_moves_the_weights_and_reports_finite_numbers(model_dir: Pa
     trained = learner(model_dir)
     probe = [[5, 6, 7, 8, 9]]
     before = trained.logprobs(probe)[0]
-    report = trained.train_step(sequences(8, 3), current=VERSION)
+    report = trained.train_step(trained.rows_to_train(sequences(8, 3), current=VERSION))
     assert report.num_updates == 2
     assert np.isfinite([report.loss, report.grad_norm, report.metrics["ess"]]).all()
     assert not np.array_equal(before, trained.logprobs(probe)[0])
@@ -76,20 +79,20 @@ def test_a_train_step_moves_the_weights_and_reports_finite_numbers(model_dir: Pa
 
 def test_exported_weights_are_the_policy(model_dir: Path, tmp_path: Path) -> None:
     trained, other = learner(model_dir), learner(model_dir)
-    trained.warm_start_step([s.sequence for s in sequences(8, 4)])
+    trained.warm_start_step(trained.rows_to_imitate([s.sequence for s in sequences(8, 4)]))
     weights = trained.export(tmp_path / "model.safetensors")
     assert weights.num_bytes == weights.path.stat().st_size
-    other.load_weights(weights.path)
+    other.state.read_weights(weights.path)
     probe = [[5, 6, 7, 8, 9], [1, 2]]
     for mine, theirs in zip(trained.logprobs(probe), other.logprobs(probe), strict=True):
         assert np.array_equal(mine, theirs)
 
 
 def test_progress_survives_its_json() -> None:
-    progress = Progress(policy_version=VERSION, num_train_steps=7, consumed_group_ids=["a#1"])
+    progress = JobState(policy_version=VERSION, num_train_steps=7, consumed_group_ids=["a#1"])
     progress.staleness_histogram.update([0, 1, 1])
     progress.forks.update(["history_rewritten"])
-    assert Progress.from_json(json.loads(json.dumps(progress.to_json()))) == progress
+    assert JobState.from_json(json.loads(json.dumps(progress.to_json()))) == progress
 
 
 def test_an_objective_with_epochs_and_a_correction_trains_around_the_proximal_policy(
@@ -97,7 +100,7 @@ def test_an_objective_with_epochs_and_a_correction_trains_around_the_proximal_po
 ) -> None:
     objective = ObjectiveSettings(correction="tis", num_epochs=2, entropy_coeff=0.01)
     trained = Learner(TrainerSettings(model_dir=model_dir, loss="grpo", objective=objective))
-    report = trained.train_step(sequences(8, 4), current=VERSION)
+    report = trained.train_step(trained.rows_to_train(sequences(8, 4), current=VERSION))
     assert report.num_updates == 4
     assert report.metrics["correction_weight"] > 0
     assert report.metrics["entropy"] > 0
@@ -110,7 +113,7 @@ def test_entropy_is_measured_by_staleness_unless_it_is_not_wanted(
 ) -> None:
     objective = ObjectiveSettings(entropy_metric=is_wanted)
     trained = Learner(TrainerSettings(model_dir=model_dir, objective=objective))
-    report = trained.train_step(sequences(4, 5), current=VERSION)
+    report = trained.train_step(trained.rows_to_train(sequences(4, 5), current=VERSION))
     assert ("entropy" in report.metrics) is is_wanted
     assert all(("entropy" in m) is is_wanted for m in report.metrics["by_staleness"].values())
 
@@ -123,6 +126,6 @@ OF_ADVANTAGES = [
 @pytest.mark.parametrize("name", OF_ADVANTAGES)
 def test_every_loss_takes_a_train_step(model_dir: Path, name: str) -> None:
     trained = Learner(TrainerSettings(model_dir=model_dir, loss=name))
-    report = trained.train_step(sequences(4, 5), current=VERSION)
+    report = trained.train_step(trained.rows_to_train(sequences(4, 5), current=VERSION))
     assert report.num_refused == 0
     assert np.isfinite(report.loss)

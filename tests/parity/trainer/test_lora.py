@@ -19,8 +19,9 @@ from dialoop_services.learning.model.policy import load_policy
 from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.learning.packing.rows import TokenRow, pack_rows
 from dialoop_services.trainer.data.batches import TrainedSequence
+from dialoop_services.trainer.job.state import JobState
 from dialoop_services.trainer.learner.learner import Learner
-from dialoop_services.trainer.recovery.checkpoint import Checkpoints, Progress
+from dialoop_services.trainer.recovery.checkpoint import Checkpoints
 from dialoop_services.trainer.settings import TrainerSettings
 from safetensors.torch import load_file
 
@@ -59,7 +60,7 @@ def sequences(count: int, seed: int) -> list[TrainedSequence]:
 
 
 def step(trained: Learner, seed: int = 1) -> Any:
-    return trained.train_step(sequences(8, seed), current=VERSION)
+    return trained.train_step(trained.rows_to_train(sequences(8, seed), current=VERSION))
 
 
 def probed(directory: Path) -> list[Any]:
@@ -100,7 +101,7 @@ def test_a_lora_checkpoint_is_an_adapter_that_peft_loads_and_resumes_as_it_was(
 
     steady = learner(model=LORA)
     step(steady)
-    saved = Checkpoints(tmp_path).save(steady, Progress(policy_version=VERSION, num_train_steps=1))
+    saved = Checkpoints(tmp_path).save(steady, JobState(policy_version=VERSION, num_train_steps=1))
     assert not (saved / "model.safetensors").exists()
     assert json.loads((saved / "adapter_config.json").read_text())["r"] == 4
     base = AutoModelForCausalLM.from_pretrained(model_dir, dtype="float32")
@@ -120,7 +121,7 @@ def test_a_lora_checkpoint_is_an_adapter_that_peft_loads_and_resumes_as_it_was(
 def test_a_checkpoint_of_another_kind_is_refused(
     learner: Callable[..., Learner], tmp_path: Path, other: dict[str, Any]
 ) -> None:
-    Checkpoints(tmp_path).save(learner(model=LORA), Progress(policy_version=VERSION))
+    Checkpoints(tmp_path).save(learner(model=LORA), JobState(policy_version=VERSION))
     with pytest.raises(InvalidConfig, match="lora"):
         Checkpoints(tmp_path).restore(learner(**other))
 
@@ -140,7 +141,7 @@ def test_a_checkpoint_of_another_base_is_refused(
     learner: Callable[..., Learner], tmp_path: Path, sharded: bool
 ) -> None:
     ours = learner(model=LORA, sharded_checkpoints=sharded)
-    Checkpoints(tmp_path).save(ours, Progress(policy_version=VERSION))
+    Checkpoints(tmp_path).save(ours, JobState(policy_version=VERSION))
     other = make_tiny_model(tmp_path / "other", seed=5)
     theirs = Learner(TrainerSettings(model_dir=other, model=LORA))
     with pytest.raises(PreconditionFailed) as caught:
@@ -224,11 +225,11 @@ def test_the_mismatch_of_fresh_tokens_is_measured_before_the_first_update(
         own = trained.logprobs([one.sequence.token_ids.tolist()])[0]
         mask = one.sequence.response_mask()[1:]
         fresh.append(replace(one, sequence=replace(one.sequence, inference_logprobs=own[mask])))
-    report = trained.train_step(fresh, current=VERSION)
+    report = trained.train_step(trained.rows_to_train(fresh, current=VERSION))
     assert report.fresh_mismatch_kl == pytest.approx(0.0, abs=1e-6)
     assert report.metrics["by_staleness"][0]["mismatch_kl"] > 1e-3
     older = replace(VERSION, number=4)
-    stale = trained.train_step(fresh, current=older)
+    stale = trained.train_step(trained.rows_to_train(fresh, current=older))
     assert stale.fresh_mismatch_kl is None
 
 
@@ -237,9 +238,9 @@ def test_held_out_loss_is_the_mean_over_demonstrated_tokens(
 ) -> None:
     trained = learner()
     shown = [one.sequence for one in sequences(3, 7)]
-    loss, count = trained.heldout_loss(shown)
+    loss, count = trained.heldout_loss(trained.rows_to_imitate(shown))
     own = [trained.logprobs([s.token_ids.tolist()])[0][s.response_mask()[1:]] for s in shown]
     assert count == sum(map(len, own))
     assert loss == pytest.approx(-float(np.concatenate(own).mean()), abs=1e-5)
-    trained.sft_step(shown)
-    assert trained.heldout_loss(shown)[0] < loss
+    trained.sft_step(trained.rows_to_imitate(shown))
+    assert trained.heldout_loss(trained.rows_to_imitate(shown))[0] < loss

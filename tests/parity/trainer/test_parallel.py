@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -14,9 +15,16 @@ import pytest
 import torch
 from dialoop.errors import InvalidConfig
 from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_services.learning.parallel import group_commands
+from dialoop_services.learning.parallel.group_commands import collective_methods
+from dialoop_services.learning.parallel.ranks import ALONE
 from dialoop_services.trainer.learner.learner import Learner
-from dialoop_services.trainer.learner.ranked_learner import ParallelLearner
-from dialoop_services.trainer.learner.ranks import RankSettings, joined
+from dialoop_services.trainer.learner.ranks import (
+    RankSettings,
+    joined,
+    learners_of,
+    make_learner,
+)
 from safetensors.torch import load_file
 
 from tests.support.patience import PATIENCE_S
@@ -25,7 +33,7 @@ from tests.support.programs.parallel_learner_worker import lesson, settings_of
 pytestmark = pytest.mark.timeout(200)  # processes start slowly on a busy machine
 
 ROOT = Path(__file__).parents[3]
-WORKER = ROOT / "tests" / "parallel_learner_worker.py"
+WORKER = ROOT / "tests" / "support" / "programs" / "parallel_learner_worker.py"
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +53,35 @@ def plain(told: list[Any]) -> list[Any]:
     return found
 
 
-def test_one_process_learns_as_without_ranks(
-    tmp_path: Path, model_dir: Path, alone: tuple[Path, list[Any]]
+def test_one_process_learns_as_without_ranks_and_encodes_nothing(
+    tmp_path: Path,
+    model_dir: Path,
+    alone: tuple[Path, list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    learner = ParallelLearner()
-    learner.make(settings_of(model_dir))
+    for name in ("encode", "decode"):
+        monkeypatch.delattr(group_commands, name)
+    learner = make_learner(settings_of(model_dir), learners_of(ALONE))
     assert plain(lesson(learner, tmp_path)) == alone[1]
     names = [out / "model.safetensors" for out in (tmp_path, alone[0])]
     assert names[0].read_bytes() == names[1].read_bytes()
+
+
+def test_no_collective_method_is_declared_twice() -> None:
+    """A second class that repeats the learner's methods, to call it over ranks, say."""
+    names = collective_methods(Learner)
+    assert {"forward_backward", "optim_step", "snapshot", "restore", "train_step"} <= names
+    declared = [
+        (node.name, path.name)
+        for folder in ("trainer", "learning")
+        for path in (ROOT / "services" / "dialoop_services" / folder).rglob("*.py")
+        for kind in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(kind, ast.ClassDef) and "Protocol" not in map(ast.unparse, kind.bases)
+        for node in kind.body
+        if isinstance(node, ast.FunctionDef) and node.name in names
+    ]
+    allowed = {("restore", "checkpoint.py")}  # of a directory of checkpoints
+    assert sorted(set(declared) - allowed) == sorted((name, "learner.py") for name in names)
 
 
 def test_two_processes_learn_as_one_and_a_refusal_leaves_them_in_step(
@@ -92,9 +121,10 @@ def launcher(command: list[str], size: int, last_words_s: float = 5.0) -> subpro
         "    sys.exit(Launch(command, size, Path(folder), last_words_s=last_words_s).wait())"
     )
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("DIALOOP_")}
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "client", ROOT / "services")))
     return subprocess.Popen(
         [sys.executable, "-c", program, str(last_words_s), str(size), *command],
-        env=inherited | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}", "OMP_NUM_THREADS": "1"},
+        env=inherited | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -14,8 +14,8 @@ import torch
 from dialoop.errors import InvalidInput, InvalidSequence
 from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
 from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.learning.packing.oversize import truncated
 from dialoop_services.learning.packing.rows import PackedBatch, TokenRow
+from dialoop_services.learning.packing.trainable import truncated
 from dialoop_services.trainer.data.batches import TrainedSequence
 from dialoop_services.trainer.learner import learner as learner_module
 from dialoop_services.trainer.learner.learner import Learner
@@ -33,15 +33,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[PackedBatch]:
     """The packed rows that updates get, in their order."""
     seen: list[PackedBatch] = []
-    real = learner_module.update
+    real = learner_module.forward_backward
 
-    def watched(
-        policy: Any, optimizer: Any, rows: Rows[PackedBatch], *args: Any, **named: Any
-    ) -> Any:
+    def watched(policy: Any, rows: Rows[PackedBatch], *args: Any, **named: Any) -> Any:
         seen.extend(rows)
-        return real(policy, optimizer, rows, *args, **named)
+        return real(policy, rows, *args, **named)
 
-    monkeypatch.setattr(learner_module, "update", watched)
+    monkeypatch.setattr(learner_module, "forward_backward", watched)
     return seen
 
 
@@ -72,7 +70,8 @@ def test_whitened_advantages_are_those_of_the_train_step_however_it_is_cut(
     )
     given = dict(zip(range(5, 9), (-2.0, -1.0, 1.0, 2.0), strict=True))
     rows = [TrainedSequence(sequence=sequence(n, a), prompt=n) for n, a in given.items()]
-    Learner(settings).train_step(rows, current=VERSION)
+    learner = Learner(settings)
+    learner.train_step(learner.rows_to_train(rows, current=VERSION))
     std = float(torch.tensor(list(given.values())).std(correction=0))
     expected = {name: advantage / std for name, advantage in given.items()}
     assert advantages_by_name(trained) == pytest.approx(expected, rel=1e-6)
@@ -95,7 +94,7 @@ def test_each_sequence_is_trained_at_the_temperature_it_was_sampled_with(
     )
     learner = Learner(settings)
     rows = [sampled_at(learner, t, 5 + i) for i, t in enumerate((0.5, 1.0, 1.7))]
-    report = learner.train_step(rows, current=VERSION)
+    report = learner.train_step(learner.rows_to_train(rows, current=VERSION))
     assert report.fresh_mismatch_kl == pytest.approx(0.0, abs=1e-9)
     assert report.metrics["ess"] == pytest.approx(1.0)
 
@@ -130,7 +129,9 @@ def test_a_sequence_of_advantage_0_counts_and_has_its_kl_term(
         {"model_dir": model_dir, "loss": "grpo", "num_minibatches": 1, "objective": objective}
     )
     learner = Learner(settings)
-    report = learner.train_step(rewarded((1.0, 0.0, -1.0, 0.0)), current=VERSION)
+    report = learner.train_step(
+        learner.rows_to_train(rewarded((1.0, 0.0, -1.0, 0.0)), current=VERSION)
+    )
     assert report.num_trained_tokens == 12
     assert advantages_by_name(trained) == {5: 1.0, 6: 0.0, 7: -1.0, 8: 0.0}
 
@@ -144,7 +145,7 @@ def test_a_loss_that_imitates_leaves_out_what_the_scorer_did_not_choose(
         replace(one, sequence=replace(one.sequence, ref_logprobs=one.sequence.inference_logprobs))
         for one in rewarded((0.0, 1.0, 0.0, 1.0))
     ]
-    report = learner.train_step(given, current=VERSION)
+    report = learner.train_step(learner.rows_to_train(given, current=VERSION))
     assert report.num_trained_tokens == 6
     assert advantages_by_name(trained) == {6: 1.0, 8: 1.0}
     assert learner.rows_to_train(given[:1], current=VERSION) == []
@@ -160,10 +161,11 @@ def test_sft_aggregates_as_the_config_says(
     objective = {"aggregation": aggregation, "constant": 5.0}
     shown = [sequence(5, 0.0, size=3), sequence(6, 0.0, size=6)]
     settings = {"model_dir": model_dir, "mode": "sft"}
-    plain, asked = (
-        Learner(TrainerSettings.model_validate(settings | more)).sft_step(shown).loss
-        for more in ({}, {"objective": objective})
-    )
+    losses = []
+    for more in ({}, {"objective": objective}):
+        learner = Learner(TrainerSettings.model_validate(settings | more))
+        losses.append(learner.sft_step(learner.rows_to_imitate(shown)).loss)
+    plain, asked = losses
     assert asked == pytest.approx(factor * plain, rel=1e-5)
 
 
@@ -192,9 +194,9 @@ def test_a_sequence_longer_than_a_row_is_treated_as_the_config_says(
         return
     found = learner.rows_to_train(given, current=VERSION)
     assert [len(row.token_ids) for row in found] == lengths
-    assert learner.train_step(given, current=VERSION).num_trained_tokens == sum(lengths) - len(
-        found
-    )
+    assert learner.train_step(
+        learner.rows_to_train(given, current=VERSION)
+    ).num_trained_tokens == sum(lengths) - len(found)
     with pytest.raises(InvalidInput, match="Nothing is left") as caught:
         learner.rows_to_train(given[2:], current=VERSION)
     assert caught.value.reason == "SEQUENCE_TOO_LONG"
@@ -215,10 +217,10 @@ def test_sft_is_held_to_the_starting_model_where_that_is_asked_for(model_dir: Pa
     shown = [sequence(5, 0.0, size=3), sequence(6, 0.0, size=6)]
     settings = {"model_dir": model_dir, "mode": "sft", "learning_rate": 1e-2}
     held = Learner(TrainerSettings.model_validate(settings | {"objective": {"kl_coeff": 0.5}}))
-    terms = [held.sft_step(shown).metrics["kl_to_ref"] for _ in range(3)]
+    terms = [held.sft_step(held.rows_to_imitate(shown)).metrics["kl_to_ref"] for _ in range(3)]
     assert terms[0] == pytest.approx(0.0, abs=1e-6)
     assert terms[2] > 1e-3
     minor = Learner(TrainerSettings.model_validate(settings | {"loss": "minor_sft"}))
-    losses = [minor.sft_step(shown).loss for _ in range(3)]
+    losses = [minor.sft_step(minor.rows_to_imitate(shown)).loss for _ in range(3)]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
     assert losses[2] < losses[0]

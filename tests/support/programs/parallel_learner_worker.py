@@ -15,8 +15,12 @@ from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop_services.runtime.settings import load
 from dialoop_services.trainer.data.batches import TrainedSequence
 from dialoop_services.trainer.learner.learner import Learner
-from dialoop_services.trainer.learner.ranked_learner import ParallelLearner
-from dialoop_services.trainer.learner.ranks import RankSettings, joined
+from dialoop_services.trainer.learner.ranks import (
+    RankSettings,
+    joined,
+    learners_of,
+    make_learner,
+)
 from dialoop_services.trainer.settings import TrainerSettings
 
 VERSION = PolicyVersion(lineage="main", number=3)
@@ -51,11 +55,11 @@ def without_advantages(rows: list[TrainedSequence]) -> list[TrainedSequence]:
     return [replace(one, sequence=replace(one.sequence, advantage=None)) for one in rows]
 
 
-def lesson(learner: Learner | ParallelLearner, out: Path) -> list[Any]:
+def lesson(learner: Learner, out: Path) -> list[Any]:
     """Steps of each kind, with three that are refused; what was answered, as JSON."""
     told: list[Any] = []
     shown = [one.sequence for one in sequences(7)]
-    told.append(learner.warm_start_step(shown).loss)
+    told.append(learner.warm_start_step(learner.rows_to_imitate(shown)).loss)
     for rows in (
         sequences(1),
         sequences(2, longest=100),
@@ -63,7 +67,7 @@ def lesson(learner: Learner | ParallelLearner, out: Path) -> list[Any]:
         sequences(3),
     ):
         try:
-            report = learner.train_step(rows, current=VERSION)
+            report = learner.train_step(learner.rows_to_train(rows, current=VERSION))
         except DialoopError as error:
             told.append(error.reason)
         else:
@@ -72,8 +76,8 @@ def lesson(learner: Learner | ParallelLearner, out: Path) -> list[Any]:
         learner.restore(out / "nothing")
     except DialoopError as error:
         told.append(error.reason)
-    told.append(learner.sft_step(shown).loss)
-    told.append(learner.heldout_loss(shown))
+    told.append(learner.sft_step(learner.rows_to_imitate(shown)).loss)
+    told.append(learner.heldout_loss(learner.rows_to_imitate(shown)))
     told.append([float(one.sum()) for one in learner.logprobs([[5, 6, 7], [8, 9]])])
     told.append(learner.num_parameters)
     told.append(learner.export(out / "model.safetensors").num_bytes)
@@ -84,12 +88,12 @@ def main() -> None:
     """This rank, to its end."""
     settings, out = settings_of(Path(sys.argv[1])), Path(sys.argv[2])
     with joined(load(RankSettings), settings) as ranks:
-        learner = ParallelLearner(ranks)
+        learners = learners_of(ranks)
         if not ranks.is_first:
-            learner.serve()
+            learners.serve()
             return
-        with closing(learner):
-            learner.make(settings)
+        with closing(learners):
+            learner = make_learner(settings, learners)
             (out / "told.json").write_text(json.dumps(lesson(learner, out)), "utf-8")
 
 

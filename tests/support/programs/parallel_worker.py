@@ -6,12 +6,13 @@ their number, checks that all ranks tell the same, and the first rank writes wha
 <out>/<name>.json.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import os
 import random
 import sys
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from dialoop_services.learning.loss.loss_loading import load_objective
 from dialoop_services.learning.model.policy import PolicyModel, load_policy
 from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
 from dialoop_services.learning.packing.rows import TokenRow
-from dialoop_services.learning.parallel.group_commands import GroupCommands
+from dialoop_services.learning.parallel.group_commands import Group, collective
 from dialoop_services.learning.parallel.parallel_rows import own_rows, score_rows
 from dialoop_services.learning.parallel.parallel_state import (
     gathered,
@@ -174,19 +175,26 @@ def _resume(job: Job, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: R
     load_optimizer(optimizer, state)
 
 
-def read(data: bytes, ranks: Ranks) -> Callable[[], bytes]:
-    """The command `run`."""
-    job = Job(**json.loads(data))
-    if ranks.rank == job.refusing_rank:
-        raise InvalidInput("The job is too long.", remedy="Shorten it.")
-    return lambda: json.dumps(run(job, ranks)).encode()
+class Runner:
+    """Runs jobs on all ranks."""
+
+    def __init__(self, facts: str, group: Group[Runner]) -> None:
+        self.group = group
+
+    def _require_short(self, job: dict[str, Any]) -> None:
+        if self.group.ranks.rank == job["refusing_rank"]:
+            raise InvalidInput("The job is too long.", remedy="Shorten it.")
+
+    @collective(check=_require_short)
+    def run(self, job: dict[str, Any]) -> None:
+        run(Job(**job), self.group.ranks)
 
 
-def lead(commands: GroupCommands, jobs: list[dict[str, Any]]) -> None:
+def lead(runner: Runner, jobs: list[dict[str, Any]]) -> None:
     """What the first rank does: a job that is refused leaves its error instead of a curve."""
     for job in jobs:
         try:
-            commands.call("run", json.dumps(job).encode())
+            runner.run(job)
         except DialoopError as error:
             if job["refusing_rank"] < 0:
                 raise
@@ -201,12 +209,12 @@ def main() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     init_method = os.environ.get("INIT_METHOD", "env://")
     with joined_ranks(rank=rank, size=size, init_method=init_method, timeout_s=60) as ranks:
-        commands = GroupCommands(ranks, {"run": lambda data: read(data, ranks)})
+        group = Group(ranks, Runner)
         if ranks.is_first:
-            with closing(commands):
-                lead(commands, json.loads(Path(sys.argv[1]).read_text("utf-8")))
+            with closing(group):
+                lead(group.make(""), json.loads(Path(sys.argv[1]).read_text("utf-8")))
         else:
-            commands.serve()
+            group.serve()
 
 
 if __name__ == "__main__":

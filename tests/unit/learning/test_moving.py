@@ -7,8 +7,8 @@ from typing import Literal
 import pytest
 import torch
 from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
-from dialoop_services.learning.parallel import moving
-from dialoop_services.learning.parallel.moving import move_training
+from dialoop_services.trainer.learner import learner_state
+from dialoop_services.trainer.learner.learner_state import move_training
 from torch import nn
 
 
@@ -54,7 +54,7 @@ def test_all_is_moved_once_and_parameters_stay_the_same_objects(
         assert device.type == "cuda"
         return tensor.clone()
 
-    monkeypatch.setattr(moving, "placed", as_if_there)
+    monkeypatch.setattr(learner_state, "placed", as_if_there)
     names: tuple[Literal["adamw", "muon"], ...] = ("adamw", "muon")
     for name in names:
         model, optimizer = trained(name)
@@ -71,7 +71,7 @@ def test_all_is_moved_once_and_parameters_stay_the_same_objects(
 
 
 def test_moving_to_where_it_is_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(moving, "placed")
+    monkeypatch.delattr(learner_state, "placed")
     model, optimizer = trained("adamw")
     move_training(model, [optimizer], "cpu")
 

@@ -13,7 +13,7 @@ from dialoop_services.config.job import JobConfig, warnings_for_advantages
 from dialoop_services.learning.loss.loss_loading import load_objective
 from dialoop_services.stack.learn import Course, lessons_of
 from dialoop_services.stack.report.gates import gates_of
-from dialoop_services.stack.report.learn_report import Outcome, failures_of, table_of
+from dialoop_services.stack.report.learn_report import AlgorithmResult, failures_of, table_of
 from dialoop_services.trainer.settings import TrainerSettings
 from rich.console import Console
 
@@ -229,9 +229,9 @@ def test_a_name_without_a_config_is_refused() -> None:
 
 
 def test_the_table_shows_gain_and_what_failed() -> None:
-    good = Outcome.of("grpo", summary() | {"gates": {"gain": True}}, start="d", seed=0)
-    bad = Outcome.of("rloo", summary(0.1) | {"gates": {"gain": False}}, start="d", seed=0)
-    gone = Outcome.of("dapo", None, start="d", seed=0)
+    good = AlgorithmResult.of("grpo", summary() | {"gates": {"gain": True}}, start="d", seed=0)
+    bad = AlgorithmResult.of("rloo", summary(0.1) | {"gates": {"gain": False}}, start="d", seed=0)
+    gone = AlgorithmResult.of("dapo", None, start="d", seed=0)
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(table_of([good, bad, gone]))
     text = console.export_text()

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dialoop.chat import History, Message
 from dialoop.sequences import PolicyVersion
 from dialoop_services.inference.rendering import Ask, Renderer
-from dialoop_services.runtime.metrics import Counts, Metrics
+from dialoop_services.runtime.metrics import LabelledCounts, Metrics
 
 from tests.support.samples.chat_families import CHATML, THINKING, builder
 
@@ -30,7 +30,7 @@ def test_forks_are_counted_by_cause():
 
 def test_counts_that_a_service_keeps_are_among_its_metrics():
     metrics, kept = Metrics(), {"history_rewritten": 2}
-    counts = Counts(name="dialoop_forks", text="Forks.", label="cause", read=lambda: kept)
+    counts = LabelledCounts(name="dialoop_forks", text="Forks.", label="cause", read=lambda: kept)
     metrics.show(counts)
     kept["history_rewritten"] += 1
     assert b'dialoop_forks_total{cause="history_rewritten"} 3.0' in metrics.exposition()

@@ -7,8 +7,9 @@ from typing import Any, cast
 
 import pytest
 from dialoop.sequences import PolicyVersion
+from dialoop_services.trainer.job.state import JobState
 from dialoop_services.trainer.learner.learner import Learner
-from dialoop_services.trainer.recovery.checkpoint import Checkpoints, Progress
+from dialoop_services.trainer.recovery.checkpoint import Checkpoints
 
 VERSION = PolicyVersion(lineage="main", number=3)
 
@@ -20,7 +21,7 @@ class FakeLearner:
         self.weights = weights
         self._killed = killed
 
-    def save(self, directory: Path) -> None:
+    def snapshot(self, directory: Path) -> None:
         (directory / "weights").write_text("" if self._killed else self.weights, "utf-8")
         if self._killed:
             raise KeyboardInterrupt
@@ -37,7 +38,7 @@ def test_a_kill_while_the_same_step_is_saved_again_leaves_the_first_checkpoint(
     tmp_path: Path,
 ) -> None:
     checkpoints = Checkpoints(tmp_path)
-    progress = Progress(policy_version=VERSION, num_train_steps=10)
+    progress = JobState(policy_version=VERSION, num_train_steps=10)
     checkpoints.save(learner("first"), progress)
     with pytest.raises(KeyboardInterrupt):
         checkpoints.save(learner("second", killed=True), progress)
@@ -48,7 +49,7 @@ def test_a_kill_while_the_same_step_is_saved_again_leaves_the_first_checkpoint(
 
 def test_the_newest_two_checkpoints_are_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
-    progress = Progress(policy_version=VERSION, num_train_steps=10)
+    progress = JobState(policy_version=VERSION, num_train_steps=10)
     for weights in "abcd":
         checkpoints.save(learner(weights), progress)
     assert len([d for d in (tmp_path / "checkpoints").iterdir() if d.is_dir()]) == 2

@@ -15,7 +15,7 @@ from dialoop.clients.replay import ReplayClient
 from dialoop.errors import Unavailable
 from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, Task, Trajectory
 from dialoop_services.runtime.retry import Patience
-from dialoop_services.trainer.job.evaluation import Evaluation, EvaluationPlan, Evaluator
+from dialoop_services.trainer.job.evaluation import EvaluationPlan, EvaluationResult, Evaluator
 from dialoop_services.trainer.records.records import RunRecords
 
 from tests.support.patience import PATIENCE_S
@@ -132,7 +132,7 @@ async def test_groups_that_a_killed_trainer_waited_for_do_not_hold_up_the_next_e
     replay = FakeReplay("1")
     replay.play(orphan())
     async with asyncio.timeout(PATIENCE_S):
-        found: Evaluation = await evaluate(replay).evaluate(plan("after"), train_step=1)
+        found: EvaluationResult = await evaluate(replay).evaluate(plan("after"), train_step=1)
     assert (found.num_trajectories, found.num_failed) == (2, 1)
     assert replay.dropped == [orphan().task_id]
 

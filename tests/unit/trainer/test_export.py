@@ -14,7 +14,7 @@ from dialoop.cli.main import main as dialoop
 from dialoop.errors import AlreadyExists, InvalidInput, NotFound, PreconditionFailed
 from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.trainer.learner.learner import Learner
-from dialoop_services.trainer.publish.export import Run, export_policy, main
+from dialoop_services.trainer.publish.export import RunPolicies, export_policy, main
 from dialoop_services.trainer.settings import TrainerSettings
 from safetensors.torch import load_file, save_file
 
@@ -51,7 +51,7 @@ def moved(model_dir: Path, number: int, **settings: Any) -> Learner:
     learner = Learner(TrainerSettings(model_dir=model_dir, **settings))
     generator = torch.Generator().manual_seed(number)
     with torch.no_grad():
-        for parameter in (p for p in learner._policy.parameters() if p.requires_grad):
+        for parameter in (p for p in learner.state.policy.parameters() if p.requires_grad):
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     return learner
 
@@ -70,7 +70,7 @@ def test_an_exported_policy_loads_in_transformers_and_scores_as_the_published_on
 ) -> None:
     from transformers import AutoTokenizer, GenerationConfig
 
-    run = Run.of(run_dir)
+    run = RunPolicies.of(run_dir)
     for number in (1, 2):
         out = export_policy(run, f"main-{number}", tmp_path / f"out{number}")
         expected = moved(run_dir / "model", number).logprobs(IDS)[0]
@@ -87,12 +87,12 @@ def test_an_exported_policy_loads_in_transformers_and_scores_as_the_published_on
 
 
 def test_a_version_may_be_named_by_number_or_as_the_latest(run_dir: Path) -> None:
-    run = Run.of(run_dir)
+    run = RunPolicies.of(run_dir)
     assert run.policy("2").name == run.policy("latest").name == "main-2"
 
 
 def test_an_unknown_or_unclear_version_names_those_there_are(run_dir: Path) -> None:
-    run = Run.of(run_dir)
+    run = RunPolicies.of(run_dir)
     for version in ("main-9", "1", ""):
         with pytest.raises(NotFound) as caught:
             run.policy(version)
@@ -103,18 +103,18 @@ def test_an_unknown_or_unclear_version_names_those_there_are(run_dir: Path) -> N
 def test_an_adapter_exports_as_a_peft_directory(run_dir: Path, tmp_path: Path) -> None:
     from peft import AutoPeftModelForCausalLM
 
-    out = export_policy(Run.of(run_dir), "style-1", tmp_path / "adapter")
+    out = export_policy(RunPolicies.of(run_dir), "style-1", tmp_path / "adapter")
     model = AutoPeftModelForCausalLM.from_pretrained(out)
     with torch.inference_mode():
         rows = torch.log_softmax(model(torch.tensor(IDS)).logits[0, :-1].float(), -1)
     found = rows.gather(-1, torch.tensor(IDS[0][1:])[:, None])[:, 0].numpy()
-    merged = export_policy(Run.of(run_dir), "style-1", tmp_path / "merged", merged=True)
+    merged = export_policy(RunPolicies.of(run_dir), "style-1", tmp_path / "merged", merged=True)
     assert np.abs(found - scored(merged)).max() < 1e-5
     assert np.abs(found - scored(run_dir / "model")).max() > 0.05
 
 
 def test_an_adapter_merges_into_the_version_it_is_for(run_dir: Path, tmp_path: Path) -> None:
-    run = Run.of(run_dir)
+    run = RunPolicies.of(run_dir)
     out = export_policy(run, "style-1", tmp_path / "merged", merged=True, base="main-1")
     base = load_file(run_dir / "policies" / "main-1" / "model.safetensors")
     found = load_file(out / "model.safetensors")
@@ -133,9 +133,9 @@ def test_what_is_there_is_not_overwritten_and_a_failure_leaves_nothing(
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "mine").write_text("")
     with pytest.raises(AlreadyExists):
-        export_policy(Run.of(run_dir), "main-1", tmp_path / "there")
+        export_policy(RunPolicies.of(run_dir), "main-1", tmp_path / "there")
     with pytest.raises(InvalidInput):
-        export_policy(Run.of(run_dir), "main-1", tmp_path / "x", merged=True)
+        export_policy(RunPolicies.of(run_dir), "main-1", tmp_path / "x", merged=True)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
@@ -190,20 +190,20 @@ def test_a_published_lora_version_exports_as_what_was_served(tmp_path: Path) -> 
     (run_dir / "run.json").write_text(json.dumps({"config": {"model": {"directory": ""}}}))
     trained = moved(model_dir, 3, model={"lora_rank": 4})
     trained.export(run_dir / "policies" / "main-3" / "adapter_model.safetensors")
-    out = export_policy(Run.of(run_dir), "latest", tmp_path / "adapter")
+    out = export_policy(RunPolicies.of(run_dir), "latest", tmp_path / "adapter")
     model = AutoPeftModelForCausalLM.from_pretrained(out)
     with torch.inference_mode():
         rows = torch.log_softmax(model(torch.tensor(IDS)).logits[0, :-1].float(), -1)
     found = rows.gather(-1, torch.tensor(IDS[0][1:])[:, None])[:, 0].numpy()
     assert np.abs(found - trained.logprobs(IDS)[0]).max() < 1e-5
     assert np.abs(found - scored(model_dir)).max() > 0.05
-    merged = export_policy(Run.of(run_dir), "3", tmp_path / "merged", merged=True)
+    merged = export_policy(RunPolicies.of(run_dir), "3", tmp_path / "merged", merged=True)
     served = load_file(trained.export(tmp_path / "whole.safetensors").path)
     exported = load_file(merged / "model.safetensors")
     assert exported.keys() == served.keys()
     assert all(torch.equal(exported[name], served[name]) for name in served)
     make_tiny_model(run_dir / "model", seed=1)
     with pytest.raises(PreconditionFailed, match="trained on weights") as caught:
-        export_policy(Run.of(run_dir), "3", tmp_path / "other", merged=True)
+        export_policy(RunPolicies.of(run_dir), "3", tmp_path / "other", merged=True)
     assert caught.value.reason == "BASE_MISMATCH"
     assert not (tmp_path / "other").exists()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from dialoop.sequences import PolicyVersion
-from dialoop_services.trainer.recovery.checkpoint import Progress
+from dialoop_services.trainer.job.state import JobState
 
 from tests.support.patience import until
 from tests.support.trainer_world import World, until_extended, worlds
@@ -47,7 +47,7 @@ async def test_a_group_that_comes_back_before_its_checkpoint_is_let_go_by_that_c
     saved: list[int] = []
     save = here.checkpoints.save
 
-    def saved_with(learner: Any, progress: Progress) -> Path:
+    def saved_with(learner: Any, progress: JobState) -> Path:
         saved.append(len(here.replay.acknowledged))
         return save(learner, progress)
 
@@ -109,6 +109,31 @@ async def test_no_step_starts_after_a_pause_and_its_leases_are_kept(
     here.board.resume()
     await running
     assert here.learner.trained == [4]
+
+
+async def test_the_rows_of_a_batch_are_read_once(world: Callable[..., World]) -> None:
+    here = world(num_steps=2)
+    here.offer("a", "b")
+    here.offer("c", "d")
+    await here.run()
+    assert here.learner.trained == [4, 4]
+    assert here.learner.read_under == [version(1), version(2)]
+
+
+async def test_rows_that_a_publish_has_made_older_are_read_again(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_steps=1)
+    running = asyncio.create_task(here.run())
+    await until(lambda: here.publisher.announced)
+    here.board.pause()
+    here.offer("a", "b")
+    await until(lambda: here.learner.read_under)
+    await here.job.publish()
+    here.board.resume()
+    await running
+    assert here.learner.trained == [4]
+    assert here.learner.read_under == [version(1), version(2)]
 
 
 async def test_leases_are_extended_while_a_train_step_takes_longer_than_they_last(

@@ -17,7 +17,7 @@ from dialoop.episode import UpdateMode
 from dialoop.errors import DeadlineExceeded, DialoopError, PreconditionFailed, Unavailable
 from dialoop.sequences import PolicyVersion
 from dialoop_services.trainer.learner.learner import Learner
-from dialoop_services.trainer.learner.learner_files import ExportedWeights
+from dialoop_services.trainer.learner.learner_state import ExportedWeights
 from dialoop_services.trainer.publish import publisher as module
 from dialoop_services.trainer.publish.publisher import Publisher
 from dialoop_services.trainer.settings import TrainerSettings

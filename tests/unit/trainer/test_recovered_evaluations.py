@@ -59,9 +59,9 @@ async def test_an_evaluation_that_a_kill_cut_short_is_run_again_once(
     await again.run()
     assert again.evaluator.num_swept == 1
     assert [(due, reward) for due, _, reward in running_rows(again)] == [(2, 0.5)]
-    assert again.job._standing.progress.best_evaluation == 0.5
+    assert again.job.state.best_evaluation == 0.5
     third = world(**settings)
-    third.replay.policy_version = again.job._standing.progress.policy_version
+    third.replay.policy_version = again.job.state.policy_version
     await third.run()
     assert len(running_rows(third)) == 1
 
@@ -75,7 +75,7 @@ async def test_an_evaluation_whose_row_was_written_before_the_kill_is_judged_by_
     def killed(due: int, **options: Any) -> None:
         raise Killed
 
-    here.job._standing.settle_evaluation = killed  # type: ignore[method-assign]
+    here.job.schedule.mark_evaluated = killed  # type: ignore[method-assign]
     here.offer("a", "b")
     here.offer("c", "d")
     with pytest.raises(ExceptionGroup):
@@ -85,7 +85,7 @@ async def test_an_evaluation_whose_row_was_written_before_the_kill_is_judged_by_
     again.offer("e", "f")
     await again.run()
     assert again.evaluator.num_asked == 0
-    assert again.job._standing.progress.best_evaluation == 0.5
+    assert again.job.state.best_evaluation == 0.5
     assert running_rows(again) == running_rows(here)
 
 
@@ -95,7 +95,7 @@ async def test_an_evaluation_that_failed_is_not_run_again(world: Callable[..., W
     here.offer("c", "d")
     running = asyncio.create_task(here.run())
     async with asyncio.timeout(PATIENCE_S):
-        while not any(one.evaluated for one in here.job._standing.journal.entries()):
+        while not any(one.evaluated for one in here.job.checkpointer.journal.entries()):
             await asyncio.sleep(0.002)
     here.replay.batches.append(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
     with pytest.raises(ExceptionGroup):

@@ -12,7 +12,7 @@ import pytest
 from dialoop.clients.replay import ReturnItem
 from dialoop.sequences import PolicyVersion
 from dialoop_services.stack.report.plot import read_metrics
-from dialoop_services.trainer.recovery.journal import Entry
+from dialoop_services.trainer.recovery.journal import JournalEntry
 
 from tests.support.trainer_world import (
     FIRST,
@@ -82,7 +82,7 @@ async def test_what_was_redone_is_saved_so_that_the_next_kill_does_not_have_it_r
     again = after(here, world())
     await killed_after(again)
     assert again.replay.acknowledged == [f"lease-{name}" for name in "abcd"]
-    assert not again.job._standing.journal.entries()
+    assert not again.job.checkpointer.journal.entries()
     third = after(again, world())
     third.offer("e", "f")
     await third.run()
@@ -218,15 +218,14 @@ async def test_publishes_and_evaluations_since_the_checkpoint_are_remembered(
     here = world(num_steps=2, evaluation={"every": 1, "num_tasks": 1, "stop_without_gain": 2})
     here.evaluator.rewards = [0.5]
     await killed_after(here, "ab")
-    standing = here.job._standing
-    standing.settle_evaluation(1, judged=0.25)
-    await standing.publish_next()
+    here.job.schedule.mark_evaluated(1, judged=0.25)
+    await here.job.versions.publish_next()
     again = after(here, world(num_steps=1, evaluation={"num_tasks": 1, "stop_without_gain": 2}))
     await again.run()
-    progress = again.job._standing.progress
+    progress = again.job.state
     assert again.publisher.published[0] == ("main-3", 1)
     assert progress.num_policy_versions == 3
-    assert progress.best_evaluation == standing.progress.best_evaluation
+    assert progress.best_evaluation == here.job.state.best_evaluation
     assert progress.num_evaluations_without_gain > 0
 
 
@@ -266,9 +265,9 @@ async def test_a_run_that_has_begun_without_evaluations_has_none_from_before(
     here.offer("a", "b")
     await here.run()
     again = world(num_steps=1, evaluation={"num_tasks": 1})
-    again.replay.policy_version = here.job._standing.progress.policy_version
+    again.replay.policy_version = here.job.state.policy_version
     await again.run()
-    assert list(again.job._standing.progress.evaluations) == ["after_greedy", "after_sampled"]
+    assert list(again.job.state.evaluations) == ["after_greedy", "after_sampled"]
 
 
 async def test_killed_in_its_first_evaluation_a_run_has_it_all_again_of_the_first_policy(
@@ -298,7 +297,7 @@ async def test_killed_in_its_first_evaluation_a_run_has_it_all_again_of_the_firs
 async def test_a_new_checkpoint_begins_a_new_journal(world: Callable[..., World]) -> None:
     here = world(checkpoint_every=2)
     await killed_after(here, "ab", "cd")
-    assert not here.job._standing.journal.entries()
+    assert not here.job.checkpointer.journal.entries()
 
 
 def test_a_line_that_a_kill_cut_short_is_not_read_and_not_built_upon(
@@ -308,8 +307,10 @@ def test_a_line_that_a_kill_cut_short_is_not_read_and_not_built_upon(
     directory = here.settings.run_dir / "checkpoints" / "one"
     directory.mkdir(parents=True)
     (directory.parent / "latest.json").write_text('{"name": "one"}')
-    journal = here.job._standing.journal
-    entry = Entry(train_step=1, policy_version=FIRST, trained=("a",), dropped={"stale": ("b",)})
+    journal = here.job.checkpointer.journal
+    entry = JournalEntry(
+        train_step=1, policy_version=FIRST, trained=("a",), dropped={"stale": ("b",)}
+    )
     journal.add(entry)
     with (directory / "journal.jsonl").open("a") as file:
         file.write('{"train_step": 2, "lin')

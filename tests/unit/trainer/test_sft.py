@@ -137,7 +137,7 @@ async def test_a_killed_sft_remembers_what_its_checkpoint_was_evaluated_to(
         await here.run()
     again = world(supervised=numbers(heldout=2), **settings)
     await again.run()
-    progress = again.job._standing.progress
+    progress = again.job.state
     assert progress.heldout_losses == {"2": 1.0, "4": 2.0, "6": 1 / 7}
     assert (progress.best_evaluation, progress.num_evaluations_without_gain) == (-1.0, 1)
 
@@ -151,7 +151,7 @@ async def test_a_killed_sft_remembers_what_tasks_were_evaluated_to_while_it_trai
     step = here.learner.sft_step
 
     def killed(batch: Any) -> Any:
-        if here.job._standing.progress.best_evaluation is not None:
+        if here.job.state.best_evaluation is not None:
             raise KeyError("killed")
         return step(batch)
 
@@ -160,7 +160,7 @@ async def test_a_killed_sft_remembers_what_tasks_were_evaluated_to_while_it_trai
         await here.run()
     again = world(supervised=numbers(), **settings)
     await again.run()
-    assert again.job._standing.progress.best_evaluation == 0.5
+    assert again.job.state.best_evaluation == 0.5
 
 
 @pytest.mark.parametrize("checkpoint_every", [2, 3])
@@ -191,8 +191,8 @@ async def test_an_evaluation_that_a_kill_cut_short_is_run_again_by_the_next_sft(
     await again.run()
     rows = [row for row in metrics(tmp_path, "evaluation") if row["label"] == "running"]
     assert [row["due_train_step"] for row in rows] == [2, 4]
-    assert again.job._standing.progress.best_evaluation == 0.5
-    assert not again.job._standing.progress.due_evaluations
+    assert again.job.state.best_evaluation == 0.5
+    assert not again.job.state.due_evaluations
 
 
 async def test_where_tasks_are_evaluated_on_each_evaluation_has_a_policy_of_its_own(
@@ -295,7 +295,7 @@ def test_a_demonstration_of_which_nothing_is_left_to_train_is_dropped_by_its_lin
         assert f"long.jsonl line {number}, " in warning
     learner = Learner(settings)
     for step in range(found.steps_per_epoch):
-        learner.sft_step(found.batch(step))
+        learner.sft_step(learner.rows_to_imitate(found.batch(step)))
     long.write_text(lines[1], "utf-8")
     with pytest.raises(InvalidConfig, match=r"Of no demonstration of .*long\.jsonl") as caught:
         demonstration_set(settings, _builder(settings))

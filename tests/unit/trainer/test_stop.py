@@ -16,7 +16,7 @@ from dialoop.errors import DataLost, InvalidInput
 from dialoop.sequences import PolicyVersion
 from dialoop_services.stack.report.plot import draw_learning, read_metrics
 from dialoop_services.trainer.__main__ import _run_until_stopped
-from dialoop_services.trainer.job.state import DEAD_LETTERS_FORGOTTEN
+from dialoop_services.trainer.job.checkpointer import DEAD_LETTERS_FORGOTTEN
 from dialoop_services.trainer.job.status import StatusBoard
 from dialoop_services.trainer.job.train_steps import FRESH_MISMATCH, GROUPS_SET_ASIDE
 
@@ -172,7 +172,7 @@ async def test_rows_of_steps_that_a_restore_took_back_are_not_read(
     here = world(num_steps=3, checkpoint_every=2)
     for names in ("ab", "cd", "ef"):
         here.offer(*names)
-    taken = here.job._standing.checkpoint
+    taken = here.job.checkpointer.checkpoint
     num = 0
 
     async def killed() -> Any:
@@ -182,7 +182,7 @@ async def test_rows_of_steps_that_a_restore_took_back_are_not_read(
             raise KeyError("killed")
         return await taken()
 
-    here.job._standing.checkpoint = killed  # type: ignore[method-assign]
+    here.job.checkpointer.checkpoint = killed  # type: ignore[method-assign]
     with pytest.raises(KeyError):
         await here.run()
     assert [row["train_step"] for row in rows(here, "train")] == [1, 2, 3]

@@ -31,7 +31,7 @@ _COLUMNS = ("config", "sampled", "gain", "greedy", "tool calls", "steps", "s", "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class AlgorithmResult:
     """A run of a config. `start`: run id of the demo it started from; empty without one.
 
     `figures` are the run's summary's of those names, none of a run that did not end.
@@ -65,17 +65,19 @@ class Outcome:
         return bool(self.gates) and all(self.gates.values())
 
 
-def kept_outcomes(path: Path, new: Sequence[Outcome], *, start: str) -> list[Outcome]:
+def kept_outcomes(
+    path: Path, new: Sequence[AlgorithmResult], *, start: str
+) -> list[AlgorithmResult]:
     """The outcomes of an earlier summary that no new one replaces, of this demo's warm start."""
     if not path.is_file():
         return []
     rows = json.loads(path.read_text("utf-8"))["runs"]
     replaced = {(one.name, one.seed) for one in new}
-    earlier = [Outcome(**row) for row in rows]
+    earlier = [AlgorithmResult(**row) for row in rows]
     return [o for o in earlier if (o.name, o.seed) not in replaced and o.start in ("", start)]
 
 
-def table_of(outcomes: Iterable[Outcome]) -> Table:
+def table_of(outcomes: Iterable[AlgorithmResult]) -> Table:
     """One line per config; shares before and after training on the held-out tasks."""
     title = "Held-out accuracy and tool calls, before and after training"
     table = Table(*_COLUMNS, title=title, box=None, padding=(0, 2, 0, 0))
@@ -86,7 +88,7 @@ def table_of(outcomes: Iterable[Outcome]) -> Table:
     return table
 
 
-def failures_of(outcomes: Iterable[Outcome]) -> list[str]:
+def failures_of(outcomes: Iterable[AlgorithmResult]) -> list[str]:
     """One line for each gate that does not hold."""
     return [
         f"{one.name}, seed {one.seed}: {gate}"
@@ -96,7 +98,7 @@ def failures_of(outcomes: Iterable[Outcome]) -> list[str]:
     ]
 
 
-def _cells(one: Outcome) -> tuple[str | Text, ...]:
+def _cells(one: AlgorithmResult) -> tuple[str | Text, ...]:
     found = one.figures
     if not found:
         return (one.name, *("-" for _ in _COLUMNS[2:]), Text("no end", style="bold red"))

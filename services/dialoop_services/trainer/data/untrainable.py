@@ -7,9 +7,9 @@ when that refuses a batch are its groups gone through one by one, and then their
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from dialoop.errors import DialoopError, InvalidInput
+from dialoop.errors import DialoopError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Rows
@@ -17,23 +17,14 @@ if TYPE_CHECKING:
     from dialoop.clients.replay import GroupLease
     from dialoop.sequences import PolicyVersion
 
+    from dialoop_services.learning.packing.rows import TokenRow
     from dialoop_services.trainer.data.batches import Batch, TrainedSequence
-
-
-class Reader(Protocol):
-    """The learner, as far as it looks at sequences without computing anything."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the output embedding."""
-
-    def rows_to_train(self, sequences: Rows[TrainedSequence], *, current: PolicyVersion) -> object:
-        """A DialoopError where one does not fit or lacks what the loss needs."""
+    from dialoop_services.trainer.learner.learner import Learner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """Why a group cannot be trained: which trajectory, and what is wrong with it."""
+class Untrainable:
+    """A group that cannot be trained: which trajectory of it, and what is wrong with that."""
 
     lease: GroupLease
     trajectory_id: str
@@ -45,61 +36,51 @@ class Fault:
         return self.error.reason.lower()
 
 
-def faults_of(batch: Batch, learner: Reader, current: PolicyVersion) -> tuple[Fault, ...]:
-    """What is wrong with the groups to train; empty where a train step can take them all."""
+def read_rows(
+    batch: Batch, learner: Learner, current: PolicyVersion
+) -> tuple[list[TokenRow], tuple[Untrainable, ...]]:
+    """Return the rows of the groups to train, or else which of the groups cannot be trained."""
     sequences = batch.sequences
-    if _refusal(sequences, learner, current) is None:
-        return ()
+    try:
+        return (learner.rows_to_train(sequences, current=current) if sequences else []), ()
+    except DialoopError:
+        pass  # whose fault it is, is what the rest finds out
     kept: list[TrainedSequence] = []
-    faults: list[Fault] = []
+    untrainable: list[Untrainable] = []
     for prompt, lease in enumerate(batch.train):
         own = [one for one in sequences if one.prompt == prompt]
         error = _refusal([*kept, *own], learner, current)
         if error is None:
             kept += own
         else:
-            faults.append(_named(lease, own, error, learner, current))
-    return tuple(faults)
+            untrainable.append(_named(lease, own, error, learner, current))
+    return [], tuple(untrainable)
 
 
 def _named(
     lease: GroupLease,
     own: list[TrainedSequence],
     error: DialoopError,
-    learner: Reader,
+    learner: Learner,
     current: PolicyVersion,
-) -> Fault:
+) -> Untrainable:
     """The first trajectory that is refused alone, with what it is refused for; else the first."""
     trajectories = lease.group.trajectories
     for trajectory in trajectories:
         theirs = {id(sequence) for sequence in trajectory.sequences}
         found = [one for one in own if id(one.sequence) in theirs]
-        refused = _refusal(found, learner, current)
-        if refused is not None:
-            return Fault(lease=lease, trajectory_id=trajectory.trajectory_id, error=refused)
-    return Fault(lease=lease, trajectory_id=trajectories[0].trajectory_id, error=error)
+        refusal = _refusal(found, learner, current)
+        if refusal is not None:
+            return Untrainable(lease=lease, trajectory_id=trajectory.trajectory_id, error=refusal)
+    return Untrainable(lease=lease, trajectory_id=trajectories[0].trajectory_id, error=error)
 
 
 def _refusal(
-    sequences: Rows[TrainedSequence], learner: Reader, current: PolicyVersion
+    sequences: Rows[TrainedSequence], learner: Learner, current: PolicyVersion
 ) -> DialoopError | None:
     try:
-        for one in sequences:
-            _require_known_tokens(one, learner.vocab_size)
         if sequences:
             learner.rows_to_train(sequences, current=current)
     except DialoopError as error:
         return error
     return None
-
-
-def _require_known_tokens(one: TrainedSequence, vocab_size: int) -> None:
-    """The embedding has no row for other ids, and on a GPU that takes the process with it."""
-    ids = one.sequence.token_ids
-    wrong = ids[(ids < 0) | (ids >= vocab_size)]
-    if len(wrong):
-        raise InvalidInput(
-            f"Token id {wrong[0]} is outside a vocabulary of {vocab_size}.",
-            reason="TOKEN_OUT_OF_RANGE",
-            remedy="Play with the tokenizer of the model that is trained.",
-        )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Demonstrator = Callable[[random.Random], History]
 
 
-class Demonstrations:
+class WarmStartBatches:
     """Endless batches of demonstrations as token rows; the same seed gives the same batches."""
 
     def __init__(

@@ -59,7 +59,7 @@ class EvaluationPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class EvaluationResult:
     """Means over trajectories; failed tasks are counted, not scored."""
 
     mean_reward: float
@@ -89,7 +89,7 @@ class Evaluator:
         # Groups that arrived, by the prefix of the running evaluation they are of.
         self._arrived: dict[str, list[Group]] = {}
 
-    async def evaluate(self, plan: EvaluationPlan, *, train_step: int) -> Evaluation:
+    async def evaluate(self, plan: EvaluationPlan, *, train_step: int) -> EvaluationResult:
         """Play the plan's tasks under whatever policy is live and return the means."""
         prefix = f"{_PREFIX}{plan.label}/{uuid.uuid4().hex[:8]}/"
         self._arrived[prefix] = []
@@ -203,10 +203,10 @@ class Evaluator:
         return not (await self._replay.get_stats(self._run)).evaluation.num_open
 
 
-def _summarise(trajectories: list[Trajectory], num_failed: int) -> Evaluation:
+def _summarise(trajectories: list[Trajectory], num_failed: int) -> EvaluationResult:
     versions = [v for t in trajectories for v in t.policy_versions]
     count = max(1, len(trajectories))
-    return Evaluation(
+    return EvaluationResult(
         mean_reward=sum(t.reward for t in trajectories) / count,
         tool_call_rate=sum(t.num_tool_calls > 0 for t in trajectories) / count,
         num_trajectories=len(trajectories),

@@ -13,23 +13,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dialoop.clients.trainer import Phase
 from dialoop.errors import DialoopError
 
-from dialoop_services.trainer.job.early_stop import EarlyStop
-from dialoop_services.trainer.job.evaluation import Evaluation, EvaluationPlan
-from dialoop_services.trainer.job.state import JobParts, Standing
+from dialoop_services.trainer.job.checkpointer import Checkpointer
+from dialoop_services.trainer.job.evaluation import EvaluationPlan, EvaluationResult
+from dialoop_services.trainer.job.evaluation_schedule import EvaluationSchedule
+from dialoop_services.trainer.job.policy_versions import PolicyVersions
+from dialoop_services.trainer.job.state import JobState
 from dialoop_services.trainer.job.supervised import SupervisedSteps, WarmStart
 from dialoop_services.trainer.job.train_steps import TrainSteps
-from dialoop_services.trainer.recovery.recovery import Redo
+from dialoop_services.trainer.recovery.recovery import Recovery
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator
     from pathlib import Path
 
     from dialoop_services.trainer.data.demonstration_set import DemonstrationSet
+    from dialoop_services.trainer.job.parts import JobParts
     from dialoop_services.trainer.publish.publisher import Published
     from dialoop_services.trainer.settings import TrainerSettings
 
@@ -57,14 +61,21 @@ class TrainingJob:
         self._settings = settings
         self._parts = parts
         self._board = parts.board
-        self._standing = Standing(settings, parts)
-        self._warm_start = WarmStart(settings, parts, self._standing)
+        self.state = JobState()
+        self.checkpointer = Checkpointer(settings, parts, self.state)
+        self.versions = PolicyVersions(settings, parts, self.checkpointer)
+        self.schedule = EvaluationSchedule(settings, parts.records, self.checkpointer)
+        # Held by a train step and by whoever wants the weights to stand still between two.
+        self._between_steps = asyncio.Lock()
+        self._warm_start = WarmStart(settings, parts, self.checkpointer)
         self._supervised: SupervisedSteps | None = None
-        steps = TrainSteps(settings, parts, self._standing)
-        self._redo = Redo(settings, parts, self._standing, steps)
+        steps = TrainSteps(settings, parts, self.checkpointer, self.versions)
+        self._recovery = Recovery(
+            settings, parts, self.checkpointer, self.versions, self.schedule, steps
+        )
         self._steps: Steps = steps
         if demonstrations is not None:
-            supervised = SupervisedSteps(settings, parts, self._standing, demonstrations)
+            supervised = SupervisedSteps(settings, parts, self.state, demonstrations)
             self._steps = self._supervised = supervised
         self._asked_for: set[asyncio.Task[Any]] = set()
 
@@ -74,26 +85,26 @@ class TrainingJob:
         for phase in phases:
             await phase()
             if self._board.is_stopping:
-                await self._standing.stand_down()
+                async with self._between_steps:
+                    await self.checkpointer.shutdown()
                 return
         num_parameters = self._parts.learner.num_parameters
-        result = self._standing.progress.result()
-        self._parts.records.write_result({**result, "num_parameters": num_parameters})
+        self._parts.records.write_result({**self.state.result(), "num_parameters": num_parameters})
         self._board.phase = Phase.DONE
 
     async def publish(self) -> Published:
         """Publish the present weights as a new version, between train steps."""
-        return await self._to_the_end(self._standing.publish_next)
+        return await self._to_the_end(self.versions.publish_next)
 
     async def checkpoint(self) -> Path:
         """Save everything between train steps, then acknowledge what the checkpoint contains."""
-        return await self._to_the_end(self._standing.checkpoint)
+        return await self._to_the_end(self.checkpointer.checkpoint)
 
     async def _to_the_end(self, act: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Act between train steps; a caller who leaves must not leave half of it behind."""
 
         async def act_alone() -> T:
-            async with self._standing.between_steps:
+            async with self._between_steps:
                 return await act()
 
         acting = asyncio.create_task(act_alone())
@@ -101,13 +112,13 @@ class TrainingJob:
         acting.add_done_callback(self._asked_for.discard)
         return await asyncio.shield(acting)
 
-    async def evaluate(self, plan: EvaluationPlan, *, due: int | None = None) -> Evaluation:
+    async def evaluate(self, plan: EvaluationPlan, *, due: int | None = None) -> EvaluationResult:
         """Evaluate the live policy and record the result under the plan's label.
 
         `due` is the train step after which it was to be done, where that is known again later.
         """
-        async with self._parts.placement.engines_awake(self._standing.between_steps):
-            step = self._standing.progress.num_train_steps
+        async with self._parts.placement.engines_awake(self._between_steps):
+            step = self.state.num_train_steps
             result = await self._parts.evaluator.evaluate(plan, train_step=step)
         row = result.row() | ({} if due is None else {"due_train_step": due})
         self._parts.records.metric(
@@ -121,24 +132,23 @@ class TrainingJob:
 
     async def _begin(self) -> None:
         """Restore, or warm start and publish; before it there is nothing to publish or save."""
-        standing = self._standing
-        async with standing.between_steps:
-            if await standing.restore():
-                with standing.phase(Phase.EVALUATING, "publish_restored"):
-                    await self._redo.run()
-                standing.settle_recorded_evaluations()
-            with standing.phase(Phase.WARM_START, "warm_start"):
+        async with self._between_steps:
+            if await self.checkpointer.restore():
+                with self._phase(Phase.EVALUATING, "publish_restored"):
+                    await self._recovery.run()
+                self.schedule.mark_recorded()
+            with self._phase(Phase.WARM_START, "warm_start"):
                 await self._warm_start.run()
-            if not (standing.progress.num_policy_versions or self._board.is_stopping):
-                with standing.phase(Phase.EVALUATING, "publish_first"):
-                    await standing.publish_first()
+            if not (self.state.num_policy_versions or self._board.is_stopping):
+                with self._phase(Phase.EVALUATING, "publish_first"):
+                    await self.versions.publish_first()
         if not self._board.is_stopping:
             await self._unless_stopped(self._parts.evaluator.drop_held())
 
     async def _train(self) -> None:
-        with self._standing.phase(Phase.TRAINING, "train"):
-            async with self._standing.held.kept(), asyncio.TaskGroup() as background:
-                await self._begin_evaluating(background, *self._standing.progress.due_evaluations)
+        with self._phase(Phase.TRAINING, "train"):
+            async with self.checkpointer.held.kept(), asyncio.TaskGroup() as background:
+                await self._begin_evaluating(background, *self.state.due_evaluations)
                 while self._goes_on():
                     await self._board.wait_while_paused()
                     step = await self._steps.next_step()
@@ -149,31 +159,29 @@ class TrainingJob:
             if self._board.is_stopping:
                 return
             if self._supervised is not None:
-                async with self._standing.between_steps:
+                async with self._between_steps:
                     await self._supervised.heldout_loss()
                 await self.publish()
             await self.checkpoint()
 
     def _goes_on(self) -> bool:
-        progress = self._standing.progress
-        is_left = progress.num_train_steps < self._settings.num_steps
-        return is_left and not (self._board.is_stopping or progress.stopped_early)
+        is_left = self.state.num_train_steps < self._settings.num_steps
+        return is_left and not (self._board.is_stopping or self.state.stopped_early)
 
     async def _take(
         self, step: Callable[[], Awaitable[None]], background: asyncio.TaskGroup
     ) -> None:
         """One step, and what is due after it."""
-        standing = self._standing
-        since = standing.progress.num_train_steps
-        async with standing.between_steps:
+        since = self.state.num_train_steps
+        async with self._between_steps:
             await step()
-            to_evaluate = standing.is_due(self._settings.evaluation.every, since=since)
+            to_evaluate = self.schedule.is_due(self._settings.evaluation.every, since=since)
             if to_evaluate and self._supervised is not None:
                 await self._evaluate_supervised(self._supervised)
-            due = standing.owe_evaluation(since=since)
+            due = self.schedule.schedule_evaluation(since=since)
             # Last: what it holds is not evaluated again, and SFT has no journal to say the result.
-            if standing.is_due(self._settings.checkpoint_every, since=since):
-                await standing.checkpoint()
+            if self.schedule.is_due(self._settings.checkpoint_every, since=since):
+                await self.checkpointer.checkpoint()
         if due is not None:
             await self._begin_evaluating(background, due)
 
@@ -191,9 +199,9 @@ class TrainingJob:
         """The loss of held-out demonstrations; and a publish, where tasks are evaluated on."""
         loss = await supervised.heldout_loss()
         if self._settings.evaluation.num_tasks:
-            await self._standing.publish_next()
+            await self.versions.publish_next()
         elif loss is not None:
-            EarlyStop.of(self._settings).observe(-loss, self._standing.progress)
+            self.schedule.observe(-loss)
 
     async def _evaluate_while_training(self, due: int) -> None:
         """The one that is due after that train step; where it fails training goes on without."""
@@ -206,33 +214,33 @@ class TrainingJob:
             if found is None:  # the next process finds it due
                 return
             judged = found.mean_reward if found.num_trajectories else None
-        async with self._standing.between_steps:
-            self._standing.settle_evaluation(due, judged=judged)
+        async with self._between_steps:
+            self.schedule.mark_evaluated(due, judged=judged)
             if self._supervised is not None and judged is not None:
                 # There is no journal to say it, and the step's checkpoint is older.
-                await self._standing.checkpoint()
+                await self.checkpointer.checkpoint()
 
     async def _evaluate_before(self) -> None:
         """Evaluate the first policy, and save that before a step is taken from it.
 
         A restart may begin with steps in its weights, and those are never evaluated as "before".
         """
-        if self._standing.progress.num_train_steps:
+        if self.state.num_train_steps:
             return
-        known = len(self._standing.progress.evaluations)
-        with self._standing.phase(Phase.EVALUATING, "evaluate_before"):
+        known = len(self.state.evaluations)
+        with self._phase(Phase.EVALUATING, "evaluate_before"):
             await self._unless_stopped(self._evaluate_both("before"))
-            is_new = len(self._standing.progress.evaluations) > known
+            is_new = len(self.state.evaluations) > known
             if is_new and not self._board.is_stopping:  # a job that stops saves anyway
                 await self.checkpoint()
 
     async def _evaluate_after(self) -> None:
-        with self._standing.phase(Phase.EVALUATING, "evaluate_after"):
+        with self._phase(Phase.EVALUATING, "evaluate_after"):
             await self._unless_stopped(self._evaluate_both("after"))
 
     async def _evaluate_both(self, when: str) -> None:
         """Greedy and sampled accuracy on the held-out split, once per run."""
-        evaluations = self._standing.progress.evaluations
+        evaluations = self.state.evaluations
         for how, temperature in (("greedy", 0.0), ("sampled", 1.0)):
             label = f"{when}_{how}"
             if self._settings.evaluation.num_tasks and label not in evaluations:
@@ -245,6 +253,13 @@ class TrainingJob:
                     "num_trajectories": result.num_trajectories,
                     "num_failed": result.num_failed,
                 }
+
+    @contextmanager
+    def _phase(self, phase: Phase, name: str) -> Iterator[None]:
+        """Show the phase and count its seconds."""
+        self._board.phase = phase
+        with self.checkpointer.timer.phase(name):
+            yield
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Its result, or None when the job is stopped before it ends."""

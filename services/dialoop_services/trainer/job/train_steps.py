@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +14,22 @@ from dialoop.trajectory import Stage
 
 from dialoop_services.trainer.data.batches import sort_batch
 from dialoop_services.trainer.data.leases import WORKER
-from dialoop_services.trainer.data.untrainable import faults_of
+from dialoop_services.trainer.data.untrainable import read_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from dialoop.clients.replay import GroupLease
     from dialoop.sequences import PolicyVersion
+    from dialoop.sequences import Sequence as TokenSequence
     from dialoop.trajectory import Group
 
+    from dialoop_services.learning.packing.rows import TokenRow
     from dialoop_services.trainer.data.batches import Batch
-    from dialoop_services.trainer.data.untrainable import Fault
-    from dialoop_services.trainer.job.state import JobParts, Standing
+    from dialoop_services.trainer.data.untrainable import Untrainable
+    from dialoop_services.trainer.job.checkpointer import Checkpointer
+    from dialoop_services.trainer.job.parts import JobParts
+    from dialoop_services.trainer.job.policy_versions import PolicyVersions
     from dialoop_services.trainer.learner.learner import TrainStepReport
     from dialoop_services.trainer.settings import TrainerSettings
 
@@ -39,30 +44,54 @@ GROUPS_SET_ASIDE = "GROUPS_SET_ASIDE"
 _LEASE_WAIT_S = 5.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasedBatch:
+    """Leased groups, and the rows of those to train as they were read under one policy version."""
+
+    leases: tuple[GroupLease, ...]
+    trained_lease_ids: tuple[str, ...]
+    version: PolicyVersion
+    rows: list[TokenRow]
+
+    def rows_of(self, batch: Batch, version: PolicyVersion) -> list[TokenRow] | None:
+        """The rows where they are still the batch's; a publish since then makes them older."""
+        is_same = self.trained_lease_ids == batch.trained_lease_ids and self.version == version
+        return self.rows if is_same else None
+
+
 class TrainSteps:
     """Takes RL train steps; each ends with a publish."""
 
-    def __init__(self, settings: TrainerSettings, parts: JobParts, standing: Standing) -> None:
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        parts: JobParts,
+        checkpointer: Checkpointer,
+        versions: PolicyVersions,
+    ) -> None:
         self._settings = settings
         self._learner = parts.learner
         self._replay = parts.replay
         self._publisher = parts.publisher
         self._records = parts.records
         self._board = parts.board
-        self._standing = standing
+        self._checkpointer = checkpointer
+        self._held = checkpointer.held
+        self._state = checkpointer.state
+        self._versions = versions
         # Bad groups in a row: since a batch had one that can be trained.
         self._num_refused = 0
 
     async def next_step(self) -> Callable[[], Awaitable[None]] | None:
         """Wait for a whole batch; what is to be done with it, or None when the job stops."""
         started = time.perf_counter()
-        leases = await self._lease()
+        leased = await self._lease()
         lease_s = time.perf_counter() - started
-        return partial(self._train_step, leases, lease_s) if leases else None
+        return partial(self._train_step, leased, lease_s) if leased else None
 
-    async def _lease(self) -> tuple[GroupLease, ...]:
+    async def _lease(self) -> LeasedBatch | None:
         while not self._board.is_stopping:
-            leased = await self._replay.lease_groups(
+            answer = await self._replay.lease_groups(
                 self._settings.run,
                 Stage.SCORED,
                 worker=WORKER,
@@ -72,27 +101,32 @@ class TrainSteps:
                 wait_s=_LEASE_WAIT_S,
                 max_staleness=self._settings.max_staleness,
             )
-            if leased.leases:
-                self._standing.held.hold(lease.lease_id for lease in leased.leases)
-                if await self._are_trainable(leased.leases):
-                    return leased.leases
+            if answer.leases:
+                self._held.hold(lease.lease_id for lease in answer.leases)
+                leased = await self._read(answer.leases)
+                if leased is not None:
+                    return leased
                 continue
             # A queue that lost all it knew gives out no work until it hears of a policy again.
-            await self._publisher.announce(self._standing.progress.policy_version)
-        return ()
+            await self._publisher.announce(self._state.policy_version)
+        return None
 
-    async def _are_trainable(self, leases: tuple[GroupLease, ...]) -> bool:
-        """Whether a train step can take them; if not, those at fault become dead letters.
+    async def _read(self, leases: tuple[GroupLease, ...]) -> LeasedBatch | None:
+        """Read the rows of a batch; None where groups cannot be trained: they are dead letters.
 
         The others go back to their places, so that no batch is short for a group that is bad. When
-        too many in a row were bad, the first fault of the last batch is raised.
+        too many in a row were bad, the first error of the last batch is raised.
         """
-        version = self._standing.progress.policy_version
-        batch = self._sorted(leases)
-        faults = await asyncio.to_thread(faults_of, batch, self._learner, version)
-        if not faults:
-            return True
-        reasons = {fault.lease.lease_id: fault.reason for fault in faults}
+        version, batch = self._state.policy_version, self._sorted(leases)
+        rows, untrainable = await asyncio.to_thread(read_rows, batch, self._learner, version)
+        if not untrainable:
+            return LeasedBatch(
+                leases=leases,
+                trained_lease_ids=batch.trained_lease_ids,
+                version=version,
+                rows=rows,
+            )
+        reasons = {one.lease.lease_id: one.reason for one in untrainable}
         ids = [lease.lease_id for lease in leases]
         items = [
             ReturnItem(
@@ -101,89 +135,86 @@ class TrainSteps:
             for one in ids
         ]
         await self._replay.give_back(self._settings.run, items)
-        self._standing.held.let_go(ids)
-        for fault in faults:
-            self._say(fault)
+        self._held.let_go(ids)
+        for one in untrainable:
+            self._say(one)
         self._board.sound(GROUPS_SET_ASIDE, on=True)
-        self._require_some_trainable(batch, faults)
-        return False
+        self._require_some_trainable(batch, untrainable)
+        return None
 
-    def _require_some_trainable(self, batch: Batch, faults: Sequence[Fault]) -> None:
-        is_whole = len(faults) == len(batch.train)
-        self._num_refused = self._num_refused + len(faults) if is_whole else 0
+    def _require_some_trainable(self, batch: Batch, untrainable: Sequence[Untrainable]) -> None:
+        is_whole = len(untrainable) == len(batch.train)
+        self._num_refused = self._num_refused + len(untrainable) if is_whole else 0
         if self._num_refused >= self._settings.max_refused_groups:
             log.error(
                 "None of the last groups can be trained.",
-                extra={"num_groups": self._num_refused, "reason": faults[0].reason},
+                extra={"num_groups": self._num_refused, "reason": untrainable[0].reason},
             )
-            raise faults[0].error
+            raise untrainable[0].error
 
-    def _say(self, fault: Fault) -> None:
-        progress = self._standing.progress
-        named = {"group_id": fault.lease.group.group_id, "trajectory_id": fault.trajectory_id}
-        log.error("A group is set aside: %s", fault.error, extra={**named, "reason": fault.reason})
+    def _say(self, one: Untrainable) -> None:
+        named = {"group_id": one.lease.group.group_id, "trajectory_id": one.trajectory_id}
+        log.error("A group is set aside: %s", one.error, extra={**named, "reason": one.reason})
         self._records.metric(
             "set_aside",
-            train_step=progress.num_train_steps,
-            policy_version=progress.policy_version,
-            reason=fault.reason,
-            message=str(fault.error),
+            train_step=self._state.num_train_steps,
+            policy_version=self._state.policy_version,
+            reason=one.reason,
+            message=str(one.error),
             **named,
         )
 
     def _sorted(self, leases: tuple[GroupLease, ...]) -> Batch:
-        progress = self._standing.progress
         return sort_batch(
             leases,
-            current=progress.policy_version,
+            current=self._state.policy_version,
             max_staleness=self._settings.max_staleness,
-            consumed_group_ids=set(progress.consumed_group_ids),
+            consumed_group_ids=set(self._state.consumed_group_ids),
             needs_advantages=self._learner.needs_advantages,
         )
 
-    async def _train_step(self, leases: tuple[GroupLease, ...], lease_s: float) -> None:
-        batch = self._sorted(leases)
+    async def _train_step(self, leased: LeasedBatch, lease_s: float) -> None:
+        batch = self._sorted(leased.leases)
         if batch.already_consumed:
             # Their gradient is in the weights, and only a checkpoint may let go of them.
-            self._standing.settle(tuple(lease.lease_id for lease in batch.already_consumed))
-            await self._standing.checkpoint()
+            self._checkpointer.mark_trained(lease.lease_id for lease in batch.already_consumed)
+            await self._checkpointer.checkpoint()
         if not (batch.train or batch.dropped):
             return
-        row = await self.learn(batch) | {"lease_s": lease_s}
+        rows = leased.rows_of(batch, self._state.policy_version)
+        row = await self.learn(batch, rows) | {"lease_s": lease_s}
         if batch.train:
-            published = await self._standing.publish_next(batch)
+            published = await self._versions.publish_next(batch)
             row["publish_s"] = published.publish_s
         else:
-            self._standing.note(batch)
+            self._checkpointer.note(batch)
         await self.record(batch, row)
         # After the publish: a refunded credit starts a group, which is to be of the new policy.
         await self.drop(batch)
 
-    async def learn(self, batch: Batch) -> dict[str, Any]:
-        """Train a batch as the next train step; its row. Nobody outside hears of it yet."""
-        progress, version = self._standing.progress, self._standing.progress.policy_version
+    async def learn(self, batch: Batch, rows: list[TokenRow] | None = None) -> dict[str, Any]:
+        """Train a batch as the next train step; its row. Nobody outside hears of it yet.
+
+        `rows` are those of the batch, where they have been read.
+        """
+        state, version = self._state, self._state.policy_version
         row = _row_of(batch)
         if batch.train:
             started = time.perf_counter()
-            report = await asyncio.to_thread(
-                self._learner.train_step, batch.sequences, current=version
-            )
+            if rows is None:
+                rows = await asyncio.to_thread(
+                    self._learner.rows_to_train, batch.sequences, current=version
+                )
+            report = await asyncio.to_thread(self._learner.train_step, rows)
             self._count(batch, report, version)
             self._num_refused = 0
             self._board.sound(GROUPS_SET_ASIDE, on=False)
             row |= _row_of_report(report) | _row_of_staleness(batch, version)
-            row |= self._row_of_oversize(batch)
+            row |= row_of_oversize([one.sequence for one in batch.sequences], self._settings)
             row |= self._alarm(report, version) | {"train_s": time.perf_counter() - started}
-        progress.num_train_steps += 1
-        self._board.num_train_steps = progress.num_train_steps
+        state.num_train_steps += 1
+        self._board.num_train_steps = state.num_train_steps
         return row
-
-    def _row_of_oversize(self, batch: Batch) -> dict[str, Any]:
-        """How many sequences were dropped or truncated, where that was asked for."""
-        if self._settings.oversize == "error":
-            return {}
-        most = self._settings.packed_row_tokens
-        return {"num_oversize": sum(len(s.sequence.token_ids) > most for s in batch.sequences)}
 
     def _alarm(self, report: TrainStepReport, version: PolicyVersion) -> dict[str, Any]:
         """Say so when engine and trainer disagree on what the present policy has sampled.
@@ -209,8 +240,7 @@ class TrainSteps:
         """
         if batch.train:
             await self._record_groups(batch.groups, "trained", is_redone=is_redone)
-        progress = self._standing.progress
-        version, step = progress.policy_version, progress.num_train_steps
+        version, step = self._state.policy_version, self._state.num_train_steps
         self._records.metric("train", train_step=step, policy_version=version, **row)
 
     async def drop(self, batch: Batch) -> None:
@@ -218,27 +248,34 @@ class TrainSteps:
         for reason, leases in batch.dropped.items():
             lease_ids = [lease.lease_id for lease in leases]
             await self._replay.drop(self._settings.run, lease_ids, reason)
-            self._standing.held.let_go(lease_ids)
+            self._held.let_go(lease_ids)
             await self._record_groups([lease.group for lease in leases], reason)
 
     def _count(self, batch: Batch, report: TrainStepReport, version: PolicyVersion) -> None:
-        progress = self._standing.progress
+        state = self._state
         staleness = batch.staleness(version)
-        progress.staleness_histogram.update(staleness)
-        progress.num_steps_with_older_data += any(age > 0 for age in staleness)
-        progress.forks.update(batch.forks())
-        progress.num_trained_tokens += report.num_trained_tokens
-        progress.num_trained_trajectories += sum(g.num_trajectories for g in batch.groups)
-        progress.consumed_group_ids.extend(g.group_id for g in batch.groups)
+        state.staleness_histogram.update(staleness)
+        state.num_steps_with_older_data += any(age > 0 for age in staleness)
+        state.forks.update(batch.forks())
+        state.num_trained_tokens += report.num_trained_tokens
+        state.num_trained_trajectories += sum(g.num_trajectories for g in batch.groups)
+        state.consumed_group_ids.extend(g.group_id for g in batch.groups)
 
     async def _record_groups(
         self, groups: Sequence[Group], outcome: str, *, is_redone: bool = False
     ) -> None:
-        step = self._standing.progress.num_train_steps
+        step = self._state.num_train_steps
         fate: dict[str, Any] = {"outcome": outcome, "label": "training", "train_step": step}
         known = await asyncio.to_thread(self._records.written, **fate) if is_redone else ()
         trajectories = [t for g in groups for t in g.trajectories if t.trajectory_id not in known]
         await asyncio.to_thread(self._records.trajectories, trajectories, **fate)
+
+
+def row_of_oversize(rows: Iterable[TokenSequence], settings: TrainerSettings) -> dict[str, int]:
+    """How many sequences were dropped or truncated, where that was asked for."""
+    if settings.oversize == "error":
+        return {}
+    return {"num_oversize": sum(len(row.token_ids) > settings.packed_row_tokens for row in rows)}
 
 
 def _row_of(batch: Batch) -> dict[str, Any]:

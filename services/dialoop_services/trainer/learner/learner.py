@@ -1,17 +1,24 @@
-"""The model being trained and its optimisers: steps, log-probs, export, state. No network.
+"""The trainer's core: forward_backward, optim_step, snapshot and restore over a state. No network.
 
-Every method blocks on the CPU or GPU; the job calls them from one worker thread at a time.
+    rows = learner.rows_to_train(sequences, current=version)     # refuses what cannot be trained
+    rows = learner.prepare(rows)                                  # once for a whole train step
+    backward = learner.forward_backward(rows)
+    learner.optim_step(backward.loss)
+    learner.snapshot(directory)
+
+`train_step`, `sft_step` and `warm_start_step` are made of these, and the job calls them. Every
+method blocks on the CPU or GPU; one runs at a time.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from dialoop.errors import InvalidConfig
+from dialoop.errors import InvalidConfig, InvalidInput
 
 from dialoop_services.config.losses import DEMONSTRATION_LOSS, facts_of
 from dialoop_services.config.tables import ModelSection
@@ -21,14 +28,22 @@ from dialoop_services.learning.loss.loss_loading import load_objective
 from dialoop_services.learning.loss.objective import mean_metrics
 from dialoop_services.learning.model.policy import DTYPES, load_policy
 from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
-from dialoop_services.learning.packing.oversize import fitting
 from dialoop_services.learning.packing.rows import TokenRow
-from dialoop_services.learning.packing.trainable import alike, require_trainable
-from dialoop_services.learning.parallel.moving import move_training
+from dialoop_services.learning.packing.trainable import alike, fitting, require_trainable
+from dialoop_services.learning.parallel.group_commands import Group, collective
 from dialoop_services.learning.parallel.parallel_rows import own_rows, score_rows
 from dialoop_services.learning.parallel.ranks import ALONE, Ranks, sharded
-from dialoop_services.learning.training import UpdateReport, update, whitened_sequences
-from dialoop_services.trainer.learner.learner_files import ExportedWeights, LearnerFiles
+from dialoop_services.learning.training import (
+    BackwardReport,
+    UpdateReport,
+    forward_backward,
+    whitened_sequences,
+)
+from dialoop_services.trainer.learner.learner_state import (
+    ExportedWeights,
+    LearnerState,
+    move_training,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,8 +55,14 @@ if TYPE_CHECKING:
 
     from dialoop_services.learning.loss.objective import Objective
     from dialoop_services.learning.model.policy import PolicyModel
+    from dialoop_services.learning.optim import StepReport
     from dialoop_services.trainer.data.batches import TrainedSequence
     from dialoop_services.trainer.settings import TrainerSettings
+
+Kind = Literal["warm_start", "sft", "rl"]
+"""What an update learns from: each kind has its loss, and warm starts an optimiser of their own."""
+
+_OPTIMIZERS: dict[Kind, str] = {"warm_start": "warm_start", "sft": "train", "rl": "train"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,29 +85,33 @@ class TrainStepReport:
 class Learner:
     """Owns the policy model and its optimisers, or this rank's part of them.
 
-    With several ranks every method is collective, and answers the same on each of them.
+    With several ranks each has one, and the first rank calls its methods: what is `collective` then
+    runs on all of them.
     """
 
-    def __init__(self, settings: TrainerSettings, ranks: Ranks | None = None) -> None:
+    def __init__(self, settings: TrainerSettings, group: Group[Learner] | None = None) -> None:
         torch.set_num_threads(settings.num_threads)
         torch.manual_seed(settings.seed)
+        self.group = group or Group(Ranks(device=torch.device(settings.device)))
         self._settings = settings
-        self._ranks = ranks = ranks or Ranks(device=torch.device(settings.device))
-        self._random = random.Random(settings.seed)
-        self._ask_before_computing: Callable[[], None] | None = None
-        self._policy = sharded(policy_of(settings, ranks), ranks)
-        self._objective = objective_of(settings)
-        self._imitation, self._sft = (
-            load_objective(DEMONSTRATION_LOSS),
-            supervised_objective_of(settings),
-        )
-        self._warm_start_optimizer = self._optimizer_of(warm_start_optimizer_of(settings))
-        self._optimizer = self._optimizer_of(optimizer_of(settings))
+        self._ranks = ranks = self.group.ranks
+        policy = sharded(policy_of(settings, ranks), ranks)
+        objective = objective_of(settings)
+        # `prepare` whitens over the whole train step; an update of half of it may not do so again.
+        self._whitens = objective.whiten
+        self._objectives: dict[Kind, Objective] = {
+            "warm_start": load_objective(DEMONSTRATION_LOSS),
+            "sft": supervised_objective_of(settings),
+            "rl": replace(objective, whiten=False),
+        }
         self._reference = reference_of(settings, ranks)
-        self.files = LearnerFiles(
-            self._policy,
-            {"warm_start": self._warm_start_optimizer, "train": self._optimizer},
-            self._random,
+        self.state = LearnerState(
+            policy,
+            {
+                "warm_start": _optimizer(policy, warm_start_optimizer_of(settings)),
+                "train": _optimizer(policy, optimizer_of(settings)),
+            },
+            random.Random(settings.seed),
             model_dir=settings.model_dir,
             is_sharded=settings.sharded_checkpoints,
             ranks=ranks,
@@ -95,126 +120,130 @@ class Learner:
     @property
     def num_parameters(self) -> int:
         """Trained parameters; tied ones count once."""
-        return sum(p.numel() for p in self._policy.parameters() if p.requires_grad)
+        return sum(p.numel() for p in self.state.policy.parameters() if p.requires_grad)
 
     @property
     def needs_advantages(self) -> bool:
         """Whether the loss learns nothing from a sequence without an advantage."""
-        return self._objective.needs_advantages
+        return self._objectives["rl"].needs_advantages
 
     @property
     def vocab_size(self) -> int:
         """Rows of the output embedding."""
-        return int(self._policy.causal_lm.get_output_embeddings().weight.shape[0])
+        return int(self.state.policy.causal_lm.get_output_embeddings().weight.shape[0])
 
     def ask_before_computing(self, ask: Callable[[], None]) -> None:
         """From now on, call `ask` before anything is computed; it may block."""
-        self._ask_before_computing = ask
-
-    def move_to(self, device: str) -> None:
-        """Move the policy and the optimisers' state there, and leave nothing behind."""
-        move_training(self._policy, (self._warm_start_optimizer, self._optimizer), device)
-        if self._reference is not None:
-            move_training(self._reference, (), device)
+        self.group.ask_before_computing(ask)
 
     def rows_to_imitate(self, demonstrations: Rows[Sequence]) -> list[TokenRow]:
-        """Demonstrations as rows; a DialoopError where one cannot be packed."""
-        rows = [
-            TokenRow.from_demonstration(s.token_ids.tolist(), s.response_mask().tolist())
-            for s in demonstrations
-        ]
-        return self._fitting(rows)
+        """Return demonstrations as rows; a DialoopError where one cannot be packed."""
+        return self._fitting(
+            [
+                TokenRow.from_demonstration(s.token_ids.tolist(), s.response_mask().tolist())
+                for s in demonstrations
+            ]
+        )
 
     def rows_to_train(
         self, sequences: Rows[TrainedSequence], *, current: PolicyVersion
     ) -> list[TokenRow]:
-        """Sequences as rows; a DialoopError where one does not fit or lacks what the loss needs.
+        """Return sequences as rows; a DialoopError where one does not fit or lacks what is needed.
 
         `current` is the policy's version, from which staleness is counted. A loss that imitates
         leaves out those that the scorer did not choose.
         """
+        for one in sequences:
+            _require_known_tokens(one, self.vocab_size)
         rows = [
             TokenRow.from_sequence(
                 s.sequence, prompt=s.prompt, current=current, temperature=s.temperature
             )
             for s in sequences
         ]
-        if self._objective.imitates:
+        objective = self._objectives["rl"]
+        if objective.imitates:
             rows = [row for row in rows if row.advantages is not None and row.advantages.any()]
         rows = alike(self._fitting(rows))
-        require_trainable(rows, self._objective)
+        require_trainable(rows, objective)
         return rows
 
-    def warm_start_step(self, demonstrations: Rows[Sequence]) -> UpdateReport:
-        """One SFT update on demonstrations."""
-        return self.warm_start_rows(self.rows_to_imitate(demonstrations))
+    @collective(computes=True)
+    def prepare(self, rows: Rows[TokenRow], kind: Kind = "rl") -> list[TokenRow]:
+        """Add what is computed once for a whole step, before it is cut into updates.
 
-    def warm_start_rows(self, rows: list[TokenRow]) -> UpdateReport:
-        """One SFT update on rows to imitate."""
-        return self._update(rows, self._warm_start_optimizer, self._imitation)
-
-    def sft_step(self, demonstrations: Rows[Sequence]) -> UpdateReport:
-        """One update of SFT as a mode, with the optimiser and schedule of training."""
-        return self.sft_rows(self.rows_to_imitate(demonstrations))
-
-    def sft_rows(self, rows: list[TokenRow]) -> UpdateReport:
-        """The same on rows to imitate."""
-        if self._reference is not None:
+        That is, for RL, the policy's log-probs as they are now, where the loss or the config asks
+        for them, and whitened advantages; for SFT the reference's log-probs, where it has one.
+        """
+        if kind == "sft" and self._reference is not None:
             scores = self._scores(rows, policy=self._reference)
             pairs = zip(rows, scores, strict=True)
-            rows = [replace(row, ref_logprobs=logprobs) for row, logprobs in pairs]
-        return self._update(rows, self._optimizer, self._sft)
+            return [replace(row, ref_logprobs=logprobs) for row, logprobs in pairs]
+        if kind != "rl":
+            return list(rows)
+        if self._objectives["rl"].needs_proximal or self._settings.objective.proximal:
+            pairs = zip(rows, self._scores(rows), strict=True)
+            rows = [replace(row, proximal_logprobs=logprobs) for row, logprobs in pairs]
+        return whitened_sequences(rows) if self._whitens else list(rows)
 
-    def heldout_loss(self, demonstrations: Rows[Sequence]) -> tuple[float, int]:
-        """Mean negative log-likelihood of a demonstrated token in nats, and how many there are."""
-        return self.heldout_loss_of(self.rows_to_imitate(demonstrations))
+    @collective(computes=True)
+    def forward_backward(self, rows: Rows[TokenRow], kind: Kind = "rl") -> BackwardReport:
+        """Add the gradients of the rows' loss to those that are there; no weight changes."""
+        settings = self._settings
+        measures_entropy = settings.objective.entropy_metric and settings.logprob_kernel != "cut"
+        return forward_backward(
+            self.state.policy,
+            own_rows(rows, self._ranks, max_tokens=settings.packed_row_tokens),
+            self._objectives[kind],
+            with_entropy=kind == "rl" and measures_entropy,
+            ranks=self._ranks,
+        )
 
-    def heldout_loss_of(self, rows: list[TokenRow]) -> tuple[float, int]:
-        """The same of rows to imitate."""
-        scores = self._scores(rows)
-        count = sum(len(values) for values in scores)
-        return -sum(float(values.double().sum()) for values in scores) / max(1, count), count
+    @collective(computes=True)
+    def optim_step(self, loss: float, kind: Kind = "rl") -> StepReport:
+        """Apply the gradients and clear them; `loss` is the value they belong to.
 
-    def train_step(
-        self, sequences: Rows[TrainedSequence], *, current: PolicyVersion
-    ) -> TrainStepReport:
-        """`num_epochs` times `num_minibatches` updates, in seeded random orders.
-
-        `current` is the policy's version, from which staleness is counted.
+        The weights stay as they are when the loss or the gradients are not finite.
         """
-        return self.train_rows(self.rows_to_train(sequences, current=current))
+        return self.state.optimizers[_OPTIMIZERS[kind]].step(loss)
 
-    def train_rows(self, rows: list[TokenRow]) -> TrainStepReport:
-        """The same on rows to train."""
-        if self._objective.needs_proximal or self._settings.objective.proximal:
-            rows = self._with_proximal(rows)
-        objective = self._objective
-        if objective.whiten:
-            rows, objective = whitened_sequences(rows), replace(objective, whiten=False)
-        num_tokens = sum(int(row.response_mask.sum()) for row in rows)
-        num = min(self._settings.num_minibatches, len(rows))
+    @collective(computes=True)
+    def warm_start_step(self, rows: Rows[TokenRow]) -> UpdateReport:
+        """Take one update of SFT before RL, on rows to imitate."""
+        return self._update(rows, "warm_start")
+
+    @collective(computes=True)
+    def sft_step(self, rows: Rows[TokenRow]) -> UpdateReport:
+        """Take one update of SFT as a mode, with the optimiser and schedule of training."""
+        return self._update(self.prepare(rows, "sft"), "sft")
+
+    @collective(computes=True)
+    def train_step(self, rows: Rows[TokenRow]) -> TrainStepReport:
+        """Take `num_epochs` times `num_minibatches` updates, in seeded random orders."""
+        ready = self.prepare(rows)
+        num = min(self._settings.num_minibatches, len(ready))
         reports = []
         for _ in range(self._settings.objective.num_epochs):
-            self._random.shuffle(rows)
-            reports += [
-                self._update(
-                    rows[start::num],
-                    self._optimizer,
-                    objective,
-                    with_entropy=self._measures_entropy,
-                )
-                for start in range(num)
-            ]
+            self.state.orders.shuffle(ready)
+            reports += [self._update(ready[start::num], "rl") for start in range(num)]
         return TrainStepReport(
             loss=float(np.mean([r.loss for r in reports])),
             metrics=mean_metrics([r.metrics for r in reports]),
             grad_norm=float(np.mean([r.step.grad_norm for r in reports])),
             num_updates=sum(r.step.applied for r in reports),
             num_refused=sum(not r.step.applied for r in reports),
-            num_trained_tokens=num_tokens,
+            num_trained_tokens=sum(int(row.response_mask.sum()) for row in ready),
             fresh_mismatch_kl=_fresh_mismatch(reports[0]),
         )
 
+    @collective(computes=True)
+    def heldout_loss(self, rows: Rows[TokenRow]) -> tuple[float, int]:
+        """Mean negative log-likelihood of a token to imitate in nats, and how many there are."""
+        scores = self._scores(rows)
+        count = sum(len(values) for values in scores)
+        return -sum(float(values.double().sum()) for values in scores) / max(1, count), count
+
+    @collective(computes=True)
     def logprobs(
         self, rows: Rows[Rows[int]], *, temperature: float = 1.0
     ) -> list[NDArray[np.float32]]:
@@ -228,69 +257,61 @@ class Learner:
         longest = max(len(ids) for ids in rows)
         return [scores.numpy() for scores in self._scores(wanted, longest)]
 
+    @collective()
+    def move_to(self, device: str) -> None:
+        """Move the policy and the optimisers' state there, and leave nothing behind."""
+        move_training(self.state.policy, self.state.optimizers.values(), device)
+        if self._reference is not None:
+            move_training(self._reference, (), device)
+
+    @collective()
     def export(self, path: Path) -> ExportedWeights:
         """Write the weights as they are now; the file appears whole or not at all."""
-        return self.files.export(path)
+        return self.state.write_weights(path)
 
-    def load_weights(self, path: Path) -> None:
-        """Take weights that `export` wrote; InvalidConfig when they are another model's."""
-        self.files.load_weights(path)
-
-    def save(self, directory: Path) -> None:
+    @collective()
+    def snapshot(self, directory: Path) -> None:
         """Write all that a checkpoint keeps of this learner into a directory."""
-        self.files.save(directory)
+        self.state.write(directory)
 
+    def _require_snapshot(self, directory: Path) -> None:
+        self.state.require_readable(directory)
+
+    @collective(check=_require_snapshot)
     def restore(self, directory: Path) -> None:
-        """Continue from what `save` wrote, as if never stopped; InvalidConfig for another model."""
-        self.files.restore(directory)
+        """Go on from a snapshot as if never stopped; InvalidConfig for another model's."""
+        self.state.read(directory)
 
-    def _with_proximal(self, rows: list[TokenRow]) -> list[TokenRow]:
-        """The rows with the log-probs of the policy as it is now."""
-        scores = self._scores(rows)
-        pairs = zip(rows, scores, strict=True)
-        return [replace(row, proximal_logprobs=logprobs) for row, logprobs in pairs]
+    def _update(self, rows: Rows[TokenRow], kind: Kind) -> UpdateReport:
+        backward = self.forward_backward(rows, kind)
+        step = self.optim_step(backward.loss, kind)
+        return UpdateReport(loss=backward.loss, metrics=backward.metrics, step=step)
 
     def _scores(
         self, rows: Rows[TokenRow], longest: int = 0, *, policy: PolicyModel | None = None
     ) -> list[torch.Tensor]:
-        self._ask()
         most = max(longest, self._settings.packed_row_tokens)
-        return score_rows(policy or self._policy, rows, self._ranks, max_tokens=most)
-
-    def _update(
-        self,
-        rows: Rows[TokenRow],
-        optimizer: GuardedOptimizer,
-        loss: Objective,
-        *,
-        with_entropy: bool = False,
-    ) -> UpdateReport:
-        self._ask()
-        return update(
-            self._policy,
-            optimizer,
-            own_rows(rows, self._ranks, max_tokens=self._settings.packed_row_tokens),
-            loss,
-            with_entropy=with_entropy,
-            ranks=self._ranks,
-        )
-
-    @property
-    def _measures_entropy(self) -> bool:
-        settings = self._settings
-        return settings.objective.entropy_metric and settings.logprob_kernel != "cut"
-
-    def _ask(self) -> None:
-        if self._ask_before_computing is not None:
-            self._ask_before_computing()
+        return score_rows(policy or self.state.policy, rows, self._ranks, max_tokens=most)
 
     def _fitting(self, rows: Rows[TokenRow]) -> list[TokenRow]:
         settings = self._settings
         return fitting(rows, max_tokens=settings.packed_row_tokens, oversize=settings.oversize)
 
-    def _optimizer_of(self, settings: OptimizerSettings) -> GuardedOptimizer:
-        parameters, matrices = self._policy.parameters(), self._policy.hidden_matrices()
-        return GuardedOptimizer(parameters, settings, matrices=matrices)
+
+def _optimizer(policy: PolicyModel, settings: OptimizerSettings) -> GuardedOptimizer:
+    return GuardedOptimizer(policy.parameters(), settings, matrices=policy.hidden_matrices())
+
+
+def _require_known_tokens(one: TrainedSequence, vocab_size: int) -> None:
+    """The embedding has no row for other ids, and on a GPU that takes the process with it."""
+    ids = one.sequence.token_ids
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(wrong):
+        raise InvalidInput(
+            f"Token id {wrong[0]} is outside a vocabulary of {vocab_size}.",
+            reason="TOKEN_OUT_OF_RANGE",
+            remedy="Play with the tokenizer of the model that is trained.",
+        )
 
 
 def policy_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel:

@@ -1,7 +1,8 @@
-"""Which of the trainer's processes this one is, as torchrun or `launch.py` says."""
+"""Which of the trainer's processes this one is, as torchrun or `launch.py` says; their learners."""
 
 from __future__ import annotations
 
+import json
 import signal
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -10,13 +11,14 @@ import torch
 from dialoop.errors import InvalidConfig
 from pydantic import Field
 
+from dialoop_services.learning.parallel.group_commands import Group
 from dialoop_services.learning.parallel.ranks import Ranks, joined_ranks
 from dialoop_services.runtime.settings import StrictSettings
+from dialoop_services.trainer.learner.learner import Learner
+from dialoop_services.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from dialoop_services.trainer.settings import TrainerSettings
 
 
 class RankSettings(StrictSettings):
@@ -56,6 +58,23 @@ def joined(found: RankSettings, settings: TrainerSettings) -> Iterator[Ranks]:
         init_method=found.rendezvous,
     ) as ranks:
         yield ranks
+
+
+def learners_of(ranks: Ranks) -> Group[Learner]:
+    """The learners of all ranks, which `make_learner` makes on the first rank."""
+
+    def make(facts: str, group: Group[Learner]) -> Learner:
+        return Learner(TrainerSettings(**json.loads(facts)), group)
+
+    return Group(ranks, make)
+
+
+def make_learner(settings: TrainerSettings, group: Group[Learner] | None = None) -> Learner:
+    """Load the model on every rank, with the first rank's settings; the first rank's learner."""
+    if group is None or group.ranks.size == 1:
+        return Learner(settings, group)
+    # The bearer token is of no use to ranks that speak to nobody.
+    return group.make(settings.model_dump_json(exclude={"token"}))
 
 
 def leave_stopping_to_the_first() -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dialoop.clients.inference import InferenceClient, WeightsManifest
     from dialoop.sequences import PolicyVersion
 
-    from dialoop_services.trainer.learner.learner_files import ExportedWeights
+    from dialoop_services.trainer.learner.learner_state import ExportedWeights
     from dialoop_services.trainer.settings import TrainerSettings
 
 _CHUNK_BYTES = 1 << 20
@@ -36,7 +36,7 @@ _CHUNK_BYTES = 1 << 20
 _KEPT_IN_MEMORY = 2
 
 
-class DataPlane(Protocol):
+class WeightsSender(Protocol):
     """A way for weights to get to replicas."""
 
     name: str
@@ -59,7 +59,7 @@ class DataPlane(Protocol):
         ...
 
 
-class SharedMemory:
+class FileSender:
     """A file that the replica opens: under `policies/`, or a copy of it in memory."""
 
     name = "shared_memory"
@@ -100,7 +100,7 @@ class SharedMemory:
             shutil.rmtree(old, ignore_errors=True)
 
 
-class Chunks:
+class ChunkSender:
     """The file's bytes over gRPC."""
 
     name = "chunks"
@@ -121,12 +121,12 @@ class Chunks:
         await replica.load_weights(manifest, _chunks(weights.path), deadline_s=deadline_s)
 
 
-def data_plane_of(settings: TrainerSettings) -> DataPlane:
+def weights_sender_of(settings: TrainerSettings) -> WeightsSender:
     """The configured way; InvalidConfig (NEEDS_CUDA) when this machine has no device for it."""
     if settings.data_plane == "chunks":
-        return Chunks()
+        return ChunkSender()
     if settings.data_plane == "shared_memory":
-        return SharedMemory(settings.run_dir / "policies", settings.shared_memory_dir)
+        return FileSender(settings.run_dir / "policies", settings.shared_memory_dir)
     # vLLM is imported only where it is used.
     from dialoop_services.trainer.publish.vllm_transfer import VllmTransfer
 

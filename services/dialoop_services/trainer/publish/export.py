@@ -36,14 +36,14 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunPolicies:
     """A run's policies on disk, and the model directory it started from."""
 
     policies: Path
     model_dir: Path
 
     @classmethod
-    def of(cls, run_dir: Path) -> Run:
+    def of(cls, run_dir: Path) -> RunPolicies:
         """NotFound when the directory is no run."""
         mark = run_dir / "run.json"
         if not mark.is_file():
@@ -91,7 +91,7 @@ class Run:
 
 
 def export_policy(
-    run: Run, version: str, out: Path, *, merged: bool = False, base: str = ""
+    run: RunPolicies, version: str, out: Path, *, merged: bool = False, base: str = ""
 ) -> Path:
     """Write the version to `out`, which appears whole or not at all.
 
@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--base", default="")
     given = parser.parse_args(arguments)
     try:
-        run = Run.of(given.run_dir)
+        run = RunPolicies.of(given.run_dir)
         out = export_policy(run, given.version, given.out, merged=given.merged, base=given.base)
     except DialoopError as error:
         sys.stderr.write(f"dialoop: {error}\n")

@@ -19,8 +19,8 @@ from dialoop.sequences import PolicyVersion
 
 from dialoop_services.learning.lora.layers import ADAPTER
 from dialoop_services.trainer.job.placement import Split
-from dialoop_services.trainer.learner.learner_files import WEIGHTS
-from dialoop_services.trainer.publish.data_planes import data_plane_of, pointer_of
+from dialoop_services.trainer.learner.learner_state import WEIGHTS
+from dialoop_services.trainer.publish.data_planes import pointer_of, weights_sender_of
 from dialoop_services.trainer.records.records import write_json
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from dialoop.sequences import Floats
 
     from dialoop_services.trainer.job.placement import Placement
-    from dialoop_services.trainer.learner.learner_files import ExportedWeights
-    from dialoop_services.trainer.learner.ranked_learner import AnyLearner
+    from dialoop_services.trainer.learner.learner import Learner
+    from dialoop_services.trainer.learner.learner_state import ExportedWeights
     from dialoop_services.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Publisher:
     def __init__(
         self,
         settings: TrainerSettings,
-        learner: AnyLearner,
+        learner: Learner,
         replicas: Sequence[InferenceClient],
         replay: ReplayClient,
         placement: Placement | None = None,
@@ -73,7 +73,7 @@ class Publisher:
         self._replay = replay
         self._placement = placement or Split()
         self._root = settings.run_dir / "policies"
-        self._plane = data_plane_of(settings)
+        self._sender = weights_sender_of(settings)
         self._file = ADAPTER if settings.publishes_adapters else WEIGHTS
         self._publishing = asyncio.Lock()
         self._newest: tuple[WeightsManifest, ExportedWeights] | None = None
@@ -99,7 +99,7 @@ class Publisher:
         await self.announce(version)
         async with self._publishing:
             manifest = self._manifest(version, weights)
-            await self._plane.offer(manifest, weights)
+            await self._sender.offer(manifest, weights)
             self._point_to(version, weights)
             num_replicas, difference = await self._load_and_prove(manifest, weights, own)
             self._newest = manifest, weights
@@ -147,7 +147,7 @@ class Publisher:
     ) -> bool:
         version, deadline_s = manifest.policy_version, self._settings.publish_deadline_s
         try:
-            await self._plane.send(replica, manifest, weights, deadline_s=deadline_s)
+            await self._sender.send(replica, manifest, weights, deadline_s=deadline_s)
         except PreconditionFailed as error:
             # A replica that started a moment ago has it from latest.json.
             if error.reason == "VERSION_NOT_NEWER":
@@ -173,7 +173,7 @@ class Publisher:
 
     async def keep_up(self) -> None:
         """Until cancelled, send the newest policy to replicas that lack it and cannot fetch it."""
-        while not self._plane.is_fetched:
+        while not self._sender.is_fetched:
             await asyncio.sleep(_LOOK_EVERY_S)
             async with self._publishing:
                 if self._newest is not None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from dialoop.clients.inference import InferenceClient, WeightsManifest
 
-    from dialoop_services.trainer.learner.learner_files import ExportedWeights
+    from dialoop_services.trainer.learner.learner_state import ExportedWeights
 
 Backend = Literal["nccl", "ipc"]
 

@@ -30,13 +30,13 @@ from dialoop_services.learning.lora.base_weights import BaseWeights, adapted_ten
 from dialoop_services.learning.lora.layers import ADAPTER
 from dialoop_services.learning.model.policy import PolicyModel, load_policy
 from dialoop_services.learning.packing.rows import TokenRow, pack_rows
-from dialoop_services.trainer.publish.export import WEIGHTS, Run
+from dialoop_services.trainer.publish.export import WEIGHTS, RunPolicies
 
 _ROWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
+class SampledTokens:
     """The tokens of one sequence that one version sampled, at `positions`."""
 
     token_ids: tuple[int, ...]
@@ -50,12 +50,12 @@ class Stored:
 
     num_trajectories: int
     num_inexact_trajectories: int
-    sampled: dict[tuple[str, float], list[Sampled]]
+    sampled: dict[tuple[str, float], list[SampledTokens]]
 
 
 def sampled_by_version(*paths: Path) -> Stored:
     """The sampled tokens in the parts of trajectories.jsonl that can be re-scored."""
-    found: dict[tuple[str, float], list[Sampled]] = defaultdict(list)
+    found: dict[tuple[str, float], list[SampledTokens]] = defaultdict(list)
     num_trajectories = num_inexact = 0
     for row in _rows(paths):
         if row.get("update_mode") == UpdateMode.KEEP_KV.name:
@@ -79,7 +79,7 @@ def _rows(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
             yield from map(json.loads, lines)
 
 
-def _sampled(sequence: dict[str, Any]) -> Iterator[tuple[str, Sampled]]:
+def _sampled(sequence: dict[str, Any]) -> Iterator[tuple[str, SampledTokens]]:
     start = 0
     ids = tuple(sequence["token_ids"])
     logprobs = np.array(sequence["inference_logprobs"], dtype=np.float32)
@@ -93,12 +93,12 @@ def _sampled(sequence: dict[str, Any]) -> Iterator[tuple[str, Sampled]]:
         # Later tokens cannot matter, so a row ends where its version's tokens end.
         yield (
             version,
-            Sampled(token_ids=ids[: positions[-1] + 1], positions=positions, logprobs=own),
+            SampledTokens(token_ids=ids[: positions[-1] + 1], positions=positions, logprobs=own),
         )
 
 
 @torch.no_grad()
-def largest_difference(policy: PolicyModel, rows: list[Sampled], temperature: float) -> float:
+def largest_difference(policy: PolicyModel, rows: list[SampledTokens], temperature: float) -> float:
     """Largest absolute difference in nats over the rows' sampled tokens."""
     worst = 0.0
     for start in range(0, len(rows), _ROWS_AT_ONCE):
@@ -111,7 +111,7 @@ def largest_difference(policy: PolicyModel, rows: list[Sampled], temperature: fl
     return worst
 
 
-def _as_row(sampled: Sampled) -> TokenRow:
+def _as_row(sampled: SampledTokens) -> TokenRow:
     mask = np.zeros(len(sampled.token_ids), dtype=np.bool_)
     mask[sampled.positions] = True
     return TokenRow.from_demonstration(list(sampled.token_ids), mask.tolist())
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--model-dir", type=Path, help="default: the one the run started from")
     arguments = parser.parse_args()
-    model_dir = arguments.model_dir or Run.of(arguments.run_dir).model_dir
+    model_dir = arguments.model_dir or RunPolicies.of(arguments.run_dir).model_dir
     print(json.dumps(rescore(arguments.run_dir, model_dir)))  # noqa: T201
 
 

@@ -5,86 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections import Counter
-from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING
 
-from dialoop.errors import InvalidConfig
 from dialoop.sequences import PolicyVersion
 
+from dialoop_services.trainer.job.state import JobState
 from dialoop_services.trainer.records.records import write_json
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dialoop_services.trainer.learner.ranked_learner import AnyLearner
-
-_FORMAT = 1
-
-
-@dataclass(slots=True, kw_only=True)
-class Progress:
-    """How far the job is; owned by the job and written whole into every checkpoint.
-
-    `consumed_lease_ids` and `consumed_group_ids` are of the groups whose gradient is in the weights
-    and whose acknowledgement may not have reached the queue yet: a restart acknowledges the leases,
-    and a redelivery of a group is acknowledged, not trained again. `due_evaluations` are the train
-    steps after which an evaluation was due that has not been judged yet.
-    """
-
-    policy_version: PolicyVersion
-    num_warm_start_steps: int = 0
-    num_train_steps: int = 0
-    num_policy_versions: int = 0
-    num_trained_tokens: int = 0
-    best_evaluation: float | None = None
-    num_evaluations_without_gain: int = 0
-    stopped_early: str = ""
-    num_trained_trajectories: int = 0
-    num_steps_with_older_data: int = 0
-    max_logprob_difference: float = 0.0
-    cursor: str = ""
-    consumed_lease_ids: list[str] = field(default_factory=list)
-    consumed_group_ids: list[str] = field(default_factory=list)
-    staleness_histogram: Counter[int] = field(default_factory=Counter)
-    forks: Counter[str] = field(default_factory=Counter)
-    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
-    due_evaluations: list[int] = field(default_factory=list)
-    heldout_losses: dict[str, float] = field(default_factory=dict)
-    phase_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {"format": _FORMAT, **values, "policy_version": asdict(self.policy_version)}
-
-    def result(self) -> dict[str, Any]:
-        """What trainer.json says of the whole run."""
-        older = self.num_steps_with_older_data / max(1, self.num_train_steps)
-        return {
-            "phases": self.phase_seconds,
-            "num_train_steps": self.num_train_steps,
-            "num_policy_versions": self.num_policy_versions,
-            "staleness_histogram": dict(sorted(self.staleness_histogram.items())),
-            "share_of_train_steps_with_older_data": older,
-            "max_logprob_difference": self.max_logprob_difference,
-            "num_trained_tokens": self.num_trained_tokens,
-            "num_trajectories_trained": self.num_trained_trajectories,
-            "forks": dict(self.forks),
-            "evaluations": self.evaluations,
-            "heldout_losses": self.heldout_losses,
-            "stopped_early": self.stopped_early,
-        }
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Progress:
-        """What `to_json` wrote."""
-        if data.pop("format", None) != _FORMAT:
-            raise InvalidConfig("The checkpoint is of another format.", remedy="Start a fresh run.")
-        version = PolicyVersion(**data.pop("policy_version"))
-        histogram = Counter({int(k): v for k, v in data.pop("staleness_histogram").items()})
-        forks = Counter(data.pop("forks"))
-        return cls(policy_version=version, staleness_histogram=histogram, forks=forks, **data)
+    from dialoop_services.trainer.learner.learner import Learner
 
 
 class Checkpoints:
@@ -101,24 +34,22 @@ class Checkpoints:
             return None
         return self._root / str(json.loads(pointer.read_text("utf-8"))["name"])
 
-    def save(self, learner: AnyLearner, progress: Progress) -> Path:
+    def save(self, learner: Learner, state: JobState) -> Path:
         """Write a checkpoint; it counts from the moment the pointer names it."""
-        directory = self._fresh_directory(
-            f"{progress.policy_version}-{progress.num_train_steps:06d}"
-        )
-        learner.save(directory)
-        write_json(directory / "progress.json", progress.to_json())
+        directory = self._fresh_directory(f"{state.policy_version}-{state.num_train_steps:06d}")
+        learner.snapshot(directory)
+        write_json(directory / "progress.json", state.to_json())
         write_json(self._root / "latest.json", {"name": directory.name})
         self._forget_all_but(directory.name)
         return directory
 
-    def restore(self, learner: AnyLearner) -> Progress | None:
+    def restore(self, learner: Learner) -> JobState | None:
         """Load the newest checkpoint into the learner; None when there is none."""
         directory = self.newest
         if directory is None:
             return None
         learner.restore(directory)
-        return Progress.from_json(json.loads((directory / "progress.json").read_text("utf-8")))
+        return JobState.from_json(json.loads((directory / "progress.json").read_text("utf-8")))
 
     def _fresh_directory(self, name: str) -> Path:
         """One that was not there: a kill while writing must not hurt what the pointer names."""
@@ -155,10 +86,23 @@ def _age(version: PolicyVersion) -> tuple[int, int]:
     return int(generation) if generation.isdecimal() else 0, version.number
 
 
-def published_version(run_dir: Path) -> PolicyVersion | None:
-    """The version that `policies/latest.json` names, if any."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatestPolicy:
+    """What `policies/latest.json` says of the newest policy that went out."""
+
+    version: PolicyVersion
+    file_name: str
+    sha256: str
+
+
+def published_policy(run_dir: Path) -> LatestPolicy | None:
+    """The newest policy that went out, if any."""
     pointer = run_dir / "policies" / "latest.json"
     if not pointer.is_file():
         return None
     data = json.loads(pointer.read_text("utf-8"))
-    return PolicyVersion(lineage=data["lineage"], number=data["number"])
+    return LatestPolicy(
+        version=PolicyVersion(lineage=data["lineage"], number=data["number"]),
+        file_name=PurePath(data["path"]).name,
+        sha256=data["sha256"],
+    )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class JournalEntry:
     """A train step that was taken, a publish in between, or an evaluation that was judged.
 
     policy_version is the one after it; trained and dropped are lease ids, the latter by reason. An
@@ -75,7 +75,7 @@ class Journal:
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: JournalEntry) -> None:
         """Add a line; it is there when this returns, whatever becomes of the process."""
         path = self._path
         if path is None:  # before its first checkpoint a run has nothing to go on from
@@ -83,13 +83,13 @@ class Journal:
         with opened(path) as file:
             file.write(json.dumps(entry.to_json()) + "\n")
 
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[JournalEntry, ...]:
         """Everything since the checkpoint, but for a line that a kill cut short."""
         path = self._path
         if path is None or not path.is_file():
             return ()
         whole = path.read_text("utf-8").split("\n")[:-1]
-        return tuple(Entry.from_json(json.loads(line)) for line in whole)
+        return tuple(JournalEntry.from_json(json.loads(line)) for line in whole)
 
     @property
     def _path(self) -> Path | None:

@@ -8,71 +8,82 @@ a group is gone, the run goes on from what could be redone, in a new lineage.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import shutil
-from dataclasses import dataclass
-from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from dialoop.clients.replay import ReturnItem
-from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Stage
 
 from dialoop_services.trainer.data.batches import Batch
 from dialoop_services.trainer.data.leases import WORKER
+from dialoop_services.trainer.recovery.checkpoint import published_policy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from dialoop.clients.replay import GroupLease
+    from dialoop.sequences import PolicyVersion
 
-    from dialoop_services.trainer.job.state import JobParts, Standing
+    from dialoop_services.trainer.job.checkpointer import Checkpointer
+    from dialoop_services.trainer.job.evaluation_schedule import EvaluationSchedule
+    from dialoop_services.trainer.job.parts import JobParts
+    from dialoop_services.trainer.job.policy_versions import PolicyVersions
     from dialoop_services.trainer.job.train_steps import TrainSteps
-    from dialoop_services.trainer.recovery.journal import Entry
+    from dialoop_services.trainer.recovery.checkpoint import LatestPolicy
+    from dialoop_services.trainer.recovery.journal import JournalEntry
     from dialoop_services.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 
 
-class Redo:
+class Recovery:
     """Used once, between a restore and the next train step."""
 
     def __init__(
-        self, settings: TrainerSettings, parts: JobParts, standing: Standing, steps: TrainSteps
+        self,
+        settings: TrainerSettings,
+        parts: JobParts,
+        checkpointer: Checkpointer,
+        versions: PolicyVersions,
+        schedule: EvaluationSchedule,
+        steps: TrainSteps,
     ) -> None:
         self._settings = settings
         self._learner = parts.learner
         self._replay = parts.replay
         self._records = parts.records
-        self._standing = standing
+        self._checkpointer = checkpointer
+        self._held = checkpointer.held
+        self._state = checkpointer.state
+        self._versions = versions
+        self._schedule = schedule
         self._steps = steps
 
     async def run(self) -> None:
         """Catch up with the journal, give back what was in work, and publish where that leads."""
-        standing = self._standing
-        if not standing.progress.num_policy_versions:  # killed in its warm start
-            standing.go_on(await self._published())
+        state, held = self._state, self._held
+        if not state.num_policy_versions:  # killed in its warm start
+            self._versions.go_on(await self._announced())
             return
-        entries = standing.journal.entries()
+        entries = self._checkpointer.journal.entries()
         # All at once: a lease that ran out is a failed delivery of its group until we are back.
-        standing.held.hold(one for entry in entries for one in entry.lease_ids)
-        async with standing.held.kept():
-            await standing.held.extend()
+        held.hold(one for entry in entries for one in entry.lease_ids)
+        async with held.kept():
+            await held.extend()
             num_redone = await self._redo_all(entries)
-            standing.held.let_go(one for entry in entries[num_redone:] for one in entry.lease_ids)
+            held.let_go(one for entry in entries[num_redone:] for one in entry.lease_ids)
             if self._settings.mode == "rl":
                 await self._return_the_rest(entries)
-            redone = standing.progress.policy_version
-            standing.go_on(await self._published())
-            await standing.publish_again()
-            if entries or standing.progress.policy_version != redone:
+            redone = state.policy_version
+            self._versions.go_on(await self._announced())
+            await self._versions.publish_again()
+            if entries or state.policy_version != redone:
                 # Nobody has to redo this once more; and where some are gone the journal no longer
                 # says what was done.
-                await standing.checkpoint()
+                await self._checkpointer.checkpoint()
 
-    async def _redo_all(self, entries: Sequence[Entry]) -> int:
+    async def _redo_all(self, entries: Sequence[JournalEntry]) -> int:
         """How many entries were redone; 0 with the checkpoint's weights where they came out other.
 
         Rows and trajectories of all but the newest train step have been written down before.
@@ -85,32 +96,32 @@ class Redo:
                 return number
             if live is not None and not await self._is_as_published(live):
                 log.error("Redone weights differ.", extra={"policy_version": str(live.version)})
-                await self._standing.restore()
+                await self._checkpointer.restore()
                 return 0
         return len(entries)
 
-    async def _redo(self, entry: Entry, *, is_recorded: bool) -> bool:
+    async def _redo(self, entry: JournalEntry, *, is_recorded: bool) -> bool:
         """Do once more what one entry says; False where the queue has lost its groups."""
-        progress = self._standing.progress
+        state = self._state
         if entry.evaluated is not None:
-            self._standing.settle_evaluation(entry.evaluated, judged=entry.judged, is_redone=True)
+            self._schedule.mark_evaluated(entry.evaluated, judged=entry.judged, is_redone=True)
             return True
         batch = await self._batch(entry)
         if batch is None:
             return False
-        since = progress.num_train_steps
+        since = state.num_train_steps
         row = await self._steps.learn(batch) if entry.lease_ids else {}
-        self._standing.owe_evaluation(since=since)
-        self._standing.settle(entry.trained)
-        if entry.policy_version != progress.policy_version:
-            progress.policy_version = entry.policy_version
-            progress.num_policy_versions += 1
+        self._schedule.schedule_evaluation(since=since)
+        self._checkpointer.mark_trained(entry.trained)
+        if entry.policy_version != state.policy_version:
+            state.policy_version = entry.policy_version
+            state.num_policy_versions += 1
         if row and not is_recorded:
             await self._steps.record(batch, row, is_redone=True)
         await self._steps.drop(batch)
         return True
 
-    async def _batch(self, entry: Entry) -> Batch | None:
+    async def _batch(self, entry: JournalEntry) -> Batch | None:
         """The batch as it was, but for dropped groups that the queue has let go of since."""
         trained = await self._reopened(entry.trained)
         if trained is None:
@@ -131,10 +142,10 @@ class Redo:
         )
         if found.lost:
             return None
-        self._standing.held.hold(lease_ids)
+        self._held.hold(lease_ids)
         return found.leases
 
-    async def _return_the_rest(self, entries: Sequence[Entry]) -> None:
+    async def _return_the_rest(self, entries: Sequence[JournalEntry]) -> None:
         """Give back, to its place in the queue, what the killed trainer held and nobody redid.
 
         What was in work when it was killed may be what killed it: that counts as a failure.
@@ -145,43 +156,21 @@ class Redo:
         items = [
             ReturnItem(lease_id=one, reason="trainer_restarted", failed=one not in done)
             for one in listed
-            if one not in self._standing.held.lease_ids
+            if one not in self._held.lease_ids
         ]
         if items:
             await self._replay.give_back(run, items)
 
-    async def _published(self) -> PolicyVersion | None:
+    async def _announced(self) -> PolicyVersion | None:
         """The newest version that the queue knows: a publish is announced to it first."""
         return (await self._replay.get_stats(self._settings.run)).policy_version
 
-    async def _is_as_published(self, live: PublishedPolicy) -> bool:
+    async def _is_as_published(self, live: LatestPolicy) -> bool:
         """Whether the present weights are those of the live version, or of another version."""
-        if self._standing.progress.policy_version != live.version:
+        if self._state.policy_version != live.version:
             return True
         # Next to the published ones, and of the same name: of LoRA that is the adapter alone.
         directory = self._settings.run_dir / "redone"
         weights = await asyncio.to_thread(self._learner.export, directory / live.file_name)
         shutil.rmtree(directory)
         return weights.sha256 == live.sha256
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedPolicy:
-    """What `policies/latest.json` says of the newest policy that went out."""
-
-    version: PolicyVersion
-    file_name: str
-    sha256: str
-
-
-def published_policy(run_dir: Path) -> PublishedPolicy | None:
-    """The newest policy that went out, if any."""
-    pointer = run_dir / "policies" / "latest.json"
-    if not pointer.is_file():
-        return None
-    data = json.loads(pointer.read_text("utf-8"))
-    return PublishedPolicy(
-        version=PolicyVersion(lineage=data["lineage"], number=data["number"]),
-        file_name=PurePath(data["path"]).name,
-        sha256=data["sha256"],
-    )

@@ -1,12 +1,13 @@
-"""What a learner writes and reads: the policy's weights, and all that a checkpoint keeps of it.
+"""What training changes: the policy, its optimisers and the random orders; written and read.
 
-Everything here is collective: all ranks call it, the first one writes (of a sharded checkpoint each
-its own part), and every rank reads by itself.
+Whatever touches a file is collective: all ranks call it, the first one writes (of a sharded
+checkpoint each its own part), and every rank reads by itself.
 """
 
 from __future__ import annotations
 
 import ast
+import gc
 import hashlib
 import json
 from dataclasses import dataclass
@@ -42,7 +43,9 @@ from dialoop_services.learning.parallel.ranks import ALONE, Ranks, reshard
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor, nn
 
     from dialoop_services.learning.model.policy import PolicyModel
     from dialoop_services.learning.optim import GuardedOptimizer
@@ -62,8 +65,8 @@ class ExportedWeights:
     base_digest: str = ""
 
 
-class LearnerFiles:
-    """Writes and reads a policy, its optimisers by name, and the random state."""
+class LearnerState:
+    """A policy, its optimisers by name, and the generator of random orders."""
 
     def __init__(
         self,
@@ -75,15 +78,15 @@ class LearnerFiles:
         is_sharded: bool = False,
         ranks: Ranks = ALONE,
     ) -> None:
-        self._policy = policy
-        self._optimizers = dict(optimizers)
-        self._orders = orders
+        self.policy = policy
+        self.optimizers = dict(optimizers)
+        self.orders = orders
         self._model_dir = model_dir
         self._is_sharded = is_sharded
         self._ranks = ranks
         self._base_digest = ""
 
-    def export(self, path: Path) -> ExportedWeights:
+    def write_weights(self, path: Path) -> ExportedWeights:
         """Write the weights as they are now; the file appears whole or not at all.
 
         With LoRA a file of PEFT's name is the adapter alone, in a directory that PEFT loads.
@@ -107,30 +110,30 @@ class LearnerFiles:
         kind = WeightsKind.ADAPTER if is_adapter else WeightsKind.WHOLE
         return ExportedWeights(path=path, kind=kind, **json.loads(self._ranks.broadcast(facts)))
 
-    def load_weights(self, path: Path) -> None:
-        """Take weights that `export` wrote; InvalidConfig when they are another model's."""
+    def read_weights(self, path: Path) -> None:
+        """Take weights that `write_weights` wrote; InvalidConfig when they are another model's."""
         complaint = f"{path.parent.name} is not of the model in {self._model_dir}"
-        load_weights(self._policy, load_file(path), complaint=complaint)
+        load_weights(self.policy, load_file(path), complaint=complaint)
 
-    def save(self, directory: Path) -> None:
+    def write(self, directory: Path) -> None:
         """Write a checkpoint into a directory: weights (with LoRA adapters), optimisers, random."""
         if self._is_sharded:
-            save_sharded(directory / _PARTS, self._policy, self._optimizers, self._ranks)
+            save_sharded(directory / _PARTS, self.policy, self.optimizers, self._ranks)
             state: dict[str, Any] = {}
         else:
             self._save_weights(directory)
-            state = {n: gathered_optimizer(o, self._ranks) for n, o in self._optimizers.items()}
+            state = {n: gathered_optimizer(o, self._ranks) for n, o in self.optimizers.items()}
         if self._ranks.is_first:
             facts = {
                 "torch_random": torch.get_rng_state(),
-                "python_random": repr(self._orders.getstate()),
+                "python_random": repr(self.orders.getstate()),
             }
-            if has_lora(self._policy.causal_lm):
+            if has_lora(self.policy.causal_lm):
                 facts[BASE_DIGEST] = self._digest_of_base()
             torch.save({**state, **facts}, directory / _STATE)
         self._ranks.gather(None)  # whoever goes on may rely on the files
 
-    def restore(self, directory: Path) -> None:
+    def read(self, directory: Path) -> None:
         """Go on as if never stopped, from what any number of ranks saved, whole or in parts.
 
         InvalidConfig when it is another model's.
@@ -142,13 +145,13 @@ class LearnerFiles:
         if base := state.get(BASE_DIGEST, ""):  # checkpoints of before said none
             require_base(self._digest_of_base(), base)
         if (directory / _PARTS).is_dir():
-            load_sharded(directory / _PARTS, self._policy, self._optimizers, self._ranks)
+            load_sharded(directory / _PARTS, self.policy, self.optimizers, self._ranks)
         else:
             self._restore_weights(directory)
-            for name, one in self._optimizers.items():
+            for name, one in self.optimizers.items():
                 load_optimizer(one, state[name])
         torch.set_rng_state(state["torch_random"].clone())
-        self._orders.setstate(ast.literal_eval(state["python_random"]))
+        self.orders.setstate(ast.literal_eval(state["python_random"]))
 
     def require_readable(self, directory: Path) -> None:
         """InvalidConfig when this rank does not see the checkpoint, or it is of another kind."""
@@ -160,7 +163,7 @@ class LearnerFiles:
             )
         is_adapter = (directory / ADAPTER).is_file()
         is_whole = (directory / WEIGHTS).is_file()
-        if (is_adapter or is_whole) and is_adapter != has_lora(self._policy.causal_lm):
+        if (is_adapter or is_whole) and is_adapter != has_lora(self.policy.causal_lm):
             raise InvalidConfig(
                 f"The checkpoint {directory.name} is {'' if is_adapter else 'not '}one of LoRA.",
                 reason="WEIGHTS_MISMATCH",
@@ -169,16 +172,16 @@ class LearnerFiles:
 
     def _save_weights(self, directory: Path) -> None:
         """What is trained: the weights, or with LoRA a PEFT directory."""
-        model = self._policy.causal_lm
+        model = self.policy.causal_lm
         if not has_lora(model):
-            self.export(directory / WEIGHTS)
+            self.write_weights(directory / WEIGHTS)
             return
-        self.export(directory / ADAPTER)
+        self.write_weights(directory / ADAPTER)
 
     def _restore_weights(self, directory: Path) -> None:
-        model = self._policy.causal_lm
+        model = self.policy.causal_lm
         if not has_lora(model):
-            self.load_weights(directory / WEIGHTS)
+            self.read_weights(directory / WEIGHTS)
             return
         own = adapter_tensors(model)
         tensors = load_file(directory / ADAPTER)
@@ -186,7 +189,7 @@ class LearnerFiles:
 
     def _write_adapter_config(self, directory: Path) -> dict[str, str]:
         """What the adapter is of: its config, which is left beside it, and its base's digest."""
-        save_adapter_config(self._policy.causal_lm, directory, base=self._model_dir)
+        save_adapter_config(self.policy.causal_lm, directory, base=self._model_dir)
         config = (directory / ADAPTER_CONFIG).read_text("utf-8")
         return {"adapter_config_json": config, "base_digest": self._digest_of_base()}
 
@@ -197,19 +200,49 @@ class LearnerFiles:
 
     def _adapter(self) -> dict[str, torch.Tensor]:
         """The adapters by PEFT's names; {} on later ranks."""
-        reshard(self._policy)
-        return gathered(adapter_tensors(self._policy.causal_lm), self._ranks)
+        reshard(self.policy)
+        return gathered(adapter_tensors(self.policy.causal_lm), self._ranks)
 
     def _whole_weights(self) -> dict[str, torch.Tensor]:
         """The policy's parameters by their Hugging Face names, adapters merged; {} on later ranks.
 
         A tied head is not repeated.
         """
-        model = self._policy.causal_lm
+        model = self.policy.causal_lm
         if not has_lora(model):
-            return gathered_weights(self._policy, self._ranks)
-        reshard(self._policy)
+            return gathered_weights(self.policy, self._ranks)
+        reshard(self.policy)
         merged = merged_tensors(model)
         if model.config.tie_word_embeddings:
             merged.pop("lm_head.weight", None)
         return gathered(merged, self._ranks)
+
+
+def move_training(
+    model: nn.Module, optimizers: Iterable[GuardedOptimizer], device: torch.device | str
+) -> None:
+    """Move parameters, buffers and optimiser state; nothing of them stays where they were.
+
+    Parameters stay the same objects, so optimisers and tied weights go on with them.
+    """
+    target, left = torch.device(device), next(model.parameters()).device
+    if target.type == left.type:
+        return
+    for parameter in model.parameters():  # a tied one comes once
+        parameter.data = placed(parameter.data, target)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, placed(buffer, target))
+    for guarded in optimizers:
+        for optimizer in guarded.torch_optimizers:
+            # Torch's own rules: moments follow their parameter, AdamW's step count stays on host.
+            optimizer.load_state_dict(optimizer.state_dict())
+    if left.type == "cuda":
+        gc.collect()
+        torch.cuda.synchronize(left)
+        torch.cuda.empty_cache()
+
+
+def placed(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on that device."""
+    return tensor.to(device)

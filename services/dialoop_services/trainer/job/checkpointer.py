@@ -1,0 +1,132 @@
+"""From one checkpoint to the next: what was trained, the journal of it, and the leases it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from dialoop.clients.replay import ReturnItem
+
+from dialoop_services.trainer.data.leases import HeldLeases
+from dialoop_services.trainer.job.state import PhaseTimer
+from dialoop_services.trainer.recovery.checkpoint import lineage_after_restore, published_policy
+from dialoop_services.trainer.recovery.journal import Journal, JournalEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from dialoop_services.trainer.data.batches import Batch
+    from dialoop_services.trainer.job.parts import JobParts
+    from dialoop_services.trainer.job.state import JobState
+    from dialoop_services.trainer.settings import TrainerSettings
+
+log = logging.getLogger(__name__)
+
+DEAD_LETTERS_FORGOTTEN = "DEAD_LETTERS_FORGOTTEN"
+"""The alarm of a queue that had too many dead letters to keep them all."""
+
+
+class Checkpointer:
+    """Saves and restores the job's state and the learner's; called between train steps."""
+
+    def __init__(self, settings: TrainerSettings, parts: JobParts, state: JobState) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._replay = parts.replay
+        self.state = state
+        self.timer = PhaseTimer(state)
+        self.journal = Journal(parts.checkpoints)
+        self.held = HeldLeases(settings.run, parts.replay, lease_s=settings.lease_s)
+
+    async def restore(self) -> bool:
+        """Load the newest checkpoint, if there is one, and let go of what it contains."""
+        state, board = self.state, self._parts.board
+        restored = await asyncio.to_thread(self._parts.checkpoints.restore, self._parts.learner)
+        if restored is None:
+            # Killed before its first checkpoint: what was published may have been sampled from.
+            live = published_policy(self._settings.run_dir)
+            state.policy_version = lineage_after_restore(
+                state.policy_version, None if live is None else live.version
+            )
+            self._parts.records.rewind(num_train_steps=0, num_warm_start_steps=0)
+            return False
+        state.become(restored)
+        self.held.let_go(self.held.lease_ids)
+        board.num_train_steps = state.num_train_steps
+        board.num_warm_start_steps = state.num_warm_start_steps
+        await self._replay.acknowledge(self._settings.run, state.consumed_lease_ids)
+        state.consumed_lease_ids.clear()
+        return True
+
+    def mark_trained(self, lease_ids: Iterable[str]) -> None:
+        """The gradient of these groups is in the weights: the next checkpoint lets go of them."""
+        self.state.consumed_lease_ids.extend(lease_ids)
+
+    def note(
+        self,
+        batch: Batch | None = None,
+        *,
+        evaluated: int | None = None,
+        judged: float | None = None,
+    ) -> None:
+        """Write into the journal what has been done, before anybody outside hears of it.
+
+        Only RL does its steps again after a kill, and it begins with its first policy.
+        """
+        if self._settings.mode != "rl" or not self.state.num_policy_versions:
+            return
+        dropped = () if batch is None else batch.dropped.items()
+        self.journal.add(
+            JournalEntry(
+                train_step=self.state.num_train_steps,
+                policy_version=self.state.policy_version,
+                trained=() if batch is None else batch.trained_lease_ids,
+                dropped={why: tuple(one.lease_id for one in leases) for why, leases in dropped},
+                evaluated=evaluated,
+                judged=judged,
+            )
+        )
+
+    async def checkpoint(self) -> Path:
+        """Save everything, then acknowledge what the checkpoint contains."""
+        state, is_known = self.state, self.state.num_policy_versions > 0
+        if is_known:  # in a warm start the queue may not be there yet
+            state.cursor = await self._cursor()
+        self.timer.count()
+        path = await asyncio.to_thread(self._parts.checkpoints.save, self._parts.learner, state)
+        if is_known:
+            await self._replay.acknowledge(self._settings.run, state.consumed_lease_ids)
+        self.held.let_go(state.consumed_lease_ids)
+        # What was acknowledged cannot come back; the lists start anew after the next checkpoint.
+        state.consumed_lease_ids.clear()
+        state.consumed_group_ids.clear()
+        return path
+
+    async def shutdown(self) -> None:
+        """Do the last thing of a stopped job: save, and give back what it leased and did not train.
+
+        So that the next trainer has it at once, not when the leases have run out.
+        """
+        if self.state.num_policy_versions or self.state.num_warm_start_steps:
+            await self.checkpoint()
+        untrained = self.held.lease_ids
+        if untrained:
+            items = [ReturnItem(lease_id=lease, reason="trainer_stopped") for lease in untrained]
+            await self._replay.give_back(self._settings.run, items)
+            self.held.let_go(untrained)
+        log.info(
+            "Stopped between two train steps.",
+            extra={"train_step": self.state.num_train_steps, "num_returned": len(untrained)},
+        )
+
+    async def _cursor(self) -> str:
+        """The data position; and a word on it when groups that could not be used are gone."""
+        stats = await self._replay.get_stats(self._settings.run)
+        dropped = (stats.training.num_groups_dropped, stats.evaluation.num_groups_dropped)
+        num_forgotten = sum(reasons.get("dead_letter_forgotten", 0) for reasons in dropped)
+        self._parts.board.sound(DEAD_LETTERS_FORGOTTEN, on=num_forgotten > 0)
+        if num_forgotten:
+            log.warning("Dead letters were forgotten.", extra={"num_groups": num_forgotten})
+        return stats.cursor

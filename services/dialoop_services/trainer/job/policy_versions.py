@@ -1,0 +1,98 @@
+"""Which policy version the weights are published as."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dialoop_services.trainer.recovery.checkpoint import lineage_after_restore, published_policy
+
+if TYPE_CHECKING:
+    from dialoop.sequences import PolicyVersion
+
+    from dialoop_services.trainer.data.batches import Batch
+    from dialoop_services.trainer.job.checkpointer import Checkpointer
+    from dialoop_services.trainer.job.parts import JobParts
+    from dialoop_services.trainer.publish.publisher import Published
+    from dialoop_services.trainer.settings import TrainerSettings
+
+log = logging.getLogger(__name__)
+
+
+class PolicyVersions:
+    """Publishes the learner's weights, each under a version of their own; between train steps."""
+
+    def __init__(
+        self, settings: TrainerSettings, parts: JobParts, checkpointer: Checkpointer
+    ) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._checkpointer = checkpointer
+        self._state = checkpointer.state
+
+    def go_on(self, announced: PolicyVersion | None) -> None:
+        """Go on under a version that nobody has seen with other weights.
+
+        `announced` is the newest that the queue knows.
+        """
+        state, live = self._state, published_policy(self._settings.run_dir)
+        state.policy_version = lineage_after_restore(
+            state.policy_version, None if live is None else live.version, announced
+        )
+        self._parts.records.rewind(
+            num_train_steps=state.num_train_steps,
+            num_warm_start_steps=state.num_warm_start_steps,
+            evaluations=state.evaluations,
+        )
+        log.info(
+            "Resuming.",
+            extra={"train_step": state.num_train_steps, "policy": str(state.policy_version)},
+        )
+
+    async def publish_first(self) -> None:
+        """Publish the run's first policy, which a checkpoint holds before anybody hears of it."""
+        self._claim_next()
+        self._state.num_policy_versions = 1
+        await self._checkpointer.checkpoint()
+        await self.publish_again()
+
+    async def publish_again(self) -> None:
+        """Publish the weights under the version they have."""
+        self._record(await self._publish(tuple(self._state.consumed_lease_ids)))
+
+    async def publish_next(self, batch: Batch | None = None) -> Published:
+        """Publish the present weights, of a batch just trained, as a new version."""
+        # Claimed whatever comes: a number that failed never comes back with other weights.
+        self._claim_next()
+        trained = () if batch is None else batch.trained_lease_ids
+        self._checkpointer.mark_trained(trained)
+        self._checkpointer.note(batch)
+        published = await self._publish(trained)
+        self._state.num_policy_versions += 1
+        self._record(published)
+        return published
+
+    def _claim_next(self) -> None:
+        version = self._state.policy_version
+        self._state.policy_version = replace(version, number=version.number + 1)
+
+    async def _publish(self, trained: tuple[str, ...]) -> Published:
+        version = self._state.policy_version
+        return await self._parts.publisher.publish(version, trained_lease_ids=trained)
+
+    def _record(self, published: Published) -> None:
+        state = self._state
+        state.max_logprob_difference = max(
+            state.max_logprob_difference, published.max_logprob_difference
+        )
+        self._parts.board.published(published)
+        self._parts.records.metric(
+            "publish",
+            train_step=state.num_train_steps,
+            policy_version=published.policy_version,
+            publish_s=published.publish_s,
+            max_logprob_difference=published.max_logprob_difference,
+            num_replicas=published.num_replicas,
+            num_bytes=published.weights.num_bytes,
+        )
