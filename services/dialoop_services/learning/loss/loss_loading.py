@@ -8,7 +8,6 @@ load_objective("my_project.losses:mine")
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import logging
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidConfig
+from dialoop.import_paths import load_attribute
 
 from dialoop_services.learning.loss import losses
 from dialoop_services.learning.loss.objective import Objective
@@ -79,7 +79,7 @@ def load_objective(
     `options` are the loss's own, `surroundings` fields of Objective. Raises InvalidConfig for a
     name that leads nowhere, an option the loss does not take, or a correction it would not feel.
     """
-    preset = PRESETS.get(name) or Preset(loss=_imported(name))
+    preset = PRESETS.get(name) or Preset(loss=_function_at(name))
     objective = Objective(
         loss=_with_options(name, preset.loss, {**preset.options, **(options or {})}),
         aggregation=preset.aggregation,
@@ -120,21 +120,10 @@ def _with_options(
     return functools.partial(function, **options) if options else function
 
 
-def _imported(name: str) -> Callable[..., losses.LossOutput]:
-    module_name, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise _unknown(name, str(error)) from error
-    if not callable(function):
-        raise _unknown(name, "it is not a function")
-    loaded: Callable[..., losses.LossOutput] = function
-    return loaded
-
-
-def _unknown(name: str, why: str) -> InvalidConfig:
-    return InvalidConfig(
-        f"There is no loss {name!r}: {why}.",
-        reason="UNKNOWN_LOSS",
-        remedy=f"Use one of {', '.join(PRESETS)}, or 'package.module:function'.",
+def _function_at(path: str) -> Callable[..., losses.LossOutput]:
+    loaded: Callable[..., losses.LossOutput] = load_attribute(
+        path, what="loss", reason="UNKNOWN_LOSS", built_in=PRESETS
     )
+    if not callable(loaded):
+        raise InvalidConfig(f"The loss '{path}' is not a function.", reason="UNKNOWN_LOSS")
+    return loaded
