@@ -198,8 +198,9 @@ def mlgym(
     system_prompt: str = SYSTEM_PROMPT,
 ) -> MlgymEnv:
     """The environment of MLGym tasks by name; `make` may be given as "module:function"."""
-    if isinstance(make, str):
-        make = load_attribute(make, what="MLGym environment", reason="ENVIRONMENT_NOT_FOUND")
+    maker = make or _registered
+    if isinstance(maker, str):
+        maker = load_attribute(maker, what="MLGym environment", reason="ENVIRONMENT_NOT_FOUND")
     commands = MlgymCommands(metric=metric, format_penalty=format_penalty, max_steps=max_steps)
     rows = [{"key": task, "query": f"MLGym's {task}."} for task in tasks]
     return MlgymEnv(
@@ -208,7 +209,7 @@ def mlgym(
         tasks=RowTasks(rows),
         transforms=(EndWhenIncomplete(), commands, MaxTurns(max_steps)),
         system_prompt=system_prompt,
-        make=make or _registered,
+        make=maker,
         commands=commands,
     )
 

@@ -12,9 +12,9 @@ import pytest
 from dialoop.chat import History, Message
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.replay import ReplayClient
+from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import Unavailable
 from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, Task, Trajectory
-from dialoop_services.runtime.retry import Patience
 from dialoop_services.trainer.job.evaluation import Evaluation, EvaluationPlan, Evaluator
 from dialoop_services.trainer.records.records import RunRecords
 
@@ -140,7 +140,7 @@ async def test_groups_that_a_killed_trainer_waited_for_do_not_hold_up_the_next_e
 async def test_groups_that_a_killed_trainer_held_are_dropped_and_no_others(
     evaluate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Patience, "pause_s", lambda *_: 0.0)
+    monkeypatch.setattr(RetryPolicy, "wait_s", lambda *_: 0.0)
     replay = FakeReplay()
     replay.num_away = 1
     replay.play(orphan())
@@ -168,7 +168,7 @@ async def test_evaluations_that_run_side_by_side_get_their_own_groups(evaluate: 
 async def test_an_evaluation_waits_for_a_queue_that_is_away(
     evaluate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Patience, "pause_s", lambda *_: 0.0)
+    monkeypatch.setattr(RetryPolicy, "wait_s", lambda *_: 0.0)
     replay = FakeReplay()
     replay.num_away = 3
     found = await evaluate(replay).evaluate(plan("after"), train_step=1)
