@@ -25,9 +25,9 @@ def load_attribute(
     Raises InvalidConfig with `reason`. Its message says whether the path, the module or the
     attribute is wrong, or where the module itself raised.
     """
-    names = "".join(f"{name}, " for name in built_in)
+    names = ", ".join(built_in)
     remedy = (
-        f"Use {names and f'{names}or '}module:attribute; the module's folder must be the current "
+        f"Use {names and f'{names} or '}module:attribute; the module's folder must be the current "
         "one or on PYTHONPATH."
     )
     module, _, attribute = path.partition(":")
