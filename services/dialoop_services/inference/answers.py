@@ -41,7 +41,7 @@ def sample_to_proto(sample: Sample) -> pb.Sample:
     if sample.text is None:
         proto.history.CopyFrom(chat_history_to_proto(sample.history))
     else:
-        proto.text.CopyFrom(text_to_proto(sample.text))
+        proto.text.CopyFrom(text_to_proto(sample.text))  # type: ignore[arg-type]  # same fields
     return proto
 
 
