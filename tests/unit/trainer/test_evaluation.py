@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from dialoop.chat import History, Message
+from dialoop import testing
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import Unavailable
-from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, Task, Trajectory
+from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, Task
 from dialoop_services.trainer.job.evaluation import Evaluation, EvaluationPlan, Evaluator
 from dialoop_services.trainer.records.records import RunRecords
 
@@ -73,17 +73,12 @@ class FakeReplay:
 
 
 def group(task: Task) -> Group:
-    played = Trajectory(
+    played = testing.trajectory(
         trajectory_id=task.task_id,
         group_id=f"{task.task_id}#1",
         task_key=task.key,
-        seed=0,
-        environment="arithmetic",
-        environment_version="1",
-        history=History((Message(role="user", content="1+1"),)),
         turns=(),
         sequences=(),
-        sampling=SamplingParams(),
     )
     return Group(group_id=f"{task.task_id}#1", task=task, trajectories=(played,))
 

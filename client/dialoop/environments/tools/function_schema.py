@@ -36,7 +36,8 @@ class Arguments:
             is_required = parameter.default is parameter.empty
             fields[name] = hints[name] if is_required else NotRequired[hints[name]]
         # A TypedDict says which were given, so that the function's own defaults hold.
-        kind: Any = TypedDict("Arguments", fields)  # type: ignore[operator]
+        make: Any = TypedDict  # of fields that only this function knows
+        kind = make("Arguments", fields)
         kind.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)
         try:
             self._adapter = TypeAdapter(kind)
