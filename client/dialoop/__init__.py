@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dialoop.chat import ChatHistory, Histories, History
     from dialoop.clients.blocking.connection import BlockingDialoop
-    from dialoop.clients.channel import Channel, RetryPolicy
+    from dialoop.clients.channel import Channel
     from dialoop.clients.connection import Dialoop
     from dialoop.clients.environment import EnvironmentClient
     from dialoop.clients.inference import InferenceClient
     from dialoop.clients.interact import InteractiveSessions
     from dialoop.clients.replay import ReplayClient
+    from dialoop.clients.retry import RetryPolicy
     from dialoop.clients.scorer import ScorerClient
     from dialoop.clients.template import TemplateClient
     from dialoop.clients.trainer import TrainerClient
@@ -52,7 +53,7 @@ _HOMES = {
     "Message": "messages",
     "PolicyVersion": "sequences",
     "ReplayClient": "clients.replay",
-    "RetryPolicy": "clients.channel",
+    "RetryPolicy": "clients.retry",
     "Reward": "trajectory",
     "SamplingParams": "trajectory",
     "ScorerClient": "clients.scorer",

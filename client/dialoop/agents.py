@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import inspect
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.chat import History
 from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.import_paths import load_attribute
 from dialoop.trajectory import DoneReason, Failure, Owner, Reward, SamplingParams, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -169,17 +169,7 @@ async def play_agent(
 
 def load_agent(use: str) -> Agent:
     """The async function `module:function`; InvalidConfig when it is none."""
-    module, _, name = use.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidConfig(
-            f"The agent '{use}' cannot be imported: {error}.",
-            reason="AGENT_NOT_FOUND",
-            remedy="Name it module:function; its folder must be the current one or on PYTHONPATH.",
-        ) from error
+    found: Any = load_attribute(use, what="agent", reason="AGENT_NOT_FOUND")
     call = found if inspect.isroutine(found) else getattr(found, "__call__", None)  # noqa: B004
     if not inspect.iscoroutinefunction(call):
         raise InvalidConfig(

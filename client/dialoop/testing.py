@@ -1,29 +1,41 @@
-"""In-memory twins: a scripted policy and an environment without a server.
+"""In-memory twins: a scripted policy and an environment without a server; records to test with.
 
     policy = ScriptedPolicy(["<request><Calculator>3+4<call>", "Result=7<submit>"])
     trajectory = await play(task, sessions=InMemoryEnvironment(arithmetic()), policy=policy)
 
-They answer as the services do, with real token sequences, so that `dialoop.rollout` and whatever is
-built on it runs in a notebook or a test.
+    group(0.0, trajectory(reward=1.0, truncated=True))
+
+The twins answer as the services do, with real token sequences, so that `dialoop.rollout` and
+whatever is built on it runs in a notebook or a test.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from dialoop.chat import ChatHistory, History
+from dialoop.chat import ChatHistory, History, Message
 from dialoop.episode import Sample
 from dialoop.errors import InvalidInput
 from dialoop.local.client import LocalEnvironmentClient
-from dialoop.sequences import PolicyVersion
+from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.templates.chat_template import ChatTemplate
 from dialoop.tokens.builder import TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
-from dialoop.trajectory import SamplingParams, StopReason
+from dialoop.trajectory import (
+    DoneReason,
+    Group,
+    Reward,
+    SamplingParams,
+    StopReason,
+    Task,
+    Trajectory,
+    Turn,
+)
 
 if TYPE_CHECKING:
     from dialoop.sequences import Sequence as TokenSequence
@@ -140,3 +152,56 @@ class ScriptedPolicy:
 
 InMemoryEnvironment = LocalEnvironmentClient
 """Plays environments in this process, as an EnvironmentClient plays them on a server."""
+
+
+def trajectory(*, reward: float = 1.0, **fields: Any) -> Trajectory:
+    """Return a finished episode of one turn: "1+2" was asked, "3" answered in two tokens.
+
+    `fields` replace those of Trajectory: trajectory(truncated=True, turns=()).
+    """
+    sampled = {"source": Source.MODEL, "policy_version": PolicyVersion(lineage="main", number=0)}
+    usual: dict[str, Any] = {
+        "trajectory_id": "t0",
+        "group_id": "t#1",
+        "task_key": "1+2",
+        "seed": 0,
+        "environment": "arithmetic",
+        "environment_version": "1",
+        "history": History(
+            (Message(role="user", content="1+2"), Message(role="assistant", content="3"))
+        ),
+        "turns": (
+            Turn(message_start=1, num_messages=1, rewards=(Reward(name="r", value=reward),)),
+        ),
+        "sequences": (
+            sequence_of(
+                [([5, 8, 2], {"source": Source.PROMPT}), ([11, 12], sampled)],
+                logprobs=(-0.5, -1.25),
+            ),
+        ),
+        "terminated": True,
+        "done_reason": DoneReason.SUBMITTED,
+    }
+    return Trajectory(**usual | fields)
+
+
+def group(*members: Trajectory | float, group_id: str = "t#1", **fields: Any) -> Group:
+    """Return a group of trajectories; a number stands for a trajectory with that reward.
+
+    `fields` replace those of its task, which is the members': group(0.0, 1.0, epoch=2).
+    """
+    trajectories = tuple(
+        replace(member, group_id=group_id)
+        if isinstance(member, Trajectory)
+        else trajectory(reward=member, trajectory_id=f"t{index}", group_id=group_id)
+        for index, member in enumerate(members)
+    )
+    first = trajectories[0] if trajectories else trajectory()
+    usual: dict[str, Any] = {
+        "task_id": group_id.partition("#")[0],
+        "environment": first.environment,
+        "split": "train",
+        "key": first.task_key,
+        "num_trajectories": len(trajectories),
+    }
+    return Group(group_id=group_id, task=Task(**usual | fields), trajectories=trajectories)

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 from dialoop.chat import as_history
-from dialoop.clients.channel import Channel, RetryPolicy
+from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.replay import ReplayClient
+from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import Unavailable
 from dialoop.trajectory import Stage
 from dialoop_services.collector.replicas import Replicas
-from dialoop_services.runtime.retry import Patience
 
 from tests.support.collector_world import (
     RUN,
@@ -36,7 +36,7 @@ from tests.support.patience import PATIENCE_S
 ROOT = Path(__file__).parents[2]
 PROMPT = as_history("1+2")
 ONCE = RetryPolicy(max_attempts=1)
-BRIEF = Patience(total_s=PATIENCE_S, first_s=0.02, longest_s=0.2)
+BRIEF = RetryPolicy(max_attempts=None, total_s=PATIENCE_S, first_wait_s=0.02, max_wait_s=0.2)
 
 
 @asynccontextmanager
@@ -198,7 +198,7 @@ async def test_an_outage_longer_than_patience_does_not_count_against_the_task():
     async with world() as w:
         await w.allow(1)
         policy.generate = away
-        short = Patience(total_s=0.2, first_s=0.02, longest_s=0.1)
+        short = RetryPolicy(max_attempts=None, total_s=0.2, first_wait_s=0.02, max_wait_s=0.1)
         async with w.collecting(Replicas([policy], short)) as counters:
             async with asyncio.timeout(PATIENCE_S):
                 while counters.to_json()["num_tasks_returned"].get("service_away", 0) < 4:
@@ -216,7 +216,7 @@ async def test_replicas_are_asked_in_turn_and_one_that_fails_is_left_alone():
         raise Unavailable("gone", reason="NOT_READY")
 
     bad.generate = away
-    slow = Patience(total_s=20, first_s=10, longest_s=10)
+    slow = RetryPolicy(max_attempts=None, total_s=20, first_wait_s=10, max_wait_s=10)
     replicas = Replicas([bad, good], slow)
     for _ in range(6):
         await replicas.generate(PROMPT)
@@ -234,18 +234,19 @@ async def test_sleep_is_no_outage_however_long_the_trainer_has_the_device():
         return await generate(*arguments, **named)
 
     policy.generate = asleep
-    short = Patience(total_s=0.05, first_s=0.02, longest_s=0.02)
+    short = RetryPolicy(max_attempts=None, total_s=0.05, first_wait_s=0.02, max_wait_s=0.02)
     await Replicas([policy], short).generate(PROMPT)
     assert next(naps, None) is None
 
 
-async def test_patience_with_all_replicas_away_ends():
+async def test_retries_with_all_replicas_away_end():
     bad = ScriptedPolicy()
 
     async def away(*_, **__):
         raise Unavailable("gone")
 
     bad.generate = away
+    brief = RetryPolicy(max_attempts=None, total_s=0.1, first_wait_s=0.01)
     with pytest.raises(Unavailable) as caught:
-        await Replicas([bad], Patience(total_s=0.1, first_s=0.01)).generate(PROMPT)
+        await Replicas([bad], brief).generate(PROMPT)
     assert caught.value.reason == "SERVICE_AWAY"

@@ -9,8 +9,9 @@ from collections import Counter
 from contextlib import asynccontextmanager
 
 from dialoop.chat import ChatHistory, History, Message
-from dialoop.clients.channel import Channel, RetryPolicy
+from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
+from dialoop.clients.retry import RetryPolicy
 from dialoop.environments import ArithmeticTasks, ExactResult, tool_environment
 from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop_services.environment.serving import serving

@@ -12,8 +12,9 @@ from pathlib import Path
 import httpx
 import openai
 import torch
-from dialoop.clients.channel import Channel, RetryPolicy
+from dialoop.clients.channel import Channel
 from dialoop.clients.recordings import RecordingClient
+from dialoop.clients.retry import RetryPolicy
 from dialoop.sequences import PolicyVersion, Source
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import StopReason

@@ -8,10 +8,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from dialoop.chat import ChatHistory, History, Message
-from dialoop.clients.channel import Channel, RetryPolicy
+from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.ledger import LedgerCounts
 from dialoop.clients.replay import ReplayClient
+from dialoop.clients.retry import RetryPolicy
 from dialoop.environments import arithmetic
 from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop.episode import Sample
@@ -34,9 +35,9 @@ from dialoop.wire import (
 from dialoop_services.collector.collector import Collector
 from dialoop_services.collector.counters import Counters
 from dialoop_services.collector.player import Player
-from dialoop_services.collector.replicas import PatientSessions
+from dialoop_services.collector.replicas import RetryingSessions
 from dialoop_services.collector.settings import CollectorSettings
-from dialoop_services.collector.task_supply import Offers
+from dialoop_services.collector.task_supply import TaskSupply
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
 from dialoop_services.replay.memory_store.store import MemoryStore
@@ -44,7 +45,6 @@ from dialoop_services.replay.queue import ReplayQueue
 from dialoop_services.replay.servicer import ReplayServicer
 from dialoop_services.replay.store import Limits
 from dialoop_services.runtime import GrpcServer, ServerSettings
-from dialoop_services.runtime.retry import Patience
 
 from tests.support.patience import PATIENCE_S
 
@@ -174,15 +174,17 @@ class World:
         settings = CollectorSettings(
             **{"run": RUN, "worker": "w", "group_size": 2, "page_size": 4, "wait_s": 0.2} | given
         )
-        patience = Patience(total_s=settings.patience_s, first_s=0.02, longest_s=0.2)
+        retry_policy = RetryPolicy(
+            max_attempts=None, total_s=settings.patience_s, first_wait_s=0.02, max_wait_s=0.2
+        )
         counters = Counters(settings.worker)
         player = Player(
-            PatientSessions(self.environment, patience),
+            RetryingSessions(self.environment, retry_policy),
             policy,
             counters,
             member_retries=settings.member_retries,
             max_turns=settings.max_turns,
-            patience=patience,
+            retry_policy=retry_policy,
             agents=agents,
         )
         collector = Collector(
@@ -190,7 +192,7 @@ class World:
             replay=self.replay,
             environment=self.environment,
             player=player,
-            offers=Offers(settings, self.replay, self.environment, patience),
+            task_supply=TaskSupply(settings, self.replay, self.environment, retry_policy),
             counters=counters,
         )
         running = asyncio.create_task(collector.run())

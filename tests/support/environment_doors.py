@@ -8,8 +8,9 @@ from typing import Any
 
 import grpc
 from dialoop.chat import ChatHistory, History, Message
-from dialoop.clients.channel import Channel, RetryPolicy
+from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
+from dialoop.clients.retry import RetryPolicy
 from dialoop.environments import Environment
 from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop.episode import ResetResult, StepResult

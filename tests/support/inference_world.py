@@ -11,8 +11,9 @@ import grpc
 import pytest
 import torch
 from dialoop.chat import History, Message
-from dialoop.clients.channel import Channel, RetryPolicy
+from dialoop.clients.channel import Channel
 from dialoop.clients.inference import InferenceClient, WeightsManifest
+from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import (
     DialoopError,
 )

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dialoop.chat import History, Message
+from dialoop import testing
 from dialoop.clients.channel import Channel
 from dialoop.clients.replay import AppendItem, ReplayClient
 from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
-from dialoop.trajectory import Group, SamplingParams, Stage, Task, Trajectory
+from dialoop.trajectory import Group, Stage, Trajectory
 from dialoop.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 from dialoop_services.learning.model.policy import PolicyModel, load_policy
 from dialoop_services.learning.packing.rows import TokenRow, pack_rows
@@ -55,19 +55,12 @@ def record_groups(model_dir: Path, num_groups: int) -> list[Group]:
 
 
 def _group(policy: PolicyModel, number: int, sample: Callable[[list[int]], int]) -> Group:
-    task = Task(
-        task_id=f"t/{number}",
-        environment="recorded",
-        split="train",
-        key=str(number),
-        num_trajectories=GROUP_SIZE,
-    )
     trajectories = []
     for member in range(GROUP_SIZE):
         row = _sampled(policy, number + member, sample)
         advantage = 0.0 if number % UNIFORM_EVERY == 3 else 1.0 - 2.0 * member
         trajectories.append(_trajectory(number, member, replace(row, advantage=advantage)))
-    return Group(group_id=f"t/{number}#1", task=task, trajectories=tuple(trajectories))
+    return testing.group(*trajectories, group_id=f"t/{number}#1")
 
 
 def _sampled(policy: PolicyModel, seed: int, sample: Callable[[list[int]], int]) -> Sequence:
@@ -87,17 +80,12 @@ def _sampled(policy: PolicyModel, seed: int, sample: Callable[[list[int]], int])
 
 
 def _trajectory(number: int, member: int, row: Sequence) -> Trajectory:
-    return Trajectory(
+    return testing.trajectory(
         trajectory_id=f"t/{number}#1.{member}",
-        group_id=f"t/{number}#1",
         task_key=str(number),
-        seed=0,
         environment="recorded",
-        environment_version="1",
-        history=History((Message(role="user", content=str(number)),)),
         turns=(),
         sequences=(row,),
-        sampling=SamplingParams(),
     )
 
 

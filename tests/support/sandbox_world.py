@@ -7,8 +7,8 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 
+import psutil
 import pytest
 from dialoop.sandbox import Execution, Level, Limits, Sandbox
 from dialoop.sandbox.self_test import assess
@@ -65,22 +65,15 @@ async def scene(request) -> AsyncIterator[Scene]:
 
 
 def descendants(pid: int) -> list[int]:
-    found = []
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            with contextlib.suppress(OSError):
-                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == pid:
-                    found += [int(path.name), *descendants(int(path.name))]
-    return found
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []
 
 
 async def gone(pids: list[int]) -> None:
     """Dead, or at least a zombie that its adopter has yet to reap."""
     async with asyncio.timeout(PATIENCE_S):
         for pid in pids:
-            while Path(f"/proc/{pid}").exists():
-                with contextlib.suppress(OSError):
-                    if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                        break
-                await asyncio.sleep(0.02)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                    await asyncio.sleep(0.02)

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from dialoop.chat import History, Message
+from dialoop import testing
 from dialoop.clients.replay import GroupLease, ReopenedLeases
 from dialoop.errors import Unavailable
 from dialoop.sequences import PolicyVersion, Source, sequence_of
-from dialoop.trajectory import Group, SamplingParams, Task, Trajectory
+from dialoop.trajectory import Trajectory
 from dialoop_services.trainer.data.demonstration_set import DemonstrationSet
 from dialoop_services.trainer.job.evaluation import EvaluationResult
 from dialoop_services.trainer.job.job import TrainingJob
@@ -42,10 +42,11 @@ class Killed(Exception):
 def lease(group_id: str, policy: PolicyVersion, *, lease_id: str = "") -> GroupLease:
     """A scored group of two members."""
     members = tuple(_member(group_id, policy, advantage) for advantage in (1.0, -1.0))
-    task = Task(task_id=group_id, environment="arithmetic", split="train", key="1+1")
-    group = Group(group_id=group_id, task=task, trajectories=members)
     return GroupLease(
-        lease_id=lease_id or f"lease-{group_id}", group=group, num_deliveries=1, expires_in_s=60
+        lease_id=lease_id or f"lease-{group_id}",
+        group=testing.group(*members, group_id=group_id),
+        num_deliveries=1,
+        expires_in_s=60,
     )
 
 
@@ -55,17 +56,8 @@ def _member(group_id: str, policy: PolicyVersion, advantage: float) -> Trajector
         ([6, 7], {"source": Source.MODEL, "policy_version": policy}),
     ]
     row = replace(sequence_of(pieces, logprobs=[-0.5, -1.5]), advantage=advantage)
-    return Trajectory(
-        trajectory_id=f"{group_id}-{advantage}",
-        group_id=group_id,
-        task_key="1+1",
-        seed=0,
-        environment="arithmetic",
-        environment_version="1",
-        history=History((Message(role="user", content="1+1"),)),
-        turns=(),
-        sequences=(row,),
-        sampling=SamplingParams(),
+    return testing.trajectory(
+        trajectory_id=f"{group_id}-{advantage}", task_key="1+1", turns=(), sequences=(row,)
     )
 
 

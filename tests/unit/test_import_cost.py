@@ -14,7 +14,10 @@ import dialoop.compat.history
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HEAVY = {"grpc", "google", "numpy", "tokenizers", "jinja2", "rich", "torch", "transformers", "vllm"}
+HEAVY = {
+    *("grpc", "google", "numpy", "tokenizers", "jinja2", "rich", "pydantic"),
+    *("torch", "transformers", "vllm"),
+}
 MODELS = {"torch", "transformers", "vllm", "safetensors"}
 MEASURE = """
 import json, sys, time
@@ -61,6 +64,11 @@ def test_the_command_loads_nothing_heavy():
 def test_services_without_a_model_load_no_torch(module):
     _, loaded = imported(module)
     assert not loaded & MODELS
+
+
+def test_pydantic_comes_with_the_first_tool_and_not_before():
+    _, loaded = imported("dialoop.environments")
+    assert "pydantic" not in loaded
 
 
 def test_every_exported_name_is_there_and_no_other():

@@ -16,6 +16,7 @@ from dialoop.clients.connection import Dialoop
 from dialoop.conformance.checks import Finding, check_environment
 from dialoop.environments.loading import BUILT_IN, load_environment
 from dialoop.errors import InvalidInput
+from dialoop.import_paths import load_attribute
 
 if TYPE_CHECKING:
     import argparse
@@ -103,6 +104,4 @@ def _first_line(function: object) -> str:
 
 
 def _first_line_at(use: str) -> str:
-    from dialoop.environments.loading import imported
-
-    return _first_line(imported(use, ()))
+    return _first_line(load_attribute(use, what="environment", reason="ENVIRONMENT_NOT_FOUND"))

@@ -11,8 +11,9 @@ import grpc
 
 from dialoop.cli.console import say
 from dialoop.cli.stack import chosen
-from dialoop.clients.channel import Channel, RetryPolicy
+from dialoop.clients.channel import Channel
 from dialoop.clients.replay import ReplayClient
+from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.trainer import TrainerClient
 from dialoop.errors import DialoopError
 

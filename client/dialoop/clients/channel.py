@@ -7,7 +7,6 @@ async with Channel("127.0.0.1:50051", token="secret") as channel:
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 import warnings
 from dataclasses import dataclass, field
@@ -15,8 +14,9 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import grpc
 
-from dialoop.clients.errors import error_of, is_worth_retrying
-from dialoop.errors import DialoopError, DialoopWarning, Unavailable
+from dialoop.clients.errors import error_of
+from dialoop.clients.retry import RetryPolicy, retry
+from dialoop.errors import DialoopWarning, Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 Q = TypeVar("Q", bound="Message")
 A = TypeVar("A", bound="Message")
+
+_ONCE = RetryPolicy(max_attempts=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +45,6 @@ class Rpc(Generic[Q, A]):
     answer: type[A]
     is_retried: bool = field(default=False, kw_only=True)
     deadline_s: float = field(default=60.0, kw_only=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetryPolicy:
-    """Exponential back-off with jitter: 0.1, 0.2, 0.4, ... s, each times a number in [0.5, 1]."""
-
-    max_attempts: int = 6
-    first_wait_s: float = 0.1
-    max_wait_s: float = 5.0
-
-    def wait_s(self, attempt: int, chance: float) -> float:
-        """Seconds between attempt number `attempt` (from 1) and the next; chance in [0, 1]."""
-        longest = min(self.max_wait_s, self.first_wait_s * 2 ** (attempt - 1))
-        return float(longest * (0.5 + 0.5 * chance))
 
 
 class Transport(Protocol):
@@ -103,7 +91,6 @@ class Channel:
         self.address = address
         self._metadata: Metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._retry = retry or RetryPolicy()
-        self._random = random.Random()
         self._channel = transport or _connection(address, max_message_bytes)
 
     async def __aenter__(self) -> Self:
@@ -134,22 +121,19 @@ class Channel:
             request_serializer=rpc.request.SerializeToString,
             response_deserializer=rpc.answer.FromString,
         )
-        ends_at = time.monotonic() + (rpc.deadline_s if deadline_s is None else deadline_s)
-        attempt = 1
-        while True:
+        within_s = rpc.deadline_s if deadline_s is None else deadline_s
+        ends_at = time.monotonic() + within_s
+
+        async def attempt() -> A:
             left_s = max(0.0, ends_at - time.monotonic())
-            try:
-                async with _Translating(self.address):
-                    answer: A = await method(request, timeout=left_s, metadata=self._metadata)
-                tell_warnings(answer)
-                return answer
-            except DialoopError as error:
-                wait_s = self._retry.wait_s(attempt, self._random.random())
-                is_last = attempt >= self._retry.max_attempts or time.monotonic() + wait_s > ends_at
-                if is_last or not (rpc.is_retried and is_worth_retrying(error)):
-                    raise
-            await asyncio.sleep(wait_s)
-            attempt += 1
+            async with _Translating(self.address):
+                answer: A = await method(request, timeout=left_s, metadata=self._metadata)
+            return answer
+
+        policy = self._retry if rpc.is_retried else _ONCE
+        answer = await retry(attempt, policy, within_s=within_s)
+        tell_warnings(answer)
+        return answer
 
     async def stream(
         self, rpc: Rpc[Q, A], request: Q, *, deadline_s: float | None = None

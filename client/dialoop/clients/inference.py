@@ -5,25 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dialoop.chat import ChatHistory
 from dialoop.clients.channel import Rpc, tell_warnings
-from dialoop.clients.inference_messages import (
-    Question,
-    logprobs_from_proto,
-    samples_from_proto,
-    token_ids_to_proto,
-)
+from dialoop.clients.inference_messages import Question, samples_from_proto
 from dialoop.clients.weights import LoadedWeights as LoadedWeights
 from dialoop.clients.weights import Probe as Probe
 from dialoop.clients.weights import WeightsKind as WeightsKind
 from dialoop.clients.weights import WeightsManifest as WeightsManifest
 from dialoop.clients.weights import weights_requests
 from dialoop.errors import InvalidInput
-from dialoop.v1 import chat_pb2
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.wire import (
-    history_to_proto,
+    chat_history_to_proto,
+    logprobs_from_proto,
     policy_version_from_proto,
     sequence_from_proto,
+    token_ids_to_proto,
 )
 
 if TYPE_CHECKING:
@@ -219,7 +216,7 @@ class InferenceClient:
     ) -> PolicyLogProbs:
         """Log-probs of whole conversations, or of texts; `sequences` are the tokens scored."""
         request = pb.LogProbRequest(
-            histories=[chat_pb2.ChatHistory(full=history_to_proto(one)) for one in histories],
+            histories=[chat_history_to_proto(ChatHistory(full=one)) for one in histories],
             texts=list(texts),
             adapter=adapter,
         )

@@ -6,13 +6,11 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from dialoop.chat import ChatHistory
 from dialoop.episode import ContinuedText, Sample, UpdateMode
 from dialoop.trajectory import StopReason
-from dialoop.v1 import chat_pb2, trajectory_pb2
 from dialoop.v1 import inference_service_pb2 as pb
+from dialoop.v1 import trajectory_pb2
 from dialoop.wire import (
     chat_history_from_proto,
     history_to_proto,
@@ -20,6 +18,7 @@ from dialoop.wire import (
     sampling_to_proto,
     sequence_from_proto,
     sequence_to_proto,
+    token_ids_to_proto,
     tool_to_proto,
 )
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from dialoop.chat import History, ToolDefinition
-    from dialoop.sequences import Floats, Sequence
+    from dialoop.sequences import Sequence
     from dialoop.trajectory import SamplingParams
 
 
@@ -108,13 +107,3 @@ def sample_from_proto(sample: pb.Sample, shared: Mapping[str, Any]) -> Sample:
         sample_index=sample.sample_index,
         **shared,
     )
-
-
-def token_ids_to_proto(rows: Iterable[Iterable[int]]) -> list[chat_pb2.TokenIds]:
-    """Rows of token ids."""
-    return [chat_pb2.TokenIds(values=[int(token) for token in row]) for row in rows]
-
-
-def logprobs_from_proto(rows: Iterable[chat_pb2.LogProbValues]) -> tuple[Floats, ...]:
-    """Rows of log-probs, float32, from position 1 on."""
-    return tuple(np.array(row.values, dtype=np.float32) for row in rows)

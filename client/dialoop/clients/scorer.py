@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.channel import Rpc
-from dialoop.clients.inference_messages import logprobs_from_proto, token_ids_to_proto
 from dialoop.v1 import scorer_service_pb2 as pb
-from dialoop.wire import group_from_proto, group_to_proto
+from dialoop.wire import group_from_proto, group_to_proto, logprobs_from_proto, token_ids_to_proto
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from dialoop.v1 import chat_pb2
 from dialoop.v1 import inference_service_pb2 as pb
-from dialoop.wire import policy_version_to_proto
+from dialoop.wire import logprobs_to_proto, policy_version_to_proto, token_ids_to_proto
 
 if TYPE_CHECKING:
     from dialoop.episode import UpdateMode
@@ -117,10 +116,9 @@ def _manifest_to_proto(manifest: WeightsManifest) -> pb.WeightsManifest:
 
 
 def _probe_to_proto(probe: Probe) -> pb.Probe:
-    return pb.Probe(
-        token_ids=chat_pb2.TokenIds(values=probe.token_ids),
-        logprobs=chat_pb2.LogProbValues(values=probe.logprobs.tolist(), start=1),
-    )
+    (token_ids,) = token_ids_to_proto([probe.token_ids])
+    (logprobs,) = logprobs_to_proto([probe.logprobs])
+    return pb.Probe(token_ids=token_ids, logprobs=logprobs)
 
 
 def _content_to_proto(content: Content) -> pb.LoadWeightsRequest:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from dialoop.environments.environment import Environment
 from dialoop.environments.standard import arithmetic, chat, jsonl
 from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.import_paths import load_attribute
 from dialoop.trials.game_environment import twenty_questions
 
 _REQUIRED = ("name", "version", "description", "tasks", "traits", "reset", "step", "score")
@@ -26,7 +26,9 @@ def load_environment(use: str, options: Mapping[str, Any] | None = None) -> Envi
 
     The attribute is an environment, or a function or class that makes one from the options.
     """
-    found = BUILT_IN.get(use) or imported(use, tuple(BUILT_IN))
+    found = BUILT_IN.get(use) or load_attribute(
+        use, what="environment", reason="ENVIRONMENT_NOT_FOUND", built_in=BUILT_IN
+    )
     environment: Environment = made(found, dict(options or {}), use)
     missing = [name for name in _REQUIRED if not hasattr(environment, name)]
     if missing:
@@ -36,28 +38,6 @@ def load_environment(use: str, options: Mapping[str, Any] | None = None) -> Envi
             remedy="Name a ChatEnv, or a function that returns one.",
         )
     return environment
-
-
-def imported(use: str, built_in: tuple[str, ...]) -> Any:
-    """What stands at `module:attribute`; InvalidConfig when nothing does."""
-    module, _, attribute = use.partition(":")
-    if not module or not attribute:
-        raise InvalidConfig(
-            f"There is no environment '{use}'.",
-            reason="ENVIRONMENT_NOT_FOUND",
-            remedy=f"Use {', '.join(built_in)} or module:attribute.",
-        )
-    try:
-        found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise InvalidConfig(
-            f"The environment '{use}' cannot be imported: {error}.",
-            reason="ENVIRONMENT_NOT_FOUND",
-            remedy="Check the path, and that its folder is the current one or on PYTHONPATH.",
-        ) from error
-    return found
 
 
 def made(found: Any, options: dict[str, Any], use: str) -> Any:

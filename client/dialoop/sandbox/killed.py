@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
+import pkgutil
 import signal
 import sys
 import traceback
@@ -34,10 +34,4 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     return {"result": result}
 
 
-@functools.cache
-def _function(path: str) -> Any:
-    module, _, name = path.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
+_function = functools.cache(pkgutil.resolve_name)

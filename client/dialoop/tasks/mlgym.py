@@ -21,10 +21,10 @@ from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.endings import EndWhenIncomplete, MaxTurns
 from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData
 from dialoop.environments.failures import failure_of
-from dialoop.environments.loading import imported
 from dialoop.environments.tasks.row_tasks import RowTasks
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig, Unavailable
+from dialoop.import_paths import load_attribute
 from dialoop.trajectory import DoneReason, Failure, Owner, Reward
 
 SYSTEM_PROMPT = (
@@ -198,6 +198,9 @@ def mlgym(
     system_prompt: str = SYSTEM_PROMPT,
 ) -> MlgymEnv:
     """The environment of MLGym tasks by name; `make` may be given as "module:function"."""
+    maker = make or _registered
+    if isinstance(maker, str):
+        maker = load_attribute(maker, what="MLGym environment", reason="ENVIRONMENT_NOT_FOUND")
     commands = MlgymCommands(metric=metric, format_penalty=format_penalty, max_steps=max_steps)
     rows = [{"key": task, "query": f"MLGym's {task}."} for task in tasks]
     return MlgymEnv(
@@ -206,7 +209,7 @@ def mlgym(
         tasks=RowTasks(rows),
         transforms=(EndWhenIncomplete(), commands, MaxTurns(max_steps)),
         system_prompt=system_prompt,
-        make=imported(make, ()) if isinstance(make, str) else make or _registered,
+        make=maker,
         commands=commands,
     )
 

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dialoop.environments.loading import imported, made
+from dialoop.environments.loading import made
 from dialoop.environments.tools.calculator import Calculator
 from dialoop.environments.tools.call_syntax import CallSyntax
 from dialoop.environments.tools.text_tools import ToolFunction
 from dialoop.errors import InvalidConfig
+from dialoop.import_paths import load_attribute
 from dialoop.text_environment.environment import Reward, TextEnvironment, TextLimits, each
 
 if TYPE_CHECKING:
@@ -85,7 +86,12 @@ def load_text_setup(use: str, options: Mapping[str, Any] | None = None) -> TextS
 
     InvalidConfig when it is none.
     """
-    found = calculator if use == "calculator" else imported(use, ("calculator",))
+    found = {"calculator": calculator}.get(use) or load_attribute(
+        use,
+        what="text environment",
+        reason="ENVIRONMENT_NOT_FOUND",
+        built_in=["calculator"],
+    )
     setup = made(found, dict(options or {}), use)
     if not isinstance(setup, TextSetup):
         raise InvalidConfig(

@@ -5,10 +5,17 @@ from dialoop.wire.messages import (
     chat_history_to_proto,
     history_from_proto,
     history_to_proto,
+    log_probs_from_proto,
+    log_probs_to_proto,
+    logprobs_from_proto,
+    logprobs_to_proto,
+    masks_from_proto,
+    masks_to_proto,
     message_from_proto,
     message_to_proto,
     text_from_proto,
     text_to_proto,
+    token_ids_to_proto,
     tokens_from_proto,
     tokens_to_proto,
     tool_from_proto,
@@ -36,12 +43,6 @@ from dialoop.wire.records import (
     turn_from_proto,
     turn_to_proto,
 )
-from dialoop.wire.views import (
-    log_probs_from_proto,
-    log_probs_to_proto,
-    masks_from_proto,
-    masks_to_proto,
-)
 
 __all__ = [
     "chat_history_from_proto",
@@ -54,6 +55,8 @@ __all__ = [
     "history_to_proto",
     "log_probs_from_proto",
     "log_probs_to_proto",
+    "logprobs_from_proto",
+    "logprobs_to_proto",
     "masks_from_proto",
     "masks_to_proto",
     "message_from_proto",
@@ -72,6 +75,7 @@ __all__ = [
     "task_to_proto",
     "text_from_proto",
     "text_to_proto",
+    "token_ids_to_proto",
     "tokens_from_proto",
     "tokens_to_proto",
     "tool_from_proto",

@@ -1,143 +1,99 @@
-"""Messages and histories to protobuf and back."""
+"""Messages and histories, as text, tokens, log-probs and masks, to protobuf and back."""
 
 from __future__ import annotations
 
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
 from dialoop.chat import ChatHistory, ContentPart, History, Message, ToolCall, ToolDefinition
 from dialoop.environments.modes import Text, Tokens
-from dialoop.v1 import chat_pb2
+from dialoop.trajectory import Distribution
+from dialoop.v1 import chat_pb2 as pb
+from dialoop.views.views import LogProbRow, LogProbs, Masks
+from dialoop.wire.codec import Codec, Row, array, many, one
 
-_PART_FIELDS = (
-    "text",
-    "url",
-    "data",
-    "mime_type",
-    "name",
-    "size",
-    "function_name",
-    "function_arguments_json",
-)
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
-_OPTIONAL = ("reasoning", "tool_call_id", "name")
-_VIEWS = ("prompt", "response", "full")
+    from dialoop.sequences import Floats
 
 
-def message_to_proto(message: Message) -> chat_pb2.Message:
-    """One message."""
-    # Most messages are a role and a text: a field that is not there costs nothing.
-    proto = chat_pb2.Message(role=message.role)
-    if message.tool_calls:
-        proto.tool_calls.extend(
-            chat_pb2.ToolCall(id=c.id, name=c.name, arguments_json=c.arguments_json)
-            for c in message.tool_calls
-        )
-    if message.tool_responses:
-        proto.tool_responses.extend(message.tool_responses)
-    for name in _OPTIONAL:
-        if value := getattr(message, name):
-            setattr(proto, name, value)
-    if not message.is_complete:
-        proto.is_complete = False
-    if isinstance(message.content, str):
-        proto.content = message.content
-    else:
-        proto.parts.parts.extend(_part_to_proto(part) for part in message.content)
-    return proto
+def _body(content: str | tuple[ContentPart, ...]) -> dict[str, Any]:
+    if isinstance(content, str):
+        return {"content": content}
+    return {"parts": pb.ContentParts(parts=map(PART.to_proto, content))}
 
 
-def _part_to_proto(part: ContentPart) -> chat_pb2.ContentPart:
-    given = {name: getattr(part, name) for name in _PART_FIELDS if getattr(part, name) is not None}
-    return chat_pb2.ContentPart(type=part.type, **given)
-
-
-def message_from_proto(proto: chat_pb2.Message) -> Message:
-    """One message; an absent `is_complete` is true."""
-    content: str | tuple[ContentPart, ...] = proto.content
+def _content(proto: pb.Message) -> str | tuple[ContentPart, ...]:
     if proto.WhichOneof("body") == "parts":
-        content = tuple(_part_from_proto(part) for part in proto.parts.parts)
-    return Message(
-        role=proto.role,
-        content=content,
-        is_complete=proto.is_complete if proto.HasField("is_complete") else True,
-        tool_calls=tuple(
-            ToolCall(id=c.id, name=c.name, arguments_json=c.arguments_json)
-            for c in proto.tool_calls
-        ),
-        tool_responses=tuple(proto.tool_responses),
-        reasoning=proto.reasoning,
-        tool_call_id=proto.tool_call_id,
-        name=proto.name,
-    )
+        return tuple(map(PART.from_proto, proto.parts.parts))
+    return proto.content
 
 
-def _part_from_proto(proto: chat_pb2.ContentPart) -> ContentPart:
-    given = {name: getattr(proto, name) for name in _PART_FIELDS if proto.HasField(name)}
-    return ContentPart(type=proto.type, **given)
+def _token_ids(ids: Any) -> pb.TokenIds | None:
+    return None if ids is None else pb.TokenIds(values=ids)
 
 
-def history_to_proto(history: History) -> chat_pb2.History:
-    """A history."""
-    return chat_pb2.History(messages=[message_to_proto(m) for m in history])
+def _mask(values: Any) -> Any:
+    return np.array(values, dtype=np.bool_) if values else None
 
 
-def history_from_proto(proto: chat_pb2.History) -> History:
-    """A history; a message without a role is an error."""
-    return History(tuple(message_from_proto(m) for m in proto.messages))
+PART = Codec(ContentPart, pb.ContentPart)
+TOOL_CALL = Codec(ToolCall, pb.ToolCall)
+TOOL = Codec(
+    ToolDefinition,
+    pb.ToolDefinition,
+    parameters_json=Row(str, lambda schema: schema or "{}"),
+)
+MESSAGE = Codec(
+    Message,
+    pb.Message,
+    leaves_out_defaults=True,
+    content=Row(_body, _content, spreads=True),
+    tool_calls=many(TOOL_CALL),
+)
+HISTORY = Codec(History, pb.History, messages=many(MESSAGE))
+CHAT_HISTORY = Codec(
+    ChatHistory, pb.ChatHistory, prompt=one(HISTORY), response=one(HISTORY), full=one(HISTORY)
+)
+TEXT = Codec(Text, pb.Text)
+_IDS = Row(_token_ids, lambda proto: tuple(proto.values))
+TOKENS = Codec(Tokens, pb.Tokens, prompt=_IDS, response=_IDS, full=_IDS)
+LOG_PROB_ROW = Codec(LogProbRow, pb.LogProbValues, values=array(np.float32))
+LOG_PROBS = Codec(
+    LogProbs,
+    pb.LogProbs,
+    prompt=one(LOG_PROB_ROW),
+    response=one(LOG_PROB_ROW),
+    full=one(LOG_PROB_ROW),
+    # One that this version does not know is as good as unknown.
+    distribution=Row(int, {int(member): member for member in Distribution}.get),
+)
+_MASK = Row(methodcaller("tolist"), _mask)
+MASKS = Codec(Masks, pb.Masks, all_attention_mask=_MASK, all_assistant_mask=_MASK)
+
+message_to_proto, message_from_proto = MESSAGE.to_proto, MESSAGE.from_proto
+history_to_proto, history_from_proto = HISTORY.to_proto, HISTORY.from_proto
+chat_history_to_proto, chat_history_from_proto = CHAT_HISTORY.to_proto, CHAT_HISTORY.from_proto
+tool_to_proto, tool_from_proto = TOOL.to_proto, TOOL.from_proto
+text_to_proto, text_from_proto = TEXT.to_proto, TEXT.from_proto
+tokens_to_proto, tokens_from_proto = TOKENS.to_proto, TOKENS.from_proto
+log_probs_to_proto, log_probs_from_proto = LOG_PROBS.to_proto, LOG_PROBS.from_proto
+masks_to_proto, masks_from_proto = MASKS.to_proto, MASKS.from_proto
 
 
-def chat_history_to_proto(chat: ChatHistory) -> chat_pb2.ChatHistory:
-    """Prompt, response and full, each only when present."""
-    return chat_pb2.ChatHistory(
-        prompt=None if chat.prompt is None else history_to_proto(chat.prompt),
-        response=None if chat.response is None else history_to_proto(chat.response),
-        full=None if chat.full is None else history_to_proto(chat.full),
-    )
+def token_ids_to_proto(rows: Iterable[Iterable[int]]) -> list[pb.TokenIds]:
+    """Return rows of token ids."""
+    return [pb.TokenIds(values=map(int, row)) for row in rows]
 
 
-def chat_history_from_proto(proto: chat_pb2.ChatHistory) -> ChatHistory:
-    """Prompt, response and full; raises InvalidHistory when they contradict each other."""
-    return ChatHistory(
-        prompt=history_from_proto(proto.prompt) if proto.HasField("prompt") else None,
-        response=history_from_proto(proto.response) if proto.HasField("response") else None,
-        full=history_from_proto(proto.full) if proto.HasField("full") else None,
-    )
+def logprobs_to_proto(rows: Iterable[Floats]) -> list[pb.LogProbValues]:
+    """Return rows of log-probs from position 1 on: the token at position 0 has none."""
+    return [pb.LogProbValues(values=row.tolist(), start=1) for row in rows]
 
 
-def tool_to_proto(tool: ToolDefinition) -> chat_pb2.ToolDefinition:
-    """A tool's definition."""
-    return chat_pb2.ToolDefinition(
-        name=tool.name, description=tool.description, parameters_json=tool.parameters_json
-    )
-
-
-def tool_from_proto(proto: chat_pb2.ToolDefinition) -> ToolDefinition:
-    """A tool's definition."""
-    return ToolDefinition(
-        name=proto.name,
-        description=proto.description,
-        parameters_json=proto.parameters_json or "{}",
-    )
-
-
-def text_to_proto(text: Text) -> chat_pb2.Text:
-    """Prompt, response and full as text, each only when present."""
-    return chat_pb2.Text(prompt=text.prompt, response=text.response, full=text.full)
-
-
-def text_from_proto(proto: chat_pb2.Text) -> Text:
-    """Prompt, response and full as text; raises InvalidHistory when they contradict each other."""
-    return Text(**{name: getattr(proto, name) for name in _VIEWS if proto.HasField(name)})
-
-
-def tokens_to_proto(tokens: Tokens) -> chat_pb2.Tokens:
-    """Prompt, response and full as ids, each only when present."""
-    given = {name: getattr(tokens, name) for name in _VIEWS}
-    return chat_pb2.Tokens(
-        **{k: chat_pb2.TokenIds(values=v) for k, v in given.items() if v is not None}
-    )
-
-
-def tokens_from_proto(proto: chat_pb2.Tokens) -> Tokens:
-    """Prompt, response and full as ids; raises InvalidHistory when they contradict each other."""
-    return Tokens(
-        **{name: tuple(getattr(proto, name).values) for name in _VIEWS if proto.HasField(name)}
-    )
+def logprobs_from_proto(rows: Iterable[pb.LogProbValues]) -> tuple[Floats, ...]:
+    """Return rows of log-probs, float32, from position 1 on."""
+    return tuple(np.array(row.values[:], dtype=np.float32) for row in rows)

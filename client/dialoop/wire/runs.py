@@ -2,84 +2,84 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dialoop.sequences import Source
 from dialoop.text_environment.history import TextHistory, TextSegment
 from dialoop.trials.trial import Action, MaskScope, PlayedEpisode, PlayedStep, Trial, TrialResult
 from dialoop.v1 import environment_service_pb2 as pb
-from dialoop.wire.messages import history_from_proto, history_to_proto, message_to_proto
-from dialoop.wire.records import (
-    failure_from_proto,
-    failure_to_proto,
-    policy_version_from_proto,
-    policy_version_to_proto,
-)
+from dialoop.wire.codec import Codec, Row, enum, many, one, renamed
+from dialoop.wire.messages import HISTORY, message_to_proto
+from dialoop.wire.records import FAILURE, POLICY_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dialoop.sequences import PolicyVersion
 
-Runs = tuple[tuple[int, "PolicyVersion"], ...]
+
+def _run_to_proto(run: tuple[int, PolicyVersion]) -> pb.PolicyRun:
+    length, version = run
+    return pb.PolicyRun(length=length, policy_version=POLICY_VERSION.to_proto(version))
 
 
-def _runs_to_proto(runs: Runs) -> list[pb.PolicyRun]:
-    return [
-        pb.PolicyRun(length=length, policy_version=policy_version_to_proto(version))
-        for length, version in runs
-    ]
+def _run_from_proto(proto: pb.PolicyRun) -> tuple[int, PolicyVersion]:
+    return proto.length, POLICY_VERSION.from_proto(proto.policy_version)
 
 
-def _runs_from_proto(protos: Iterable[pb.PolicyRun]) -> Runs:
-    return tuple((p.length, policy_version_from_proto(p.policy_version)) for p in protos)
+def _action_to_proto(action: Action) -> dict[str, Any]:
+    return {
+        "action": action.text,
+        "action_token_ids": action.token_ids,
+        "inference_logprobs": action.logprobs,
+        "policy_runs": map(_run_to_proto, action.versions),
+    }
+
+
+def _action_from_proto(proto: pb.TrialStep) -> Action:
+    return Action(
+        text=proto.action,
+        token_ids=tuple(proto.action_token_ids),
+        logprobs=tuple(proto.inference_logprobs),
+        versions=tuple(map(_run_from_proto, proto.policy_runs)),
+    )
+
+
+TEXT_SEGMENT = Codec(
+    TextSegment,
+    pb.TextSegment,
+    source=enum(Source),
+    logprobs=renamed("inference_logprobs"),
+    versions=Row(_run_to_proto, _run_from_proto, "policy_runs", is_many=True),
+)
+TEXT_HISTORY = Codec(
+    TextHistory, pb.TextHistory, segments=many(TEXT_SEGMENT), failures=many(FAILURE)
+)
+STEP = Codec(
+    PlayedStep,
+    pb.TrialStep,
+    prompt_ids=renamed("prompt_token_ids"),
+    action=Row(_action_to_proto, _action_from_proto, spreads=True),
+)
+EPISODE = Codec(
+    PlayedEpisode,
+    pb.TrialEpisode,
+    steps=many(STEP),
+    messages=one(HISTORY),
+    failures=many(FAILURE),
+)
+text_history_from_proto = TEXT_HISTORY.from_proto
 
 
 def text_history_to_proto(history: TextHistory) -> pb.TextHistory:
-    """One episode in a running text, with its query, response and mask."""
+    """Return one episode in a running text, with its query, response and mask."""
     query, response, mask = history.split_query_response_tokens()
-    return pb.TextHistory(
-        segments=[
-            pb.TextSegment(
-                text=segment.text,
-                token_ids=segment.token_ids,
-                source=int(segment.source),  # type: ignore[arg-type]  # enums are ints
-                turn=segment.turn,
-                inference_logprobs=segment.logprobs,
-                policy_runs=_runs_to_proto(segment.versions),
-            )
-            for segment in history.segments
-        ],
-        completed=history.completed,
-        truncated=history.truncated,
-        reward=history.reward,
-        failures=[failure_to_proto(failure) for failure in history.failures],
-        text=history.text,
-        query_token_ids=query,
-        response_token_ids=response,
-        response_mask=mask,
-    )
-
-
-def text_history_from_proto(proto: pb.TextHistory) -> TextHistory:
-    """One episode in a running text."""
-    return TextHistory(
-        segments=tuple(
-            TextSegment(
-                text=segment.text,
-                token_ids=tuple(segment.token_ids),
-                source=Source(segment.source),
-                turn=segment.turn,
-                logprobs=tuple(segment.inference_logprobs),
-                versions=_runs_from_proto(segment.policy_runs),
-            )
-            for segment in proto.segments
-        ),
-        completed=proto.completed,
-        truncated=proto.truncated,
-        reward=proto.reward if proto.HasField("reward") else None,
-        failures=tuple(failure_from_proto(failure) for failure in proto.failures),
-    )
+    proto = TEXT_HISTORY.to_proto(history)
+    proto.text = history.text
+    proto.query_token_ids.extend(query)
+    proto.response_token_ids.extend(response)
+    proto.response_mask.extend(mask)
+    return proto
 
 
 def mask_scope_to_proto(scope: MaskScope) -> pb.MaskScope:
@@ -105,7 +105,7 @@ def trials_to_proto(result: TrialResult) -> list[pb.Trial]:
     return [
         pb.Trial(
             session_id=trial.session_id,
-            episodes=[_episode_to_proto(episode) for episode in trial.episodes],
+            episodes=map(EPISODE.to_proto, trial.episodes),
             reward=reward,
             full_token_ids=ids,
             full_attention_mask=attention,
@@ -126,59 +126,9 @@ def trials_from_proto(protos: Iterable[pb.Trial], *, mask_scope: MaskScope) -> T
         trials=tuple(
             Trial(
                 session_id=proto.session_id,
-                episodes=tuple(_episode_from_proto(episode) for episode in proto.episodes),
+                episodes=tuple(map(EPISODE.from_proto, proto.episodes)),
             )
             for proto in protos
         ),
         mask_scope=mask_scope,
-    )
-
-
-def _episode_to_proto(episode: PlayedEpisode) -> pb.TrialEpisode:
-    return pb.TrialEpisode(
-        steps=[_step_to_proto(step) for step in episode.steps],
-        messages=history_to_proto(episode.messages),
-        reward=episode.reward,
-        terminated=episode.terminated,
-        is_free_shot=episode.is_free_shot,
-        failures=[failure_to_proto(failure) for failure in episode.failures],
-    )
-
-
-def _episode_from_proto(proto: pb.TrialEpisode) -> PlayedEpisode:
-    return PlayedEpisode(
-        steps=tuple(_step_from_proto(step) for step in proto.steps),
-        messages=history_from_proto(proto.messages),
-        reward=proto.reward,
-        terminated=proto.terminated,
-        is_free_shot=proto.is_free_shot,
-        failures=tuple(failure_from_proto(failure) for failure in proto.failures),
-    )
-
-
-def _step_to_proto(step: PlayedStep) -> pb.TrialStep:
-    return pb.TrialStep(
-        prompt=step.prompt,
-        prompt_token_ids=step.prompt_ids,
-        action=step.action.text,
-        action_token_ids=step.action.token_ids,
-        inference_logprobs=step.action.logprobs,
-        policy_runs=_runs_to_proto(step.action.versions),
-        reward=step.reward,
-        info=dict(step.info),
-    )
-
-
-def _step_from_proto(proto: pb.TrialStep) -> PlayedStep:
-    return PlayedStep(
-        prompt=proto.prompt,
-        prompt_ids=tuple(proto.prompt_token_ids),
-        action=Action(
-            text=proto.action,
-            token_ids=tuple(proto.action_token_ids),
-            logprobs=tuple(proto.inference_logprobs),
-            versions=_runs_from_proto(proto.policy_runs),
-        ),
-        reward=proto.reward,
-        info=dict(proto.info),
     )

@@ -6,21 +6,21 @@ import asyncio
 from contextlib import AsyncExitStack
 
 from dialoop.agents import AgentHost
-from dialoop.clients.channel import Channel, RetryPolicy
+from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.recordings import RecordingClient
 from dialoop.clients.replay import ReplayClient
+from dialoop.clients.retry import RetryPolicy
 
 from dialoop_services.collector.agents import Agents, RecordingReplicas, loaded_agents
 from dialoop_services.collector.collector import Collector
 from dialoop_services.collector.counters import Counters, keep_written, write_counters
 from dialoop_services.collector.player import Player
-from dialoop_services.collector.replicas import PatientSessions, Replicas
+from dialoop_services.collector.replicas import Replicas, RetryingSessions
 from dialoop_services.collector.settings import CollectorSettings
-from dialoop_services.collector.task_supply import Offers
+from dialoop_services.collector.task_supply import TaskSupply
 from dialoop_services.runtime import Connect, Host, OwnProcess, load, run
-from dialoop_services.runtime.retry import Patience
 
 
 async def serve() -> None:
@@ -46,13 +46,13 @@ async def make_collector(
     async def channel(address: str, retry: RetryPolicy | None = None) -> Channel:
         return await exits.enter_async_context(connect(address, retry=retry))
 
-    patience = Patience(total_s=settings.patience_s)
+    retry_policy = RetryPolicy(max_attempts=None, total_s=settings.patience_s)
     environment = EnvironmentClient(await channel(settings.environment_address))
     replay = ReplayClient(await channel(settings.replay_address))
     # One attempt: the next replica is a better second try than the same one.
     once = RetryPolicy(max_attempts=1)
     replicas = [InferenceClient(await channel(a, once)) for a in settings.inference_addresses]
-    sessions = PatientSessions(environment, patience)
+    sessions = RetryingSessions(environment, retry_policy)
     agents = loaded_agents(settings)
     recordings = [
         RecordingClient(await channel(address, once), rest_url=f"http://{rest_address}")
@@ -61,7 +61,7 @@ async def make_collector(
         )
     ]
     host = AgentHost(
-        recordings=RecordingReplicas(recordings, patience),
+        recordings=RecordingReplicas(recordings, retry_policy),
         api_key=settings.token.get_secret_value() or "none",
         sessions=sessions,
         scores=environment,
@@ -69,11 +69,11 @@ async def make_collector(
     )
     player = Player(
         sessions,
-        Replicas(replicas, patience),
+        Replicas(replicas, retry_policy),
         counters,
         member_retries=settings.member_retries,
         max_turns=settings.max_turns,
-        patience=patience,
+        retry_policy=retry_policy,
         agents=Agents(agents, host),
         groups=environment,
     )
@@ -82,7 +82,7 @@ async def make_collector(
         replay=replay,
         environment=environment,
         player=player,
-        offers=Offers(settings, replay, environment, patience),
+        task_supply=TaskSupply(settings, replay, environment, retry_policy),
         counters=counters,
     )
 

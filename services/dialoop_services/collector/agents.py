@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dialoop.agents import load_agent, play_agent
-from dialoop.clients.errors import is_worth_retrying
-from dialoop.errors import DialoopError, InvalidConfig
-
-from dialoop_services.runtime.retry import Patience, patiently, service_away
+from dialoop.clients.retry import RetryPolicy, retry
+from dialoop.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -50,9 +46,9 @@ class RecordingReplicas:
     A recording stays where it was begun: when that replica dies, the run is lost and played again.
     """
 
-    def __init__(self, replicas: Sequence[Recordings], patience: Patience) -> None:
+    def __init__(self, replicas: Sequence[Recordings], retry_policy: RetryPolicy) -> None:
         self._replicas = tuple(replicas)
-        self._patience = patience
+        self._retry_policy = retry_policy
         self._next = 0
         self._home: dict[str, Recordings] = {}
 
@@ -66,30 +62,24 @@ class RecordingReplicas:
         time_to_live_s: float = 0.0,
     ) -> str:
         """Begin a recording where that is possible; Unavailable (SERVICE_AWAY) when nowhere."""
-        ends_at = time.monotonic() + self._patience.total_s
-        attempt = 0
-        while True:
+
+        async def begin() -> str:
             replica = self._replicas[self._next % len(self._replicas)]
             self._next += 1
-            try:
-                base_url = await replica.create(
-                    recording_id,
-                    group_id=group_id,
-                    task=task,
-                    sampling=sampling,
-                    time_to_live_s=time_to_live_s,
-                )
-            except DialoopError as error:
-                if not is_worth_retrying(error):
-                    raise
-                attempt += 1
-                pause_s = self._patience.pause_s(attempt) / len(self._replicas)
-                if time.monotonic() + pause_s > ends_at:
-                    raise service_away(error) from error
-            else:
-                self._home[recording_id] = replica
-                return base_url
-            await asyncio.sleep(pause_s)
+            base_url = await replica.create(
+                recording_id,
+                group_id=group_id,
+                task=task,
+                sampling=sampling,
+                time_to_live_s=time_to_live_s,
+            )
+            self._home[recording_id] = replica
+            return base_url
+
+        def wait_s(attempt: int) -> float:
+            return self._retry_policy.wait_s(attempt) / len(self._replicas)
+
+        return await retry(begin, self._retry_policy, wait_s=wait_s)
 
     async def close(
         self,
@@ -101,9 +91,9 @@ class RecordingReplicas:
     ) -> Trajectory:
         """End it where it was begun."""
         home = self._home.pop(recording_id)
-        return await patiently(
+        return await retry(
             lambda: home.close(recording_id, rewards=rewards, failures=failures, labels=labels),
-            self._patience,
+            self._retry_policy,
         )
 
 

@@ -13,10 +13,9 @@ import uuid
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from dialoop.clients.environment import StepItem
+from dialoop.clients.retry import retry
 from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.errors import DialoopError
-
-from dialoop_services.runtime.retry import patiently
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -24,11 +23,10 @@ if TYPE_CHECKING:
 
     from dialoop.chat import ChatHistory, History
     from dialoop.clients.environment import GroupOpening
+    from dialoop.clients.retry import RetryPolicy
     from dialoop.episode import Policy, ResetResult, Sample, StepResult
     from dialoop.sequences import Sequence
     from dialoop.trajectory import SamplingParams, Task
-
-    from dialoop_services.runtime.retry import Patience
 
 # What still closes sessions that were opened when nobody waited for them any more.
 _closing: set[asyncio.Task[bool]] = set()
@@ -55,7 +53,7 @@ class Groups(Protocol):
         ...
 
 
-class Meeting(Generic[A, R]):
+class JoinedCall(Generic[A, R]):
     """Asks once all members have come or left, and tells each its own answer, or raises it."""
 
     def __init__(
@@ -94,24 +92,26 @@ class Meeting(Generic[A, R]):
             self._begun.set()
 
 
-class Together:
+class BatchedGroup:
     """Sessions and policy of the members of one group, in their one turn.
 
     Satisfies `dialoop.episode.Sessions` and `dialoop.episode.Policy`; every member closes its
     session, whatever becomes of it.
     """
 
-    def __init__(self, task: Task, groups: Groups, policy: Policy, patience: Patience) -> None:
+    def __init__(
+        self, task: Task, groups: Groups, policy: Policy, retry_policy: RetryPolicy
+    ) -> None:
         self._task = task
         self._groups = groups
         self._policy = policy
-        self._patience = patience
+        self._retry_policy = retry_policy
         self._served: dict[str, str] = {}
         self._opening: asyncio.Task[GroupOpening] | None = None
         num = task.num_trajectories
-        self._resets: Meeting[str, ResetResult] = Meeting(num, self._open)
-        self._answers: Meeting[History, Sample] = Meeting(num, self._generate)
-        self._steps: Meeting[StepItem, StepResult] = Meeting(num, self._step)
+        self._resets: JoinedCall[str, ResetResult] = JoinedCall(num, self._open)
+        self._answers: JoinedCall[History, Sample] = JoinedCall(num, self._generate)
+        self._steps: JoinedCall[StepItem, StepResult] = JoinedCall(num, self._step)
         self._sampling: SamplingParams | None = None
 
     async def create_session(self, session_id: str, environment: str) -> float:
@@ -155,8 +155,8 @@ class Together:
 
         A session that is being opened is closed as soon as it is there, also if the caller leaves.
         """
-        for meeting in (self._resets, self._answers, self._steps):
-            meeting.leave()
+        for joined in (self._resets, self._answers, self._steps):
+            joined.leave()
         if self._opening is None or self._opening.done():
             return await self._close(session_id)
         closing = asyncio.create_task(self._close_when_opened(session_id, self._opening))
@@ -182,7 +182,7 @@ class Together:
             self._opening = asyncio.create_task(self._create(group_id, members))
             return await asyncio.shield(self._opening)
 
-        return (await patiently(create, self._patience)).openings
+        return (await retry(create, self._retry_policy)).openings
 
     async def _create(self, group_id: str, members: list[str]) -> GroupOpening:
         task = self._task
@@ -203,4 +203,4 @@ class Together:
         return tuple(sample for (sample,) in await asyncio.gather(*each))
 
     async def _step(self, items: list[StepItem]) -> tuple[StepResult | DialoopError, ...]:
-        return await patiently(lambda: self._groups.batch_step(items), self._patience)
+        return await retry(lambda: self._groups.batch_step(items), self._retry_policy)

@@ -12,11 +12,11 @@ import logging
 from typing import TYPE_CHECKING
 
 from dialoop.clients.replay import AppendItem, ReturnItem
+from dialoop.clients.retry import SERVICE_AWAY, RetryPolicy, retry
 from dialoop.errors import DialoopError
 from dialoop.trajectory import Purpose, Stage
 
 from dialoop_services.collector.player import MemberFailed, Round
-from dialoop_services.runtime.retry import SERVICE_AWAY, Patience, patiently
 
 if TYPE_CHECKING:
     from dialoop.clients.environment import EnvironmentClient, EnvironmentInfo
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dialoop_services.collector.counters import Counters
     from dialoop_services.collector.player import Player
     from dialoop_services.collector.settings import CollectorSettings
-    from dialoop_services.collector.task_supply import Offers
+    from dialoop_services.collector.task_supply import TaskSupply
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +43,16 @@ class Collector:
         replay: ReplayClient,
         environment: EnvironmentClient,
         player: Player,
-        offers: Offers,
+        task_supply: TaskSupply,
         counters: Counters,
     ) -> None:
         self._settings = settings
         self._replay = replay
         self._environment = environment
         self._player = player
-        self._offers = offers
+        self._task_supply = task_supply
         self._counters = counters
-        self._patience = Patience(total_s=settings.patience_s)
+        self._retry_policy = RetryPolicy(max_attempts=None, total_s=settings.patience_s)
         self._rounds: dict[str, Round] = {}
         self._playing: dict[str, asyncio.Task[None]] = {}
         self._slot_freed = asyncio.Event()
@@ -62,7 +62,7 @@ class Collector:
         """Collect until cancelled; then give back what is not finished."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._offers.run())
+                tasks.create_task(self._task_supply.run())
                 tasks.create_task(self._keep_leases())
                 while True:
                     for lease in await self._lease():
@@ -88,12 +88,12 @@ class Collector:
             except DialoopError as error:
                 log.warning("No tasks leased.", extra={"reason": error.reason})
                 found = None
-            self._offers.look()
+            self._task_supply.look()
             if found is not None and found.leases:
                 return found.leases
             # Replay has waited for us already, unless it is away or about to stop.
             attempt = attempt + 1 if found is None else 1
-            await asyncio.sleep(self._patience.pause_s(attempt))
+            await asyncio.sleep(self._retry_policy.wait_s(attempt))
 
     def _start(self, lease: TaskLease, tasks: asyncio.TaskGroup) -> None:
         round_ = Round(lease=lease)
@@ -127,8 +127,8 @@ class Collector:
     async def _info_of(self, environment: str) -> EnvironmentInfo:
         """The environment's stop strings and limits, asked for once."""
         if environment not in self._infos:
-            self._infos[environment] = await patiently(
-                lambda: self._environment.get_environment(environment), self._patience
+            self._infos[environment] = await retry(
+                lambda: self._environment.get_environment(environment), self._retry_policy
             )
         return self._infos[environment]
 
@@ -138,8 +138,9 @@ class Collector:
         num_discarded = len(round_.finished) - group.num_trajectories
         round_.is_settling = True
         item = AppendItem(group=group, lease_id=round_.lease_id, num_discarded=num_discarded)
-        (outcome,) = await patiently(
-            lambda: self._replay.append_groups(self._settings.run, stage, [item]), self._patience
+        (outcome,) = await retry(
+            lambda: self._replay.append_groups(self._settings.run, stage, [item]),
+            self._retry_policy,
         )
         if outcome.reason == "LEASE_LOST":
             self._lose(round_)
@@ -158,8 +159,8 @@ class Collector:
         self._counters.returned(reason)
         item = _returned(round_, reason, failed=failed)
         try:
-            await patiently(
-                lambda: self._replay.give_back(self._settings.run, [item]), self._patience
+            await retry(
+                lambda: self._replay.give_back(self._settings.run, [item]), self._retry_policy
             )
         except DialoopError as error:
             log.warning("A task could not be given back.", extra={"reason": error.reason})

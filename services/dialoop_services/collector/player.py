@@ -6,11 +6,11 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from dialoop.clients.retry import SERVICE_AWAY, RetryPolicy
 from dialoop.rollout import play, seeded
 from dialoop.trajectory import Failure, Group, Owner, SamplingParams, Task, Trajectory
 
-from dialoop_services.collector.batched_group import Together
-from dialoop_services.runtime.retry import SERVICE_AWAY, Patience
+from dialoop_services.collector.batched_group import BatchedGroup
 
 if TYPE_CHECKING:
     from dialoop.clients.replay import TaskLease
@@ -74,7 +74,7 @@ class Player:
         *,
         member_retries: int,
         max_turns: int,
-        patience: Patience,
+        retry_policy: RetryPolicy,
         agents: Agents | None = None,
         groups: Groups | None = None,
     ) -> None:
@@ -85,7 +85,7 @@ class Player:
         self._counters = counters
         self._member_retries = member_retries
         self._max_turns = max_turns
-        self._patience = patience
+        self._retry_policy = retry_policy
 
     async def play(
         self, round_: Round, sampling: SamplingParams, *, has_one_turn: bool = False
@@ -94,12 +94,12 @@ class Player:
 
         Members of an environment that `has_one_turn` ask together.
         """
-        together = self._together(round_.task, sampling) if has_one_turn else None
+        batched = self._batched_group(round_.task, sampling) if has_one_turn else None
         try:
             async with asyncio.TaskGroup() as members:
                 playing = [
                     members.create_task(
-                        self._play_member(round_, seeded(sampling, member), together)
+                        self._play_member(round_, seeded(sampling, member), batched)
                     )
                     for member in range(round_.task.num_trajectories)
                 ]
@@ -108,20 +108,20 @@ class Player:
         trajectories = tuple(member.result() for member in playing)
         return Group(group_id=round_.group_id, task=round_.task, trajectories=trajectories)
 
-    def _together(self, task: Task, sampling: SamplingParams) -> Together | None:
-        """What several members ask with, who sample alike and have no agent to ask for them."""
+    def _batched_group(self, task: Task, sampling: SamplingParams) -> BatchedGroup | None:
+        """Return what members ask with that sample alike and have no agent, or None."""
         has_agent = self._agents is not None and task.environment in self._agents
         alone = task.num_trajectories < _SEVERAL or sampling.seed is not None or has_agent
         if self._groups is None or alone:
             return None
-        return Together(task, self._groups, self._policy, self._patience)
+        return BatchedGroup(task, self._groups, self._policy, self._retry_policy)
 
     async def _play_member(
-        self, round_: Round, sampling: SamplingParams, together: Together | None
+        self, round_: Round, sampling: SamplingParams, batched: BatchedGroup | None
     ) -> Trajectory:
         for attempt in range(1, self._member_retries + 2):
             # A second attempt is one member's own.
-            trajectory = await self._played(round_, sampling, together if attempt == 1 else None)
+            trajectory = await self._played(round_, sampling, batched if attempt == 1 else None)
             round_.finished.append(trajectory)
             self._counters.played(trajectory, round_.task.purpose)
             failure = _blameless_failure(trajectory)
@@ -130,11 +130,11 @@ class Player:
             failed = MemberFailed(failure)
             if failed.is_outage or attempt > self._member_retries:
                 raise failed
-            await asyncio.sleep(self._patience.pause_s(attempt))
+            await asyncio.sleep(self._retry_policy.wait_s(attempt))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _played(
-        self, round_: Round, sampling: SamplingParams, together: Together | None
+        self, round_: Round, sampling: SamplingParams, batched: BatchedGroup | None
     ) -> Trajectory:
         """One episode, by the environment's agent or else by the policy itself."""
         task, group_id = round_.task, round_.group_id
@@ -142,8 +142,8 @@ class Player:
             return await self._agents.play(task, group_id=group_id, sampling=sampling)
         return await play(
             task,
-            sessions=together or self._sessions,
-            policy=together or self._policy,
+            sessions=batched or self._sessions,
+            policy=batched or self._policy,
             group_id=group_id,
             sampling=sampling,
             max_turns=self._max_turns,

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dialoop.clients.errors import is_worth_retrying
+from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError
-
-from dialoop_services.runtime.retry import Patience, patiently, service_away
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Several
@@ -20,10 +19,6 @@ if TYPE_CHECKING:
     from dialoop.episode import Policy, ResetResult, Sample, Sessions, StepResult
     from dialoop.sequences import Sequence
     from dialoop.trajectory import SamplingParams
-
-
-# The trainer has the replica's device, for as long as its step takes: that is no outage.
-_ASLEEP = "ASLEEP"
 
 
 @dataclass(slots=True)
@@ -42,10 +37,10 @@ class Replicas:
     the next one. Satisfies `dialoop.episode.Policy`.
     """
 
-    def __init__(self, policies: Several[Policy], patience: Patience) -> None:
+    def __init__(self, policies: Several[Policy], retry_policy: RetryPolicy) -> None:
         self._replicas = [_Replica(policy) for policy in policies]
         self._turn = itertools.count()
-        self._patience = patience
+        self._retry_policy = retry_policy
 
     async def generate(
         self,
@@ -58,8 +53,8 @@ class Replicas:
         num_samples: int = 1,
     ) -> tuple[Sample, ...]:
         """Answer on the first replica that can; Unavailable (SERVICE_AWAY) when none does."""
-        ends_at = time.monotonic() + self._patience.total_s
-        while True:
+
+        async def ask() -> tuple[Sample, ...]:
             replica = await self._next_replica()
             try:
                 samples = await replica.policy.generate(
@@ -71,16 +66,14 @@ class Replicas:
                     num_samples=num_samples,
                 )
             except DialoopError as error:
-                if not is_worth_retrying(error):
-                    raise
-                self._set_aside(replica)
-                if error.reason == _ASLEEP:
-                    ends_at = time.monotonic() + self._patience.total_s
-                if time.monotonic() > ends_at:
-                    raise service_away(error) from error
-            else:
-                replica.num_failures, replica.back_at = 0, 0.0
-                return samples
+                if is_worth_retrying(error):
+                    self._set_aside(replica)
+                raise
+            replica.num_failures, replica.back_at = 0, 0.0
+            return samples
+
+        # The wait is a replica's, not a call's: all calls leave it alone for the same while.
+        return await retry(ask, self._retry_policy, wait_s=lambda _: 0.0)
 
     async def _next_replica(self) -> _Replica:
         """The next in turn that is not set aside, or the first that comes back."""
@@ -100,45 +93,45 @@ class Replicas:
         if replica.back_at > now:
             return  # another request of ours noticed the same outage
         replica.num_failures += 1
-        replica.back_at = now + self._patience.pause_s(replica.num_failures)
+        replica.back_at = now + self._retry_policy.wait_s(replica.num_failures)
 
 
-class PatientSessions:
+class RetryingSessions:
     """An environment whose absence is waited out; every call there may be repeated.
 
     Satisfies `dialoop.episode.Sessions`.
     """
 
-    def __init__(self, sessions: Sessions, patience: Patience) -> None:
+    def __init__(self, sessions: Sessions, retry_policy: RetryPolicy) -> None:
         self._sessions = sessions
-        self._patience = patience
+        self._retry_policy = retry_policy
 
     async def create_session(self, session_id: str, environment: str) -> float:
         """Open a session; also waits for one to be free."""
-        return await patiently(
-            lambda: self._sessions.create_session(session_id, environment), self._patience
+        return await retry(
+            lambda: self._sessions.create_session(session_id, environment), self._retry_policy
         )
 
     async def reset(
         self, session_id: str, *, episode: int, split: str, task_key: str, seed: int = 0
     ) -> ResetResult:
         """Start an episode."""
-        return await patiently(
+        return await retry(
             lambda: self._sessions.reset(
                 session_id, episode=episode, split=split, task_key=task_key, seed=seed
             ),
-            self._patience,
+            self._retry_policy,
         )
 
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: ChatHistory
     ) -> StepResult:
         """Take the policy's answer; a repeated step gets the first answer."""
-        return await patiently(
+        return await retry(
             lambda: self._sessions.step(
                 session_id, episode=episode, step_index=step_index, history=history
             ),
-            self._patience,
+            self._retry_policy,
         )
 
     async def close_session(self, session_id: str) -> bool:

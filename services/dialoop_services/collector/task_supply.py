@@ -1,4 +1,4 @@
-"""Keeping tasks on offer: pages of task keys from the environment into replay's ledger."""
+"""The supply of tasks: pages of task keys from the environment into replay's ledger."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import Busy, DialoopError
 from dialoop.trajectory import Purpose, Task
 
 from dialoop_services.collector.mixture import Cursor, Ingredient
-from dialoop_services.runtime.retry import Patience, patiently
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Offers:
+class TaskSupply:
     """Offers the next page of training tasks whenever less than a page is waiting.
 
     The ledger owns the data position: a page is offered together with a compare-and-set of the
@@ -36,12 +36,12 @@ class Offers:
         settings: CollectorSettings,
         replay: ReplayClient,
         environment: EnvironmentClient,
-        patience: Patience,
+        retry_policy: RetryPolicy,
     ) -> None:
         self._settings = settings
         self._replay = replay
         self._environment = environment
-        self._patience = patience
+        self._retry_policy = retry_policy
         self._mixture = settings.mixture
         self._wanted = asyncio.Event()
         self._wanted.set()
@@ -57,12 +57,12 @@ class Offers:
             await self._wanted.wait()
             self._wanted.clear()
             try:
-                await patiently(self.top_up, self._patience)
+                await retry(self.top_up, self._retry_policy)
                 attempt = 0
             except DialoopError as error:
                 attempt += 1
                 log.warning("No tasks to offer.", extra={"reason": error.reason})
-                await asyncio.sleep(self._patience.pause_s(attempt))
+                await asyncio.sleep(self._retry_policy.wait_s(attempt))
                 self._wanted.set()
 
     async def top_up(self) -> None:

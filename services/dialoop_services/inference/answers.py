@@ -6,9 +6,13 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from dialoop.episode import UpdateMode
-from dialoop.v1 import chat_pb2
 from dialoop.v1 import inference_service_pb2 as pb
-from dialoop.wire import chat_history_to_proto, policy_version_to_proto, sequence_to_proto
+from dialoop.wire import (
+    chat_history_to_proto,
+    policy_version_to_proto,
+    sequence_to_proto,
+    text_to_proto,
+)
 
 from dialoop_services.inference.rendering import RawPrompt
 
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
     from dialoop.tokens.tokenizer import RunningText
     from dialoop.trajectory import SamplingParams
 
-    from dialoop_services.inference.engine import Piece, Sampled, Scored
+    from dialoop_services.inference.engine import Piece, Sampled
     from dialoop_services.inference.rendering import Ask
 
 
@@ -37,10 +41,7 @@ def sample_to_proto(sample: Sample) -> pb.Sample:
     if sample.text is None:
         proto.history.CopyFrom(chat_history_to_proto(sample.history))
     else:
-        text = sample.text
-        proto.text.CopyFrom(
-            chat_pb2.Text(prompt=text.prompt, response=text.response, full=text.full)
-        )
+        proto.text.CopyFrom(text_to_proto(sample.text))  # type: ignore[arg-type]  # same fields
     return proto
 
 
@@ -59,11 +60,6 @@ def piece_to_proto(
         policy_version=policy_version_to_proto(piece.policy_version),
         text=text.add(shown),
     )
-
-
-def scored_to_proto(scored: Scored) -> chat_pb2.LogProbValues:
-    """Log-probs from position 1 on."""
-    return chat_pb2.LogProbValues(values=scored.logprobs.tolist(), start=1)
 
 
 def update_mode_of(sampled: Iterable[Sampled]) -> UpdateMode:

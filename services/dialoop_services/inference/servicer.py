@@ -13,6 +13,7 @@ from dialoop.v1 import chat_pb2
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.v1 import inference_service_pb2_grpc as rpc
 from dialoop.wire import (
+    logprobs_to_proto,
     policy_version_to_proto,
     sampling_from_proto,
     sampling_to_proto,
@@ -24,7 +25,6 @@ from dialoop_services.inference.answers import (
     piece_to_proto,
     prompt_id_of,
     sample_to_proto,
-    scored_to_proto,
     update_mode_of,
     warnings_of,
 )
@@ -96,7 +96,7 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
         rows, sequences = self._rows(request)
         scored = await self._replica.logprobs(rows, adapter=request.adapter)
         return pb.LogProbResponse(
-            logprobs=[scored_to_proto(one) for one in scored],
+            logprobs=logprobs_to_proto(one.logprobs for one in scored),
             policy_version=policy_version_to_proto(scored[0].policy_version),
             sequences=[sequence_to_proto(sequence) for sequence in sequences],
             distribution=chat_pb2.DISTRIBUTION_RAW,

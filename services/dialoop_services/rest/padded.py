@@ -15,11 +15,11 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
-from dialoop.clients.inference_messages import logprobs_from_proto, samples_from_proto
+from dialoop.clients.inference_messages import samples_from_proto
 from dialoop.errors import InvalidInput
 from dialoop.views.padding import PaddedOutput, PaddedRows, pad_output
 from dialoop.views.views import LogProbRow, LogProbs, Masks, Tokens, TurnView
-from dialoop.wire import sequence_from_proto
+from dialoop.wire import logprobs_from_proto, sequence_from_proto
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dialoop_services.rest.problems import fields_refused

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Self
 
-    from dialoop.clients.channel import RetryPolicy
+    from dialoop.clients.retry import RetryPolicy
 
     from dialoop_services.rest.http_routes import HttpRoute
     from dialoop_services.rest.socket_routes import SocketRoute

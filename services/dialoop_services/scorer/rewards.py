@@ -10,7 +10,6 @@ def solved(group: Group) -> list[Reward]:
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from dialoop.environments.tools.calling import call
 from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
+from dialoop.import_paths import load_attribute
 from dialoop.trajectory import Group, Reward, Trajectory
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def load_rewards(specs: Sequence[RewardSpec]) -> tuple[GroupReward, ...]:
     return tuple(
         GroupReward(
             name=spec.name,
-            function=_imported(spec.use),
+            function=_function_at(spec.use),
             weight=spec.weight,
             timeout_s=spec.timeout_s,
         )
@@ -68,18 +68,8 @@ def load_rewards(specs: Sequence[RewardSpec]) -> tuple[GroupReward, ...]:
     )
 
 
-def _imported(use: str) -> RewardFunction:
-    module, _, attribute = use.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidConfig(
-            f"The reward function '{use}' cannot be imported: {error}.",
-            reason="REWARD_NOT_FOUND",
-            remedy="Give module:function, and have its folder on PYTHONPATH.",
-        ) from error
+def _function_at(use: str) -> RewardFunction:
+    found = load_attribute(use, what="reward function", reason="REWARD_NOT_FOUND")
     if not callable(found):
         raise InvalidConfig(f"'{use}' is not a function.", reason="REWARD_NOT_FOUND")
     function: RewardFunction = found

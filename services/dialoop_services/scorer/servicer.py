@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dialoop.v1 import chat_pb2
 from dialoop.v1 import scorer_service_pb2 as pb
 from dialoop.v1.scorer_service_pb2_grpc import ScorerServiceServicer
-from dialoop.wire import group_from_proto, group_to_proto
+from dialoop.wire import group_from_proto, group_to_proto, logprobs_to_proto
 
 if TYPE_CHECKING:
     import grpc
@@ -27,9 +26,7 @@ class ScorerServicer(ScorerServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> pb.ScorerServiceLogProbResponse:
         rows = await self._desk.logprobs([list(row.values) for row in request.token_ids])
-        return pb.ScorerServiceLogProbResponse(
-            logprobs=[chat_pb2.LogProbValues(values=row.tolist(), start=1) for row in rows]
-        )
+        return pb.ScorerServiceLogProbResponse(logprobs=logprobs_to_proto(rows))
 
     async def Score(
         self,

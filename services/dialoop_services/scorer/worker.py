@@ -12,10 +12,9 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.replay import ReturnItem
+from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError, InvalidInput
 from dialoop.trajectory import Stage
-
-from dialoop_services.runtime.retry import Patience, patiently
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -39,7 +38,7 @@ class ScorerWorker:
         self._settings = settings
         self._replay = replay
         self._desk = desk
-        self._patience = Patience(total_s=settings.patience_s)
+        self._retry_policy = RetryPolicy(max_attempts=None, total_s=settings.patience_s)
         self._num_aside = 0  # in a row
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -54,7 +53,7 @@ class ScorerWorker:
                 log.warning("Not scoring: %s", error, extra={"reason": error.reason})
                 attempt += 1
             if attempt:
-                await _sleep(self._patience.pause_s(attempt), stopping)
+                await _sleep(self._retry_policy.wait_s(attempt), stopping)
 
     async def _lease(self, stopping: asyncio.Event) -> Sequence[GroupLease]:
         """Unscored groups, as soon as there are any; none when told to stop."""
@@ -104,11 +103,11 @@ class ScorerWorker:
 
     async def _append(self, lease: GroupLease, scored: Group) -> None:
         """Hand the scored group on; a duplicate is one that an earlier delivery handed on."""
-        outcome = await patiently(
+        outcome = await retry(
             lambda: self._replay.append_group(
                 self._settings.run, Stage.SCORED, scored, lease_id=lease.lease_id
             ),
-            self._patience,
+            self._retry_policy,
         )
         if outcome.reason == "LEASE_LOST":
             log.info("Somebody else scores that group.", extra={"group_id": scored.group_id})
@@ -118,11 +117,11 @@ class ScorerWorker:
         else:
             self._num_aside = 0
             run, ids = self._settings.run, [lease.lease_id]
-            await patiently(lambda: self._replay.acknowledge(run, ids), self._patience)
+            await retry(lambda: self._replay.acknowledge(run, ids), self._retry_policy)
 
     async def _drop(self, lease: GroupLease, reason: str) -> None:
         run, ids = self._settings.run, [lease.lease_id]
-        await patiently(lambda: self._replay.drop(run, ids, reason), self._patience)
+        await retry(lambda: self._replay.drop(run, ids, reason), self._retry_policy)
 
     async def _set_aside(self, lease: GroupLease, reason: str) -> None:
         """Nobody can score it: it is kept as a dead letter, to be looked at."""
@@ -143,7 +142,7 @@ class ScorerWorker:
 
     async def _give_back(self, item: ReturnItem) -> None:
         run = self._settings.run
-        await patiently(lambda: self._replay.give_back(run, [item]), self._patience)
+        await retry(lambda: self._replay.give_back(run, [item]), self._retry_policy)
 
     async def _keep(self, lease_ids: Sequence[str]) -> None:
         """Extend the leases; one that is lost shows when its group is appended."""

@@ -120,7 +120,7 @@ def _run(config: JobConfig, run_dir: RunDir, *, is_job: bool) -> int:
     try:
         return asyncio.run(_until_told_to_stop(work))
     finally:
-        kill([process.pid for process in descendants(os.getpid())])
+        kill(descendants(os.getpid()))
 
 
 async def _serve(plan: Plan, log: LogStream) -> int:
@@ -138,7 +138,7 @@ async def _until_told_to_stop(work: Coroutine[None, None, int]) -> int:
 
     def stop(number: int) -> None:
         if told:  # asked twice: no more patience with anybody's orderly end
-            kill([process.pid for process in descendants(os.getpid())])
+            kill(descendants(os.getpid()))
         else:
             running.cancel()
         told.append(number)

@@ -44,7 +44,8 @@ from dialoop_services.stack.run_dir import opened
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
 
-    from dialoop.clients.channel import Channel, RetryPolicy
+    from dialoop.clients.channel import Channel
+    from dialoop.clients.retry import RetryPolicy
 
     from dialoop_services.config.job import JobConfig
     from dialoop_services.runtime.hosting import Connect

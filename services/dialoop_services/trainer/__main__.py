@@ -15,10 +15,10 @@ import logging
 from contextlib import AsyncExitStack, closing
 from typing import TYPE_CHECKING
 
-from dialoop.clients.channel import RetryPolicy
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.replay import ReplayClient
+from dialoop.clients.retry import RetryPolicy
 from dialoop.templates.chat_template import ChatTemplate
 from dialoop.tokens.builder import TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 # A queue that restarts is waited for until each call's deadline: a trainer that gave up sooner
 # would lose the train steps since its checkpoint.
-_PATIENT = RetryPolicy(max_attempts=1000)
+_PATIENT = RetryPolicy(max_attempts=None)
 
 
 def main() -> None:

@@ -17,10 +17,11 @@ from dialoop.clients import (
     template,
     trainer,
 )
-from dialoop.clients.channel import Channel, RetryPolicy, Rpc
+from dialoop.clients.channel import Channel, Rpc
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient, WeightsManifest
 from dialoop.clients.replay import ReplayClient
+from dialoop.clients.retry import RetryPolicy
 from dialoop.sequences import PolicyVersion
 from dialoop.v1 import (
     environment_service_pb2,

@@ -8,7 +8,14 @@ from dialoop.environments import arithmetic
 from dialoop.errors import AlreadyExists, NotFound, PreconditionFailed
 from dialoop.rollout import play, play_group
 from dialoop.sequences import ForkCause, Source
-from dialoop.testing import InMemoryEnvironment, ScriptedPolicy, byte_builder, byte_tokenizer
+from dialoop.testing import (
+    InMemoryEnvironment,
+    ScriptedPolicy,
+    byte_builder,
+    byte_tokenizer,
+    group,
+    trajectory,
+)
 from dialoop.trajectory import DoneReason, Owner, SamplingParams, StopReason, Task
 
 ENVIRONMENT = arithmetic()
@@ -155,3 +162,22 @@ async def test_tasks_come_in_pages():
     )
     assert page.tasks[0].key == KEY
     assert page.next_page_token
+
+
+def test_a_trajectory_to_test_with_holds_together_and_takes_any_field():
+    one = trajectory(reward=0.5)
+    assert (one.reward, one.num_model_tokens, one.is_scorable) == (0.5, 2, True)
+    assert one.done_reason is DoneReason.SUBMITTED
+    cut = trajectory(truncated=True, terminated=False, labels={"a": "b"})
+    assert (cut.truncated, cut.terminated, cut.labels) == (True, False, {"a": "b"})
+    with pytest.raises(TypeError, match="no_such_field"):
+        trajectory(no_such_field=1)
+
+
+def test_a_group_to_test_with_is_of_one_task():
+    made = group(0.0, trajectory(reward=1.0, trajectory_id="own"), group_id="a#2", epoch=3)
+    assert [t.reward for t in made.trajectories] == [0.0, 1.0]
+    assert [t.trajectory_id for t in made.trajectories] == ["t0", "own"]
+    assert {t.group_id for t in made.trajectories} == {made.group_id} == {"a#2"}
+    assert (made.task.task_id, made.task.epoch, made.task.num_trajectories) == ("a", 3, 2)
+    assert made.task.key == made.trajectories[1].task_key

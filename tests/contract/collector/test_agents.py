@@ -10,6 +10,7 @@ import openai
 import pytest
 from dialoop import Dialoop
 from dialoop.agents import AgentHost, AgentOutcome, load_agent, play_agent
+from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.trajectory import (
     DoneReason,
@@ -28,7 +29,6 @@ from dialoop_services.learning.model.policy import load_policy
 from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
 from dialoop_services.learning.packing.rows import TokenRow, pack_rows
 from dialoop_services.learning.training import update
-from dialoop_services.runtime.retry import Patience
 from dialoop_services.scorer.scoring import Scoring
 
 from tests.support import collector_world
@@ -209,7 +209,7 @@ async def test_a_collector_plays_a_group_with_an_agent_and_the_group_trains(dire
         return next(answers) == "It is 75."
 
     engine = ScriptedEngine(directory, ["It is 75.", "It is 7."] * 20, policy_version=MAIN_0)
-    patience = Patience(total_s=10, first_s=0.02, longest_s=0.1)
+    patience = RetryPolicy(max_attempts=None, total_s=10, first_wait_s=0.02, max_wait_s=0.1)
     async with agent_world(directory, engine) as served, collector_world.world() as w:
         host = AgentHost(
             recordings=RecordingReplicas([_Away(), served.recordings], patience),

@@ -12,6 +12,7 @@ import pytest
 from dialoop import rollout
 from dialoop.chat import History
 from dialoop.clients.replay import TaskLease
+from dialoop.clients.retry import RetryPolicy
 from dialoop.episode import Sample
 from dialoop.errors import DialoopError, InternalError
 from dialoop.local.client import LocalEnvironmentClient
@@ -19,15 +20,14 @@ from dialoop.sequences import Sequence
 from dialoop.tasks.column_addition import column_addition
 from dialoop.testing import ScriptedPolicy
 from dialoop.trajectory import DoneReason, Group, Purpose, SamplingParams, StopReason, Task
-from dialoop_services.collector.batched_group import Meeting
+from dialoop_services.collector.batched_group import JoinedCall
 from dialoop_services.collector.counters import Counters
 from dialoop_services.collector.player import MemberFailed, Player, Round
-from dialoop_services.runtime.retry import Patience
 
 from tests.support.patience import PATIENCE_S
 
 NUM = 4
-PATIENCE = Patience(total_s=PATIENCE_S, first_s=0.01, longest_s=0.05)
+PATIENCE = RetryPolicy(max_attempts=None, total_s=PATIENCE_S, first_wait_s=0.01, max_wait_s=0.05)
 
 
 class Counting:
@@ -93,7 +93,7 @@ async def _play(
         Counters("w"),
         member_retries=1,
         max_turns=8,
-        patience=PATIENCE,
+        retry_policy=PATIENCE,
         groups=environment,
     )
     lease = TaskLease(lease_id="l", task=task, attempt=1, expires_in_s=60)
@@ -208,7 +208,7 @@ def _num_open(environment: Counting) -> int:
     return len(environment._client._sessions)
 
 
-async def test_a_meeting_that_all_have_left_calls_its_question_off() -> None:
+async def test_a_joined_call_that_all_have_left_calls_its_question_off() -> None:
     asked, ended = asyncio.Event(), asyncio.Event()
 
     async def ask(questions: list[str]) -> tuple[str | DialoopError, ...]:
@@ -219,12 +219,12 @@ async def test_a_meeting_that_all_have_left_calls_its_question_off() -> None:
             ended.set()
         return tuple(questions)
 
-    meeting: Meeting[str, str] = Meeting(2, ask)
-    members = [asyncio.create_task(meeting.join(name)) for name in ("a", "b")]
+    call: JoinedCall[str, str] = JoinedCall(2, ask)
+    members = [asyncio.create_task(call.join(name)) for name in ("a", "b")]
     await asked.wait()
     for member in members:
         member.cancel()
-        meeting.leave()
+        call.leave()
     await asyncio.wait(members)
     async with asyncio.timeout(PATIENCE_S):
         await ended.wait()

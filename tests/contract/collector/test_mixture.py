@@ -6,14 +6,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from dialoop.clients.retry import RetryPolicy
 from dialoop.environments import ChatEnv, MaxTurns, RowTasks, arithmetic
 from dialoop.errors import InvalidConfig
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.trajectory import Task
 from dialoop_services.collector.mixture import Cursor, Ingredient, Mixture
 from dialoop_services.collector.settings import CollectorSettings
-from dialoop_services.collector.task_supply import Offers
-from dialoop_services.runtime.retry import Patience
+from dialoop_services.collector.task_supply import TaskSupply
 
 from tests.support.collector_world import RUN, ScriptedPolicy, World, world
 
@@ -26,10 +26,11 @@ def riddles() -> ChatEnv:
 MIXED = [{"use": "riddles", "weight": 3.0}]
 
 
-def offers(place: World, **given: Any) -> Offers:
+def task_supply(place: World, **given: Any) -> TaskSupply:
     fields = {"run": RUN, "worker": "w", "page_size": 40, "shuffle_seed": 5, **given}
     client: Any = LocalEnvironmentClient(arithmetic(), riddles())
-    return Offers(CollectorSettings(**fields), place.replay, client, Patience(total_s=5))
+    soon = RetryPolicy(max_attempts=None, total_s=5)
+    return TaskSupply(CollectorSettings(**fields), place.replay, client, soon)
 
 
 async def leased(place: World, count: int) -> list[Task]:
@@ -42,7 +43,7 @@ async def drawn(place: World, pages: int, **given: Any) -> list[Task]:
     """The tasks of some pages, each by a collector that has just begun."""
     tasks: list[Task] = []
     for _ in range(pages):
-        await offers(place, **given).top_up()
+        await task_supply(place, **given).top_up()
         tasks += await leased(place, len(tasks) + 40)
     return tasks
 
@@ -74,9 +75,9 @@ async def test_a_job_goes_on_where_it_stood_when_environments_come_and_go():
         alone = await drawn(place, 1)
         assert {task.environment for task in alone} == {"arithmetic"}
         assert not (await place.replay.get_stats(RUN)).cursor.startswith("{")
-        await offers(place, environments=MIXED).top_up()
+        await task_supply(place, environments=MIXED).top_up()
         mixed = await leased(place, 80)
-        await offers(place).top_up()
+        await task_supply(place).top_up()
         again = await leased(place, 120)
     keys = [task.key for task in (*alone, *mixed, *again) if task.environment == "arithmetic"]
     assert len(set(keys)) == len(keys)

@@ -6,8 +6,9 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
-from dialoop.clients.channel import Channel, RetryPolicy
+from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
+from dialoop.clients.retry import RetryPolicy
 from dialoop.environments import (
     ArithmeticTasks,
     ChatEnv,

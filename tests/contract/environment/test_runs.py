@@ -14,8 +14,9 @@ from typing import Any
 
 import grpc
 import pytest
-from dialoop.clients.channel import Channel, RetryPolicy
+from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
+from dialoop.clients.retry import RetryPolicy
 from dialoop.compat.trials import trial_keys
 from dialoop.environments import arithmetic
 from dialoop.environments.sessions.catalogue import Catalogue

@@ -8,8 +8,9 @@ from contextlib import AsyncExitStack
 import grpc
 import pytest
 from dialoop.chat import History, Message, ToolDefinition
-from dialoop.clients.channel import Channel, RetryPolicy
+from dialoop.clients.channel import Channel
 from dialoop.clients.connection import Dialoop
+from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.template import TemplateClient
 from dialoop.errors import AlreadyExists, InvalidInput, NotFound, PreconditionFailed, Unsupported
 from dialoop.templates.declared_parser import TemplateParser

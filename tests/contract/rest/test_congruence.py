@@ -13,8 +13,9 @@ from typing import Any
 import grpc
 import pytest
 from dialoop.chat import ChatHistory, History, Message
-from dialoop.clients.channel import Channel, RetryPolicy
+from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
+from dialoop.clients.retry import RetryPolicy
 from dialoop.environments import ArithmeticTasks, arithmetic
 from dialoop.errors import DialoopError
 from dialoop.local.client import LocalEnvironmentClient

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from dialoop import errors
-from dialoop.clients.channel import Channel, RetryPolicy, Rpc
+from dialoop.clients.channel import Channel, Rpc
 from dialoop.clients.environment import CLOSE_SESSION, GET_SESSION, EnvironmentClient
 from dialoop.clients.interact import InteractiveSessions
+from dialoop.clients.retry import RetryPolicy
 from dialoop.environments import arithmetic
 from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop.v1 import environment_service_pb2 as pb

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dialoop.clients.channel import Channel, RetryPolicy
+from dialoop.clients.channel import Channel
+from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.scorer import ScorerClient
 from dialoop.errors import InvalidInput, PreconditionFailed, Unavailable
 from dialoop.trajectory import Purpose, Stage

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from dialoop import testing
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.environments import (
     ArithmeticTasks,
@@ -29,7 +30,6 @@ from dialoop.errors import (
     PreconditionFailed,
     Unsupported,
 )
-from dialoop.sequences import Sequence
 from dialoop.trajectory import DoneReason, Owner, Trajectory, Turn
 
 TASK = TaskData(key="35+40", question="35+40", answer="75")
@@ -260,20 +260,8 @@ def finished(*turns: tuple[int, int]) -> Trajectory:
             {"role": "assistant", "content": "Result=75<submit>"},
         ]
     )
-    sequences: tuple[Sequence, ...] = ()
-    return Trajectory(
-        trajectory_id="t",
-        group_id="g",
-        task_key="35+40",
-        seed=0,
-        environment="arithmetic",
-        environment_version="1",
-        history=history,
-        turns=tuple(Turn(message_start=start, num_messages=n) for start, n in turns),
-        sequences=sequences,
-        terminated=True,
-        done_reason=DoneReason.SUBMITTED,
-    )
+    spans = tuple(Turn(message_start=start, num_messages=n) for start, n in turns)
+    return testing.trajectory(task_key="35+40", history=history, turns=spans, sequences=())
 
 
 async def test_scoring_a_trajectory_gives_the_rewards_of_its_steps():

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from dialoop import testing
 from dialoop.chat import History, Message
 from dialoop.environments.episode import Episode, TaskData
 from dialoop.environments.rewards.rubrics import (
@@ -19,7 +20,7 @@ from dialoop.environments.rewards.rubrics import (
     last_episode,
 )
 from dialoop.errors import InvalidInput
-from dialoop.trajectory import Group, Task, Trajectory, Turn
+from dialoop.trajectory import Group, Trajectory
 
 
 def _episode(text: str = "abc", truth: str = "7") -> Episode:
@@ -64,23 +65,11 @@ async def test_a_part_that_is_no_number_fails_the_whole(value: float) -> None:
 
 def _trajectory(text: str) -> Trajectory:
     history = History((Message(role="user", content="?"), Message(role="assistant", content=text)))
-    return Trajectory(
-        trajectory_id=text,
-        group_id="g",
-        task_key="k",
-        seed=0,
-        environment="e",
-        environment_version="1",
-        history=history,
-        turns=(Turn(message_start=1, num_messages=1),),
-        sequences=(),
-        terminated=True,
-    )
+    return testing.trajectory(trajectory_id=text, history=history, sequences=())
 
 
 def _group(*texts: str) -> Group:
-    task = Task(task_id="t", environment="e", split="train", key="k")
-    return Group(group_id="g", task=task, trajectories=tuple(map(_trajectory, texts)))
+    return testing.group(*map(_trajectory, texts))
 
 
 async def test_group_relative_is_the_share_of_the_others_that_are_beaten() -> None:

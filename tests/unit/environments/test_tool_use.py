@@ -1,10 +1,14 @@
 """Facts of tools with arguments: the syntaxes (R-X3), schemas, and what happens to errors."""
 
 import asyncio
+import dataclasses
+import enum
 import json
 import threading
-from typing import Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NotRequired
 
+import pydantic
 import pytest
 from dialoop.chat import History, Message, ToolCall
 from dialoop.environments import (
@@ -24,6 +28,7 @@ from dialoop.environments import (
 from dialoop.environments.tools.tool_use import EndWithoutCalls
 from dialoop.errors import InvalidConfig
 from dialoop.trajectory import DoneReason, Owner
+from typing_extensions import TypedDict
 
 TASK = TaskData(key="k", question="q")
 
@@ -246,13 +251,139 @@ def test_a_function_that_json_cannot_call_is_rejected(bad):
     def variadic(*a: int) -> None:
         """Any number."""
 
-    def foreign(a: History) -> None:
+    def foreign(a: ChatEnv) -> None:
         """Not JSON."""
 
     functions = {"untyped": untyped, "variadic": variadic, "foreign": foreign}
     with pytest.raises(InvalidConfig) as caught:
         ToolUse([functions[bad]])
     assert caught.value.reason == "TOOL_UNANNOTATED"
+
+
+class Size(enum.Enum):
+    SMALL = "small"
+    LARGE = "large"
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    y: float = 0.5
+
+
+class Filter(TypedDict):
+    title: str
+    sizes: NotRequired[list[Size]]
+
+
+class Order(pydantic.BaseModel):
+    """An order."""
+
+    at: Point
+    amount: Annotated[int, pydantic.Field(ge=1, description="How many.")]
+    note: str | None = None
+
+
+def place(
+    point: Point,
+    size: Size = Size.SMALL,
+    pair: tuple[int, int] = (1, 2),
+    only: Filter | None = None,
+    orders: Sequence[Order] = (),
+) -> str:
+    """Place things."""
+    return f"{point!r} {size} {pair} {only} {list(orders)!r}"
+
+
+def test_richer_parameters_have_schemas_that_stand_alone():
+    schema = json.loads(FunctionTool(place).definition.parameters_json)
+    assert list(schema) == ["type", "properties", "required", "additionalProperties", "$defs"]
+    assert schema["required"] == ["point"]
+    assert schema["properties"]["point"] == {"$ref": "#/$defs/Point"}
+    assert schema["$defs"]["Point"]["properties"]["x"] == {"type": "integer"}
+    assert schema["$defs"]["Size"]["enum"] == ["small", "large"]
+    assert schema["$defs"]["Filter"]["properties"]["title"] == {"type": "string"}
+    amount = {"type": "integer", "description": "How many.", "minimum": 1}
+    assert schema["$defs"]["Order"]["properties"]["amount"] == amount
+    assert '"title": "' not in json.dumps(schema)
+
+
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [
+        ({"point": {"x": 1}}, "Point(x=1, y=0.5) Size.SMALL (1, 2) None []"),
+        (
+            {"point": {"x": 1, "y": 2}, "size": "large", "pair": [3, 4]},
+            "Point(x=1, y=2.0) Size.LARGE (3, 4) None []",
+        ),
+        (
+            {"point": {"x": 1}, "only": {"title": "t", "sizes": ["small"]}},
+            "Point(x=1, y=0.5) Size.SMALL (1, 2) "
+            "{'title': 't', 'sizes': [<Size.SMALL: 'small'>]} []",
+        ),
+        (
+            {"point": {"x": 1}, "orders": [{"at": {"x": 2}, "amount": 3}]},
+            "Point(x=1, y=0.5) Size.SMALL (1, 2) None "
+            "[Order(at=Point(x=2, y=0.5), amount=3, note=None)]",
+        ),
+    ],
+)
+async def test_richer_parameters_arrive_as_what_they_are(given, got):
+    assert await FunctionTool(place).run(given, timeout_s=5) == got
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "missing argument point."),
+        ({"point": {}}, "argument point.x: field required."),
+        ({"point": {"x": "1"}}, "argument point.x: input should be a valid integer."),
+        ({"point": {"x": 1}, "size": "huge"}, "argument size: input should be 'small' or 'large'."),
+        (
+            {"point": {"x": 1}, "orders": [{"at": {"x": 2}, "amount": 0}]},
+            "argument orders.0.amount: input should be greater than or equal to 1.",
+        ),
+        ({"point": {"x": 1}, "other": 1}, "unknown argument other."),
+        (
+            {"point": {"x": 1}, "pair": [1, True]},
+            "argument pair.1: input should be a valid integer.",
+        ),
+    ],
+)
+async def test_what_does_not_fit_a_richer_parameter_is_told_to_the_policy(given, said):
+    with pytest.raises(ToolInputError) as caught:
+        await FunctionTool(place).run(given, timeout_s=5)
+    assert str(caught.value) == said
+
+
+def test_the_schema_of_a_simple_function_is_what_it_always_was():
+    def simple(
+        a: str,
+        b: list,
+        c: dict,
+        d: Any,
+        e: float | int,
+        f: Literal["x"] = "x",
+        g: list[list[str]] | None = None,
+        h: None = None,
+    ) -> None:
+        """Nothing."""
+
+    assert FunctionTool(simple).definition.parameters_json == (
+        '{"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "array"}, '
+        '"c": {"type": "object"}, "d": {}, "e": {"anyOf": [{"type": "number"}, '
+        '{"type": "integer"}]}, "f": {"enum": ["x"]}, "g": {"anyOf": [{"type": "array", "items": '
+        '{"type": "array", "items": {"type": "string"}}}, {"type": "null"}]}, '
+        '"h": {"type": "null"}}, "required": ["a", "b", "c", "d", "e"], '
+        '"additionalProperties": false}'
+    )
+
+    def bare() -> str:
+        return ""
+
+    assert FunctionTool(bare).definition.parameters_json == (
+        '{"type": "object", "properties": {}, "required": [], "additionalProperties": false}'
+    )
 
 
 def test_bad_options_and_names_twice_are_rejected():

@@ -2,10 +2,10 @@ import math
 
 import numpy as np
 import pytest
-from dialoop.chat import History
+from dialoop import testing
 from dialoop.errors import InvalidInput, PreconditionFailed
 from dialoop.sequences import PolicyVersion, Source, sequence_of
-from dialoop.trajectory import Failure, Group, Owner, Reward, Task, Trajectory, Turn
+from dialoop.trajectory import Failure, Owner, Trajectory
 from dialoop_services.rl.advantages import AdvantageSettings, group_advantages, with_advantages
 
 
@@ -18,23 +18,8 @@ def _trajectory(reward: float, *, failures: tuple[Failure, ...] = ()) -> Traject
         ],
         logprobs=[-0.5],
     )
-    return Trajectory(
-        trajectory_id=f"t{reward}",
-        group_id="g",
-        task_key="k",
-        seed=0,
-        environment="arithmetic",
-        environment_version="1",
-        history=History(),
-        turns=(Turn(message_start=0, num_messages=1, rewards=(Reward(name="r", value=reward),)),),
-        sequences=(sequence, sequence),
-        failures=failures,
-    )
-
-
-def _group(*trajectories: Trajectory) -> Group:
-    task = Task(task_id="t", environment="arithmetic", split="train", key="k")
-    return Group(group_id="g", task=task, trajectories=trajectories)
+    sequences = (sequence, sequence)
+    return testing.trajectory(reward=reward, sequences=sequences, failures=failures)
 
 
 def test_zero_and_one_become_minus_and_plus_half_the_root_of_two() -> None:
@@ -80,18 +65,18 @@ def test_reward_that_is_not_finite_is_rejected(reward: float) -> None:
 
 
 def test_every_sequence_of_a_trajectory_gets_its_advantage() -> None:
-    scored = with_advantages(_group(_trajectory(0.0), _trajectory(1.0)), group_size=2)
+    scored = with_advantages(testing.group(_trajectory(0.0), _trajectory(1.0)), group_size=2)
     found = [[s.advantage for s in t.sequences] for t in scored.trajectories]
     assert np.allclose(found, [[-0.70710678] * 2, [0.70710678] * 2])
 
 
 def test_partial_group_is_refused() -> None:
     with pytest.raises(PreconditionFailed) as caught:
-        with_advantages(_group(_trajectory(0.0), _trajectory(1.0)), group_size=3)
+        with_advantages(testing.group(_trajectory(0.0), _trajectory(1.0)), group_size=3)
     assert caught.value.reason == "GROUP_INCOMPLETE"
 
 
 def test_group_with_an_infrastructure_failure_is_refused() -> None:
     failed = _trajectory(0.0, failures=(Failure(owner=Owner.TOOL, reason="KILLED", message=""),))
     with pytest.raises(PreconditionFailed):
-        with_advantages(_group(_trajectory(1.0), failed))
+        with_advantages(testing.group(_trajectory(1.0), failed))

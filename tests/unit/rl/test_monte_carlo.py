@@ -1,10 +1,10 @@
 import math
 
 import pytest
-from dialoop.chat import History
+from dialoop import testing
 from dialoop.errors import InvalidInput, PreconditionFailed
 from dialoop.sequences import PolicyVersion, Source, sequence_of
-from dialoop.trajectory import Group, Reward, Task, Trajectory, Turn
+from dialoop.trajectory import Reward, Trajectory, Turn
 from dialoop_services.rl.monte_carlo import (
     step_advantages,
     trajectory_advantages,
@@ -23,25 +23,14 @@ def _trajectory(name: str, *rewards: float) -> Trajectory:
         sampled = {"source": Source.MODEL, "turn": turn, "policy_version": VERSION}
         pieces.append((list(range(turn + 1)), sampled))
         pieces.append(([9], {"source": Source.TEMPLATE, "turn": turn}))
-    return Trajectory(
+    return testing.trajectory(
         trajectory_id=name,
-        group_id="g",
-        task_key="k",
-        seed=0,
-        environment="arithmetic",
-        environment_version="1",
-        history=History(),
         turns=tuple(
             Turn(message_start=0, num_messages=1, rewards=(Reward(name="r", value=value),))
             for value in rewards
         ),
         sequences=(sequence_of(pieces),),
     )
-
-
-def _group(*trajectories: Trajectory) -> Group:
-    task = Task(task_id="t", environment="arithmetic", split="train", key="k")
-    return Group(group_id="g", task=task, trajectories=trajectories)
 
 
 def test_steps_of_zero_and_one_are_minus_and_plus_half_the_root_of_two() -> None:
@@ -79,7 +68,7 @@ def test_a_group_of_one_is_a_named_error_however_many_steps_it_has() -> None:
 
 
 def test_each_sampled_token_has_its_turns_advantage() -> None:
-    group = _group(_trajectory("a", 0.0, 0.0), _trajectory("b", 0.0, 1.0))
+    group = testing.group(_trajectory("a", 0.0, 0.0), _trajectory("b", 0.0, 1.0))
     scored = with_turn_advantages(group, group_size=2)
     found = scored.trajectories[1].sequences[0].token_advantages.tolist()
     assert found == pytest.approx([-0.5, 1.5, 1.5])
@@ -87,7 +76,7 @@ def test_each_sampled_token_has_its_turns_advantage() -> None:
 
 def test_a_partial_group_has_no_turn_advantages() -> None:
     with pytest.raises(PreconditionFailed):
-        with_turn_advantages(_group(_trajectory("a", 0.0)), group_size=2)
+        with_turn_advantages(testing.group(_trajectory("a", 0.0)), group_size=2)
 
 
 @pytest.mark.parametrize(
@@ -111,12 +100,12 @@ def test_more_than_a_group_has_cannot_be_selected() -> None:
 
 
 def test_only_the_best_are_imitated_and_the_group_stays_whole() -> None:
-    group = _group(_trajectory("a", 0.0), _trajectory("b", 1.0), _trajectory("c", 0.5))
+    group = testing.group(_trajectory("a", 0.0), _trajectory("b", 1.0), _trajectory("c", 0.5))
     found = with_best_alone(group, k=2)
     assert [t.sequences[0].advantage for t in found.trajectories] == [0.0, 1.0, 0.0]
 
 
 def test_selecting_twice_gives_the_same() -> None:
     """Nothing is kept between calls: upstream's queue gave every later window the top again."""
-    group = _group(_trajectory("a", 0.0), _trajectory("b", 1.0))
+    group = testing.group(_trajectory("a", 0.0), _trajectory("b", 1.0))
     assert with_best_alone(group, k=1) == with_best_alone(group, k=1)

@@ -23,6 +23,8 @@ from dialoop_services.stack.report.transcripts import choose
 from dialoop_services.stack.run_dir import opened
 from rich.console import Console
 
+ROOT = Path(__file__).parents[3]
+
 CONFIG = JobConfig(run="r")
 
 
@@ -229,3 +231,10 @@ def test_the_time_left_follows_from_the_steps_of_the_phase() -> None:
     assert left.seconds(PhaseProgress(name="training", num_done=10, num_total=50), 100.0) is None
     assert left.seconds(PhaseProgress(name="training", num_done=20, num_total=50), 105.0) == 15.0
     assert left.seconds(PhaseProgress(name="evaluating", num_done=50, num_total=50), 106.0) is None
+
+
+def test_only_the_sandbox_knows_where_linux_keeps_its_processes() -> None:
+    """Everybody else asks psutil, which knows other systems too."""
+    product = [*(ROOT / "client/dialoop").rglob("*.py"), *(ROOT / "services").rglob("*.py")]
+    found = {path.relative_to(ROOT).as_posix() for path in product if "/proc" in path.read_text()}
+    assert {path for path in found if not path.startswith("client/dialoop/sandbox/")} == set()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from dialoop.chat import History, Message
+from dialoop import testing
 from dialoop.clients.replay import GroupLease
 from dialoop.sequences import ForkCause, PolicyVersion, Segment, Sequence, Source
-from dialoop.trajectory import Group, SamplingParams, Task, Trajectory
+from dialoop.trajectory import SamplingParams
 from dialoop_services.trainer.data.batches import sort_batch
 from dialoop_services.trainer.recovery.checkpoint import lineage_after_restore
 
@@ -38,23 +38,20 @@ def lease(
     sampling: SamplingParams | None = None,
 ) -> GroupLease:
     trajectories = tuple(
-        Trajectory(
+        testing.trajectory(
             trajectory_id=f"{group_id}-{index}",
-            group_id=group_id,
-            task_key="1+1",
-            seed=0,
-            environment="arithmetic",
-            environment_version="1",
-            history=History((Message(role="user", content="1+1"),)),
             turns=(),
             sequences=(sequence(policy, advantage),),
             sampling=sampling or SamplingParams(),
         )
         for index, (policy, advantage) in enumerate(zip(policies, advantages, strict=True))
     )
-    task = Task(task_id=group_id, environment="arithmetic", split="train", key="1+1")
-    group = Group(group_id=group_id, task=task, trajectories=trajectories)
-    return GroupLease(lease_id=f"lease-{group_id}", group=group, num_deliveries=1, expires_in_s=60)
+    return GroupLease(
+        lease_id=f"lease-{group_id}",
+        group=testing.group(*trajectories, group_id=group_id),
+        num_deliveries=1,
+        expires_in_s=60,
+    )
 
 
 def reasons(*leases: GroupLease, max_staleness: int = 4) -> dict[str, list[str]]:

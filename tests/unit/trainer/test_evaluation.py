@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from dialoop.chat import History, Message
+from dialoop import testing
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.replay import ReplayClient
+from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import Unavailable
-from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, Task, Trajectory
-from dialoop_services.runtime.retry import Patience
+from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, Task
 from dialoop_services.trainer.job.evaluation import EvaluationPlan, EvaluationResult, Evaluator
 from dialoop_services.trainer.records.records import RunRecords
 
@@ -73,17 +73,12 @@ class FakeReplay:
 
 
 def group(task: Task) -> Group:
-    played = Trajectory(
+    played = testing.trajectory(
         trajectory_id=task.task_id,
         group_id=f"{task.task_id}#1",
         task_key=task.key,
-        seed=0,
-        environment="arithmetic",
-        environment_version="1",
-        history=History((Message(role="user", content="1+1"),)),
         turns=(),
         sequences=(),
-        sampling=SamplingParams(),
     )
     return Group(group_id=f"{task.task_id}#1", task=task, trajectories=(played,))
 
@@ -140,7 +135,7 @@ async def test_groups_that_a_killed_trainer_waited_for_do_not_hold_up_the_next_e
 async def test_groups_that_a_killed_trainer_held_are_dropped_and_no_others(
     evaluate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Patience, "pause_s", lambda *_: 0.0)
+    monkeypatch.setattr(RetryPolicy, "wait_s", lambda *_: 0.0)
     replay = FakeReplay()
     replay.num_away = 1
     replay.play(orphan())
@@ -168,7 +163,7 @@ async def test_evaluations_that_run_side_by_side_get_their_own_groups(evaluate: 
 async def test_an_evaluation_waits_for_a_queue_that_is_away(
     evaluate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Patience, "pause_s", lambda *_: 0.0)
+    monkeypatch.setattr(RetryPolicy, "wait_s", lambda *_: 0.0)
     replay = FakeReplay()
     replay.num_away = 3
     found = await evaluate(replay).evaluate(plan("after"), train_step=1)

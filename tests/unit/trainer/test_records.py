@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from dialoop import testing
 from dialoop.chat import History, Message
 from dialoop.sequences import PolicyVersion, Source, sequence_of
-from dialoop.trajectory import SamplingParams, Trajectory
+from dialoop.trajectory import Trajectory
 from dialoop.views.run_files import trajectory_files
 from dialoop_services.stack.report.summary import count_outcomes
 from dialoop_services.trainer.data.demonstration_files import numbered_demonstrations
@@ -23,19 +24,8 @@ SEPARATORS = "a\u2028b\x85c\x0bd"
 def trajectory(text: str, **labels: str) -> Trajectory:
     sampled = {"source": Source.MODEL, "policy_version": VERSION}
     row = sequence_of([([1, 2], {"source": Source.PROMPT}), ([3], sampled)], logprobs=[-0.5])
-    return Trajectory(
-        trajectory_id="t",
-        group_id="g",
-        task_key="1+1",
-        seed=0,
-        environment="arithmetic",
-        environment_version="1",
-        history=History((Message(role="user", content=text),)),
-        turns=(),
-        sequences=(row,),
-        sampling=SamplingParams(),
-        labels=labels,
-    )
+    history = History((Message(role="user", content=text),))
+    return testing.trajectory(history=history, turns=(), sequences=(row,), labels=labels)
 
 
 def write(run_dir: Path, text: str, **labels: str) -> None:

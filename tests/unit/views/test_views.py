@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from dialoop import testing
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.compat.names import masks_of
 from dialoop.episode import Sample
@@ -68,13 +69,7 @@ def played(template: str, texts: list[str]) -> tuple[Trajectory, list[TurnView]]
             sequences.append(answer.appended)
         turns.append(Turn(message_start=len(history), num_messages=2))
         history = history.append(answer.message).extend(user("more"))
-    trajectory = Trajectory(
-        trajectory_id="t",
-        group_id="g",
-        task_key="k",
-        seed=0,
-        environment="e",
-        environment_version="1",
+    trajectory = testing.trajectory(
         history=history,
         turns=tuple(turns),
         sequences=tuple(sequences),

@@ -1,5 +1,8 @@
 """Python functions as tools of chat models: a JSON schema from their annotations.
 
+A parameter may be a number, a text, a list, a dict, a Literal, an Enum, a dataclass, a TypedDict or
+a pydantic model, or a union of them.
+
 def search(query: str, limit: int = 3) -> str:
     '''Search the library.'''
 
@@ -13,17 +16,16 @@ import inspect
 import json
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.chat import ToolDefinition
 from dialoop.environments.tools.calling import call, name_of
 from dialoop.environments.tools.text_tools import ToolInputError
-from dialoop.errors import InvalidConfig
 
-_SIMPLE: Mapping[Any, str] = types.MappingProxyType(
-    {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
-)
+if TYPE_CHECKING:
+    from dialoop.environments.tools.function_schema import Arguments
+
 _CHECKS: Mapping[str, tuple[type, ...]] = types.MappingProxyType(
     {
         "string": (str,),
@@ -57,7 +59,7 @@ class FunctionTool:
     function: Callable[..., Any]
     definition: ToolDefinition
     timeout_s: float | None
-    _schema: Mapping[str, Any]
+    _arguments: Arguments = field(repr=False, compare=False)
 
     def __init__(
         self,
@@ -67,51 +69,37 @@ class FunctionTool:
         description: str = "",
         timeout_s: float | None = None,
     ) -> None:
-        schema = schema_of(function)
-        text = description or (inspect.getdoc(function) or "").partition("\n\n")[0]
+        from dialoop.environments.tools.function_schema import Arguments
+
+        arguments = Arguments(function)
         definition = ToolDefinition(
-            name=name or name_of(function), description=text, parameters_json=json.dumps(schema)
+            name=name or name_of(function),
+            description=description or (inspect.getdoc(function) or "").partition("\n\n")[0],
+            parameters_json=json.dumps(arguments.schema),
         )
-        for field, value in (
+        for attribute, value in (
             ("function", function),
             ("definition", definition),
             ("timeout_s", timeout_s),
-            ("_schema", schema),
+            ("_arguments", arguments),
         ):
-            object.__setattr__(self, field, value)
+            object.__setattr__(self, attribute, value)
 
     async def run(self, arguments: Mapping[str, Any], *, timeout_s: float) -> str:
         """Check the arguments, call, and give the result's text."""
-        checked(arguments, self._schema)
+        checked(arguments, self._arguments.schema)
+        given = self._arguments.converted(arguments)
 
         def bound(given: Mapping[str, Any]) -> Any:
             return self.function(**given)
 
         limit_s = timeout_s if self.timeout_s is None else self.timeout_s
         if _is_async(self.function):
-            return _text(await call(self._awaited, arguments, timeout_s=limit_s))
-        return _text(await call(bound, arguments, timeout_s=limit_s))
+            return _text(await call(self._awaited, given, timeout_s=limit_s))
+        return _text(await call(bound, given, timeout_s=limit_s))
 
     async def _awaited(self, given: Mapping[str, Any]) -> Any:
         return await self.function(**given)
-
-
-def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The JSON schema of a function's parameters; InvalidConfig (TOOL_UNANNOTATED)."""
-    called = function if inspect.isroutine(function) else type(function).__call__
-    hints = get_type_hints(called)
-    properties: dict[str, Any] = {}
-    required = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise _unusable(function, f"takes *{name}")
-        if name not in hints:
-            raise _unusable(function, f"has no type on '{name}'")
-        properties[name] = _schema(hints[name], function)
-        if parameter.default is parameter.empty:
-            required.append(name)
-    schema = {"type": "object", "properties": properties, "required": required}
-    return {**schema, "additionalProperties": False}
 
 
 def checked(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
@@ -154,24 +142,6 @@ def _said(schema: Mapping[str, Any]) -> str:
     return str(schema.get("type", "different"))
 
 
-def _schema(hint: Any, function: Callable[..., Any]) -> dict[str, Any]:
-    if hint is Any:
-        return {}
-    if hint in _SIMPLE:
-        return {"type": _SIMPLE[hint]}
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return {"enum": list(arguments)}
-    if origin in (Union, types.UnionType):
-        return {"anyOf": [_schema(option, function) for option in arguments]}
-    if hint is list or origin is list:
-        items = {"items": _schema(arguments[0], function)} if arguments else {}
-        return {"type": "array", **items}
-    if hint is dict or origin is dict:
-        return {"type": "object"}
-    raise _unusable(function, f"has a type that JSON has no word for: {hint}")
-
-
 def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(type(function), "__call__", None)  # noqa: B004 - the method itself is inspected
@@ -186,11 +156,3 @@ def _text(result: Any) -> str:
         return json.dumps(result, ensure_ascii=False)
     except (TypeError, ValueError):
         return str(result)
-
-
-def _unusable(function: Callable[..., Any], why: str) -> InvalidConfig:
-    return InvalidConfig(
-        f"The tool {name_of(function)} {why}.",
-        reason="TOOL_UNANNOTATED",
-        remedy="Annotate each parameter with str, int, float, bool, list, dict, Literal or None.",
-    )

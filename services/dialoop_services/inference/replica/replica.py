@@ -7,6 +7,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.weights import WeightsKind
 from dialoop.episode import UpdateMode
 from dialoop.errors import DialoopError, PreconditionFailed, Unavailable
@@ -188,18 +189,19 @@ class Replica(Sleeper):
 
         A policy that is named since a look ago was pushed to us by then, if all went well.
         """
-        seen, pause_s = self._followed, look_every_s
+        looks = RetryPolicy(first_wait_s=look_every_s, max_wait_s=_LONGEST_PAUSE_S)
+        seen, num_failed = self._followed, 0
         while True:
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(looks.wait_s(num_failed + 1, chance=1.0))
             manifest, before = await asyncio.to_thread(self._named), seen
             seen = manifest
             is_due = (manifest != self._followed or self._fault) and not self._turn.is_over
             if manifest is None or manifest != before or not is_due:
-                pause_s = look_every_s
+                num_failed = 0
             elif await self._caught_up_with(manifest):
-                self._followed, pause_s = manifest, look_every_s
+                self._followed, num_failed = manifest, 0
             else:
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                num_failed += 1
 
     async def _caught_up_with(self, manifest: WeightsManifest) -> bool:
         """Whether the replica serves that policy or a newer one, now or already."""

@@ -8,13 +8,13 @@ load_objective("my_project.losses:mine")
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidConfig
+from dialoop.import_paths import load_attribute
 
 from dialoop_services.config.losses import LOSSES, facts_of
 from dialoop_services.learning.loss import losses
@@ -37,7 +37,7 @@ def load_objective(
     name that leads nowhere, an option the loss does not take, or a correction it would not feel.
     """
     facts = facts_of(name)
-    function = getattr(losses, facts.formula or name) if name in LOSSES else _imported(name)
+    function = getattr(losses, facts.formula or name) if name in LOSSES else _function_at(name)
     objective = Objective(
         loss=_with_options(name, function, {**facts.options, **(options or {})}),
         aggregation=facts.aggregation,
@@ -78,21 +78,10 @@ def _with_options(
     return functools.partial(function, **options) if options else function
 
 
-def _imported(name: str) -> Callable[..., losses.LossOutput]:
-    module_name, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise _unknown(name, str(error)) from error
-    if not callable(function):
-        raise _unknown(name, "it is not a function")
-    loaded: Callable[..., losses.LossOutput] = function
-    return loaded
-
-
-def _unknown(name: str, why: str) -> InvalidConfig:
-    return InvalidConfig(
-        f"There is no loss {name!r}: {why}.",
-        reason="UNKNOWN_LOSS",
-        remedy=f"Use one of {', '.join(LOSSES)}, or 'package.module:function'.",
+def _function_at(path: str) -> Callable[..., losses.LossOutput]:
+    loaded: Callable[..., losses.LossOutput] = load_attribute(
+        path, what="loss", reason="UNKNOWN_LOSS", built_in=LOSSES
     )
+    if not callable(loaded):
+        raise InvalidConfig(f"The loss '{path}' is not a function.", reason="UNKNOWN_LOSS")
+    return loaded

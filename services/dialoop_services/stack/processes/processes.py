@@ -1,80 +1,37 @@
-"""What runs on this machine, read from /proc: sessions, descendants and the CPU they used."""
+"""What runs on this machine: sessions, descendants and the CPU they used."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import signal
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+import psutil  # type: ignore[import-untyped]
 
-_PROC = Path("/proc")
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessInfo:
-    """One running process; `cpu_s` includes the children it has waited for."""
-
-    pid: int
-    parent: int
-    group: int
-    session: int
-    cpu_s: float
+def members(leaders: Collection[int]) -> list[int]:
+    """Return the pids in the sessions or groups that `leaders` lead; a zombie is none."""
+    return [pid for pid in psutil.pids() if _is_member(pid, leaders)]
 
 
-def running() -> Iterator[ProcessInfo]:
-    """Every process but the zombies; nothing where there is no /proc."""
-    for directory in _PROC.glob("[0-9]*"):
-        info = _read(directory)
-        if info is not None:
-            yield info
+def _is_member(pid: int, leaders: Collection[int]) -> bool:
+    with suppress(OSError, psutil.Error):
+        if os.getsid(pid) in leaders or os.getpgid(pid) in leaders:
+            return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
-def _read(directory: Path) -> ProcessInfo | None:
-    try:
-        line = (directory / "stat").read_text("utf-8", errors="replace")
-    except OSError:
-        return None
-    # The name stands in parentheses and may itself hold spaces and parentheses.
-    fields = line.rpartition(")")[2].split()
-    if fields[0] in "ZX":
-        return None
-    parent, group, session = (int(field) for field in fields[1:4])
-    ticks = sum(int(field) for field in fields[11:15])
-    return ProcessInfo(
-        pid=int(directory.name),
-        parent=parent,
-        group=group,
-        session=session,
-        cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
-    )
-
-
-def members(leaders: Collection[int]) -> list[ProcessInfo]:
-    """The processes in the sessions or groups that `leaders` lead."""
-    return [p for p in running() if p.session in leaders or p.group in leaders]
-
-
-def descendants(ancestor: int) -> list[ProcessInfo]:
-    """The children of a process, their children, and so on."""
-    by_parent: dict[int, list[ProcessInfo]] = {}
-    for process in running():
-        by_parent.setdefault(process.parent, []).append(process)
-    found: list[ProcessInfo] = []
-    pending = [ancestor]
-    while pending:
-        children = by_parent.get(pending.pop(), [])
-        found.extend(children)
-        pending.extend(child.pid for child in children)
-    return found
+def descendants(ancestor: int) -> list[int]:
+    """Return the pids of the children of a process, their children, and so on."""
+    return [child.pid for child in psutil.Process(ancestor).children(recursive=True)]
 
 
 def kill_members(leaders: Collection[int]) -> None:
@@ -82,7 +39,7 @@ def kill_members(leaders: Collection[int]) -> None:
     for leader in leaders:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, signal.SIGKILL)
-    kill([process.pid for process in members(leaders)])
+    kill(members(leaders))
 
 
 def kill(pids: Collection[int]) -> None:
@@ -99,8 +56,11 @@ def adopt_orphans() -> None:
 
 
 def total_cpu_s() -> float:
-    """CPU seconds of this process, its finished children and its living descendants."""
-    own = resource.getrusage(resource.RUSAGE_SELF)
-    finished = resource.getrusage(resource.RUSAGE_CHILDREN)
-    ended = sum(usage.ru_utime + usage.ru_stime for usage in (own, finished))
-    return ended + sum(process.cpu_s for process in descendants(os.getpid()))
+    """Return the CPU seconds of this process, its finished children and its living descendants."""
+    own = psutil.Process()
+    total = 0.0
+    for process in (own, *own.children(recursive=True)):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            used = process.cpu_times()
+            total += used.user + used.system + used.children_user + used.children_system
+    return total

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
+from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import InvalidConfig, Unavailable
 
 from dialoop_services.stack.processes.child import Child
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
 CONFIG_ERROR = 2
 """The exit code of a service that was given something wrong: no restart will help."""
 
-_FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 15.0
+# Starting a process again is no call that is repeated: what counts as a failure, and how many end
+# the stack, is decided in `_keep`. Only the waits are those of every retry, without jitter, since
+# each service is alone.
+_RESTARTS, _NO_JITTER = RetryPolicy(first_wait_s=0.5, max_wait_s=15.0), 1.0
 _MAX_FAILURES, _MAX_FAILURES_TO_START = 6, 2
 _STABLE_S = 60.0
 _POLL_S = 0.15
@@ -186,7 +190,7 @@ class Supervisor:
         service.state = State.WAITING_TO_RESTART
         service.ready.clear()
         service.num_restarts += 1
-        delay = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2 ** (service.num_failures - 1))
+        delay = _RESTARTS.wait_s(service.num_failures, _NO_JITTER)
         name = service.spec.name
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         reason = f" ({self._log.last_line(name)})" if code > 0 else ""

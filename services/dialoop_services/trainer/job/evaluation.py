@@ -7,9 +7,9 @@ import uuid
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, Task, Trajectory
 
-from dialoop_services.runtime.retry import Patience, patiently
 from dialoop_services.trainer.data.leases import WORKER
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Evaluator:
         self._environment = environment
         self._replay = replay
         self._records = records
-        self._patience = Patience()
+        self._retry_policy = RetryPolicy(max_attempts=None, total_s=120)
         # Groups that arrived, by the prefix of the running evaluation they are of.
         self._arrived: dict[str, list[Group]] = {}
 
@@ -112,9 +112,9 @@ class Evaluator:
         Nobody counts those groups: the evaluations they are of are done anew. What nobody has
         leased yet is swept up by `_take`.
         """
-        held = await patiently(
+        held = await retry(
             lambda: self._replay.list_leases(self._run, Stage.EVALUATION, worker=WORKER),
-            self._patience,
+            self._retry_policy,
         )
         await self._replay.drop(self._run, held, _ABANDONED)
 
@@ -134,7 +134,7 @@ class Evaluator:
         return trajectories, num_failed
 
     async def _offer(self, tasks: list[Task]) -> None:
-        await patiently(lambda: self._replay.offer_tasks(self._run, tasks), self._patience)
+        await retry(lambda: self._replay.offer_tasks(self._run, tasks), self._retry_policy)
 
     async def _tasks(self, plan: EvaluationPlan, prefix: str) -> list[Task]:
         tasks: list[Task] = []
@@ -160,7 +160,7 @@ class Evaluator:
         return tasks
 
     async def _page(self, plan: EvaluationPlan, token: str, size: int) -> TaskPage:
-        return await patiently(
+        return await retry(
             lambda: self._environment.list_tasks(
                 plan.environment,
                 split=plan.split,
@@ -168,7 +168,7 @@ class Evaluator:
                 page_token=token,
                 one_epoch=True,
             ),
-            self._patience,
+            self._retry_policy,
         )
 
     async def _take(self, prefix: str) -> list[Group]:

@@ -1,0 +1,86 @@
+"""Wait and try again: the only place that decides when, how often and for how long.
+
+await retry(lambda: client.step(...), RetryPolicy(max_attempts=None, total_s=120))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from dialoop.clients.errors import is_worth_retrying
+from dialoop.errors import DialoopError, Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+T = TypeVar("T")
+
+SERVICE_AWAY = "SERVICE_AWAY"
+# The trainer has the replica's device, for as long as its step takes: that is no outage.
+_ASLEEP = "ASLEEP"
+_MOST_DOUBLINGS = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """Exponential back-off with jitter: 0.1, 0.2, 0.4, ... s, each times a number in [0.5, 1].
+
+    max_attempts: None for as many as the time allows. total_s: how long a service may be away;
+    then the call ends with Unavailable (SERVICE_AWAY).
+    """
+
+    max_attempts: int | None = 6
+    first_wait_s: float = 0.1
+    max_wait_s: float = 5.0
+    total_s: float = math.inf
+
+    def wait_s(self, attempt: int, chance: float | None = None) -> float:
+        """Return the seconds between attempt number `attempt` (from 1) and the next.
+
+        `chance` in [0, 1] replaces the random number: 1 is the longest wait.
+        """
+        longest = min(self.max_wait_s, self.first_wait_s * 2.0 ** min(attempt - 1, _MOST_DOUBLINGS))
+        # Jitter, so that those who lost the service together do not return together.
+        return longest * (0.5 + 0.5 * (random.random() if chance is None else chance))
+
+
+async def retry(
+    call: Callable[[], Awaitable[T]],
+    policy: RetryPolicy,
+    *,
+    within_s: float = math.inf,
+    wait_s: Callable[[int], float] | None = None,
+) -> T:
+    """Return what `call` returns at last; it must be safe to repeat.
+
+    An error that would only repeat itself is raised at once. The last error is raised after
+    `max_attempts`, or when the next attempt would begin later than `within_s` from now. `wait_s`
+    takes the place of the policy's.
+    """
+    began_at = available_at = time.monotonic()
+    attempt = 0
+    while True:
+        try:
+            return await call()
+        except DialoopError as error:
+            attempt += 1
+            if not is_worth_retrying(error) or attempt == policy.max_attempts:
+                raise
+            now = time.monotonic()
+            if error.reason == _ASLEEP:
+                available_at = now
+            pause_s = (wait_s or policy.wait_s)(attempt)
+            if now + pause_s > began_at + within_s:
+                raise
+            if now + pause_s > available_at + policy.total_s:
+                raise Unavailable(
+                    f"No answer within {policy.total_s:g} s: {error.message}",
+                    reason=SERVICE_AWAY,
+                    remedy="The work is given back and done when the service is there again.",
+                ) from error
+        await asyncio.sleep(pause_s)

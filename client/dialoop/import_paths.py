@@ -1,0 +1,63 @@
+"""Load what a user names as `module:attribute`; the only place that does.
+
+load_attribute("my_env:make", what="environment", reason="ENVIRONMENT_NOT_FOUND")
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from dialoop.errors import DialoopError, InvalidConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_IMPORT_MACHINERY = (__file__, pkgutil.__file__, "<frozen ", "importlib/__init__.py")
+
+
+def load_attribute(
+    path: str, *, what: str, reason: str | None = None, built_in: Iterable[str] = ()
+) -> Any:
+    """Return the attribute at `module:attribute`; `built_in` are names that need no path.
+
+    Raises InvalidConfig with `reason`. Its message says whether the path, the module or the
+    attribute is wrong, or where the module itself raised.
+    """
+    names = ", ".join(built_in)
+    remedy = (
+        f"Use {names and f'{names} or '}module:attribute; the module's folder must be the current "
+        "one or on PYTHONPATH."
+    )
+    module, _, attribute = path.partition(":")
+    if not module or not attribute:
+        raise InvalidConfig(f"There is no {what} '{path}'.", reason=reason, remedy=remedy)
+    try:
+        return pkgutil.resolve_name(path)
+    except DialoopError:
+        raise
+    except Exception as error:
+        where = _raised_at(error)
+        why = f"{where}: {type(error).__name__}: {error}" if where else str(error)
+        raise InvalidConfig(
+            f"The {what} '{path}' cannot be loaded: {why}.",
+            reason=reason,
+            remedy="Correct that line." if where else remedy,
+        ) from error
+
+
+def _raised_at(error: Exception) -> str:
+    """Return "file, line n" where the user's module raised; "" when it was never reached."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not any(part in frame.filename for part in _IMPORT_MACHINERY)
+    ]
+    if not frames:
+        return ""
+    # What the module calls may be deep in a library: its own last line is what its author knows.
+    own = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+    return f"{own.filename}, line {own.lineno}"
