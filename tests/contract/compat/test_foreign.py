@@ -17,6 +17,7 @@ from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.trajectory import DoneReason, Owner
 
 from tests.support.environment_doors import at, opened, play, reason_of, say, texts
+from tests.support.patience import until
 
 DOORS = ("grpc", "rest", "sdk", "in_process")
 
@@ -69,7 +70,7 @@ async def test_an_episode_elsewhere_is_played_at_every_door(door):
         assert [(r.name, r.value) for r in first.rewards] == [("reward", 0.5)]
         assert (last.terminated, last.done_reason) == (True, DoneReason.CONTENT)
         assert [r.value for r in last.rewards] == [2.0]
-        assert driver.ended == [11]
+        await until(lambda: driver.ended == [11])
         assert await reason_of(client.step("s", episode=1, step_index=2, history=say("x"))) == (
             "EPISODE_DONE"
         )

@@ -21,6 +21,7 @@ from dialoop.errors import InvalidConfig
 from dialoop.trajectory import Owner
 
 from tests.support.environment_doors import DOORS, at, opened, play, say, texts
+from tests.support.patience import until
 
 TASK = {"split": "train", "task_key": "0"}
 TASKS = RowTasks([{"query": "What does the page say?"}])
@@ -154,7 +155,7 @@ async def test_60_a_browser_navigates_clicks_types_scrolls_and_extracts(door):
             "h1 at https://www.example.com/#go, 50 down, typed {'#q': 'owls'}"
         )
         await client.reset("s", episode=2, **TASK)
-        assert browser.contexts == []
+        await until(lambda: browser.contexts == [])  # the one left behind is let go
         (fresh,) = await play(client, call("extract"), episode=2)
         assert texts(fresh)[-1] == "body at about:blank, 0 down, typed {}"
 
