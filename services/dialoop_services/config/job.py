@@ -4,7 +4,8 @@ engine = "vllm"
 [train]
 num_steps = 50
 
-The tables stand in `dialoop_services.config.tables`; here, what two of them exclude.
+The services' tables stand in `dialoop_services.config.tables`; here, the stack's own, and what two
+tables exclude.
 """
 
 from __future__ import annotations
@@ -19,10 +20,8 @@ from dialoop_services.config.tables import (
     Dtype,
     EnvironmentSection,
     EvaluationSection,
-    GatesSection,
     InferenceSection,
     ModelSection,
-    PortsSection,
     ScorerSection,
     Section,
     SftSettings,
@@ -37,6 +36,56 @@ SCHEMA = 1
 _HALF = "bfloat16"
 _ROUNDING = 1e-2
 """Nats: below this, the largest difference of log-probs with and without bfloat16 does not stay."""
+
+
+class GatesSection(Section):
+    """What must hold at the end for exit code 0, beside what always must; absent: not asked."""
+
+    heldout_greedy_before_at_most: float | None = None
+    """Greedy held-out accuracy before training."""
+    heldout_greedy_after_at_least: float | None = None
+    """Greedy held-out accuracy after training."""
+    heldout_sampled_gain_at_least: float | None = None
+    """Sampled held-out accuracy after training, less that before."""
+    tool_call_rate_after_at_least: float | None = None
+    """Share of sampled held-out trajectories that call a tool, after training."""
+    older_data_share_at_least: float | None = None
+    """Share of train steps that used data of an older policy version."""
+    policy_versions_at_least: int | None = None
+    """Published policy versions."""
+    logprob_difference_at_most: float = Field(default=1e-4, gt=0)
+    """Trainer against inference after every publish, and re-scoring, in nats."""
+
+
+class PortsSection(Section):
+    """Fixed loopback ports; 0 for any free one."""
+
+    redis: int = Field(default=0, ge=0, le=65535)
+    """Port of the Redis that is started."""
+    replay: int = Field(default=0, ge=0, le=65535)
+    """Port of the replay service."""
+    environment: int = Field(default=0, ge=0, le=65535)
+    """Port of the environment service."""
+    inference: int = Field(default=0, ge=0, le=65535)
+    """Port of the first inference replica."""
+    trainer: int = Field(default=0, ge=0, le=65535)
+    """Port of the trainer."""
+    scorer: int = Field(default=0, ge=0, le=65535)
+    """Port of the scorer."""
+    collector: int = Field(default=0, ge=0, le=65535)
+    """Port of the collector."""
+    replay_rest: int = Field(default=0, ge=0, le=65535)
+    """REST port of the replay service."""
+    environment_rest: int = Field(default=0, ge=0, le=65535)
+    """REST port of the environment service."""
+    inference_rest: int = Field(default=0, ge=0, le=65535)
+    """REST port of the first inference replica."""
+    trainer_rest: int = Field(default=0, ge=0, le=65535)
+    """REST port of the trainer."""
+    scorer_rest: int = Field(default=0, ge=0, le=65535)
+    """REST port of the scorer."""
+    collector_rest: int = Field(default=0, ge=0, le=65535)
+    """Port of the collector's health and metrics."""
 
 
 class JobConfig(Section):
