@@ -7,15 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dialoop.chat import (
-        ChatHistory,
-        ContentPart,
-        Histories,
-        History,
-        Message,
-        ToolCall,
-        ToolDefinition,
-    )
+    from dialoop.chat import ChatHistory, Histories, History
     from dialoop.clients.blocking.connection import BlockingDialoop
     from dialoop.clients.channel import Channel, RetryPolicy
     from dialoop.clients.connection import Dialoop
@@ -29,11 +21,13 @@ if TYPE_CHECKING:
     from dialoop.environments import ChatEnv, arithmetic, load_environment, tool_environment
     from dialoop.errors import DialoopError
     from dialoop.local.client import LocalEnvironmentClient
+    from dialoop.messages import ContentPart, Message, ToolCall, ToolDefinition
     from dialoop.rollout import play, play_group
     from dialoop.sequences import PolicyVersion, Segment, Sequence, Source
     from dialoop.templates.chat_template import ChatTemplate
     from dialoop.templates.declared_parser import TemplateParser
     from dialoop.templates.registry import TemplateRegistry
+    from dialoop.tokens.builder import TokenBuilder
     from dialoop.tokens.tokenizer import Tokenizer
     from dialoop.trajectory import Group, Reward, SamplingParams, Task, Trajectory, Turn
 
@@ -45,7 +39,7 @@ _HOMES = {
     "ChatEnv": "environments",
     "ChatHistory": "chat",
     "ChatTemplate": "templates.chat_template",
-    "ContentPart": "chat",
+    "ContentPart": "messages",
     "Dialoop": "clients.connection",
     "DialoopError": "errors",
     "EnvironmentClient": "clients.environment",
@@ -55,7 +49,7 @@ _HOMES = {
     "InferenceClient": "clients.inference",
     "InteractiveSessions": "clients.interact",
     "LocalEnvironmentClient": "local.client",
-    "Message": "chat",
+    "Message": "messages",
     "PolicyVersion": "sequences",
     "ReplayClient": "clients.replay",
     "RetryPolicy": "clients.channel",
@@ -69,9 +63,10 @@ _HOMES = {
     "TemplateClient": "clients.template",
     "TemplateParser": "templates.declared_parser",
     "TemplateRegistry": "templates.registry",
+    "TokenBuilder": "tokens.builder",
     "Tokenizer": "tokens.tokenizer",
-    "ToolCall": "chat",
-    "ToolDefinition": "chat",
+    "ToolCall": "messages",
+    "ToolDefinition": "messages",
     "TrainerClient": "clients.trainer",
     "Trajectory": "trajectory",
     "Turn": "trajectory",
@@ -112,6 +107,7 @@ __all__ = [
     "TemplateClient",
     "TemplateParser",
     "TemplateRegistry",
+    "TokenBuilder",
     "Tokenizer",
     "ToolCall",
     "ToolDefinition",

@@ -11,11 +11,8 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
-from dialoop import BlockingDialoop, Sequence, arithmetic
-from dialoop.templates.chat_template import ChatTemplate
+from dialoop import BlockingDialoop, ChatTemplate, Sequence, TokenBuilder, Tokenizer, arithmetic
 from dialoop.testing import ScriptedPolicy
-from dialoop.tokens.builder import TokenBuilder
-from dialoop.tokens.tokenizer import Tokenizer
 from dialoop_services.learning.loss.loss_loading import load_loss
 from dialoop_services.learning.model.policy import load_policy
 from dialoop_services.learning.model.tiny import make_tiny_model

@@ -2,3 +2,11 @@
 
 An environment enters; a report of what it breaks leaves.
 """
+
+from dialoop.conformance.checks import CHECKS, Finding, check_environment
+
+__all__ = [
+    "CHECKS",
+    "Finding",
+    "check_environment",
+]

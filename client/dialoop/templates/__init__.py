@@ -3,3 +3,17 @@
 Histories and Jinja sources enter; text, character masks and histories leave. No token id is known
 here.
 """
+
+from dialoop.templates.chat_template import ChatTemplate
+from dialoop.templates.declared_parser import TemplateParser
+from dialoop.templates.masks import Rendered, tokenised
+from dialoop.templates.registry import TemplateInfo, TemplateRegistry
+
+__all__ = [
+    "ChatTemplate",
+    "Rendered",
+    "TemplateInfo",
+    "TemplateParser",
+    "TemplateRegistry",
+    "tokenised",
+]

@@ -2,3 +2,16 @@
 
 A policy function, tools and a prompt enter; a `TextHistory` with its segments and rewards leaves.
 """
+
+from dialoop.text_environment.environment import TextEnvironment, TextLimits, TextRun
+from dialoop.text_environment.history import TextHistory, TextSegment
+from dialoop.text_environment.setups import TextSetup
+
+__all__ = [
+    "TextEnvironment",
+    "TextHistory",
+    "TextLimits",
+    "TextRun",
+    "TextSegment",
+    "TextSetup",
+]

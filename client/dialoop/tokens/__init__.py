@@ -2,3 +2,12 @@
 
 Messages and sampled ids enter; `Sequence` values with segments and owners leave.
 """
+
+from dialoop.tokens.builder import TokenBuilder
+from dialoop.tokens.tokenizer import Encoded, Tokenizer
+
+__all__ = [
+    "Encoded",
+    "TokenBuilder",
+    "Tokenizer",
+]

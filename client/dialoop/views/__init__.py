@@ -3,3 +3,14 @@
 Domain values (`Turn`, `Trajectory`) enter; arrays and printable tables leave. Nothing here changes
 them.
 """
+
+from dialoop.views.padding import pad_output
+from dialoop.views.views import LogProbRow, LogProbs, Masks, TurnView
+
+__all__ = [
+    "LogProbRow",
+    "LogProbs",
+    "Masks",
+    "TurnView",
+    "pad_output",
+]
