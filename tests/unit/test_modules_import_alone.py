@@ -37,6 +37,7 @@ def import_in_forks(parent):
             continue
         if name in sys.modules:
             os.write(1, json.dumps([name, "", ""]).encode() + b"\\n")
+            import_in_forks(f"{name}.")
             continue
         if os.fork():
             os.wait()
