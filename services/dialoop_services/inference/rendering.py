@@ -14,7 +14,7 @@ from dialoop.sequences import ForkCause, Segment, Sequence, Source, sequence_of
 from dialoop.templates.registry import TemplateRegistry
 from dialoop.tokens.builder import TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
-from dialoop.trajectory import StopReason
+from dialoop.trajectory import SamplingParams, StopReason
 
 from dialoop_services.inference.engine import StopTokens
 
@@ -47,6 +47,8 @@ class Ask:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     truncate_prompt: bool = False
     skip_special_tokens: bool = False
+    sampling: SamplingParams = SamplingParams()  # noqa: RUF009  (frozen)
+    num_samples: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,12 @@ from dialoop.errors import InvalidHistory, InvalidInput
 from dialoop.wire import (
     chat_history_from_proto,
     policy_version_from_proto,
+    sampling_from_proto,
     sequence_from_proto,
     tool_from_proto,
 )
 
+from dialoop_services.inference.generate import with_defaults
 from dialoop_services.inference.rendering import Ask
 from dialoop_services.inference.weights.data_planes import PlaneName
 
@@ -39,8 +41,8 @@ _INPUTS = ("history", "text", "token_ids")
 _ROWS = ("token_ids", "histories", "texts")
 
 
-def ask_of(request: pb.GenerateRequest) -> Ask:
-    """What to continue, and how to render it."""
+def ask_of(request: pb.GenerateRequest, *, max_new_tokens: int) -> Ask:
+    """Read what to continue, how to render it and how to sample; `max_new_tokens` by default."""
     found = [name for name in _INPUTS if request.HasField(name)]
     given = require_one_of(found, _INPUTS)
     if given != "history":
@@ -58,6 +60,10 @@ def ask_of(request: pb.GenerateRequest) -> Ask:
         template_options=template_options_of(request.template_options_json),
         truncate_prompt=request.truncate_prompt,
         skip_special_tokens=request.skip_special_tokens,
+        sampling=with_defaults(
+            sampling_from_proto(request.sampling), max_new_tokens=max_new_tokens
+        ),
+        num_samples=_num_samples_of(request),
     )
 
 
@@ -106,7 +112,7 @@ def template_options_of(text: str) -> dict[str, Any]:
     return options
 
 
-def num_samples_of(request: pb.GenerateRequest) -> int:
+def _num_samples_of(request: pb.GenerateRequest) -> int:
     """How many samples; 0 means 1."""
     if not 0 <= request.num_samples <= _MAX_SAMPLES:
         raise InvalidInput(

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dialoop.tokens.tokenizer import RunningText
-from dialoop.trajectory import SamplingParams
 from dialoop.v1 import chat_pb2
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.v1 import inference_service_pb2_grpc as rpc
 from dialoop.wire import (
     logprobs_to_proto,
     policy_version_to_proto,
-    sampling_from_proto,
-    sampling_to_proto,
     sequence_to_proto,
 )
 
 from dialoop_services.inference.answers import (
-    num_truncated_of,
+    generated_to_proto,
     piece_to_proto,
-    prompt_id_of,
-    sample_to_proto,
-    update_mode_of,
-    warnings_of,
 )
+from dialoop_services.inference.generate import generate
 from dialoop_services.inference.recordings.book import RecordingBook, RecordingLimits
 from dialoop_services.inference.recordings.rpcs import RecordingRpcs
 from dialoop_services.inference.rendering import Ask
@@ -37,7 +30,6 @@ from dialoop_services.inference.requests import (
     contents_of,
     full_of,
     manifest_of,
-    num_samples_of,
     rows_given,
 )
 
@@ -46,10 +38,9 @@ if TYPE_CHECKING:
 
     import grpc
     from dialoop.sequences import Sequence
-    from dialoop.tokens.builder import Prompt
 
-    from dialoop_services.inference.engine import Piece, Sampled
-    from dialoop_services.inference.rendering import RawPrompt, Renderer
+    from dialoop_services.inference.engine import Piece
+    from dialoop_services.inference.rendering import Renderer
     from dialoop_services.inference.replica.replica import Replica
 
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -161,41 +152,14 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
     async def _generate(
         self, request: pb.GenerateRequest, pieces: asyncio.Queue[Piece | None] | None = None
     ) -> pb.GenerateResponse:
-        started = time.perf_counter()
-        ask, sampling = ask_of(request), self._sampling(request)
-        prompt = self._renderer.prompt(
-            ask,
-            room=sampling.max_new_tokens or 0,
+        samples = await generate(
+            ask_of(request, max_new_tokens=self._max_new_tokens),
+            partial(self._replica.sample, adapter=request.adapter),
+            renderer=self._renderer,
             max_model_len=self._replica.engine.max_model_len,
-        )
-        sampled = await self._replica.sample(
-            prompt.sequence.token_ids.tolist(),
-            sampling,
-            stop=self._renderer.stop_tokens(sampling.stop),
-            num_samples=num_samples_of(request),
             on_tokens=None if pieces is None else pieces.put_nowait,
-            adapter=request.adapter,
         )
-        return pb.GenerateResponse(
-            samples=self._samples(prompt, sampled),
-            tokenizer_digest=self._renderer.tokenizer.digest,
-            template_digest=self._renderer.template_named(ask.template_name).digest,
-            sampling=sampling_to_proto(sampling),
-            queue_s=max(one.queue_s for one in sampled),
-            generate_s=time.perf_counter() - started,
-            update_mode=int(update_mode_of(sampled)),  # type: ignore[arg-type]  # enums are ints
-            num_truncated_tokens=num_truncated_of(prompt),
-            warnings=warnings_of(ask, sampling),
-            distribution=int(sampling.distribution),  # type: ignore[arg-type]  # enums are ints
-        )
-
-    def _samples(self, prompt: Prompt | RawPrompt, sampled: tuple[Sampled, ...]) -> list[pb.Sample]:
-        prompt_id = prompt_id_of(prompt.sequence.token_ids)
-        made = (self._renderer.sample(prompt, one) for one in sampled)
-        return [
-            sample_to_proto(replace(one, prompt_id=prompt_id, sample_index=index))
-            for index, one in enumerate(made)
-        ]
+        return generated_to_proto(samples)
 
     def _shown(self, piece: Piece, *, skips_special: bool) -> Iterable[int]:
         """The tokens of a piece that are told as text."""
@@ -215,12 +179,3 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
                 for history in request.histories
             ]
         return [sequence.token_ids.tolist() for sequence in sequences], sequences
-
-    def _sampling(self, request: pb.GenerateRequest) -> SamplingParams:
-        """What is asked, with the limits and temperature that hold when nothing is said."""
-        asked = sampling_from_proto(request.sampling)
-        return replace(
-            asked,
-            temperature=1.0 if asked.temperature is None else asked.temperature,
-            max_new_tokens=asked.max_new_tokens or self._max_new_tokens,
-        )

@@ -1,0 +1,162 @@
+"""Answer one question: render its messages, sample, read the tokens back as a message.
+
+policy = EnginePolicy(engine, Renderer.of(model_dir))       # a `dialoop.episode.Policy`
+(sample,) = await policy.generate(history)
+
+The service answers by the same function, with a replica in place of the engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from dialoop.episode import UpdateMode
+from dialoop.trajectory import SamplingParams
+
+from dialoop_services.inference.rendering import Ask, RawPrompt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from collections.abc import Sequence as Rows
+
+    from dialoop.chat import History
+    from dialoop.episode import Sample
+    from dialoop.sequences import Ids, Sequence
+
+    from dialoop_services.inference.engine import Engine, OnTokens, Sampled, StopTokens
+    from dialoop_services.inference.rendering import Renderer
+
+
+class Sampler(Protocol):
+    """Continue token ids: an engine's `sample`, or a replica's."""
+
+    async def __call__(
+        self,
+        prompt_ids: Rows[int],
+        sampling: SamplingParams,
+        *,
+        stop: StopTokens,
+        num_samples: int = 1,
+        on_tokens: OnTokens | None = None,
+    ) -> tuple[Sampled, ...]:
+        """Sample `num_samples` continuations."""
+        ...
+
+
+async def generate(
+    ask: Ask,
+    sample: Sampler,
+    *,
+    renderer: Renderer,
+    max_model_len: int,
+    on_tokens: OnTokens | None = None,
+) -> tuple[Sample, ...]:
+    """Answer `ask` with `ask.num_samples` samples; `on_tokens` sees the tokens as they come."""
+    started = time.perf_counter()
+    prompt = renderer.prompt(
+        ask, room=ask.sampling.max_new_tokens or 0, max_model_len=max_model_len
+    )
+    sampled = await sample(
+        prompt.sequence.token_ids.tolist(),
+        ask.sampling,
+        stop=renderer.stop_tokens(ask.sampling.stop),
+        num_samples=ask.num_samples,
+        on_tokens=on_tokens,
+    )
+    made = [renderer.sample(prompt, one) for one in sampled]
+    num_cut = prompt.num_truncated_tokens if isinstance(prompt, RawPrompt) else 0
+    generate_s = time.perf_counter() - started
+    return tuple(
+        replace(
+            one,
+            sampling=ask.sampling,
+            tokenizer_digest=renderer.tokenizer.digest,
+            template_digest=renderer.template_named(ask.template_name).digest,
+            generate_s=generate_s,
+            queue_s=max(one.queue_s for one in sampled),
+            update_mode=_update_mode_of(sampled),
+            num_truncated_tokens=num_cut,
+            prompt_id=_prompt_id_of(prompt.sequence.token_ids),
+            sample_index=index,
+            warnings=_warnings_of(ask),
+        )
+        for index, one in enumerate(made)
+    )
+
+
+def with_defaults(sampling: SamplingParams, *, max_new_tokens: int) -> SamplingParams:
+    """Return the sampling with temperature 1 and this limit where it leaves them open."""
+    return replace(
+        sampling,
+        temperature=1.0 if sampling.temperature is None else sampling.temperature,
+        max_new_tokens=sampling.max_new_tokens or max_new_tokens,
+    )
+
+
+class EnginePolicy:
+    """An engine in this process as a policy, for `dialoop.rollout` and notebooks."""
+
+    def __init__(self, engine: Engine, renderer: Renderer, *, max_new_tokens: int = 256) -> None:
+        self._engine = engine
+        self._renderer = renderer
+        self._max_new_tokens = max_new_tokens
+
+    async def generate(
+        self,
+        history: History,
+        *,
+        context: Sequence | None = None,
+        num_context_messages: int = 0,
+        sampling: SamplingParams | None = None,
+        turn: int = 0,
+        num_samples: int = 1,
+    ) -> tuple[Sample, ...]:
+        """Answer the prompt `num_samples` times."""
+        sampling = sampling or SamplingParams()
+        ask = Ask(
+            history=history,
+            context=context,
+            num_context_messages=num_context_messages,
+            turn=turn,
+            sampling=with_defaults(sampling, max_new_tokens=self._max_new_tokens),
+            num_samples=num_samples,
+        )
+        engine = self._engine
+        return await generate(
+            ask, engine.sample, renderer=self._renderer, max_model_len=engine.max_model_len
+        )
+
+
+def _prompt_id_of(token_ids: Ids) -> str:
+    """Digest prompt tokens int32 [L]."""
+    return hashlib.blake2b(token_ids.tobytes(), digest_size=8).hexdigest()
+
+
+def _update_mode_of(sampled: Iterable[Sampled]) -> UpdateMode:
+    """Return what loads did to an answer's samples; KEEP_KV if to any."""
+    modes = {one.update_mode for one in sampled}
+    return next((m for m in (UpdateMode.KEEP_KV, UpdateMode.WAIT) if m in modes), min(modes))
+
+
+def _warnings_of(ask: Ask) -> tuple[str, ...]:
+    """Say in words what is taken otherwise than asked."""
+    found = []
+    if ask.history is None:
+        unused = ("template_name", "tools", "template_options")
+        found += [
+            f"{name} is not used: the prompt is continued as it stands."
+            for name in unused
+            if getattr(ask, name)
+        ]
+    else:
+        if ask.truncate_prompt:
+            found.append("truncate_prompt is not used: a history is never cut.")
+        if ask.skip_special_tokens:
+            found.append("skip_special_tokens is not used: a content is all that was sampled.")
+    sampling = ask.sampling
+    if sampling.temperature == 0 and (sampling.truncates or sampling.seed is not None):
+        found.append("top_p, top_k, min_p and seed are not used: temperature 0 is greedy.")
+    return tuple(found)

@@ -1,0 +1,79 @@
+"""An engine in this process as a policy: what it answers is what the service answers with."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from dialoop import ChatTemplate, LocalEnvironmentClient, arithmetic
+from dialoop.chat import History, Message
+from dialoop.rollout import play
+from dialoop.sequences import PolicyVersion
+from dialoop.testing import byte_tokenizer
+from dialoop.trajectory import SamplingParams, StopReason, Task
+from dialoop_services.inference.engine import Sampled, VersionSpan
+from dialoop_services.inference.generate import EnginePolicy
+from dialoop_services.inference.rendering import Renderer
+
+VERSION = PolicyVersion(lineage="main", number=3)
+
+
+class Engine:
+    """Answers from a script, and keeps what it was asked."""
+
+    max_model_len = 512
+
+    def __init__(self, tokenizer, *texts):
+        self.tokenizer, self.texts, self.asked = tokenizer, list(texts), []
+
+    async def sample(self, prompt_ids, sampling, *, stop, num_samples=1, on_tokens=None):
+        self.asked.append(SimpleNamespace(ids=list(prompt_ids), sampling=sampling, stop=stop))
+        ids = tuple(self.tokenizer.encode(self.texts.pop(0)).ids)
+        span = VersionSpan(start=0, length=len(ids), policy_version=VERSION)
+        one = Sampled(
+            token_ids=ids,
+            logprobs=(-0.25,) * len(ids),
+            versions=(span,),
+            stop_reason=StopReason.STOP,
+            queue_s=0.5,
+        )
+        return (one,) * num_samples
+
+
+def policy_of(*texts, **options):
+    tokenizer = byte_tokenizer()
+    engine = Engine(tokenizer, *texts)
+    renderer = Renderer(tokenizer, ChatTemplate.of(tokenizer))
+    return engine, EnginePolicy(engine, renderer, **options)
+
+
+async def test_samples_say_what_they_were_asked_with():
+    engine, policy = policy_of("hello", max_new_tokens=7)
+    question = History((Message(role="user", content="hi"),))
+    samples = await policy.generate(question, num_samples=2)
+    assert engine.asked[0].sampling == SamplingParams(temperature=1.0, max_new_tokens=7)
+    assert [one.sample_index for one in samples] == [0, 1]
+    assert len({one.prompt_id for one in samples}) == 1
+    assert samples[0].prompt_id
+    assert samples[0].queue_s == 0.5
+    assert samples[0].tokenizer_digest == byte_tokenizer().digest
+    assert samples[0].history.response[-1].content == "hello"
+    assert samples[0].sequence.policy_versions == (VERSION,)
+
+
+async def test_what_is_not_used_is_said():
+    _, policy = policy_of("hello")
+    question = History((Message(role="user", content="hi"),))
+    (sample,) = await policy.generate(question, sampling=SamplingParams(temperature=0.0, seed=1))
+    assert "temperature 0 is greedy" in sample.warnings[0]
+
+
+async def test_an_episode_of_two_turns_is_one_sequence():
+    engine, policy = policy_of("<request><Calculator>3+4<call>", "Result=7<submit>")
+    task = Task(task_id="t", environment="arithmetic", split="train", key="10+10")
+    trajectory = await play(task, sessions=LocalEnvironmentClient(arithmetic()), policy=policy)
+    assert not trajectory.failures
+    assert len(trajectory.turns) == 2
+    (sequence,) = trajectory.sequences
+    first, second = engine.asked
+    assert second.ids[: len(first.ids)] == first.ids  # the second prompt continues the first
+    assert sequence.token_ids[: len(second.ids)].tolist() == second.ids
