@@ -24,7 +24,7 @@ test: setup  ## all tests but the heavy ones, which are listed first
 test-heavy: setup  ## the tests that take minutes
 	$(BIN)/python -m pytest -m heavy
 
-check: setup  ## format, lint, types, layers, protos, generated code, sizes
+check: setup  ## format, lint, types, layers, protos, generated code, rooms
 	$(BIN)/ruff format --check --exclude '*.md' .  # snippets align their comments by hand
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -32,7 +32,7 @@ check: setup  ## format, lint, types, layers, protos, generated code, sizes
 	$(BIN)/buf lint proto
 	$(BIN)/buf format proto --diff --exit-code
 	infra/check_generated.sh
-	$(BIN)/python infra/check_size.py
+	$(BIN)/python infra/check_rooms.py
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
 
 proto: setup  ## generate client/dialoop/v1 from proto/
