@@ -18,8 +18,8 @@ learn: setup  ## every algorithm learns from the demo's warm start; ONLY=grpo,lo
 up: setup  ## every service on this machine, until Ctrl-C
 	@$(BIN)/python -m dialoop_services.stack
 
-test: setup  ## all tests but the heavy ones, which are listed first
-	$(BIN)/python -m pytest -m "not heavy"
+test: setup  ## all tests but the heavy ones, which are listed first; the slowest are listed last
+	$(BIN)/python -m pytest -m "not heavy" --durations=20 --durations-min=1
 
 test-heavy: setup  ## the tests that take minutes
 	$(BIN)/python -m pytest -m heavy

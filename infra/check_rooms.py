@@ -69,7 +69,7 @@ _BEING_MOVED = {
         dialoop_services.inference.vllm_engine.environment dialoop_services.learning.loss.kl
         dialoop_services.learning.packing.oversize dialoop_services.learning.packing.trainable
         dialoop_services.learning.parallel.moving dialoop_services.replay.change_signal
-        dialoop_services.rest.context dialoop_services.rest.door dialoop_services.rl.selection
+        dialoop_services.rl.selection
         dialoop_services.scorer.servicer dialoop_services.stack.report.gates
         dialoop_services.stack.report.transcripts dialoop_services.trainer.job.phases
     """,
