@@ -18,13 +18,13 @@ learn: setup  ## every algorithm learns from the demo's warm start; ONLY=grpo,lo
 up: setup  ## every service on this machine, until Ctrl-C
 	@$(BIN)/python -m dialoop_services.stack
 
-test: setup  ## all tests but the heavy ones, which are listed first
-	$(BIN)/python -m pytest -m "not heavy"
+test: setup  ## all tests but the heavy ones, which are listed first; the slowest are listed last
+	$(BIN)/python -m pytest -m "not heavy" --durations=20 --durations-min=1
 
 test-heavy: setup  ## the tests that take minutes
 	$(BIN)/python -m pytest -m heavy
 
-check: setup  ## format, lint, types, layers, protos, generated code, sizes
+check: setup  ## format, lint, types, layers, protos, generated code, rooms
 	$(BIN)/ruff format --check --exclude '*.md' .  # snippets align their comments by hand
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -32,7 +32,7 @@ check: setup  ## format, lint, types, layers, protos, generated code, sizes
 	$(BIN)/buf lint proto
 	$(BIN)/buf format proto --diff --exit-code
 	infra/check_generated.sh
-	$(BIN)/python infra/check_size.py
+	$(BIN)/python infra/check_rooms.py
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
 
 proto: setup  ## generate client/dialoop/v1 from proto/

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Generator
 
 import hypothesis
 import pytest
+
+# Before torch is imported, and for every process that tests start: on tiny models OpenMP's threads
+# would burn ten times the CPU of the work while they wait for each other. As many as ever compute.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 class _LeftOut:

@@ -48,7 +48,7 @@ from dialoop_services.replay.queue import ReplayQueue
 from dialoop_services.replay.servicer import ReplayServicer
 from dialoop_services.replay.store import Limits
 from dialoop_services.rest.routes import Route, routes_of
-from dialoop_services.rest.schema import Models, comments, decode
+from dialoop_services.rest.schema import decode, models
 from dialoop_services.runtime import GrpcServer, Server, ServerSettings, load
 from dialoop_services.runtime.in_process import InProcessNetwork
 from dialoop_services.scorer.desk import Desk
@@ -309,7 +309,7 @@ class RestDoor:
             base_url=f"http://{server.rest_address}", headers=headers, timeout=PATIENCE_S
         )
         self._binary = binary
-        self._models = Models(comments())
+        self._models = models()
 
     async def __call__(self, rpc: str, request: Message) -> Message | Refusal:
         service_name, _, name = rpc.partition(".")

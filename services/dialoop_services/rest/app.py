@@ -3,25 +3,35 @@
 app = rest_app([(servicer, pool.FindServiceByName("dialoop.v1.EnvironmentService"))], options)
 
 An endpoint decodes the request, calls the very method that gRPC calls, and encodes the answer as
-JSON or `application/x-protobuf`. Errors are those of gRPC as problem documents.
+JSON or `application/x-protobuf`. Errors are those of gRPC as problem documents. FastAPI serves the
+document at /openapi.json and Swagger UI at /docs, whose files come from this process: no page loads
+anything from elsewhere.
 """
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import hashlib
+import math
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+import uvicorn
 from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import WebSocketRoute
+from starlette.staticfiles import StaticFiles
 
-from dialoop_services.rest.docs_page import docs_page
 from dialoop_services.rest.endpoint import Endpoint
-from dialoop_services.rest.guard import Guard, send_problem
+from dialoop_services.rest.guard import ASSETS, Guard, send_problem
 from dialoop_services.rest.http_routes import HttpAnswer, HttpEndpoint, HttpRoute
-from dialoop_services.rest.openapi import openapi
+from dialoop_services.rest.openapi import openapi, title_of
 from dialoop_services.rest.problems import (
     MethodNotAllowed,
     RouteNotFound,
@@ -29,17 +39,21 @@ from dialoop_services.rest.problems import (
     problem_headers,
 )
 from dialoop_services.rest.routes import Route, routes_of
-from dialoop_services.rest.schema import Models, comments
+from dialoop_services.rest.schema import models
 from dialoop_services.rest.socket_routes import SocketEndpoint
 from dialoop_services.runtime import metrics as prometheus
 
 if TYPE_CHECKING:
+    import socket
+
     from dialoop.errors import DialoopError
     from google.protobuf.descriptor import ServiceDescriptor
 
     from dialoop_services.rest.guard import App, Refuse, Scope, Send
     from dialoop_services.rest.socket_routes import SocketRoute
     from dialoop_services.runtime.calls import Calls
+
+_KEEP_ALIVE_S = 75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,28 +75,32 @@ class RestOptions:
 
 def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOptions) -> App:
     """The application, guarded."""
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    models = Models(comments())
+    # The pages are ours: FastAPI's own load Swagger UI from another host.
+    app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False)
     routes = [(route, servicer) for servicer, d in servicers for route in routes_of(d)]
     _require_distinct([route for route, _ in routes])
     for route, servicer in routes:
         endpoint: Any = Endpoint(
             route,
             getattr(servicer, route.rpc.name),
-            models=models,
             calls=options.calls,
             max_body_bytes=options.max_body_bytes,
         )
         app.router.add_route(route.path, endpoint, methods=[route.method])
     _add_further(app, options)
-    document = openapi(
-        [route for route, _ in routes],
-        models,
-        needs_token=bool(options.token),
-        further=options.further,
+    described = [route for route, _ in routes]
+    # Made when somebody asks for it: a service need not wait for that when it starts.
+    app.openapi = cache(  # type: ignore[method-assign]
+        partial(
+            openapi,
+            described,
+            models(),
+            needs_token=bool(options.token),
+            further=options.further,
+        )
     )
-    app.openapi = lambda: document  # type: ignore[method-assign]
-    _add_pages(app, document, options)
+    _add_docs(app, title_of(described))
+    _add_states(app, options)
     app.add_exception_handler(404, _no_route)
     app.add_exception_handler(405, _no_method)
     guarded: Any = app  # FastAPI spells ASGI's types with other names
@@ -113,8 +131,32 @@ def _refusing(further: Sequence[HttpRoute]) -> Refuse:
     return refuse
 
 
-def _add_pages(app: FastAPI, document: dict[str, Any], options: RestOptions) -> None:
-    page = docs_page(document)
+def _add_docs(app: FastAPI, title: str) -> None:
+    """Serve Swagger UI and its files."""
+    page = get_swagger_ui_html(
+        title=title,
+        openapi_url="/openapi.json",
+        swagger_js_url=f"{ASSETS}swagger-ui-bundle.js",
+        swagger_css_url=f"{ASSETS}swagger-ui.css",
+        swagger_favicon_url=f"{ASSETS}favicon.png",
+        swagger_ui_parameters={"validatorUrl": None},  # else another host gets the document
+    )
+    (script,) = re.findall(rb"<script>(.*?)</script>", page.body, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
+    page.headers["content-security-policy"] = (
+        f"default-src 'none'; connect-src 'self'; img-src 'self' data:; "
+        f"script-src 'self' 'sha256-{digest}'; style-src 'self' 'unsafe-inline'"
+    )
+
+    async def docs(_: Request) -> Response:
+        return page
+
+    app.router.add_route("/docs", docs, methods=["GET"])
+    app.mount(ASSETS, StaticFiles(packages=[("fastapi_offline", "static")]))
+
+
+def _add_states(app: FastAPI, options: RestOptions) -> None:
+    """Serve what probes and Prometheus read."""
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ALIVE"})
@@ -132,19 +174,10 @@ def _add_pages(app: FastAPI, document: dict[str, Any], options: RestOptions) -> 
     async def measured(_: Request) -> Response:
         return Response(options.metrics.exposition(), media_type=prometheus.CONTENT_TYPE)
 
-    async def described(_: Request) -> Response:
-        return JSONResponse(document)
-
-    async def readable(_: Request) -> Response:
-        policy = "default-src 'none'; style-src 'unsafe-inline'"  # the page loads nothing
-        return HTMLResponse(page, headers={"content-security-policy": policy})
-
     pages: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "/healthz": health,
         "/readyz": ready,
         "/metrics": measured,
-        "/openapi.json": described,
-        "/docs": readable,
     }
     for path, page_of in pages.items():
         app.router.add_route(path, page_of, methods=["GET"])
@@ -174,3 +207,44 @@ def _problem(error: DialoopError, headers: Mapping[str, str] | None = None) -> R
         status_code=int(error.http_status),
         headers=known | dict(headers or {}),
     )
+
+
+class RestDoor:
+    """uvicorn in the loop of the gRPC server: ready at once, drained with it, blind to signals.
+
+    It serves an application from `open` until `close`.
+    """
+
+    def __init__(self, app: App, *, drain_s: float, max_socket_bytes: int = 0) -> None:
+        """`max_socket_bytes`: of one WebSocket message; 0 where no WebSocket is served."""
+        asgi: Any = app
+        self._config = uvicorn.Config(
+            asgi,
+            lifespan="off",
+            ws="websockets-sansio" if max_socket_bytes else "none",
+            ws_max_size=max_socket_bytes,
+            ws_per_message_deflate=False,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=math.ceil(drain_s),
+        )
+        # Not `serve`, which takes the signals: they belong to the service's StopSignal.
+        self._server = uvicorn.Server(self._config)
+        self._ticking: asyncio.Task[None] | None = None
+
+    async def open(self, bound: socket.socket) -> None:
+        """Serve on a bound socket, which is ours from now on."""
+        self._config.load()
+        self._server.lifespan = self._config.lifespan_class(self._config)
+        await self._server.startup(sockets=[bound])
+        self._ticking = asyncio.create_task(self._server.main_loop())
+
+    async def close(self) -> None:
+        """Take no more connections, answer what is in flight within the drain, then end."""
+        self._server.should_exit = True
+        if self._ticking is not None:
+            await self._ticking
+            await self._server.shutdown()

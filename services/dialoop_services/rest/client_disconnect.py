@@ -1,15 +1,22 @@
-"""Callers who do not wait: a deadline they name, a connection they close."""
+"""The frame of every HTTP call: its count, its deadline, its caller who may hang up, its errors."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING, Any
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
+from dialoop.errors import DeadlineExceeded, DialoopError, Unavailable
+
+from dialoop_services.rest.bodies import CallerGone
 from dialoop_services.rest.problems import FieldsRefused
+from dialoop_services.runtime.errors import public_error
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+    from dialoop_services.runtime.calls import Call
 
 TIMEOUT_HEADER = "x-request-timeout-s"
 # Nobody leaves a call that is over by then, and a watcher for each would cost.
@@ -75,3 +82,49 @@ def timeout_of(headers: Mapping[bytes, bytes]) -> float | None:
             fields=[TIMEOUT_HEADER],
         )
     return seconds
+
+
+class Failing(Protocol):
+    """An answer that may end in an error."""
+
+    async def fail(self, error: DialoopError) -> None:
+        """Answer with it, or end the answer that has begun with it."""
+
+
+async def serve_call(call: Call, caller: Caller, answer: Failing, serving: Awaitable[None]) -> None:
+    """Await `serving`, end `call` with its status, and answer with what it raises."""
+    try:
+        status = "CANCELLED"
+        try:
+            await serving
+            status = "OK"
+        except Exception as error:
+            status = error.status.name if isinstance(error, DialoopError) else "INTERNAL"
+            raise
+        finally:
+            call.end(status)
+    except CallerGone:
+        return
+    except asyncio.CancelledError:
+        if not caller.forgive():  # the server's drain has run out
+            stopping = Unavailable(
+                "The service is stopping.", reason="STOPPING", remedy="Try again when it is back."
+            )
+            await answer.fail(stopping)
+    except Exception as error:
+        await answer.fail(public_error(error))
+
+
+@asynccontextmanager
+async def time_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
+    """Raise DeadlineExceeded when what is inside takes longer; None for no limit."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield limit
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise DeadlineExceeded(
+            f"There was no answer within {seconds:g} s.",
+            remedy="Give x-request-timeout-s more time, or ask for less.",
+        ) from error

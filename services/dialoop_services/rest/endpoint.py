@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from dialoop.errors import DeadlineExceeded, DialoopError, InvalidInput, Unavailable
+from dialoop.errors import ERRORS_BY_STATUS, InternalError, InvalidInput, Status
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from pydantic import ValidationError
 
 from dialoop_services.rest.answers import Answer, Format
-from dialoop_services.rest.bodies import CallerGone, read_body
-from dialoop_services.rest.client_disconnect import Caller, timeout_of
-from dialoop_services.rest.context import RestContext
+from dialoop_services.rest.bodies import read_body
+from dialoop_services.rest.client_disconnect import Caller, serve_call, time_limit, timeout_of
 from dialoop_services.rest.lenient_json import reread
 from dialoop_services.rest.old_field_names import modern
 from dialoop_services.rest.padded import Padding, padded, padding_of
@@ -24,15 +22,18 @@ from dialoop_services.rest.problems import (
     fields_refused,
 )
 from dialoop_services.rest.queries import pairs_of
-from dialoop_services.rest.schema import Models, decode
-from dialoop_services.runtime.errors import is_not_written, not_served, public_error
+from dialoop_services.rest.schema import decode, models
+from dialoop_services.runtime.calls import CallContext
+from dialoop_services.runtime.errors import is_not_written, not_served
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import grpc
+
     from dialoop_services.rest.guard import Receive, Scope, Send
     from dialoop_services.rest.routes import Route
-    from dialoop_services.runtime.calls import Calls
+    from dialoop_services.runtime.calls import Call, Calls
 
 _JSON, _PROTOBUF = b"application/json", b"application/x-protobuf"
 
@@ -55,12 +56,22 @@ class _Asked:
             answer.completed.warnings.extend(self.warnings)
 
 
+class RestContext(CallContext):
+    """The context of a call over REST, whose headers are no business of the servicer."""
+
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()
+    ) -> NoReturn:
+        """End the call with the error of that status; the trailing metadata are gRPC's own."""
+        number = code.value[0]
+        is_ours = number in set(Status)
+        raise (ERRORS_BY_STATUS[Status(number)] if is_ours else InternalError)(details)
+
+
 class Endpoint:
     """Serves one route."""
 
-    def __init__(
-        self, route: Route, method: Any, *, models: Models, calls: Calls, max_body_bytes: int
-    ) -> None:
+    def __init__(self, route: Route, method: Any, *, calls: Calls, max_body_bytes: int) -> None:
         rpc = route.rpc
         self._route = route
         self._method = method
@@ -68,8 +79,8 @@ class Endpoint:
         self._begin = calls.beginning(self._name, "rest")
         self._max_body_bytes = max_body_bytes
         self._kind = GetMessageClass(rpc.input_type)
-        self._model = models.model(rpc.input_type, frozenset(route.bindings.values()))
-        self._encode = models.encoder(rpc.output_type)
+        self._model = models().model(rpc.input_type, frozenset(route.bindings.values()))
+        self._encode = models().encoder(rpc.output_type)
         self._can_warn = not {"warnings", "completed"}.isdisjoint(rpc.output_type.fields_by_name)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,42 +88,23 @@ class Endpoint:
         headers = dict(scope["headers"])
         caller = Caller(receive)
         answer = Answer(send, Format.of(headers, is_stream=self._route.is_stream), self._encode)
-        try:
-            await self._serve(scope, headers, caller, answer)
-        except CallerGone:
-            return
-        except asyncio.CancelledError:
-            if not caller.forgive():  # the server's drain has run out
-                await answer.fail(_stopping())
-        except Exception as error:
-            await answer.fail(public_error(error))
+        call = self._begin()
+        await serve_call(call, caller, answer, self._serve(scope, headers, call, caller, answer))
 
     async def _serve(
-        self, scope: Scope, headers: Mapping[bytes, bytes], caller: Caller, answer: Answer
+        self,
+        scope: Scope,
+        headers: Mapping[bytes, bytes],
+        call: Call,
+        caller: Caller,
+        answer: Answer,
     ) -> None:
-        call = self._begin()
-        status = "CANCELLED"
-        try:
-            timeout_s = timeout_of(headers)
-            asked = await self._read(scope, headers, caller)
-            call.asks(asked.request)
-            with caller:
-                await self._call(asked, answer, timeout_s)
-            status = "OK"
-        except Exception as error:
-            status = error.status.name if isinstance(error, DialoopError) else "INTERNAL"
-            raise
-        finally:
-            call.end(status)
-
-    async def _call(self, asked: _Asked, answer: Answer, timeout_s: float | None) -> None:
-        try:
-            async with asyncio.timeout(timeout_s) as deadline:
+        timeout_s = timeout_of(headers)
+        asked = await self._read(scope, headers, caller)
+        call.asks(asked.request)
+        with caller:
+            async with time_limit(timeout_s):
                 await self._answer(asked, answer)
-        except TimeoutError as error:
-            if deadline.expired():
-                raise _too_late(timeout_s) from error
-            raise
 
     async def _answer(self, asked: _Asked, answer: Answer) -> None:
         context = RestContext()
@@ -211,16 +203,3 @@ def _bind(request: Message, path: str, value: str) -> None:
             fields=[path],
         )
     setattr(request, name, value)
-
-
-def _stopping() -> Unavailable:
-    return Unavailable(
-        "The service is stopping.", reason="STOPPING", remedy="Try again when it is back."
-    )
-
-
-def _too_late(timeout_s: float | None) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        f"There was no answer within {timeout_s:g} s.",
-        remedy="Give x-request-timeout-s more time, or ask for less.",
-    )

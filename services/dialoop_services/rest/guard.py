@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 HEALTH = frozenset({"/healthz", "/readyz"})
 # The same for everybody and without any data; a browser cannot send a token when it opens a page.
 DOCUMENTS = frozenset({"/docs", "/openapi.json"})
+ASSETS = "/docs/assets/"
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 _POLICY_VIOLATION = 1008
 
@@ -62,7 +63,8 @@ class Guard:
     def _refusal_with_token(
         self, scope: Scope, headers: Mapping[bytes, bytes]
     ) -> Unauthenticated | None:
-        if scope["path"] in HEALTH or scope["path"] in DOCUMENTS:
+        path = scope["path"]
+        if path in HEALTH or path in DOCUMENTS or path.startswith(ASSETS):
             return None
         # Constant time, so that answers do not tell how much of a guess was right.
         given = headers.get(b"authorization", b"")

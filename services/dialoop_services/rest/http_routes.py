@@ -18,16 +18,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pydantic_core
-from dialoop.errors import DeadlineExceeded, DialoopError, Unavailable
+from dialoop.errors import DialoopError
 
-from dialoop_services.rest.bodies import CallerGone, read_body
-from dialoop_services.rest.client_disconnect import Caller, timeout_of
+from dialoop_services.rest.bodies import read_body
+from dialoop_services.rest.client_disconnect import Caller, serve_call, time_limit, timeout_of
 from dialoop_services.rest.problems import UnsupportedMediaType
-from dialoop_services.runtime.errors import public_error
 
 if TYPE_CHECKING:
     from dialoop_services.rest.guard import Receive, Scope, Send
-    from dialoop_services.runtime.calls import Calls
+    from dialoop_services.runtime.calls import Call, Calls
 
 _JSON, _EVENTS = b"application/json", b"text/event-stream"
 _END_OF_EVENTS = b"data: [DONE]\n\n"
@@ -143,54 +142,19 @@ class HttpEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        caller = Caller(receive)
-        answer = HttpAnswer(send, self._route.errors)
-        try:
-            await self._serve(scope, caller, answer)
-        except CallerGone:
-            return
-        except asyncio.CancelledError:
-            if not caller.forgive():  # the server's drain has run out
-                await answer.fail(_stopping())
-        except Exception as error:
-            await answer.fail(public_error(error))
-
-    async def _serve(self, scope: Scope, caller: Caller, answer: HttpAnswer) -> None:
+        caller, answer = Caller(receive), HttpAnswer(send, self._route.errors)
         call = self._begin()
-        status = "CANCELLED"
-        try:
-            headers = dict(scope["headers"])
-            timeout_s = timeout_of(headers)
-            body = await self._read(headers, caller)
-            call.asks(None)
-            with caller:
-                await self._handle(scope["path_params"], body, caller, answer, timeout_s)
-            status = "OK"
-        except Exception as error:
-            status = error.status.name if isinstance(error, DialoopError) else "INTERNAL"
-            raise
-        finally:
-            call.end(status)
+        await serve_call(call, caller, answer, self._serve(scope, call, caller, answer))
 
-    async def _handle(
-        self,
-        parameters: Mapping[str, str],
-        body: bytes,
-        caller: Caller,
-        answer: HttpAnswer,
-        timeout_s: float | None,
-    ) -> None:
-        try:
-            async with asyncio.timeout(timeout_s) as deadline:
-                request = HttpRequest(parameters, body, caller, deadline)
+    async def _serve(self, scope: Scope, call: Call, caller: Caller, answer: HttpAnswer) -> None:
+        headers = dict(scope["headers"])
+        timeout_s = timeout_of(headers)
+        body = await self._read(headers, caller)
+        call.asks(None)
+        with caller:
+            async with time_limit(timeout_s) as deadline:
+                request = HttpRequest(scope["path_params"], body, caller, deadline)
                 await self._route.handle(request, answer)
-        except TimeoutError as error:
-            if deadline.expired():
-                raise DeadlineExceeded(
-                    f"There was no answer within {timeout_s:g} s.",
-                    remedy="Give x-request-timeout-s more time, or ask for less.",
-                ) from error
-            raise
 
     async def _read(self, headers: Mapping[bytes, bytes], caller: Caller) -> bytes:
         if self._route.method == "GET":
@@ -201,9 +165,3 @@ class HttpEndpoint:
                 "The body's content-type is not read here.", remedy="Send application/json."
             )
         return await read_body(caller.receive, headers, self._max_body_bytes)
-
-
-def _stopping() -> Unavailable:
-    return Unavailable(
-        "The service is stopping.", reason="STOPPING", remedy="Try again when it is back."
-    )

@@ -14,6 +14,7 @@ from dialoop_services.rest.problems import problem_schema
 from dialoop_services.rest.schema import comments
 
 if TYPE_CHECKING:
+    from google.protobuf.descriptor import ServiceDescriptor
     from pydantic import BaseModel
 
     from dialoop_services.rest.http_routes import HttpRoute
@@ -63,11 +64,11 @@ def openapi(
     for added in further:
         operation = {"operationId": added.name, **added.operation}
         paths.setdefault(added.path, {})[added.method.lower()] = operation
-    services = {route.rpc.containing_service for route in routes}
+    services = _services_of(routes)
     return {
         "openapi": "3.1.0",
         "info": {
-            "title": "Dialoop: " + ", ".join(sorted(s.name for s in services)),
+            "title": title_of(routes),
             "version": "1",
             "description": "The same servicers as over gRPC. Field names are those of the protos, "
             "int64 are numbers, bytes base64, enums their proto names. Each route also reads and "
@@ -81,11 +82,18 @@ def openapi(
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"token": []}] if needs_token else [],
-        "tags": [
-            {"name": s.name, "description": said.get(s.full_name, "")}
-            for s in sorted(services, key=lambda s: str(s.name))
-        ],
+        "tags": [{"name": s.name, "description": said.get(s.full_name, "")} for s in services],
     }
+
+
+def title_of(routes: Sequence[Route]) -> str:
+    """Return the document's title, which names the services."""
+    return "Dialoop: " + ", ".join(service.name for service in _services_of(routes))
+
+
+def _services_of(routes: Sequence[Route]) -> list[ServiceDescriptor]:
+    services = {route.rpc.containing_service for route in routes}
+    return sorted(services, key=lambda service: str(service.name))
 
 
 def _definitions(routes: Sequence[Route], models: Models) -> dict[str, Any]:

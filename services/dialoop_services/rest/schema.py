@@ -1,9 +1,8 @@
 """From protobuf descriptors to pydantic models and back: the one schema behind both doors.
 
-models = Models(comments())
-model = models.model(pb.StepRequest.DESCRIPTOR)
+model = models().model(pb.StepRequest.DESCRIPTOR)
 request = decode(model.model_validate_json(body), pb.StepRequest)   # unknown fields are refused
-encode = models.encoder(pb.StepResponse.DESCRIPTOR)
+encode = models().encoder(pb.StepResponse.DESCRIPTOR)
 pydantic_core.to_json(encode(response))
 
 The JSON: field names as in the protos, int64 as numbers, bytes as base64, enums by their proto
@@ -18,7 +17,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from importlib import resources
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -42,11 +41,18 @@ _CONFIG = ConfigDict(
 )
 
 
-def comments() -> dict[str, str]:
-    """What the protos say of each message, field and rpc, by full name."""
+@cache
+def comments() -> Mapping[str, str]:
+    """Return what the protos say of each message, field and rpc, by full name."""
     text = resources.files("dialoop.v1").joinpath("comments.json").read_text("utf-8")
-    found: dict[str, str] = json.loads(text)
-    return found
+    texts: dict[str, str] = json.loads(text)
+    return texts
+
+
+@cache
+def models() -> Models:
+    """Return this process's models: making one takes milliseconds, and doors share them."""
+    return Models(comments())
 
 
 def decode(value: BaseModel, kind: type[Message]) -> Message:

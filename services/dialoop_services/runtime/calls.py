@@ -1,4 +1,7 @@
-"""What is known of every call, whichever door it came through: log fields, log line, counts."""
+"""What is known of every call, whichever door it came through: log fields, log line, counts.
+
+CallContext is the part of gRPC's context that servicers may use, for doors that are not gRPC's.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from dialoop_services.runtime.logs import add_log_fields
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import grpc
     from google.protobuf.descriptor import Descriptor
 
 log = logging.getLogger(__name__)
@@ -66,6 +70,35 @@ class Call:
         if log.isEnabledFor(logging.DEBUG):
             fields = {"door": self._door, "status": status, "seconds": round(seconds, 6)}
             log.debug("Answered.", extra=fields)
+
+
+class CallContext:
+    """One call's context; holds a status once the method has set one."""
+
+    def __init__(self, metadata: tuple[tuple[str, Any], ...] = ()) -> None:
+        self._metadata = metadata
+        self._code: Any = None
+        self._details = ""
+
+    def invocation_metadata(self) -> tuple[tuple[str, Any], ...]:
+        """Return what the caller sent beside the request."""
+        return self._metadata
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        """Keep the status, as the generated class does before it raises NotImplementedError."""
+        self._code = code
+
+    def set_details(self, details: str) -> None:
+        """Keep the text."""
+        self._details = details
+
+    def code(self) -> Any:
+        """Return the status that was set; None before."""
+        return self._code
+
+    def details(self) -> str:
+        """Return the text that was set."""
+        return self._details
 
 
 def ids_of(request: Any) -> dict[str, str]:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 
+from dialoop_services.runtime.calls import CallContext
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Generator
 
@@ -64,35 +66,13 @@ class Wire:
             await asyncio.wait(works)
 
 
-class InProcessContext:
-    """The part of gRPC's context that servicers may use."""
+class InProcessContext(CallContext):
+    """The context of such a call."""
 
     def __init__(self, metadata: tuple[tuple[str, Any], ...], write: Callable[[Any], Any]) -> None:
-        self._metadata = metadata
-        self._code: Any = None
-        self._details = ""
+        super().__init__(metadata)
         self.trailing: tuple[tuple[str, Any], ...] = ()
         self.write = write
-
-    def invocation_metadata(self) -> tuple[tuple[str, Any], ...]:
-        """What the caller sent beside the request."""
-        return self._metadata
-
-    def set_code(self, code: grpc.StatusCode) -> None:
-        """The status with which the call will end."""
-        self._code = code
-
-    def set_details(self, details: str) -> None:
-        """The text with which the call will end."""
-        self._details = details
-
-    def code(self) -> Any:
-        """The status that was set; None before."""
-        return self._code
-
-    def details(self) -> str:
-        """The text that was set."""
-        return self._details
 
     async def abort(
         self,
@@ -101,7 +81,9 @@ class InProcessContext:
         trailing_metadata: tuple[tuple[str, Any], ...] = (),
     ) -> NoReturn:
         """End the call with a status."""
-        self._code, self._details, self.trailing = code, details, tuple(trailing_metadata)
+        self.set_code(code)
+        self.set_details(details)
+        self.trailing = tuple(trailing_metadata)
         raise grpc.aio.AbortError
 
 

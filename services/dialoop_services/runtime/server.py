@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Self
 
-    from dialoop_services.rest.door import RestDoor
+    from dialoop_services.rest.app import RestDoor
     from dialoop_services.rest.http_routes import HttpRoute
     from dialoop_services.rest.socket_routes import SocketRoute
     from dialoop_services.runtime.metrics import Metrics
@@ -162,8 +162,7 @@ class GrpcServer:
         return metrics
 
     def _rest_door(self, calls: Calls, metrics: Metrics) -> RestDoor:
-        from dialoop_services.rest.app import RestOptions, rest_app
-        from dialoop_services.rest.door import RestDoor
+        from dialoop_services.rest.app import RestDoor, RestOptions, rest_app
 
         pool = descriptor_pool.Default()
         servicers = [

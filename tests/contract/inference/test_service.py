@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from dialoop.chat import History, Message
 from dialoop.clients.template import TemplateClient
-from dialoop.errors import (
-    InvalidInput,
-    Unavailable,
-)
+from dialoop.errors import InvalidConfig, InvalidInput, Unavailable
 from dialoop.sequences import ForkCause, Source
 from dialoop.tokens.tokenizer import RunningText
 from dialoop.trajectory import SamplingParams, StopReason
+from dialoop_services.inference.__main__ import serve_in
 from dialoop_services.inference.engine import BASE_VERSION, StopTokens
 from dialoop_services.inference.rendering import Renderer
+from dialoop_services.inference.settings import InferenceSettings
+from dialoop_services.runtime import OwnProcess, load
 
 from tests.support.inference_world import (  # noqa: F401
     MAX_MODEL_LEN,
@@ -212,43 +212,33 @@ async def test_the_model_s_own_template_is_the_default_and_renders(model_dir, tm
         assert w.renderer.tokenizer.decode(closed.sequence.token_ids.tolist()) == closed.text
 
 
-def serve(**settings: str) -> subprocess.CompletedProcess[str]:
-    variables = {f"DIALOOP_INFERENCE_{k.upper()}": v for k, v in settings.items()}
-    return subprocess.run(
-        [sys.executable, "-m", "dialoop_services.inference"],
-        env=os.environ | {"DIALOOP_INFERENCE_ENGINE": "transformers"} | variables,
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE_S,
-        check=False,
-    )
-
-
-def test_wrong_settings_end_with_one_sentence(model_dir, tmp_path):
+async def test_wrong_settings_are_refused_with_one_sentence(model_dir, tmp_path, monkeypatch):
     bare = tmp_path / "bare"
     shutil.copytree(model_dir, bare)
     (bare / "tokenizer.json").unlink()
-    fake = tmp_path / "vllm"
-    fake.mkdir()
-    (fake / "__init__.py").write_text("raise RuntimeError('operator nms does not exist')")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    (tmp_path / "vllm.py").write_text("raise RuntimeError('operator nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
     for expected, settings in (
-        ("no model in", {"model_dir": str(tmp_path)}),
-        ("tokenizer.json", {"model_dir": str(bare)}),
-        ("positions", {"model_dir": str(model_dir), "max_model_len": "100000"}),
+        ("tokenizer.json", {"model_dir": bare}),
+        ("positions", {"model_dir": model_dir, "max_model_len": 100000}),
+        ("vLLM does not import", {"model_dir": model_dir, "engine": "vllm"}),
     ):
-        ended = serve(**settings)
-        assert ended.returncode == 2, ended.stderr
-        assert expected in ended.stderr.splitlines()[-1]
-        assert "Traceback" not in ended.stderr
+        asked = load(InferenceSettings, **{"engine": "transformers"} | settings)
+        with pytest.raises(InvalidConfig, match=expected):
+            await serve_in(OwnProcess(asked), asked)
+
+
+def test_a_process_with_a_wrong_setting_ends_with_one_sentence_and_exit_2(tmp_path):
+    variables = {"ENGINE": "transformers", "MODEL_DIR": str(tmp_path)}
     ended = subprocess.run(
         [sys.executable, "-m", "dialoop_services.inference"],
-        env=os.environ | {"PYTHONPATH": path, "DIALOOP_INFERENCE_MODEL_DIR": str(model_dir)},
+        env=os.environ | {f"DIALOOP_INFERENCE_{k}": v for k, v in variables.items()},
         capture_output=True,
         text=True,
         timeout=2 * PATIENCE_S,
         check=False,
     )
-    assert ended.returncode == 2
-    assert "vLLM does not import" in ended.stderr
+    assert ended.returncode == 2, ended.stderr
+    assert "no model in" in ended.stderr.splitlines()[-1]
     assert "Traceback" not in ended.stderr

@@ -12,7 +12,7 @@ import pytest
 import schemathesis
 from dialoop_services.rest.examples import EXAMPLES
 from dialoop_services.rest.routes import TABLE
-from dialoop_services.rest.schema import Models, comments
+from dialoop_services.rest.schema import models
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from openapi_spec_validator import validate
@@ -68,11 +68,8 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_documents_are_valid_and_name_every_route(url: str) -> None:
     document = httpx.get(f"{url}/openapi.json").json()
     validate(document)
-    page = httpx.get(f"{url}/docs").text
     ids = [o["operationId"] for path in document["paths"].values() for o in path.values()]
     assert len(set(ids)) == len(ids)
-    for path in document["paths"]:
-        assert path in page
     for path in document["paths"].values():
         for operation in path.values():
             if "requestBody" in operation:
@@ -144,7 +141,7 @@ def is_no_time(case: schemathesis.Case) -> bool:
 def judge_lines(lines: list[bytes], name: str) -> None:
     """Each line of a stream is a message of its type; the last may be a problem instead."""
     service_name, _, rpc = name.partition(".")
-    model = Models(comments()).model(routes(service_name)[rpc].rpc.output_type)
+    model = models().model(routes(service_name)[rpc].rpc.output_type)
     *first, last = lines or [b"{}"]
     for line in first:
         model.model_validate_json(line)
@@ -166,7 +163,7 @@ def test_every_example_is_a_request(name: str) -> None:
     service_name, _, rpc = name.partition(".")
     route = routes(service_name)[rpc]
     assert not route.reads_query
-    model = Models(comments()).model(route.rpc.input_type, frozenset(route.bindings.values()))
+    model = models().model(route.rpc.input_type, frozenset(route.bindings.values()))
     model.model_validate(dict(EXAMPLES[name]))
 
 

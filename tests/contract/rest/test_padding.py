@@ -14,7 +14,7 @@ from dialoop.trajectory import SamplingParams
 from dialoop.views.padding import pad_output
 from dialoop.views.views import TurnView
 from dialoop.wire import sequence_to_proto
-from dialoop_services.rest.schema import Models, comments
+from dialoop_services.rest.schema import models
 
 from tests.support.inference_world import QUESTION, model_dir, world  # noqa: F401
 from tests.support.rest_world import http_of, refusal, service
@@ -78,7 +78,7 @@ async def test_padded_samples_are_the_sparse_ones_whatever_the_pad_id_is(
 
 
 async def test_a_continued_context_is_part_of_the_padded_row(model_dir, tmp_path):
-    encode = Models(comments()).encoder
+    encode = models().encoder
     async with world(model_dir, tmp_path / "w", has_rest=True) as w, http_of(w.server) as http:
         (first,) = await w.client.generate(QUESTION, sampling=SamplingParams(max_new_tokens=3))
         longer = first.history.full.append(Message(role="tool", content="75"))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
+import hashlib
 import json
+import re
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
 
@@ -63,10 +66,29 @@ async def test_health_and_documents_need_no_token(shared):
             "status": "SERVING",
             "services": {"dialoop.v1.EnvironmentService": "SERVING"},
         }
-        page = (await stranger.get("/docs")).text
-        assert "/v1/sessions/{session_id}/step" in page
-        assert "http://" not in page.replace("http://127.0.0.1:$PORT", "")
-        assert "<script" not in page
+        assert "/v1/sessions/{session_id}/step" in (await stranger.get("/openapi.json")).text
+
+
+async def test_the_docs_page_loads_all_that_it_needs_from_the_service(shared):
+    async with (
+        client(shared) as http,
+        httpx.AsyncClient(base_url=http.base_url) as stranger,
+    ):
+        answer = await stranger.get("/docs")
+        assert "url: '/openapi.json'" in answer.text
+        links = re.findall(r"""(?:src|href)=["']([^"']+)""", answer.text)
+        assert len(links) == 3
+        for link in links:
+            assert link.startswith("/docs/assets/")
+            assert (await stranger.get(link)).status_code == 200
+        assert "SwaggerUIBundle" in (await stranger.get("/docs/assets/swagger-ui-bundle.js")).text
+        policy = answer.headers["content-security-policy"]
+        (script,) = re.findall(r"<script>(.*?)</script>", answer.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"script-src 'self' 'sha256-{digest}';" in policy
+        assert policy.startswith("default-src 'none'; connect-src 'self';")
+        lost = await stranger.get("/docs/assets/nothing.js")
+        assert refusal(lost) == (404, "ROUTE_NOT_FOUND")
 
 
 async def test_a_service_that_does_not_serve_is_not_ready():

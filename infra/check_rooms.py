@@ -1,0 +1,358 @@
+"""Check the house: sizes of folders, files and functions, what rooms say, import cycles, names.
+
+Run it from the repository's root (`make check` does). It prints one line for each thing that
+breaks a rule and ends with 1 when there is one. Three tables below hold what is tolerated: ALLOWED
+for good, KNOWN until a change that is under way removes it, CLEANED for the folders in which the
+rules on words hold already. An entry of a table that excuses nothing is an error as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDERS = ("client/dialoop", "services", "tests", "benchmarks", "infra")
+# Where imports, class names and room descriptions are checked: source root -> package.
+PRODUCT = {"client": "dialoop", "services": "dialoop_services"}
+GENERATED = "client/dialoop/v1"
+MAX_MODULES, MAX_FILE_LINES, MAX_FUNCTION_LINES, MIN_MODULE_LINES = 20, 600, 60, 60
+
+# Rule and subject, as findings print them -> why it may stay.
+ALLOWED: Mapping[str, str] = {
+    "small dialoop.clients.blocking.scorer": "generated, as its siblings are",
+    "small dialoop_services.replay.settings": "one process loads it by its name",
+}
+_BEING_MOVED = {
+    "class": """
+        Action Answer Appended Ask Chunks Counts DataPlane DeadLetter Demonstrations EmptyReason
+        Entry EpisodeRecord Evaluation Finding ForkServer GroupLease Limits LogProbs Offered
+        Opening Outcome PhaseClock Piece Player Probe PublishedPolicy Reader RecordedCall
+        Returned Run Sampled SessionState Sessions SharedMemory State StepCall Store TaskLease
+        VersionSpan Worker
+    """,
+    "cycle": """
+        dialoop.chat dialoop.chat_dicts dialoop.compat.names dialoop.environments.modes
+        dialoop.environments.sessions.sessions dialoop.environments.sessions.slow_resets
+        dialoop.episode dialoop.sandbox.forkserver dialoop.sandbox.isolation
+        dialoop.sandbox.pool dialoop.sandbox.programs dialoop.sandbox.self_test
+        dialoop.sandbox.worker dialoop.templates.chat_template dialoop.templates.masks
+        dialoop.templates.options dialoop.templates.parsing dialoop.templates.parsing_parts
+        dialoop.templates.registry dialoop.text_environment.display
+        dialoop.text_environment.history dialoop.trajectory dialoop.views.views
+        dialoop_services.inference.engine dialoop_services.inference.weights.adapters
+        dialoop_services.inference.weights.data_planes
+        dialoop_services.inference.weights.policy_adapters
+        dialoop_services.inference.weights.publications
+    """,
+    "room": """
+        client/dialoop/cli client/dialoop/clients client/dialoop/clients/blocking
+        client/dialoop/environments client/dialoop/sandbox client/dialoop/sandbox/confined
+        client/dialoop/tasks client/dialoop/wire services/dialoop_services
+        services/dialoop_services/collector services/dialoop_services/environment
+        services/dialoop_services/inference services/dialoop_services/learning
+        services/dialoop_services/replay services/dialoop_services/rl
+        services/dialoop_services/runtime services/dialoop_services/scorer
+        services/dialoop_services/stack services/dialoop_services/trainer
+    """,
+    "small": """
+        dialoop.environments.tools.code_blocks dialoop.sandbox.confined.work
+        dialoop.templates.jinja_sandbox dialoop.tokens.decoded_cache
+        dialoop_services.config.format_warnings dialoop_services.config.objective_settings
+        dialoop_services.config.text dialoop_services.environment.holding
+        dialoop_services.inference.rendered_sequence
+        dialoop_services.inference.transformers_engine.model
+        dialoop_services.inference.vllm_engine.environment dialoop_services.learning.loss.kl
+        dialoop_services.learning.packing.oversize dialoop_services.learning.packing.trainable
+        dialoop_services.learning.parallel.moving dialoop_services.replay.change_signal
+        dialoop_services.rl.selection
+        dialoop_services.scorer.servicer dialoop_services.stack.report.gates
+        dialoop_services.stack.report.transcripts dialoop_services.trainer.job.phases
+    """,
+}
+KNOWN: Mapping[str, str] = {
+    f"{rule} {subject}": "being moved"
+    for rule, subjects in _BEING_MOVED.items()
+    for subject in subjects.split()
+}
+# Folders where the rules `word` and `binding` hold, such as "client/dialoop/tokens".
+CLEANED: tuple[str, ...] = ()
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Names of this repository that the field has other words for. A name breaks the rule when it is
+# one of the first kind, or holds a word of the second: `redo_steps` and `RedoPlan` hold "redo".
+OLD_NAMES = _words(
+    "faults offers together patience bell spelling literals pieces tokenized rendered leaving "
+    "legacy opening order moved taken course"
+)
+OLD_WORDS = _words("standing settle redo begun ingredient vouched rereading lesson desk book")
+OLD_PHRASES = ("owe_evaluation", "stand_down", "device_turn", "doubts_about_", "_wishes")
+OLD_BINDINGS = _words("found given one asked known said told")
+_IRREGULAR_PARTICIPLES = _words(
+    "begun built done drawn found given gone held kept known left lost made meant met paid said "
+    "seen sent shown spent spoken spun stood taken thrown told understood won written"
+)
+_NO_PARTICIPLES = _words("bed embed exceed feed need proceed seed shed speed succeed")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Finding:
+    """One thing that breaks a rule; `rule subject` is its key in the tables."""
+
+    rule: str
+    subject: str
+    text: str
+
+    @property
+    def key(self) -> str:
+        """Return what the tables call it."""
+        return f"{self.rule} {self.subject}"
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A parsed file. `name` is how product code imports it; empty elsewhere."""
+
+    path: str
+    name: str
+    num_lines: int
+    tree: ast.Module
+
+    @property
+    def folder(self) -> str:
+        """Return the path of the folder it lies in."""
+        return self.path.rpartition("/")[0]
+
+    @property
+    def is_package(self) -> bool:
+        """Say whether it is a package's `__init__`."""
+        return self.path.endswith("/__init__.py")
+
+
+def read_house(root: Path) -> list[Module]:
+    """Parse every file of ours below `root`, in the order of their paths."""
+    modules = []
+    for path in sorted(path for folder in FOLDERS for path in (root / folder).rglob("*.py")):
+        place = path.relative_to(root).as_posix()
+        if not place.startswith(f"{GENERATED}/"):
+            text = path.read_text("utf-8")
+            modules.append(Module(place, _import_name(place), text.count("\n"), ast.parse(text)))
+    return modules
+
+
+def _import_name(place: str) -> str:
+    source, *parts = place.removesuffix(".py").removesuffix("/__init__").split("/")
+    return ".".join(parts) if parts and PRODUCT.get(source) == parts[0] else ""
+
+
+def check(root: Path) -> list[Finding]:
+    """Return what breaks a rule in the house at `root`, whether it is tolerated or not."""
+    modules = read_house(root)
+    product = [module for module in modules if module.name]
+    imports = imports_of(product)
+    return sorted(
+        [
+            *check_sizes(modules),
+            *check_rooms(product),
+            *check_cycles(imports),
+            *check_small_modules(product, imports),
+            *check_class_names(product),
+            *check_words(modules),
+        ]
+    )
+
+
+def check_sizes(modules: Sequence[Module]) -> Iterator[Finding]:
+    """Find folders, files and functions over their size."""
+    counts = Counter(module.folder for module in modules if not module.is_package)
+    for folder, count in counts.items():
+        if count > MAX_MODULES:
+            yield Finding("folder", folder, f"has {count} modules, more than {MAX_MODULES}")
+    for module in modules:
+        if module.num_lines > MAX_FILE_LINES:
+            text = f"has {module.num_lines} lines, more than {MAX_FILE_LINES}"
+            yield Finding("file", module.path, text)
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    text = f"has {length} lines, more than {MAX_FUNCTION_LINES}"
+                    yield Finding("function", f"{module.path}:{node.name}", text)
+
+
+def check_rooms(product: Sequence[Module]) -> Iterator[Finding]:
+    """Find packages whose `__init__` says too little: what lives there, what enters and leaves."""
+    packages = {module.folder: module for module in product if module.is_package}
+    for folder in sorted({module.folder for module in product}):
+        if folder not in packages:
+            yield Finding("room", folder, "has no __init__.py")
+            continue
+        text = ast.get_docstring(packages[folder].tree) or ""
+        if len(re.findall(r"[.!?](?=\s|$)", text)) < 2:
+            yield Finding("room", folder, "says less than two sentences in its __init__")
+
+
+def imports_of(product: Sequence[Module]) -> dict[str, set[str]]:
+    """Return what each module imports of the others: for typing and inside functions too."""
+    names = {module.name for module in product}
+    imports: dict[str, set[str]] = {name: set() for name in names}
+    for module in product:
+        for node in ast.walk(module.tree):
+            imports[module.name] |= _imported(module, node, names)
+        imports[module.name].discard(module.name)
+    return imports
+
+
+def _imported(module: Module, node: ast.AST, names: set[str]) -> set[str]:
+    if isinstance(node, ast.Import):
+        return names & {alias.name for alias in node.names}
+    if not isinstance(node, ast.ImportFrom):
+        return set()
+    base = node.module or ""
+    if node.level:
+        package = module.name.split(".")
+        package = package[: len(package) - node.level + module.is_package]
+        base = ".".join([*package, base]).rstrip(".")
+    # `from room import module` imports that module; anything else is the room's own.
+    return names & {
+        inner if (inner := f"{base}.{alias.name}") in names else base for alias in node.names
+    }
+
+
+def check_cycles(imports: Mapping[str, set[str]]) -> Iterator[Finding]:
+    """Find the modules that reach themselves by imports."""
+    reached = {name: _reachable(name, imports) for name in imports}
+    for name in sorted(imports):
+        if name in reached[name]:
+            others = sorted(other for other in reached[name] - {name} if name in reached[other])
+            through = [other for other in others if other in imports[name]]
+            yield Finding("cycle", name, f"imports {', '.join(through)} and is imported by it")
+
+
+def _reachable(start: str, imports: Mapping[str, set[str]]) -> set[str]:
+    reached: set[str] = set()
+    todo = [start]
+    while todo:
+        new = imports[todo.pop()] - reached
+        reached |= new
+        todo += new
+    return reached
+
+
+def check_small_modules(
+    product: Sequence[Module], imports: Mapping[str, set[str]]
+) -> Iterator[Finding]:
+    """Find short modules with one importer, to which their lines belong."""
+    importers: dict[str, set[str]] = defaultdict(set)
+    for name, imported in imports.items():
+        for other in imported:
+            importers[other].add(name)
+    for module in product:
+        of_it = importers[module.name]
+        # What a room's __init__ takes in is imported from the room, by whoever it is.
+        is_shown = module.name.rpartition(".")[0] in of_it
+        if (
+            module.num_lines < MIN_MODULE_LINES
+            and not module.is_package
+            and len(of_it) == 1
+            and not is_shown
+        ):
+            text = f"has {module.num_lines} lines and is imported by {min(of_it)} alone"
+            yield Finding("small", module.name, text)
+
+
+def check_class_names(product: Sequence[Module]) -> Iterator[Finding]:
+    """Find public names that several modules give to a class of theirs."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for module in product:
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(module.name)
+    for name, where in places.items():
+        if len(where) > 1:
+            yield Finding("class", name, f"is defined in {', '.join(where)}")
+
+
+def check_words(modules: Sequence[Module]) -> Iterator[Finding]:
+    """Find old words in the folders that are cleaned of them."""
+    for module in modules:
+        if not any(module.path.startswith(f"{folder}/") for folder in CLEANED):
+            continue
+        stem = module.path.rpartition("/")[2].removesuffix(".py")
+        if _is_old(stem):
+            yield Finding("word", module.path, f"is named by an old word: {stem}")
+        for node in ast.walk(module.tree):
+            yield from _words_in(node, module.path)
+
+
+def _words_in(node: ast.AST, path: str) -> Iterator[Finding]:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        where = f"{path}:{node.name}"
+        if _is_old(node.name):
+            yield Finding("word", where, "is named by an old word")
+        if not isinstance(node, ast.ClassDef) and _is_participle(node):
+            yield Finding("word", where, "is a function named by a bare participle")
+    bound = ""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        bound = node.id
+    elif isinstance(node, ast.arg):
+        bound = node.arg
+    if bound.strip("_") in OLD_BINDINGS:
+        line = getattr(node, "lineno", 0)
+        yield Finding("binding", f"{path}:{bound}", f"names no thing (line {line})")
+
+
+def _is_old(name: str) -> bool:
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    bare = snake.strip("_")
+    return (
+        bare in OLD_NAMES
+        or not OLD_WORDS.isdisjoint(bare.split("_"))
+        or any(phrase in snake for phrase in OLD_PHRASES)
+    )
+
+
+def _is_participle(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Say whether the name is one participle; a property is no action and may be one."""
+    decorators = {ast.unparse(node).rpartition(".")[2] for node in function.decorator_list}
+    if not decorators.isdisjoint({"property", "cached_property"}):
+        return False
+    name = function.name.strip("_")
+    is_regular = name.endswith("ed") and "_" not in name and name not in _NO_PARTICIPLES
+    return is_regular or name in _IRREGULAR_PARTICIPLES
+
+
+def complaints(
+    findings: Iterable[Finding], tolerated: Sequence[Mapping[str, str]] | None = None
+) -> list[str]:
+    """Return a line for each finding that no table tolerates, and for each idle entry."""
+    tables = (ALLOWED, KNOWN) if tolerated is None else tolerated
+    entries = {key: reason for table in tables for key, reason in table.items()}
+    by_key = {finding.key: finding for finding in findings}
+    return [
+        *(f"{key} {finding.text}" for key, finding in by_key.items() if key not in entries),
+        *(
+            f"{key} is fine by now: take it out of the table in infra/check_rooms.py"
+            for key in entries
+            if key not in by_key
+        ),
+    ]
+
+
+def main() -> int:
+    """Check the repository in the working directory; 1 when it breaks a rule."""
+    lines = complaints(check(Path()))
+    sys.stderr.write("".join(f"{line}\n" for line in lines))
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
