@@ -14,32 +14,31 @@ import pytest_asyncio
 import redis.asyncio
 from dialoop.errors import Unavailable
 from dialoop.trajectory import Stage
+from dialoop.v1 import replay_service_pb2 as pb
 from dialoop_services.replay.redis_store.store import RedisStore
-from dialoop_services.replay.store import (
-    Acknowledgement,
-    AppendStatus,
-    GroupLeases,
-    GroupQuery,
-    Limits,
-    Outcome,
-    State,
-)
+from dialoop_services.replay.store import QueueLimits
 
 from tests.support.patience import PATIENCE_S
 from tests.support.redis_server import RedisServer, new_run, own_redis, redis_url  # noqa: F401
+from tests.support.replay_store_world import ack, names_of
+from tests.support.replay_store_world import lease as lease_groups
 from tests.support.samples.replay_samples import (
     Clock,
     announce,
+    append,
     assert_adds_up,
     bare_group,
-    bare_task,
+    lease_tasks,
+    offer,
     play,
+    purge,
+    stats_of,
 )
 
 pytestmark = pytest.mark.redis
 RUN = "run"
 LEASE_S = 600.0
-LIMITS = Limits(lease_s=LEASE_S)
+LIMITS = QueueLimits(lease_s=LEASE_S)
 
 
 @pytest_asyncio.fixture
@@ -50,7 +49,7 @@ async def store(own_redis: RedisServer) -> AsyncIterator[RedisStore]:
 
 @contextlib.asynccontextmanager
 async def opened(
-    url: str, limits: Limits = LIMITS, clock: Callable[[], float] | None = None
+    url: str, limits: QueueLimits = LIMITS, clock: Callable[[], float] | None = None
 ) -> AsyncIterator[RedisStore]:
     """A store that waits for a disk that stalls: each of its writes is flushed."""
     made = RedisStore(url, limits, timeout_s=PATIENCE_S, clock=clock)
@@ -58,28 +57,26 @@ async def opened(
     await made.close()
 
 
-async def lease(store: RedisStore, stage: Stage, num: int = 10) -> GroupLeases:
-    query = GroupQuery(stage=stage, worker="w", max_groups=num, lease_s=LEASE_S)
-    return await store.lease_groups(RUN, query)
+async def lease(store: RedisStore, stage: Stage, num: int = 10) -> pb.LeaseGroupsResponse:
+    return await lease_groups(store, RUN, stage, num=num, lease_s=LEASE_S)
+
+
+async def append_scored(store: RedisStore, held: pb.GroupLease) -> None:
+    item = pb.AppendItem(group=held.group, lease_id=held.lease_id)
+    await append(store, RUN, Stage.SCORED, item)
 
 
 async def fill(store: RedisStore, num_groups: int) -> None:
     await announce(store, RUN, credits=num_groups)
-    await store.offer_tasks(RUN, [bare_task(f"t{i}") for i in range(num_groups)], None)
+    await offer(store, RUN, *(f"t{i}" for i in range(num_groups)))
     for _ in range(num_groups):
         await play(store, RUN)
 
 
 async def score_all(store: RedisStore) -> None:
     for held in (await lease(store, Stage.UNSCORED, 100)).leases:
-        task_id = held.lease_id.split("/", 2)[2]
-        await store.append_groups(RUN, Stage.SCORED, [bare_group(task_id, held.lease_id)])
-        await consume(store, held.lease_id)
-
-
-async def consume(store: RedisStore, lease_id: str) -> str:
-    item = Acknowledgement(lease_id=lease_id, outcome=Outcome.CONSUMED)
-    return (await store.acknowledge(RUN, [item]))[0]
+        await append_scored(store, held)
+        await ack(store, RUN, held.lease_id)
 
 
 async def test_a_crash_of_redis_between_lease_and_acknowledge_loses_nothing(
@@ -89,21 +86,21 @@ async def test_a_crash_of_redis_between_lease_and_acknowledge_loses_nothing(
     await fill(store, 6)
     await score_all(store)
     held = (await lease(store, Stage.SCORED, 4)).leases
-    before = await store.stats(RUN)
+    before = await stats_of(store, RUN)
     own_redis.kill()
     with pytest.raises(Unavailable) as caught:
-        await store.stats(RUN)
+        await stats_of(store, RUN)
     assert caught.value.reason == "STORE_UNAVAILABLE"
     own_redis.start()
-    assert await store.stats(RUN) == before
-    assert [await consume(store, lease.lease_id) for lease in held] == [""] * 4
-    assert [await consume(store, lease.lease_id) for lease in held] == [""] * 4
+    assert await stats_of(store, RUN) == before
+    assert [await ack(store, RUN, lease.lease_id) for lease in held] == [""] * 4
+    assert [await ack(store, RUN, lease.lease_id) for lease in held] == [""] * 4
     rest = (await lease(store, Stage.SCORED)).leases
-    assert {lease.payload for lease in rest}.isdisjoint({lease.payload for lease in held})
+    assert set(names_of(rest)).isdisjoint(names_of(held))
     assert len(rest) == 2
-    stats = await store.stats(RUN)
+    stats = await stats_of(store, RUN)
     assert_adds_up(stats)
-    assert stats.training.groups[State.CONSUMED] == 4
+    assert stats.training.num_groups_consumed == 4
 
 
 async def test_connections_that_do_not_close_do_not_hide_that_the_store_is_away(
@@ -116,7 +113,7 @@ async def test_connections_that_do_not_close_do_not_hide_that_the_store_is_away(
         with monkeypatch.context() as patched:
             patched.setattr(redis.asyncio.ConnectionPool, "disconnect", stuck)
             with pytest.raises(Unavailable):
-                await store.stats(RUN)
+                await stats_of(store, RUN)
 
 
 async def test_an_append_repeated_after_a_crash_is_taken_once(
@@ -124,17 +121,17 @@ async def test_an_append_repeated_after_a_crash_is_taken_once(
     own_redis: RedisServer,
 ) -> None:
     await announce(store, RUN)
-    await store.offer_tasks(RUN, [bare_task("a")], None)
-    (held,) = (await store.lease_tasks(RUN, worker="c", max_tasks=1, lease_s=LEASE_S)).leases
+    await offer(store, RUN, "a")
+    (held,) = (await lease_tasks(store, RUN, 1, LEASE_S)).leases
     group = bare_group("a", held.lease_id)
-    await store.append_groups(RUN, Stage.UNSCORED, [group])
+    await append(store, RUN, Stage.UNSCORED, group)
     own_redis.kill()
     own_redis.start()
     with contextlib.suppress(Unavailable):
         await store.check()
-    (again,) = await store.append_groups(RUN, Stage.UNSCORED, [group])
-    assert again.status is AppendStatus.DUPLICATE
-    assert (await store.stats(RUN)).training.num_trajectories_generated == 2
+    (again,) = await append(store, RUN, Stage.UNSCORED, group)
+    assert again.status == pb.APPEND_STATUS_DUPLICATE
+    assert (await stats_of(store, RUN)).training.num_trajectories_generated == 2
 
 
 class Loop:
@@ -148,30 +145,27 @@ class Loop:
         self.clock = clock
         self.num_tasks = num_tasks
         self.ended = asyncio.Event()
-        self.consumed: list[bytes] = []
+        self.consumed: list[str] = []
 
     async def collect(self) -> None:
-        leases = await self.store.lease_tasks(RUN, worker="c", max_tasks=4, lease_s=LEASE_S)
-        for held in leases.leases:
-            task_id = held.payload[:-1].decode()
-            group = bare_group(task_id, held.lease_id, attempt=held.attempt)
-            await self.store.append_groups(RUN, Stage.UNSCORED, [group])
+        for held in (await lease_tasks(self.store, RUN, 4, LEASE_S)).leases:
+            group = bare_group(held.task.task_id, held.lease_id, attempt=held.attempt)
+            await append(self.store, RUN, Stage.UNSCORED, group)
 
     async def score(self) -> None:
         for held in (await lease(self.store, Stage.UNSCORED, 4)).leases:
-            task_id = held.lease_id.split("/", 2)[2]
-            attempt = int(held.payload[:-2].decode().rpartition("#")[2])
-            group = bare_group(task_id, held.lease_id, attempt=attempt)
-            await self.store.append_groups(RUN, Stage.SCORED, [group])
-            await consume(self.store, held.lease_id)
+            await append_scored(self.store, held)
+            await ack(self.store, RUN, held.lease_id)
 
     async def train(self) -> None:
         found = await lease(self.store, Stage.SCORED, 4)
         self.consumed += [
-            held.payload for held in found.leases if await consume(self.store, held.lease_id) == ""
+            held.group.group_id
+            for held in found.leases
+            if await ack(self.store, RUN, held.lease_id) == ""
         ]
-        counts = (await self.store.stats(RUN)).training
-        if counts.groups[State.CONSUMED] == self.num_tasks:
+        counts = (await stats_of(self.store, RUN)).training
+        if counts.num_groups_consumed == self.num_tasks:
             self.ended.set()
 
     async def keep_on(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -193,18 +187,18 @@ async def crash(server: RedisServer, times: int) -> None:
 async def test_work_goes_on_by_itself_through_crashes_and_adds_up(own_redis: RedisServer) -> None:
     clock = Clock()
     # Each crash may cost a lease a delivery, whoever holds it.
-    limits = Limits(max_attempts=100, max_deliveries=100, lease_s=LEASE_S)
+    limits = QueueLimits(max_attempts=100, max_deliveries=100, lease_s=LEASE_S)
     async with opened(own_redis.url, limits, clock) as store:
         loop = Loop(store, clock, num_tasks=60)
         await announce(store, RUN, credits=60)
-        await store.offer_tasks(RUN, [bare_task(f"t{i}") for i in range(60)], None)
+        await offer(store, RUN, *(f"t{i}" for i in range(60)))
         async with asyncio.timeout(100), asyncio.TaskGroup() as group:
             for work in (loop.collect, loop.score, loop.train):
                 group.create_task(loop.keep_on(work))
             group.create_task(crash(own_redis, times=3))
-        stats = await store.stats(RUN)
+        stats = await stats_of(store, RUN)
     assert_adds_up(stats)
-    assert stats.training.groups[State.CONSUMED] == 60
+    assert stats.training.num_groups_consumed == 60
     assert stats.training.num_trajectories_generated == 120
     # An acknowledgement can be lost on its way back, never given twice.
     assert len(loop.consumed) == len(set(loop.consumed)) <= 60
@@ -232,11 +226,11 @@ async def test_the_group_of_a_killed_worker_is_redelivered_once_its_lease_ran_ou
     assert await asyncio.to_thread(leased.wait, PATIENCE_S)
     worker.kill()
     await asyncio.to_thread(worker.join)
-    assert (await lease(store, Stage.UNSCORED)).leases == ()
+    assert (await lease(store, Stage.UNSCORED)).leases == []
     async with opened(own_redis.url, clock=lambda: time.time() + LEASE_S + 1) as later:
         found = await lease(later, Stage.UNSCORED)
     assert found.leases[0].num_deliveries == 2
-    assert (await store.stats(RUN)).num_redelivered == 1
+    assert (await stats_of(store, RUN)).num_redelivered == 1
 
 
 async def test_only_acknowledged_entries_leave_the_streams(
@@ -250,29 +244,26 @@ async def test_only_acknowledged_entries_leave_the_streams(
         held = (await lease(store, Stage.UNSCORED, 3)).leases
         assert client.xpending(stream, "workers")["pending"] == 3
         assert client.xlen(stream) == 5
-        drop = Acknowledgement(lease_id=held[0].lease_id, outcome=Outcome.DROPPED, reason="x")
-        await store.acknowledge(RUN, [drop])
+        assert await ack(store, RUN, held[0].lease_id, "oversize") == ""
         assert client.xlen(stream) == 4
         assert client.xpending(stream, "workers")["pending"] == 2
-        await store.purge(RUN)
+        await purge(store, RUN)
         assert list(client.scan_iter("dialoop:*")) == []
 
 
 async def test_workers_in_parallel_never_share_a_group(redis_url: str) -> None:
     run, stores = new_run(), [RedisStore(redis_url, LIMITS) for _ in range(4)]
     await announce(stores[0], run, credits=80)
-    await stores[0].offer_tasks(run, [bare_task(f"t{i}") for i in range(80)], None)
+    await offer(stores[0], run, *(f"t{i}" for i in range(80)))
 
     async def work(store: RedisStore) -> list[str]:
         mine: list[str] = []
-        while leases := (
-            await store.lease_tasks(run, worker="c", max_tasks=3, lease_s=LEASE_S)
-        ).leases:
+        while leases := (await lease_tasks(store, run, 3, LEASE_S)).leases:
             mine.extend(held.lease_id.split("/", 2)[2] for held in leases)
         return mine
 
     found = [task for tasks in await asyncio.gather(*map(work, stores)) for task in tasks]
     assert len(found) == len(set(found)) == 80
-    await stores[0].purge(run)
+    await purge(stores[0], run)
     for store in stores:
         await store.close()

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dialoop.v1 import replay_service_pb2 as pb
 from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.replay.memory_store.store import MemoryStore
-from dialoop_services.replay.store import Limits, Reopened
+from dialoop_services.replay.store import Answer, QueueLimits
 
 from tests.support.recorded_world import (
     GROUPS_PER_STEP,
@@ -29,19 +30,17 @@ class HoldingStore(MemoryStore):
     """Keeps a trainer waiting for ever at a point of the test's choice, so that it dies there."""
 
     def __init__(self, clock: Clock) -> None:
-        super().__init__(Limits(), clock=clock)
+        super().__init__(QueueLimits(), clock=clock)
         self.holds_version = 0
         self.holds_reopened = False
         self.is_holding = False
 
-    async def advance_policy(self, run: str, version: Any, **options: Any) -> int:
-        if version.number == self.holds_version:
+    async def apply(self, request: Any, answer: type[Answer]) -> Answer:
+        is_publish = isinstance(request, pb.AdvancePolicyRequest)
+        if is_publish and request.policy_version.number == self.holds_version:
             await self._hold()
-        return await super().advance_policy(run, version, **options)
-
-    async def reopen(self, run: str, lease_ids: Any, **options: Any) -> Reopened:
-        found = await super().reopen(run, lease_ids, **options)
-        if self.holds_reopened:
+        found = await super().apply(request, answer)
+        if isinstance(request, pb.ReopenLeasesRequest) and self.holds_reopened:
             await self._hold()
         return found
 
@@ -72,7 +71,7 @@ async def test_a_trainer_away_for_longer_than_its_leases_and_killed_in_each_redo
             store.holds_version = 4
             await killed_when_held(world, start, store)
             store.holds_version, store.holds_reopened = 0, True
-            for _ in range(Limits().max_deliveries):
+            for _ in range(QueueLimits().max_deliveries):
                 clock.pass_s(1000)
                 await killed_when_held(world, start, store)
             clock.pass_s(1000)

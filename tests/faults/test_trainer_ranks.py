@@ -18,7 +18,7 @@ import torch
 from dialoop.trajectory import Group
 from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.replay.memory_store.store import MemoryStore
-from dialoop_services.replay.store import Limits
+from dialoop_services.replay.store import QueueLimits
 from safetensors.torch import load_file
 
 from tests.support.recorded_world import ROOT, Recorded, record_groups, recorded
@@ -115,7 +115,7 @@ async def run_of(
     folder: Path, model_dir: Path, groups: list[Group], *parts: dict[str, Any]
 ) -> Recorded:
     """A world in which one trainer after the other has trained."""
-    async with recorded(folder, model_dir, MemoryStore(Limits()), groups) as world:
+    async with recorded(folder, model_dir, MemoryStore(QueueLimits()), groups) as world:
         for part in parts:
             await train(world, **part)
         return world
@@ -195,7 +195,7 @@ async def test_two_processes_publish_the_same_merged_adapters_as_one(
 async def test_a_killed_rank_ends_all_and_the_next_trainer_goes_on(
     tmp_path: Path, model_dir: Path, groups: list[Group], alone: Recorded, victim: int
 ) -> None:
-    async with recorded(tmp_path, model_dir, MemoryStore(Limits()), groups) as world:
+    async with recorded(tmp_path, model_dir, MemoryStore(QueueLimits()), groups) as world:
         trainer = Trainer(world, size=2, num_steps=NUM_STEPS, checkpoint_every=5)
         await trainer.until(lambda: len(world.train_rows) >= 7)
         ranks = trainer.ranks()
@@ -213,7 +213,7 @@ async def test_a_killed_rank_ends_all_and_the_next_trainer_goes_on(
 
 
 async def test_torchrun_starts_it_too(tmp_path: Path, model_dir: Path, groups: list[Group]) -> None:
-    async with recorded(tmp_path, model_dir, MemoryStore(Limits()), groups) as world:
+    async with recorded(tmp_path, model_dir, MemoryStore(QueueLimits()), groups) as world:
         trainer = Trainer(world, size=2, under_torchrun=True, num_steps=3)
         try:
             await trainer.until((world.run_dir / "trainer.json").is_file)

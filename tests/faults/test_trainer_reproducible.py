@@ -16,7 +16,7 @@ import pytest
 from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.redis_store.store import RedisStore
-from dialoop_services.replay.store import Limits, Store
+from dialoop_services.replay.store import QueueLimits, QueueStore
 from dialoop_services.stack.report.plot import read_metrics
 
 from tests.support.recorded_world import (
@@ -48,8 +48,8 @@ def is_saving(world: Recorded, num_saved: int) -> bool:
     )
 
 
-def memory_store() -> Store:
-    return MemoryStore(Limits())
+def memory_store() -> QueueStore:
+    return MemoryStore(QueueLimits())
 
 
 def read_rows(world: Recorded) -> list[dict[str, object]]:
@@ -122,7 +122,7 @@ Train = Callable[[Recorded, Trainers], Coroutine[Any, Any, None]]
 
 
 async def compare(
-    tmp_path: Path, store: Callable[[], Store], *trains: Train, are_forked: bool
+    tmp_path: Path, store: Callable[[], QueueStore], *trains: Train, are_forked: bool
 ) -> list[Recorded]:
     """The worlds of runs side by side, of which the first goes undisturbed and all end alike."""
     model_dir = make_tiny_model(tmp_path / "model", seed=0)
@@ -175,8 +175,8 @@ async def test_a_killed_trainer_of_adapters_redoes_them_too(tmp_path: Path) -> N
 @pytest.mark.redis
 @pytest.mark.timeout(400)
 async def test_a_trainer_may_be_killed_at_any_moment(tmp_path: Path, redis_url: str) -> None:
-    def store() -> Store:
-        return RedisStore(redis_url, Limits(max_deliveries=1000))
+    def store() -> QueueStore:
+        return RedisStore(redis_url, QueueLimits(max_deliveries=1000))
 
     trains = (train_through, train_with_many_kills)
     _, killed = await compare(tmp_path, store, *trains, are_forked=True)
@@ -190,8 +190,8 @@ async def test_a_trainer_may_be_killed_at_any_moment(tmp_path: Path, redis_url: 
 async def test_processes_of_their_own_agree_bit_by_bit_on_redis(
     tmp_path: Path, redis_url: str
 ) -> None:
-    def store() -> Store:
-        return RedisStore(redis_url, Limits())
+    def store() -> QueueStore:
+        return RedisStore(redis_url, QueueLimits())
 
     trains = (train_through, train_through, train_with_kills)
     await compare(tmp_path, store, *trains, are_forked=False)

@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from dialoop.errors import DialoopError
-from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Purpose, Stage
-from dialoop_services.replay.memory_store.store import MemoryStore
-from dialoop_services.replay.redis_store.store import RedisStore
-from dialoop_services.replay.store import (
+from dialoop.v1 import replay_service_pb2 as pb
+from dialoop.v1 import trajectory_pb2
+from dialoop_services.replay.memory_store.ledger import (
     DEAD_LETTER,
     DEAD_LETTER_FORGOTTEN,
-    Acknowledgement,
-    CursorMove,
-    GivenBack,
-    GroupQuery,
-    Limits,
-    NewGroup,
-    Outcome,
-    State,
-    Store,
-    VersionSpan,
+    GroupState,
 )
+from dialoop_services.replay.memory_store.store import MemoryStore
+from dialoop_services.replay.redis_store.store import RedisStore
+from dialoop_services.replay.store import QueueLimits, QueueStore
 
 from tests.support.redis_server import new_run, redis_url  # noqa: F401
-from tests.support.samples.replay_samples import Clock, assert_adds_up, bare_group, bare_task
+from tests.support.samples.replay_samples import (
+    Clock,
+    assert_adds_up,
+    bare_group,
+    make_task,
+    purge,
+    stage_name,
+    stats_of,
+)
 
 pytestmark = pytest.mark.redis
 
 NUM_MOVES = 500
-Move = Callable[[Store], Awaitable[object]]
+# Of the groups here, which are all about as large: how many one call may hand out.
+NUM_THAT_FIT = 2
 
 
 class Schedule:
@@ -43,13 +45,14 @@ class Schedule:
         self.random = random.Random(seed)
         self.run = run
         self.num_tasks = 0
-        self.policy = PolicyVersion(lineage="l0", number=0)
+        self.policy = ("l0", 0)
         self.tasks: list[tuple[str, str, int]] = []
         self.leases: list[str] = []
-        self.groups: list[NewGroup] = []
+        self.letters: list[str] = []
+        self.groups: dict[str, trajectory_pb2.Group] = {}
 
-    def draw(self) -> Move:
-        """One move; the same on each store it is called with."""
+    def draw(self) -> Any:
+        """One request."""
         moves = (
             (self.offer, 3),
             (self.lease_tasks, 8),
@@ -60,69 +63,74 @@ class Schedule:
             (self.give_back, 3),
             (self.extend, 2),
             (self.reopen, 2),
-            (self.leases_of, 1),
+            (self.list_leases, 1),
             (self.advance, 3),
+            (self.list_dead_letters, 1),
             (self.requeue, 1),
             (self.peek, 1),
         )
         names, weights = zip(*moves, strict=True)
-        drawn: Callable[[], Move] = self.random.choices(names, weights)[0]
+        drawn: Callable[[], Any] = self.random.choices(names, weights)[0]
         return drawn()
 
-    def learn(self, answer: object) -> None:
-        """Remember the leases an answer gave."""
+    def learn(self, request: object, answer: object) -> None:
+        """Remember what an answer gave."""
         for lease in getattr(answer, "leases", ()):
             self.leases.append(lease.lease_id)
-            if lease.lease_id.startswith("task/"):
-                task_id = lease.lease_id.split("/", 2)[2]
-                self.tasks.append((task_id, lease.lease_id, lease.attempt))
+            if isinstance(lease, pb.TaskLease):
+                self.tasks.append((lease.task.task_id, lease.lease_id, lease.attempt))
+        if isinstance(answer, pb.ListDeadLettersResponse):
+            self.letters = [letter.group_id for letter in answer.dead_letters]
+        if isinstance(request, pb.AdvancePolicyRequest) and not isinstance(answer, tuple):
+            self.policy = (request.policy_version.lineage, request.policy_version.number)
 
-    def offer(self) -> Move:
+    def offer(self) -> pb.OfferTasksRequest:
         start = max(0, self.num_tasks - 1)
         self.num_tasks = start + self.random.randint(1, 6)
-        tasks = [
-            bare_task(f"t/{i}", purpose=Purpose.EVALUATION if i % 5 == 0 else Purpose.TRAINING)
-            for i in range(start, self.num_tasks)
-        ]
-        cursor = CursorMove(expected=str(start), next=str(self.num_tasks))
-        chosen = cursor if self.random.random() < 0.2 else None
-        return lambda store: store.offer_tasks(self.run, tasks, chosen)
+        request = pb.OfferTasksRequest(run=self.run)
+        for i in range(start, self.num_tasks):
+            purpose = Purpose.EVALUATION if i % 5 == 0 else Purpose.TRAINING
+            request.tasks.append(make_task(f"t/{i}", purpose=purpose))
+        if self.random.random() < 0.2:
+            request.expected_cursor, request.next_cursor = str(start), str(self.num_tasks)
+        return request
 
-    def lease_tasks(self) -> Move:
+    def lease_tasks(self) -> pb.LeaseTasksRequest:
         num = self.random.randint(1, 4)
-        return lambda store: store.lease_tasks(self.run, worker="c", max_tasks=num, lease_s=60)
+        return pb.LeaseTasksRequest(run=self.run, worker="c", max_tasks=num, lease_s=60)
 
-    def append_played(self) -> Move:
+    def append_played(self) -> pb.AppendGroupsRequest:
         recent = self.tasks[-8:]
         picked = self.random.sample(recent, min(len(recent), self.random.randint(1, 3)))
-        oldest = max(0, self.policy.number - self.random.randint(0, 2))
-        newest = self.policy.number + (self.random.random() < 0.05)
-        span = VersionSpan(lineage=self.policy.lineage, oldest=oldest, newest=newest)
-        groups = [
+        lineage, number = self.policy
+        oldest = max(0, number - self.random.randint(0, 2))
+        newest = number + (self.random.random() < 0.05)
+        items = [
             bare_group(
                 task_id,
                 lease_id,
                 attempt=attempt,
-                versions=(span,),
+                versions={lineage: (oldest, newest)},
                 size=2 if self.random.random() < 0.95 else 3,
-                digest="d" if self.random.random() < 0.97 else "e",
+                content="d" if self.random.random() < 0.97 else "e",
                 num_discarded=self.random.choice((0, 0, 0, 1)),
             )
             for task_id, lease_id, attempt in picked
         ]
-        self.groups.extend(groups)
+        self.groups |= {item.group.task.task_id: item.group for item in items}
         by_number = self.random.random() < 0.1
         stage = Stage.EVALUATION
         if not by_number and picked:
             is_training = int(picked[0][0][2:]) % 5
             stage = Stage.UNSCORED if is_training else Stage.EVALUATION
-        return lambda store: store.append_groups(self.run, stage, groups)
+        return pb.AppendGroupsRequest(run=self.run, stage=stage_name(stage), items=items)
 
-    def lease_groups(self) -> Move:
+    def lease_groups(self) -> pb.LeaseGroupsRequest:
         num = self.random.randint(1, 4)
         stage = self.random.choice((Stage.UNSCORED, Stage.UNSCORED, Stage.SCORED, *Stage))
-        query = GroupQuery(
-            stage=stage,
+        return pb.LeaseGroupsRequest(
+            run=self.run,
+            stage=stage_name(stage),
             worker=f"w{self.random.randint(0, 2)}",
             max_groups=num,
             min_groups=self.random.randint(1, num),
@@ -130,121 +138,115 @@ class Schedule:
             max_staleness=self.random.choice((None, 1, 3)),
             task_id_prefix=self.random.choice(("", "t/1")) if stage is Stage.EVALUATION else "",
         )
-        return lambda store: store.lease_groups(self.run, query)
 
-    def append_scored(self) -> Move:
+    def append_scored(self) -> pb.AppendGroupsRequest:
         unscored = [lease_id for lease_id in self.leases[-15:] if lease_id.startswith("unscored/")]
-        by_task = {group.task_id: group for group in self.groups}
         picked = self.random.sample(unscored, min(len(unscored), 2))
-        groups = [
-            replace(by_task[lease_id.split("/", 2)[2]], lease_id=lease_id) for lease_id in picked
-        ]
-        return lambda store: store.append_groups(self.run, Stage.SCORED, groups)
-
-    def acknowledge(self) -> Move:
         items = [
-            Acknowledgement(
-                lease_id=lease_id,
-                outcome=(
-                    outcome := self.random.choice((Outcome.CONSUMED, Outcome.CONSUMED, *Outcome))
-                ),
-                reason="oversize" if outcome is Outcome.DROPPED else "",
-            )
-            for lease_id in self.some_leases()
+            pb.AppendItem(group=self.groups[lease_id.split("/", 2)[2]], lease_id=lease_id)
+            for lease_id in picked
         ]
-        return lambda store: store.acknowledge(self.run, items)
+        return pb.AppendGroupsRequest(run=self.run, stage=stage_name(Stage.SCORED), items=items)
 
-    def give_back(self) -> Move:
-        items = [
-            GivenBack(
+    def acknowledge(self) -> pb.AcknowledgeRequest:
+        request = pb.AcknowledgeRequest(run=self.run)
+        for lease_id in self.some_leases():
+            is_drop = self.random.random() < 0.25
+            outcome = pb.OUTCOME_DROPPED if is_drop else pb.OUTCOME_CONSUMED
+            reason = "oversize" if is_drop else ""
+            request.items.add(lease_id=lease_id, outcome=outcome, reason=reason)
+        return request
+
+    def give_back(self) -> pb.ReturnRequest:
+        request = pb.ReturnRequest(run=self.run)
+        for lease_id in self.some_leases():
+            request.items.add(
                 lease_id=lease_id,
                 reason="broken",
                 num_trajectories=self.random.randint(0, 2),
                 failed=self.random.random() < 0.6,
                 set_aside=self.random.random() < 0.1,
             )
-            for lease_id in self.some_leases()
-        ]
-        return lambda store: store.give_back(self.run, items)
+        return request
 
-    def extend(self) -> Move:
-        leases = self.some_leases()
-        return lambda store: store.extend(self.run, leases, 60)
+    def extend(self) -> pb.ExtendRequest:
+        return pb.ExtendRequest(run=self.run, lease_ids=self.some_leases(), lease_s=60)
 
-    def reopen(self) -> Move:
+    def reopen(self) -> pb.ReopenLeasesRequest:
         leases = self.some_leases()[: self.random.choice((1, 1, 2, 4))]
-        room = self.random.choice((12, 1 << 40))
-        return lambda store: store.reopen(self.run, leases, lease_s=60, max_bytes=room)
+        return pb.ReopenLeasesRequest(run=self.run, lease_ids=leases, lease_s=60)
 
-    def leases_of(self) -> Move:
+    def list_leases(self) -> pb.ListLeasesRequest:
         stage, worker = self.random.choice(list(Stage)), f"w{self.random.randint(0, 2)}"
-        return lambda store: store.leases_of(self.run, stage, worker)
+        return pb.ListLeasesRequest(run=self.run, stage=stage_name(stage), worker=worker)
 
-    def advance(self) -> Move:
-        step = self.random.choice((1, 1, 1, 0, -1))
-        version = replace(self.policy, number=max(0, self.policy.number + step))
+    def advance(self) -> pb.AdvancePolicyRequest:
+        lineage, number = self.policy
+        number = max(0, number + self.random.choice((1, 1, 1, 0, -1)))
         if self.random.random() < 0.03:
-            version = PolicyVersion(lineage=f"l{self.random.randint(0, 3)}", number=0)
-        if version.lineage == self.policy.lineage:
-            self.policy = max(self.policy, version)
-        trained = [held for held in self.leases[-12:] if held.startswith("scored/")]
-        room = self.random.randint(4, 12)
+            lineage, number = f"l{self.random.randint(0, 3)}", 0
+        return pb.AdvancePolicyRequest(
+            run=self.run,
+            policy_version=trajectory_pb2.PolicyVersion(lineage=lineage, number=number),
+            trained_lease_ids=[held for held in self.leases[-12:] if held.startswith("scored/")],
+            max_outstanding_groups=self.random.randint(4, 12),
+        )
 
-        async def move(store: Store) -> object:
-            credits = await store.advance_policy(
-                self.run, version, trained_lease_ids=trained, max_outstanding_groups=room
-            )
-            self.policy = version
-            return credits
+    def list_dead_letters(self) -> pb.ListDeadLettersRequest:
+        return pb.ListDeadLettersRequest(run=self.run, max_groups=2)
 
-        return move
+    def requeue(self) -> pb.RequeueRequest:
+        return pb.RequeueRequest(run=self.run, group_ids=self.letters)
 
-    def requeue(self) -> Move:
-        async def move(store: Store) -> object:
-            letters = await store.dead_letters(self.run, 2)
-            return letters, await store.requeue(self.run, [letter.group_id for letter in letters])
-
-        return move
-
-    def peek(self) -> Move:
+    def peek(self) -> pb.PeekRequest:
         stage = self.random.choice(list(Stage))
-        return lambda store: store.peek(self.run, stage, 3)
+        return pb.PeekRequest(run=self.run, stage=stage_name(stage), max_groups=3)
 
     def some_leases(self) -> list[str]:
         recent = self.leases[-12:]
         return self.random.sample(recent, min(len(recent), self.random.randint(1, 4)))
 
 
-async def answer_of(move: Move, store: Store) -> object:
+async def answer_of(store: QueueStore, request: Any) -> object:
+    """The response, or the kind and reason of the error."""
+    name = type(request).__name__.replace("Request", "Response")
     try:
-        return await move(store)
+        return await store.apply(request, getattr(pb, name))
     except DialoopError as error:
-        return type(error), error.reason
+        return type(error), error.reason, error.message
 
 
 async def play_out(seed: int, redis_url: str) -> set[str]:
-    """Play one schedule on both stores; the states and drops its training groups came to."""
+    """Play one schedule on both stores; the states, drops and refusals it came to."""
     clock, run = Clock(), new_run()
-    limits = Limits(max_attempts=3, max_deliveries=2, max_dead_letters=1, lease_s=60)
+    limits = QueueLimits(
+        max_attempts=3,
+        max_deliveries=2,
+        max_dead_letters=1,
+        lease_s=60,
+        max_lease_bytes=NUM_THAT_FIT * bare_group("t/00", "").group.ByteSize(),
+    )
     twin, real = MemoryStore(limits, clock=clock), RedisStore(redis_url, limits, clock=clock)
     schedule = Schedule(seed, run)
     # The first lease fixes the tokens, so that lease ids are the same from here on.
-    first = [bare_task("t/0", purpose=Purpose.EVALUATION)]
-    moves: list[Move] = [lambda s: s.offer_tasks(run, first, None), schedule.lease_tasks()]
+    first = pb.OfferTasksRequest(run=run, tasks=[make_task("t/0", purpose=Purpose.EVALUATION)])
+    requests = [first, schedule.lease_tasks()]
     seen = set[str]()
     for number in range(NUM_MOVES):
-        move = moves[number] if number < len(moves) else schedule.draw()
-        expected = await answer_of(move, twin)
-        assert await answer_of(move, real) == expected, f"seed {seed}, move {number}"
-        schedule.learn(expected)
-        before, after = await twin.stats(run), await real.stats(run)
-        assert replace(after, store=before.store) == before, f"seed {seed}, after move {number}"
+        request = requests[number] if number < len(requests) else schedule.draw()
+        expected = await answer_of(twin, request)
+        assert await answer_of(real, request) == expected, f"seed {seed}, move {number}"
+        schedule.learn(request, expected)
+        before, after = await stats_of(twin, run), await stats_of(real, run)
+        after.store = before.store
+        assert after == before, f"seed {seed}, after move {number}"
         assert_adds_up(after)
-        seen |= {state for state, count in after.training.groups.items() if count}
-        seen |= set(after.training.groups_dropped)
-        if schedule.random.random() < 0.08 and number >= len(moves):
+        seen |= {field.name for field, _ in after.training.ListFields()}
+        seen |= set(after.training.num_groups_dropped)
+        seen |= {expected[1]} if isinstance(expected, tuple) else set()
+        if schedule.random.random() < 0.08 and number >= len(requests):
             clock.pass_s(schedule.random.choice((5, 20, 65)))
-    await real.purge(run)
+    await purge(real, run)
     await real.close()
     return seen
 
@@ -253,5 +255,6 @@ async def test_redis_and_its_twin_give_the_same_answers(redis_url: str) -> None:
     seen = set[str]()
     for seed in range(10):
         seen |= await play_out(seed, redis_url)
-    assert set(State) <= seen, "the schedules reach every state"
+    assert set(GroupState) <= seen, "the schedules reach every state"
     assert {DEAD_LETTER, DEAD_LETTER_FORGOTTEN} <= seen
+    assert {"CURSOR_MOVED", "VERSION_NOT_NEWER", "TOO_LARGE", "GROUP_NOT_FOUND"} <= seen

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
-from dialoop.clients.ledger import LedgerCounts
-from dialoop.clients.replay import ReplayClient
+from dialoop.clients.replay import LedgerCounts, ReplayClient
 from dialoop.clients.retry import RetryPolicy
 from dialoop.environments import arithmetic
 from dialoop.environments.sessions.catalogue import Catalogue
@@ -41,9 +40,8 @@ from dialoop_services.collector.task_supply import TaskSupply
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
 from dialoop_services.replay.memory_store.store import MemoryStore
-from dialoop_services.replay.queue import ReplayQueue
 from dialoop_services.replay.servicer import ReplayServicer
-from dialoop_services.replay.store import Limits
+from dialoop_services.replay.store import QueueLimits
 from dialoop_services.runtime import GrpcServer, ServerSettings
 
 from tests.support.patience import PATIENCE_S
@@ -129,15 +127,16 @@ def serving_policy(policy: ScriptedPolicy, port: int = 0) -> GrpcServer:
 
 
 @asynccontextmanager
-async def serving_replay(limits: Limits | None = None, port: int = 0) -> AsyncIterator[GrpcServer]:
+async def serving_replay(
+    limits: QueueLimits | None = None, port: int = 0
+) -> AsyncIterator[GrpcServer]:
     """A replay service in memory."""
-    queue = ReplayQueue(MemoryStore(limits or Limits()), poll_s=0.02)
+    servicer = ReplayServicer(MemoryStore(limits or QueueLimits(lease_s=60)), poll_s=0.02)
     server = GrpcServer(ServerSettings(port=port, drain_s=0))
-    servicer = ReplayServicer(queue, default_lease_s=60, max_message_bytes=64 << 20)
     server.add(add_ReplayServiceServicer_to_server, servicer, "dialoop.v1.ReplayService")
     async with server:
         yield server
-        queue.stop_waiting()
+        servicer.stop_waiting()
 
 
 def serving_arithmetic(port: int = 0):
@@ -206,7 +205,7 @@ class World:
 
 
 @asynccontextmanager
-async def world(limits: Limits | None = None) -> AsyncIterator[World]:
+async def world(limits: QueueLimits | None = None) -> AsyncIterator[World]:
     """Replay and environment, and clients of both."""
     async with AsyncExitStack() as exits:
         replay = await exits.enter_async_context(serving_replay(limits))

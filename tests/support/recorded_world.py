@@ -24,9 +24,8 @@ from dialoop.trajectory import Group, Stage, Trajectory
 from dialoop.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 from dialoop_services.learning.model.policy import PolicyModel, load_policy
 from dialoop_services.learning.packing.rows import TokenRow, pack_rows
-from dialoop_services.replay.queue import ReplayQueue
 from dialoop_services.replay.servicer import ReplayServicer
-from dialoop_services.replay.store import Store
+from dialoop_services.replay.store import QueueStore
 from dialoop_services.runtime import GrpcServer, ServerSettings
 from transformers import Qwen2ForCausalLM
 
@@ -162,12 +161,11 @@ class Recorded:
 
 @asynccontextmanager
 async def recorded(
-    directory: Path, model_dir: Path, store: Store, groups: list[Group]
+    directory: Path, model_dir: Path, store: QueueStore, groups: list[Group]
 ) -> AsyncIterator[Recorded]:
     """A world of its own in `directory`."""
-    queue = ReplayQueue(store, poll_s=0.05)
+    servicer = ReplayServicer(store, poll_s=0.05)
     server = GrpcServer(ServerSettings(drain_s=1))
-    servicer = ReplayServicer(queue, default_lease_s=60, max_message_bytes=64 << 20)
     server.add(add_ReplayServiceServicer_to_server, servicer, "dialoop.v1.ReplayService")
     run_dir = directory / "run"
     run_dir.mkdir(parents=True)
@@ -176,7 +174,7 @@ async def recorded(
         world = replica_world(model_dir, run_dir / "policies")
         replica = await exits.enter_async_context(world)
         await exits.enter_async_context(server)
-        exits.callback(queue.stop_waiting)
+        exits.callback(servicer.stop_waiting)
         replay = ReplayClient(await exits.enter_async_context(Channel(server.address)))
         run = new_run()
         if groups:

@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 import pytest
 import pytest_asyncio
-from dialoop.trajectory import Purpose, Stage
+from dialoop.trajectory import Stage
+from dialoop.v1 import replay_service_pb2 as pb
 from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.redis_store.store import RedisStore
-from dialoop_services.replay.store import (
-    Acknowledgement,
-    AppendStatus,
-    GivenBack,
-    GroupLeases,
-    GroupQuery,
-    Limits,
-    Outcome,
-    Store,
-    TaskLease,
-)
+from dialoop_services.replay.store import QueueLimits, QueueStore
 
 from tests.support.redis_server import new_run
 from tests.support.samples.replay_samples import (
     Clock,
     announce,
+    append,
     assert_adds_up,
     bare_group,
-    bare_task,
+    lease_tasks,
+    offer,
     play,
+    purge,
+    stage_name,
+    stats_of,
 )
 
-LIMITS = Limits(max_attempts=3, max_deliveries=3, max_dead_letters=4, lease_s=60)
+MAX_DEAD_LETTERS = 4
+# Of groups whose names have one letter: how many one call may hand out.
+NUM_THAT_FIT = 6
+LIMITS = QueueLimits(
+    max_attempts=3,
+    max_deliveries=3,
+    max_dead_letters=MAX_DEAD_LETTERS,
+    lease_s=60,
+    max_lease_bytes=NUM_THAT_FIT * bare_group("a", "").group.ByteSize(),
+)
 
 
 @pytest.fixture
@@ -40,7 +45,7 @@ def clock() -> Clock:
 
 
 @pytest_asyncio.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
-async def store(request: pytest.FixtureRequest, clock: Clock) -> AsyncIterator[Store]:
+async def store(request: pytest.FixtureRequest, clock: Clock) -> AsyncIterator[QueueStore]:
     if request.param == "memory":
         yield MemoryStore(LIMITS, clock=clock)
         return
@@ -50,25 +55,20 @@ async def store(request: pytest.FixtureRequest, clock: Clock) -> AsyncIterator[S
 
 
 @pytest_asyncio.fixture
-async def run(store: Store) -> AsyncIterator[str]:
+async def run(store: QueueStore) -> AsyncIterator[str]:
     name = new_run()
     yield name
-    assert_adds_up(await store.stats(name))
-    await store.purge(name)
+    assert_adds_up(await stats_of(store, name))
+    await purge(store, name)
 
 
-async def offer(store: Store, run: str, *task_ids: str, purpose: Purpose = Purpose.TRAINING) -> int:
-    tasks = [bare_task(task_id, purpose=purpose) for task_id in task_ids]
-    return (await store.offer_tasks(run, tasks, None)).num_new
-
-
-async def lease_task(store: Store, run: str) -> TaskLease:
-    (lease,) = (await store.lease_tasks(run, worker="c", max_tasks=1, lease_s=60)).leases
+async def lease_task(store: QueueStore, run: str) -> pb.TaskLease:
+    (lease,) = (await lease_tasks(store, run)).leases
     return lease
 
 
 async def lease(
-    store: Store,
+    store: QueueStore,
     run: str,
     stage: Stage,
     *,
@@ -77,29 +77,38 @@ async def lease(
     max_staleness: int | None = None,
     prefix: str = "",
     worker: str = "w",
-) -> GroupLeases:
-    query = GroupQuery(
-        stage=stage,
+    lease_s: float = 60,
+) -> pb.LeaseGroupsResponse:
+    request = pb.LeaseGroupsRequest(
+        run=run,
+        stage=stage_name(stage),
         worker=worker,
         max_groups=num,
         min_groups=least,
-        lease_s=60,
+        lease_s=lease_s,
         max_staleness=max_staleness,
         task_id_prefix=prefix,
     )
-    return await store.lease_groups(run, query)
+    return await store.apply(request, pb.LeaseGroupsResponse)
 
 
-async def ack(
-    store: Store, run: str, lease_id: str, outcome: Outcome = Outcome.CONSUMED, reason: str = ""
-) -> str:
-    item = Acknowledgement(lease_id=lease_id, outcome=outcome, reason=reason)
-    (why_not,) = await store.acknowledge(run, [item])
-    return why_not
+def names_of(leases: Iterable[pb.GroupLease]) -> list[str]:
+    return [lease.group.group_id for lease in leases]
+
+
+async def ack(store: QueueStore, run: str, lease_id: str, drop_reason: str = "") -> str:
+    """Acknowledge a group as consumed, or as dropped for a reason; why it was not acknowledged."""
+    outcome = pb.OUTCOME_DROPPED if drop_reason else pb.OUTCOME_CONSUMED
+    item = pb.AcknowledgeItem(lease_id=lease_id, outcome=outcome, reason=drop_reason)
+    request = pb.AcknowledgeRequest(run=run, items=[item])
+    (answer,) = (await store.apply(request, pb.AcknowledgeResponse)).outcomes
+    assert answer.lease_id == lease_id
+    assert answer.acknowledged is not bool(answer.reason)
+    return answer.reason
 
 
 async def return_(
-    store: Store,
+    store: QueueStore,
     run: str,
     lease_id: str,
     *,
@@ -107,31 +116,61 @@ async def return_(
     played: int = 0,
     set_aside: bool = False,
 ) -> tuple[int, int]:
-    item = GivenBack(
+    item = pb.ReturnItem(
         lease_id=lease_id,
         reason="broken",
         num_trajectories=played,
         failed=failed,
         set_aside=set_aside,
     )
-    returned = await store.give_back(run, [item])
-    return returned.num_returned, returned.num_dropped
+    answer = await store.apply(pb.ReturnRequest(run=run, items=[item]), pb.ReturnResponse)
+    return answer.num_returned, answer.num_dropped
 
 
-async def score(store: Store, run: str, *, acknowledge: bool = True) -> str:
+async def extend(store: QueueStore, run: str, *lease_ids: str) -> list[str]:
+    """Extend leases by a minute; those that are lost."""
+    request = pb.ExtendRequest(run=run, lease_ids=lease_ids, lease_s=60)
+    return list((await store.apply(request, pb.ExtendResponse)).lost_lease_ids)
+
+
+async def list_leases(store: QueueStore, run: str, stage: Stage, worker: str = "w") -> list[str]:
+    request = pb.ListLeasesRequest(run=run, stage=stage_name(stage), worker=worker)
+    return list((await store.apply(request, pb.ListLeasesResponse)).lease_ids)
+
+
+async def reopen(store: QueueStore, run: str, *lease_ids: str) -> pb.ReopenLeasesResponse:
+    request = pb.ReopenLeasesRequest(run=run, lease_ids=lease_ids, lease_s=60)
+    return await store.apply(request, pb.ReopenLeasesResponse)
+
+
+async def peek(store: QueueStore, run: str, stage: Stage, num: int) -> list[str]:
+    request = pb.PeekRequest(run=run, stage=stage_name(stage), max_groups=num)
+    found = (await store.apply(request, pb.PeekResponse)).groups
+    return [group.group_id for group in found]
+
+
+async def dead_letters(store: QueueStore, run: str, num: int) -> list[pb.DeadLetter]:
+    request = pb.ListDeadLettersRequest(run=run, max_groups=num)
+    return list((await store.apply(request, pb.ListDeadLettersResponse)).dead_letters)
+
+
+async def requeue(store: QueueStore, run: str, *group_ids: str) -> int:
+    request = pb.RequeueRequest(run=run, group_ids=group_ids)
+    return (await store.apply(request, pb.RequeueResponse)).num_requeued
+
+
+async def score(store: QueueStore, run: str, *, acknowledge: bool = True) -> str:
     """Score the oldest unscored group; its unscored lease."""
     (held,) = (await lease(store, run, Stage.UNSCORED)).leases
-    task_id = held.lease_id.split("/", 2)[2]
-    attempt = int(held.payload[:-2].decode().rpartition("#")[2])
-    group = bare_group(task_id, held.lease_id, attempt=attempt)
-    (result,) = await store.append_groups(run, Stage.SCORED, [group])
-    assert result.status is AppendStatus.APPENDED, result
+    item = pb.AppendItem(group=held.group, lease_id=held.lease_id)
+    (outcome,) = await append(store, run, Stage.SCORED, item)
+    assert outcome.status == pb.APPEND_STATUS_APPENDED, outcome
     if acknowledge:
         assert await ack(store, run, held.lease_id) == ""
     return held.lease_id
 
 
-async def ready_to_train(store: Store, run: str, *task_ids: str) -> None:
+async def ready_to_train(store: QueueStore, run: str, *task_ids: str) -> None:
     await announce(store, run)
     await offer(store, run, *task_ids)
     for _ in task_ids:

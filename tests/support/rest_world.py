@@ -44,9 +44,8 @@ from dialoop_services.inference.servicer import InferenceServicer
 from dialoop_services.inference.template_servicer import TemplateServicer
 from dialoop_services.inference.weights.adapter_files import AdapterLimits, AdapterSpace
 from dialoop_services.replay.memory_store.store import MemoryStore
-from dialoop_services.replay.queue import ReplayQueue
 from dialoop_services.replay.servicer import ReplayServicer
-from dialoop_services.replay.store import Limits
+from dialoop_services.replay.store import QueueLimits
 from dialoop_services.rest.routes import Route, routes_of
 from dialoop_services.rest.schema import decode, models
 from dialoop_services.runtime import GrpcServer, Server, ServerSettings, load
@@ -205,11 +204,10 @@ async def hosted(name: str, server: Server, settings: ServerSettings) -> AsyncIt
 
 
 def _replay(server: Server, exits: AsyncExitStack) -> None:
-    queue = ReplayQueue(MemoryStore(Limits()), vocab_size=100)
-    servicer = ReplayServicer(queue, default_lease_s=60, max_message_bytes=64 << 20)
+    servicer = ReplayServicer(MemoryStore(QueueLimits(lease_s=60)), vocab_size=100)
     register = replay_service_pb2_grpc.add_ReplayServiceServicer_to_server
     server.add(register, servicer, "dialoop.v1.ReplayService")
-    exits.callback(queue.stop_waiting)
+    exits.callback(servicer.stop_waiting)
 
 
 def _inference(server: Server, exits: AsyncExitStack) -> None:

@@ -9,11 +9,10 @@ from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 
 from dialoop_services.replay.memory_store.store import MemoryStore
-from dialoop_services.replay.queue import ReplayQueue
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.servicer import ReplayServicer
 from dialoop_services.replay.settings import ReplaySettings
-from dialoop_services.replay.store import Store
+from dialoop_services.replay.store import QueueStore
 from dialoop_services.runtime.hosting import Host, OwnProcess
 from dialoop_services.runtime.process import run
 from dialoop_services.runtime.settings import load
@@ -33,22 +32,14 @@ async def serve_in(host: Host, settings: ReplaySettings) -> None:
     async with AsyncExitStack() as exits:
         store = await open_store(settings)
         exits.push_async_callback(store.close)
-        queue = ReplayQueue(store, vocab_size=settings.vocab_size, poll_s=settings.poll_s)
-        server.add(
-            add_ReplayServiceServicer_to_server,
-            ReplayServicer(
-                queue,
-                default_lease_s=settings.lease_s,
-                max_message_bytes=settings.max_message_bytes,
-            ),
-            "dialoop.v1.ReplayService",
-        )
+        servicer = ReplayServicer(store, vocab_size=settings.vocab_size, poll_s=settings.poll_s)
+        server.add(add_ReplayServiceServicer_to_server, servicer, "dialoop.v1.ReplayService")
         async with server:
             await server.wait_until_stopped()
-            queue.stop_waiting()
+            servicer.stop_waiting()
 
 
-async def open_store(settings: ReplaySettings) -> Store:
+async def open_store(settings: ReplaySettings) -> QueueStore:
     """The configured store, reached once; InvalidConfig (STORE_UNAVAILABLE) if it is not there."""
     if settings.store == "memory":
         log.warning("The queue is kept in memory: it is gone when this process ends.")

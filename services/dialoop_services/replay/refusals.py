@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from dialoop.errors import Busy, CapacityExhausted, NotFound, PreconditionFailed, Unavailable
-from dialoop.sequences import PolicyVersion
+from dialoop.errors import (
+    Busy,
+    CapacityExhausted,
+    DialoopError,
+    NotFound,
+    PreconditionFailed,
+    Unavailable,
+)
 
 APPEND_MESSAGES: Mapping[str, str] = MappingProxyType(
     {
@@ -18,56 +24,46 @@ APPEND_MESSAGES: Mapping[str, str] = MappingProxyType(
     }
 )
 
-
-def cursor_moved(cursor: str) -> Busy:
-    """The page was offered by somebody else."""
-    return Busy(
-        f"The cursor stands at '{cursor}'.",
-        reason="CURSOR_MOVED",
-        remedy="Another collector offered that page: go on from the present cursor.",
-    )
-
-
-def version_not_newer(version: PolicyVersion, current: PolicyVersion | None) -> PreconditionFailed:
-    """A version that goes back, or belongs to a lineage that was given up."""
-    return PreconditionFailed(
-        f"Policy {version} is not newer than {current}.",
-        reason="VERSION_NOT_NEWER",
-        remedy="Count on in the present lineage, or start a new one after a restore.",
-    )
-
-
-def group_not_found(group_id: str) -> NotFound:
-    """No dead letter of that id."""
-    return NotFound(
-        f"No dead letter '{group_id}'.",
-        reason="GROUP_NOT_FOUND",
-        remedy="ListDeadLetters names those there are.",
-    )
-
-
-def batch_too_large() -> CapacityExhausted:
-    """The wanted groups do not fit one message."""
-    return CapacityExhausted(
-        "min_groups groups do not fit one message.",
-        reason="TOO_LARGE",
-        remedy="Lower min_groups, or raise max_message_bytes here and at the caller.",
-    )
-
-
-def store_unavailable() -> Unavailable:
-    """Redis does not answer at the moment."""
-    return Unavailable(
-        "The queue's store does not answer.",
-        reason="STORE_UNAVAILABLE",
-        remedy="Try again: the service reconnects by itself.",
-    )
+_REFUSALS: Mapping[str, tuple[type[DialoopError], str, str]] = MappingProxyType(
+    {
+        "CURSOR_MOVED": (
+            Busy,
+            "The cursor stands at '{}'.",
+            "Another collector offered that page: go on from the present cursor.",
+        ),
+        "VERSION_NOT_NEWER": (
+            PreconditionFailed,
+            "The announced policy is not newer than {}.",
+            "Count on in the present lineage, or start a new one after a restore.",
+        ),
+        "GROUP_NOT_FOUND": (
+            NotFound,
+            "No dead letter '{}'.",
+            "ListDeadLetters names those there are.",
+        ),
+        "TOO_LARGE": (
+            CapacityExhausted,
+            "min_groups groups do not fit one message.",
+            "Lower min_groups, or raise max_message_bytes here and at the caller.",
+        ),
+        "STORE_UNAVAILABLE": (
+            Unavailable,
+            "The queue's store does not answer.",
+            "Try again: the service reconnects by itself.",
+        ),
+        "STORE_FULL": (
+            CapacityExhausted,
+            "The queue's store is out of memory.",
+            "Raise Redis' maxmemory or lower max_outstanding_groups.",
+        ),
+    }
+)
 
 
-def store_full() -> CapacityExhausted:
-    """Redis has reached its memory limit."""
-    return CapacityExhausted(
-        "The queue's store is out of memory.",
-        reason="STORE_FULL",
-        remedy="Raise Redis' maxmemory or lower max_outstanding_groups.",
-    )
+def refusal(reason: str, detail: str = "") -> DialoopError:
+    """The error of a reason; `detail` is what its message names.
+
+    refusal("GROUP_NOT_FOUND", "a#1")  # NotFound("No dead letter 'a#1'.")
+    """
+    kind, message, remedy = _REFUSALS[reason]
+    return kind(message.format(detail), reason=reason, remedy=remedy)

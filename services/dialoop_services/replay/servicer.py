@@ -1,181 +1,365 @@
-"""ReplayService: decode, call, encode."""
+"""ReplayService: check a request, let the store apply it, and wake those who wait for its effect.
+
+A waiting call looks again after each local change (`_Changes`) and, for changes by other processes
+and for leases that run out, every `poll_s`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Any
+import asyncio
+import re
+from collections.abc import AsyncIterator, MutableSequence
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import grpc
+from dialoop.errors import InvalidInput, PreconditionFailed
+from dialoop.trajectory import Purpose, Stage
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import replay_service_pb2_grpc as rpc
 from dialoop.v1 import trajectory_pb2
 
-from dialoop_services.replay import requests, responses
-from dialoop_services.replay.queue import ReplayQueue
+from dialoop_services.replay.leases import Kind, parse_lease
+from dialoop_services.replay.refusals import APPEND_MESSAGES
+from dialoop_services.replay.store import Answer, QueueStore
+from dialoop_services.replay.validation import check_group
+
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_MAX_TASK_ID = 512
+_MAX_SECONDS = 30 * 24 * 3600.0
+# Above, Lua's JSON would round.
+_MAX_VERSION = 10**12
+_DEFAULT_PAGE = 20
 
 _Context = grpc.aio.ServicerContext[Any, Any]
+_Leases = TypeVar("_Leases", pb.LeaseTasksResponse, pb.LeaseGroupsResponse)
 
 
 class ReplayServicer(rpc.ReplayServiceServicer):
-    """The queue over the wire."""
+    """The queue over the wire; `vocab_size` 0 means unknown."""
 
-    def __init__(
-        self, queue: ReplayQueue, *, default_lease_s: float, max_message_bytes: int
-    ) -> None:
-        self._queue = queue
-        # Room for what stands around the groups; above the limit a lease could not be answered.
-        self._max_lease_bytes = max_message_bytes * 9 // 10
-        self._default_lease_s = default_lease_s
+    def __init__(self, store: QueueStore, *, vocab_size: int = 0, poll_s: float = 0.25) -> None:
+        self.store = store
+        self._vocab_size = vocab_size
+        self._poll_s = poll_s
+        self._changes = _Changes()
+        self._stop = asyncio.Event()
 
-    def _lease_s(self, lease_s: float) -> float:
-        return requests.seconds_of("lease_s", lease_s) or self._default_lease_s
+    def stop_waiting(self) -> None:
+        """Answer all who wait, so that the service can end without cutting anybody off."""
+        self._stop.set()
+        self._changes.signal_all()
 
     async def OfferTasks(
         self, request: pb.OfferTasksRequest, context: _Context
     ) -> pb.OfferTasksResponse:
-        offered = await self._queue.offer_tasks(
-            requests.run_of(request.run), requests.tasks_of(request), requests.cursor_of(request)
-        )
-        return pb.OfferTasksResponse(
-            num_new=offered.num_new, num_known=offered.num_known, cursor=offered.cursor
-        )
+        for task in request.tasks:
+            _check_task(task)
+        return await self._change(request, pb.OfferTasksResponse)
 
     async def LeaseTasks(
         self, request: pb.LeaseTasksRequest, context: _Context
     ) -> pb.LeaseTasksResponse:
-        lease_s = self._lease_s(request.lease_s)
-        found = await self._queue.lease_tasks(
-            requests.run_of(request.run),
-            worker=requests.worker_of(request.worker),
-            max_tasks=requests.count_of("max_tasks", request.max_tasks),
-            lease_s=lease_s,
-            wait_s=requests.seconds_of("wait_s", request.wait_s),
-        )
-        return responses.task_leases(found, lease_s)
+        self._check_lease_s(request)
+        _check_worker(request.worker)
+        _check_count("max_tasks", request.max_tasks)
+        return await self._lease(request, pb.LeaseTasksResponse)
 
     async def AppendGroups(
         self, request: pb.AppendGroupsRequest, context: _Context
     ) -> pb.AppendGroupsResponse:
-        stage = requests.stage_of(request.stage)
-        verdicts = await self._queue.append_groups(
-            requests.run_of(request.run),
-            stage,
-            [requests.submission_of(item, stage) for item in request.items],
-        )
-        return pb.AppendGroupsResponse(outcomes=map(responses.append_outcome, verdicts))
+        _check_run(request.run)
+        stage = _stage_of(request.stage)
+        for item in request.items:
+            _check_num_discarded(item, stage)
+        rejections = [
+            check_group(item.group, stage=stage, vocab_size=self._vocab_size)
+            for item in request.items
+        ]
+        pairs = zip(request.items, rejections, strict=True)
+        sound = [item for item, rejection in pairs if rejection is None]
+        if num_rejected := len(request.items) - len(sound):
+            await self.store.count_rejected(request.run, num_rejected)
+        passed = pb.AppendGroupsRequest(run=request.run, stage=request.stage, items=sound)
+        appended = iter((await self._change(passed, pb.AppendGroupsResponse)).outcomes)
+        outcomes = [next(appended) if one is None else one for one in rejections]
+        for outcome in outcomes:
+            outcome.message = outcome.message or APPEND_MESSAGES.get(outcome.reason, "")
+        return pb.AppendGroupsResponse(outcomes=outcomes)
 
     async def LeaseGroups(
         self, request: pb.LeaseGroupsRequest, context: _Context
     ) -> pb.LeaseGroupsResponse:
-        query = requests.query_of(
-            request, default_lease_s=self._default_lease_s, max_bytes=self._max_lease_bytes
-        )
-        found = await self._queue.lease_groups(
-            requests.run_of(request.run),
-            query,
-            wait_s=requests.seconds_of("wait_s", request.wait_s),
-        )
-        return responses.group_leases(found, query.lease_s)
+        self._check_lease_s(request)
+        _check_query(request)
+        return await self._lease(request, pb.LeaseGroupsResponse)
 
     async def Acknowledge(
         self, request: pb.AcknowledgeRequest, context: _Context
     ) -> pb.AcknowledgeResponse:
-        reasons = await self._queue.acknowledge(
-            requests.run_of(request.run), list(map(requests.acknowledgement_of, request.items))
-        )
-        return pb.AcknowledgeResponse(
-            outcomes=[
-                pb.AcknowledgeOutcome(
-                    lease_id=item.lease_id, acknowledged=not reason, reason=reason
-                )
-                for item, reason in zip(request.items, reasons, strict=True)
-            ]
-        )
+        for item in request.items:
+            if item.outcome not in (pb.OUTCOME_CONSUMED, pb.OUTCOME_DROPPED):
+                raise InvalidInput("outcome is unspecified or unknown.", remedy="Set outcome.")
+            if item.outcome == pb.OUTCOME_DROPPED:
+                _check_reason(item.reason)
+        return await self._change(request, pb.AcknowledgeResponse)
 
     async def Return(self, request: pb.ReturnRequest, context: _Context) -> pb.ReturnResponse:
-        returned = await self._queue.give_back(
-            requests.run_of(request.run), list(map(requests.given_back_of, request.items))
-        )
-        return pb.ReturnResponse(
-            num_returned=returned.num_returned, num_dropped=returned.num_dropped
-        )
+        for item in request.items:
+            _check_return(item)
+        return await self._change(request, pb.ReturnResponse)
 
     async def Extend(self, request: pb.ExtendRequest, context: _Context) -> pb.ExtendResponse:
-        lost = await self._queue.store.extend(
-            requests.run_of(request.run),
-            requests.unique(request.lease_ids),
-            self._lease_s(request.lease_s),
-        )
-        return pb.ExtendResponse(lost_lease_ids=lost)
+        self._check_lease_s(request)
+        _drop_repeats(request.lease_ids)
+        return await self._apply(request, pb.ExtendResponse)
 
     async def ListLeases(
         self, request: pb.ListLeasesRequest, context: _Context
     ) -> pb.ListLeasesResponse:
-        lease_ids = await self._queue.store.leases_of(
-            requests.run_of(request.run),
-            requests.stage_of(request.stage),
-            requests.worker_of(request.worker),
-        )
-        return pb.ListLeasesResponse(lease_ids=lease_ids)
+        _stage_of(request.stage)
+        _check_worker(request.worker)
+        return await self._apply(request, pb.ListLeasesResponse)
 
     async def ReopenLeases(
         self, request: pb.ReopenLeasesRequest, context: _Context
     ) -> pb.ReopenLeasesResponse:
-        lease_s = self._lease_s(request.lease_s)
-        found = await self._queue.store.reopen(
-            requests.run_of(request.run),
-            requests.unique(request.lease_ids),
-            lease_s=lease_s,
-            max_bytes=self._max_lease_bytes,
-        )
-        return responses.reopened(found, lease_s)
+        self._check_lease_s(request)
+        _drop_repeats(request.lease_ids)
+        return await self._apply(request, pb.ReopenLeasesResponse)
 
     async def AdvancePolicy(
         self, request: pb.AdvancePolicyRequest, context: _Context
     ) -> pb.AdvancePolicyResponse:
-        credits = await self._queue.advance_policy(
-            requests.run_of(request.run),
-            requests.version_of(request.policy_version),
-            trained_lease_ids=requests.unique(request.trained_lease_ids),
-            max_outstanding_groups=requests.count_of(
-                "max_outstanding_groups", request.max_outstanding_groups, least=0
-            ),
-        )
-        return pb.AdvancePolicyResponse(credits=credits)
+        version = request.policy_version
+        if not version.lineage or not 0 <= version.number <= _MAX_VERSION:
+            raise InvalidInput(
+                f"Policy version '{version.lineage}-{version.number}' is incomplete or out of "
+                "range.",
+                remedy="Give a lineage and a number from 0 on.",
+            )
+        _check_count("max_outstanding_groups", request.max_outstanding_groups, least=0)
+        _drop_repeats(request.trained_lease_ids)
+        return await self._change(request, pb.AdvancePolicyResponse)
 
     async def Watch(
         self, request: pb.WatchRequest, context: _Context
     ) -> AsyncIterator[pb.WatchResponse]:
-        interval_s = requests.seconds_of("interval_s", request.interval_s)
-        async for stats in self._queue.watch(requests.run_of(request.run), interval_s):
-            yield pb.WatchResponse(stats=responses.replay_stats(stats))
+        _check_run(request.run)
+        _check_seconds("interval_s", request.interval_s)
+        if not request.interval_s:
+            raise InvalidInput("interval_s is not positive.", remedy="Give seconds above 0.")
+        last: pb.ReplayStats | None = None
+        while not self._stop.is_set():
+            change = self._changes.next_of(request.run)
+            answer = await self._apply(pb.GetStatsRequest(run=request.run), pb.GetStatsResponse)
+            if answer.stats != last:
+                last = answer.stats
+                yield pb.WatchResponse(stats=last)
+                await _wait(self._stop, request.interval_s)
+            else:
+                await _wait(change, max(request.interval_s, self._poll_s))
 
     async def GetStats(self, request: pb.GetStatsRequest, context: _Context) -> pb.GetStatsResponse:
-        stats = await self._queue.store.stats(requests.run_of(request.run))
-        return pb.GetStatsResponse(stats=responses.replay_stats(stats))
+        return await self._apply(request, pb.GetStatsResponse)
 
     async def Peek(self, request: pb.PeekRequest, context: _Context) -> pb.PeekResponse:
-        payloads = await self._queue.store.peek(
-            requests.run_of(request.run),
-            requests.stage_of(request.stage),
-            requests.page_of(request.max_groups),
-        )
-        return pb.PeekResponse(groups=map(trajectory_pb2.Group.FromString, payloads))
+        _stage_of(request.stage)
+        _check_page(request)
+        return await self._apply(request, pb.PeekResponse)
 
     async def ListDeadLetters(
         self, request: pb.ListDeadLettersRequest, context: _Context
     ) -> pb.ListDeadLettersResponse:
-        letters = await self._queue.store.dead_letters(
-            requests.run_of(request.run), requests.page_of(request.max_groups)
-        )
-        return pb.ListDeadLettersResponse(dead_letters=map(responses.dead_letter, letters))
+        _check_page(request)
+        return await self._apply(request, pb.ListDeadLettersResponse)
 
     async def Requeue(self, request: pb.RequeueRequest, context: _Context) -> pb.RequeueResponse:
-        num_requeued = await self._queue.requeue(
-            requests.run_of(request.run), requests.unique(request.group_ids)
-        )
-        return pb.RequeueResponse(num_requeued=num_requeued)
+        _drop_repeats(request.group_ids)
+        return await self._change(request, pb.RequeueResponse)
 
     async def Purge(self, request: pb.PurgeRequest, context: _Context) -> pb.PurgeResponse:
-        await self._queue.purge(requests.run_of(request.run), request.confirm)
-        return pb.PurgeResponse()
+        _check_run(request.run)
+        if request.confirm != request.run:
+            raise PreconditionFailed(
+                f"Run '{request.run}' is not deleted without confirmation.",
+                reason="CONFIRM_RUN",
+                remedy="Repeat the run's name in `confirm`.",
+            )
+        return await self._change(request, pb.PurgeResponse)
+
+    async def _apply(self, request: Any, answer: type[Answer]) -> Answer:
+        _check_run(request.run)
+        return await self.store.apply(request, answer)
+
+    async def _change(self, request: Any, answer: type[Answer]) -> Answer:
+        """Apply what may give those who wait for the run what they wait for."""
+        found = await self._apply(request, answer)
+        self._changes.signal(request.run)
+        return found
+
+    async def _lease(self, request: Any, answer: type[_Leases]) -> _Leases:
+        """Lease as soon as there is enough; else say why not, after `wait_s`."""
+        _check_seconds("wait_s", request.wait_s)
+        clock = asyncio.get_running_loop().time
+        end = clock() + request.wait_s
+        while True:
+            change = self._changes.next_of(request.run)
+            found = await self._apply(request, answer)
+            remaining = end - clock()
+            if found.empty_reason == pb.EMPTY_REASON_NOT_EMPTY:
+                # What was leased changes the stats that others watch.
+                self._changes.signal(request.run)
+                return found
+            if remaining <= 0 or self._stop.is_set():
+                return found
+            await _wait(change, min(remaining, self._poll_s))
+
+    def _check_lease_s(self, request: Any) -> None:
+        """Refuse an impossible lease; 0 becomes the default."""
+        _check_seconds("lease_s", request.lease_s)
+        request.lease_s = request.lease_s or self.store.limits.lease_s
+
+
+class _Changes:
+    """Wakes those who wait for a run to change in this process.
+
+    change = changes.next_of("my-run")  # before looking, so that no change is missed
+    ...look...
+    await change.wait()
+    """
+
+    def __init__(self) -> None:
+        self._events: dict[str, asyncio.Event] = {}
+
+    def next_of(self, run: str) -> asyncio.Event:
+        """The run's next change."""
+        return self._events.setdefault(run, asyncio.Event())
+
+    def signal(self, run: str) -> None:
+        """The run changed: wake everybody who waits for it."""
+        event = self._events.pop(run, None)
+        if event is not None:
+            event.set()
+
+    def signal_all(self) -> None:
+        """Wake everybody, whatever they wait for."""
+        for run in tuple(self._events):
+            self.signal(run)
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+
+
+def _check_run(run: str) -> None:
+    """A run's name becomes part of keys."""
+    if not _RUN.fullmatch(run):
+        raise InvalidInput(
+            f"'{run[:128]}' is no run name.",
+            reason="BAD_RUN",
+            remedy="Use 1 to 128 letters, digits, '.', '_' and '-', beginning with one of the "
+            "former two.",
+        )
+
+
+def _check_task(task: trajectory_pb2.Task) -> None:
+    if not 0 < len(task.task_id) <= _MAX_TASK_ID:
+        raise InvalidInput(
+            f"A task_id has {len(task.task_id)} characters.",
+            remedy=f"Give each task an id of 1 to {_MAX_TASK_ID} characters.",
+        )
+    if int(task.purpose) not in set(Purpose):
+        raise InvalidInput(f"Task {task.task_id} has no purpose.", remedy="Set purpose.")
+    _check_count("num_trajectories", task.num_trajectories)
+
+
+def _stage_of(stage: int) -> Stage:
+    """The stage, which must be given."""
+    if stage not in set(Stage):
+        raise InvalidInput("stage is unspecified or unknown.", remedy="Set stage.")
+    return Stage(stage)
+
+
+def _check_worker(worker: str) -> None:
+    """Who leases is named, for those who look at what is pending."""
+    if not worker:
+        raise InvalidInput("worker is empty.", remedy="Name the worker that leases.")
+
+
+def _check_count(name: str, value: int, *, least: int = 1) -> None:
+    if value < least:
+        raise InvalidInput(f"{name} is {value}.", remedy=f"Give {name} of at least {least}.")
+
+
+def _check_page(request: pb.PeekRequest | pb.ListDeadLettersRequest) -> None:
+    """How many to list; 0 becomes 20."""
+    _check_count("max_groups", request.max_groups, least=0)
+    request.max_groups = request.max_groups or _DEFAULT_PAGE
+
+
+def _check_seconds(name: str, value: float) -> None:
+    if not 0 <= value <= _MAX_SECONDS:
+        raise InvalidInput(f"{name} is {value}.", remedy=f"Give {name} of 0 to 30 days.")
+
+
+def _check_query(request: pb.LeaseGroupsRequest) -> None:
+    stage = _stage_of(request.stage)
+    _check_worker(request.worker)
+    _check_count("max_groups", request.max_groups)
+    _check_count("min_groups", request.min_groups, least=0)
+    if request.min_groups > request.max_groups:
+        raise InvalidInput(
+            f"min_groups {request.min_groups} is above max_groups {request.max_groups}.",
+            remedy="Ask for at most max_groups.",
+        )
+    if request.HasField("max_staleness") and stage is not Stage.SCORED:
+        raise InvalidInput(
+            "max_staleness bounds only STAGE_SCORED.", remedy="Leave max_staleness out."
+        )
+    if request.task_id_prefix and stage is not Stage.EVALUATION:
+        raise InvalidInput(
+            "task_id_prefix selects only in STAGE_EVALUATION.", remedy="Leave it out."
+        )
+
+
+def _check_num_discarded(item: pb.AppendItem, stage: Stage) -> None:
+    _check_count("num_discarded", item.num_discarded, least=0)
+    if item.num_discarded and stage is Stage.SCORED:
+        raise InvalidInput(
+            "num_discarded counts what was played, and nothing is played for STAGE_SCORED.",
+            remedy="Leave num_discarded out.",
+        )
+
+
+def _check_return(item: pb.ReturnItem) -> None:
+    _check_count("num_trajectories", item.num_trajectories, least=0)
+    _check_reason(item.reason)
+    lease = parse_lease(item.lease_id)
+    if lease is None:
+        return
+    if item.num_trajectories and lease.kind is not Kind.TASK:
+        raise InvalidInput(
+            "num_trajectories counts what was played, and a group lease plays nothing.",
+            remedy="Leave num_trajectories out.",
+        )
+    if item.set_aside and lease.kind is Kind.TASK:
+        raise InvalidInput(
+            "set_aside is for groups, and this is a task's lease.", remedy="Leave set_aside out."
+        )
+
+
+def _check_reason(reason: str) -> None:
+    if not _REASON.fullmatch(reason):
+        raise InvalidInput(
+            f"'{reason[:64]}' is no reason.",
+            remedy="Name the reason in snake_case, up to 64 characters.",
+        )
+
+
+def _drop_repeats(values: MutableSequence[str]) -> None:
+    """Keep the first of each, in order."""
+    values[:] = list(dict.fromkeys(values))

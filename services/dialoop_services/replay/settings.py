@@ -8,7 +8,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from dialoop_services.config.settings import JobSettings, job_key
-from dialoop_services.replay.store import Limits
+from dialoop_services.replay.store import QueueLimits
 
 
 class ReplaySettings(JobSettings):
@@ -42,11 +42,13 @@ class ReplaySettings(JobSettings):
     """How often a waiting call looks for what other processes did, and for leases that ran out."""
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> QueueLimits:
         """When the store gives up."""
-        return Limits(
+        return QueueLimits(
             max_attempts=self.max_attempts,
             max_deliveries=self.max_deliveries,
             max_dead_letters=self.max_dead_letters,
             lease_s=self.lease_s,
+            # Room for what stands around the groups; above the limit a lease cannot be answered.
+            max_lease_bytes=self.max_message_bytes * 9 // 10,
         )

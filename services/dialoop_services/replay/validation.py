@@ -1,30 +1,19 @@
 """What a group must be before the queue takes it in: looked at on its own, without the ledger.
 
-check_group(group, stage=Stage.UNSCORED, vocab_size=32000)  # None, or Rejection("RAGGED", "...")
+check_group(group, stage=Stage.UNSCORED, vocab_size=32000)  # None, or why it is rejected
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import numpy as np
 from dialoop.trajectory import Stage
+from dialoop.v1 import replay_service_pb2
 from dialoop.v1 import trajectory_pb2 as pb
 
-from dialoop_services.replay.store import VersionSpan
+_Rejection = replay_service_pb2.AppendOutcome
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rejection:
-    """Why a group is not taken in."""
-
-    reason: str
-    message: str
-
-
-def check_group(group: pb.Group, *, stage: Stage, vocab_size: int) -> Rejection | None:
+def check_group(group: pb.Group, *, stage: Stage, vocab_size: int) -> _Rejection | None:
     """The first thing wrong with the group; vocab_size 0 means unknown."""
     num_model_tokens = 0
     for trajectory in group.trajectories:
@@ -32,54 +21,19 @@ def check_group(group: pb.Group, *, stage: Stage, vocab_size: int) -> Rejection 
             rejection = _check_sequence(sequence, stage, vocab_size)
             if rejection is not None:
                 where = f"Trajectory {trajectory.trajectory_id}, sequence {index}: "
-                return Rejection(reason=rejection.reason, message=where + rejection.message)
+                return _rejected(rejection.reason, where + rejection.message)
             num_model_tokens += _num_model_tokens(sequence)
     # An evaluation is not trained on: a policy that sampled nothing is a result like any other.
     if num_model_tokens == 0 and stage is not Stage.EVALUATION:
-        return Rejection(
-            reason="NO_TRAINABLE_TOKEN", message=f"Group {group.group_id}: no token was sampled."
-        )
+        return _rejected("NO_TRAINABLE_TOKEN", f"Group {group.group_id}: no token was sampled.")
     return None
-
-
-def group_digest(group: pb.Group) -> str:
-    """Digest of all that scoring does not change."""
-    bare = pb.Group()
-    bare.CopyFrom(group)
-    for trajectory in bare.trajectories:
-        for turn in trajectory.turns:
-            turn.ClearField("rewards")
-        for sequence in trajectory.sequences:
-            sequence.ClearField("ref_logprobs")
-            sequence.ClearField("advantage")
-            sequence.ClearField("token_advantages")
-    return hashlib.blake2b(bare.SerializeToString(deterministic=True), digest_size=16).hexdigest()
-
-
-def version_spans(group: pb.Group) -> tuple[VersionSpan, ...]:
-    """Per lineage, the oldest and newest version any token was sampled under."""
-    numbers: dict[str, list[int]] = {}
-    for sequence in _sequences(group):
-        for segment in sequence.segments:
-            if segment.HasField("policy_version"):
-                version = segment.policy_version
-                numbers.setdefault(version.lineage, []).append(version.number)
-    return tuple(
-        VersionSpan(lineage=lineage, oldest=min(found), newest=max(found))
-        for lineage, found in sorted(numbers.items())
-    )
-
-
-def _sequences(group: pb.Group) -> Iterator[pb.Sequence]:
-    for trajectory in group.trajectories:
-        yield from trajectory.sequences
 
 
 def _num_model_tokens(sequence: pb.Sequence) -> int:
     return sum(s.length for s in sequence.segments if s.source == pb.SOURCE_MODEL)
 
 
-def _check_sequence(sequence: pb.Sequence, stage: Stage, vocab_size: int) -> Rejection | None:
+def _check_sequence(sequence: pb.Sequence, stage: Stage, vocab_size: int) -> _Rejection | None:
     return (
         _check_segments(sequence)
         or _check_lengths(sequence)
@@ -89,7 +43,7 @@ def _check_sequence(sequence: pb.Sequence, stage: Stage, vocab_size: int) -> Rej
     )
 
 
-def _check_segments(sequence: pb.Sequence) -> Rejection | None:
+def _check_segments(sequence: pb.Sequence) -> _Rejection | None:
     position = 0
     for segment in sequence.segments:
         if segment.start != position or segment.length <= 0:
@@ -104,7 +58,7 @@ def _check_segments(sequence: pb.Sequence) -> Rejection | None:
     return None
 
 
-def _check_lengths(sequence: pb.Sequence) -> Rejection | None:
+def _check_lengths(sequence: pb.Sequence) -> _Rejection | None:
     expected = _num_model_tokens(sequence)
     if len(sequence.inference_logprobs) != expected:
         return _ragged(
@@ -116,36 +70,41 @@ def _check_lengths(sequence: pb.Sequence) -> Rejection | None:
     return None
 
 
-def _check_ids(sequence: pb.Sequence, vocab_size: int) -> Rejection | None:
+def _check_ids(sequence: pb.Sequence, vocab_size: int) -> _Rejection | None:
     if not sequence.token_ids:
         return None
     ids = np.array(sequence.token_ids)
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or (vocab_size and highest >= vocab_size):
         wrong = lowest if lowest < 0 else highest
-        return Rejection(
-            reason="TOKEN_OUT_OF_RANGE",
-            message=f"token id {wrong} is outside a vocabulary of {vocab_size or 'unknown size'}.",
+        return _rejected(
+            "TOKEN_OUT_OF_RANGE",
+            f"token id {wrong} is outside a vocabulary of {vocab_size or 'unknown size'}.",
         )
     return None
 
 
-def _check_finite(sequence: pb.Sequence) -> Rejection | None:
+def _check_finite(sequence: pb.Sequence) -> _Rejection | None:
     for name in ("inference_logprobs", "ref_logprobs", "token_advantages"):
         if not np.isfinite(np.array(getattr(sequence, name))).all():
-            return Rejection(reason="NON_FINITE", message=f"{name} has a value that is not finite.")
+            return _rejected("NON_FINITE", f"{name} has a value that is not finite.")
     if not np.isfinite(sequence.advantage):
-        return Rejection(reason="NON_FINITE", message="the advantage is not finite.")
+        return _rejected("NON_FINITE", "the advantage is not finite.")
     return None
 
 
-def _check_advantage(sequence: pb.Sequence) -> Rejection | None:
+def _check_advantage(sequence: pb.Sequence) -> _Rejection | None:
     if not _num_model_tokens(sequence):
         return None
     if sequence.HasField("advantage") or sequence.token_advantages:
         return None
-    return Rejection(reason="NO_ADVANTAGE", message="sampled tokens without an advantage.")
+    return _rejected("NO_ADVANTAGE", "sampled tokens without an advantage.")
 
 
-def _ragged(message: str) -> Rejection:
-    return Rejection(reason="RAGGED", message=message)
+def _ragged(message: str) -> _Rejection:
+    return _rejected("RAGGED", message)
+
+
+def _rejected(reason: str, message: str) -> _Rejection:
+    status = replay_service_pb2.APPEND_STATUS_REJECTED
+    return _Rejection(status=status, reason=reason, message=message)

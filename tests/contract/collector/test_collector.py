@@ -5,7 +5,7 @@ import asyncio
 from dialoop.errors import InternalError
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Purpose, SamplingParams, Stage, Task
-from dialoop_services.replay.store import Limits
+from dialoop_services.replay.store import QueueLimits
 
 from tests.support.collector_world import RUN, ScriptedPolicy, adds_up, make_tasks, world
 from tests.support.patience import PATIENCE_S
@@ -105,7 +105,7 @@ async def test_a_member_that_failed_is_played_again_and_its_first_play_is_counte
 
 async def test_a_task_whose_member_always_fails_is_given_back_and_dropped_at_last():
     always = ScriptedPolicy(answer=failing(*range(1, 1000)))
-    async with world(Limits(max_attempts=2)) as w:
+    async with world(QueueLimits(max_attempts=2)) as w:
         tasks = await make_tasks(w, 1, purpose=Purpose.TRAINING, num_trajectories=2)
         await w.replay.offer_tasks(RUN, tasks)
         await w.allow(1)
@@ -119,7 +119,7 @@ async def test_a_task_whose_member_always_fails_is_given_back_and_dropped_at_las
 
 
 async def test_an_unknown_environment_drops_its_task_and_nothing_else():
-    async with world(Limits(max_attempts=1)) as w:
+    async with world(QueueLimits(max_attempts=1)) as w:
         lost = Task(task_id="x", environment="nowhere", split="train", key="1", num_trajectories=2)
         await w.replay.offer_tasks(RUN, [lost])
         await w.allow(2)
@@ -130,7 +130,7 @@ async def test_an_unknown_environment_drops_its_task_and_nothing_else():
 
 async def test_a_rejected_group_is_given_back_under_the_ledgers_reason():
     ahead = ScriptedPolicy(version=PolicyVersion(lineage="main", number=7))
-    async with world(Limits(max_attempts=1)) as w:
+    async with world(QueueLimits(max_attempts=1)) as w:
         await w.allow(1)
         async with w.collecting(ahead) as counters:
             await w.until(lambda c: c.num_groups_dropped.get("future_version", 0) >= 1)

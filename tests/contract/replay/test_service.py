@@ -20,10 +20,9 @@ from dialoop.v1.replay_service_pb2_grpc import (
     add_ReplayServiceServicer_to_server,
 )
 from dialoop_services.replay.memory_store.store import MemoryStore
-from dialoop_services.replay.queue import ReplayQueue
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.servicer import ReplayServicer
-from dialoop_services.replay.store import Limits
+from dialoop_services.replay.store import QueueLimits
 from dialoop_services.runtime import GrpcServer, ServerSettings
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
@@ -35,22 +34,22 @@ from tests.support.samples.replay_samples import make_group, make_task, scored
 
 @pytest_asyncio.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
 async def replay(request: pytest.FixtureRequest) -> AsyncIterator[ReplayServiceStub]:
-    limits = Limits()
+    limits = QueueLimits(lease_s=60)
     store = (
         MemoryStore(limits)
         if request.param == "memory"
         else RedisStore(request.getfixturevalue("redis_url"), limits)
     )
-    queue = ReplayQueue(store, vocab_size=100)
+    servicer = ReplayServicer(store, vocab_size=100)
     server = GrpcServer(ServerSettings(drain_s=1))
     server.add(
         add_ReplayServiceServicer_to_server,
-        ReplayServicer(queue, default_lease_s=60, max_message_bytes=64 << 20),
+        servicer,
         "dialoop.v1.ReplayService",
     )
     async with server, grpc.aio.insecure_channel(server.address) as channel:
         yield ReplayServiceStub(channel)
-        queue.stop_waiting()
+        servicer.stop_waiting()
     await store.close()
 
 

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import pytest
 from dialoop.errors import NotFound
-from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Stage
-from dialoop_services.replay.store import Store
+from dialoop_services.replay.store import QueueStore
 
 from tests.support.redis_server import redis_url  # noqa: F401
 from tests.support.replay_store_world import (  # noqa: F401
-    LIMITS,
+    MAX_DEAD_LETTERS,
     ack,
     clock,
+    dead_letters,
+    extend,
     lease,
-    offer,
     ready_to_train,
+    reopen,
+    requeue,
     return_,
     run,
     score,
     store,
 )
-from tests.support.samples.replay_samples import Clock, announce, play
+from tests.support.samples.replay_samples import Clock, announce, offer, play, stats_of
 
 
 async def test_a_group_delivered_too_often_is_a_dead_letter_that_can_come_back(
-    store: Store, run: str, clock: Clock
+    store: QueueStore, run: str, clock: Clock
 ) -> None:
     await announce(store, run, credits=1)
     await offer(store, run, "a")
@@ -35,92 +37,89 @@ async def test_a_group_delivered_too_often_is_a_dead_letter_that_can_come_back(
         (held,) = (await lease(store, run, Stage.SCORED)).leases
         assert held.num_deliveries == delivery
         clock.pass_s(61)
-    stats = await store.stats(run)
+    stats = await stats_of(store, run)
     assert (stats.num_dead_letters, stats.num_redelivered, stats.credits) == (1, 2, 1)
-    assert stats.training.groups_dropped == {"dead_letter": 1}
-    assert stats.training.trajectories_dropped == {"dead_letter": 2}
+    assert stats.training.num_groups_dropped == {"dead_letter": 1}
+    assert stats.training.num_trajectories_dropped == {"dead_letter": 2}
     assert await ack(store, run, held.lease_id) == "LEASE_LOST"
-    (letter,) = await store.dead_letters(run, 5)
-    assert (letter.group_id, letter.stage) == ("a#1", Stage.SCORED)
+    (letter,) = await dead_letters(store, run, 5)
+    assert (letter.group_id, int(letter.stage)) == ("a#1", Stage.SCORED)
     assert (letter.reason, letter.num_deliveries) == ("lease_expired", 3)
     with pytest.raises(NotFound) as caught:
-        await store.requeue(run, ["a#1", "b#1"])
+        await requeue(store, run, "a#1", "b#1")
     assert caught.value.reason == "GROUP_NOT_FOUND"
-    assert await store.requeue(run, ["a#1"]) == 1
+    assert await requeue(store, run, "a#1") == 1
     (held,) = (await lease(store, run, Stage.SCORED)).leases
-    assert (held.num_deliveries, held.payload) == (1, letter.payload)
+    assert (held.num_deliveries, held.group) == (1, letter.group)
     assert await ack(store, run, held.lease_id) == ""
-    stats = await store.stats(run)
-    assert (stats.num_dead_letters, stats.training.groups_dropped) == (0, {})
+    stats = await stats_of(store, run)
+    assert (stats.num_dead_letters, stats.training.num_groups_dropped) == (0, {})
     assert stats.training.num_trajectories_consumed == 2
 
 
 async def test_a_lease_that_ran_out_is_no_failure_once_its_holder_is_back(
-    store: Store, run: str, clock: Clock
+    store: QueueStore, run: str, clock: Clock
 ) -> None:
     await ready_to_train(store, run, "a")
     (held,) = (await lease(store, run, Stage.SCORED)).leases
     for _ in range(5):
         clock.pass_s(61)
-        assert await store.extend(run, [held.lease_id], 60) == ()
+        assert await extend(store, run, held.lease_id) == []
     # Those who never came back count, each of them.
     for _ in range(3):
-        assert (await store.stats(run)).num_dead_letters == 0
+        assert (await stats_of(store, run)).num_dead_letters == 0
         clock.pass_s(61)
         await lease(store, run, Stage.SCORED)
-    assert (await store.stats(run)).num_dead_letters == 1
+    assert (await stats_of(store, run)).num_dead_letters == 1
 
 
 @pytest.mark.parametrize("how", ["reopened", "trained"])
 async def test_a_lease_whose_work_was_done_may_run_out_whatever_its_group_was_blamed_for(
-    store: Store, run: str, clock: Clock, how: str
+    store: QueueStore, run: str, clock: Clock, how: str
 ) -> None:
     await ready_to_train(store, run, "a")
     for _ in range(2):
         (held,) = (await lease(store, run, Stage.SCORED)).leases
         await return_(store, run, held.lease_id, failed=True)
     (held,) = (await lease(store, run, Stage.SCORED)).leases
-    one = PolicyVersion(lineage="main", number=1)
     if how == "trained":
-        await store.advance_policy(
-            run, one, trained_lease_ids=[held.lease_id], max_outstanding_groups=4
-        )
+        await announce(store, run, 1, held.lease_id, credits=4)
     for _ in range(3):  # its trainer is away, comes back to it, and is killed in the redo
         if how == "reopened":
-            (again,) = (await store.reopen(run, [held.lease_id], lease_s=60)).leases
+            (again,) = (await reopen(store, run, held.lease_id)).leases
             assert again == held
         clock.pass_s(61)
-        assert (await store.stats(run)).num_dead_letters == 0
-        assert await store.extend(run, [held.lease_id], 60) == ()
+        assert (await stats_of(store, run)).num_dead_letters == 0
+        assert await extend(store, run, held.lease_id) == []
     clock.pass_s(61)
     # To another it is a group like any other: a crash with it in work is the third failure.
     await lease(store, run, Stage.SCORED)
     clock.pass_s(61)
-    assert (await store.stats(run)).num_dead_letters == 1
+    assert (await stats_of(store, run)).num_dead_letters == 1
 
 
 async def test_of_too_many_dead_letters_the_oldest_is_forgotten_and_counted(
-    store: Store, run: str
+    store: QueueStore, run: str
 ) -> None:
     names = "abcdef"
     await ready_to_train(store, run, *names)
     held = (await lease(store, run, Stage.SCORED, num=6)).leases
     for one in held:
         await return_(store, run, one.lease_id, set_aside=True)
-    letters = await store.dead_letters(run, 10)
+    letters = await dead_letters(store, run, 10)
     assert [letter.group_id for letter in letters] == ["c#1", "d#1", "e#1", "f#1"]
-    assert letters[0].payload == held[2].payload
-    stats = await store.stats(run)
-    assert stats.num_dead_letters == LIMITS.max_dead_letters == 4
-    assert stats.training.groups_dropped == {"dead_letter": 4, "dead_letter_forgotten": 2}
-    assert stats.training.trajectories_dropped == {"dead_letter": 8, "dead_letter_forgotten": 4}
+    assert letters[0].group == held[2].group
+    stats = await stats_of(store, run)
+    assert stats.num_dead_letters == MAX_DEAD_LETTERS == 4
+    assert stats.training.num_groups_dropped == {"dead_letter": 4, "dead_letter_forgotten": 2}
+    assert stats.training.num_trajectories_dropped == {"dead_letter": 8, "dead_letter_forgotten": 4}
     with pytest.raises(NotFound):
-        await store.requeue(run, ["a#1"])
-    assert await store.requeue(run, ["c#1", "f#1"]) == 2
-    assert (await store.stats(run)).training.groups_dropped["dead_letter"] == 2
+        await requeue(store, run, "a#1")
+    assert await requeue(store, run, "c#1", "f#1") == 2
+    assert (await stats_of(store, run)).training.num_groups_dropped["dead_letter"] == 2
 
 
-async def test_only_failed_returns_lead_to_the_dead_letters(store: Store, run: str) -> None:
+async def test_only_failed_returns_lead_to_the_dead_letters(store: QueueStore, run: str) -> None:
     await ready_to_train(store, run, "a")
     for _ in range(5):
         (held,) = (await lease(store, run, Stage.SCORED)).leases
@@ -130,17 +129,19 @@ async def test_only_failed_returns_lead_to_the_dead_letters(store: Store, run: s
         (held,) = (await lease(store, run, Stage.SCORED)).leases
         assert await return_(store, run, held.lease_id, failed=True) == (1, dropped)
         assert await return_(store, run, held.lease_id, failed=True) == (0, 0)
-    assert (await store.dead_letters(run, 5))[0].reason == "broken"
+    assert (await dead_letters(store, run, 5))[0].reason == "broken"
 
 
-async def test_a_group_that_is_set_aside_is_a_dead_letter_at_once(store: Store, run: str) -> None:
+async def test_a_group_that_is_set_aside_is_a_dead_letter_at_once(
+    store: QueueStore, run: str
+) -> None:
     await ready_to_train(store, run, "a", "b")
     held, other = (await lease(store, run, Stage.SCORED, num=2)).leases
     assert await return_(store, run, held.lease_id, set_aside=True) == (1, 1)
     assert await return_(store, run, held.lease_id, set_aside=True) == (0, 0)
     assert await return_(store, run, other.lease_id) == (1, 0)
-    (letter,) = await store.dead_letters(run, 5)
-    assert (letter.group_id, letter.reason, letter.payload) == ("a#1", "broken", held.payload)
-    assert (await store.stats(run)).training.groups_dropped == {"dead_letter": 1}
+    (letter,) = await dead_letters(store, run, 5)
+    assert (letter.group_id, letter.reason, letter.group) == ("a#1", "broken", held.group)
+    assert (await stats_of(store, run)).training.num_groups_dropped == {"dead_letter": 1}
     (again,) = (await lease(store, run, Stage.SCORED, num=5)).leases
-    assert again.payload == other.payload
+    assert again.group == other.group

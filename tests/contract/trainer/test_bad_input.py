@@ -18,7 +18,7 @@ from dialoop.sequences import Sequence, Source, sequence_of
 from dialoop.trajectory import Group, SamplingParams, Stage
 from dialoop_services.learning.model.tiny import make_tiny_model, tiny_config
 from dialoop_services.replay.memory_store.store import MemoryStore
-from dialoop_services.replay.store import Limits
+from dialoop_services.replay.store import QueueLimits
 from dialoop_services.runtime.hosting import OwnProcess
 from dialoop_services.trainer.__main__ import serve_in
 from dialoop_services.trainer.data.batches import sort_batch
@@ -137,7 +137,7 @@ async def test_bad_groups_are_set_aside_with_their_data_and_the_others_are_train
         changed(group, BAD[spoilt[number]][0], member=1) if number in spoilt else group
         for number, group in enumerate(groups[:12])
     ]
-    store = MemoryStore(Limits())
+    store = MemoryStore(QueueLimits())
     async with recorded(tmp_path, model_dir, store, given) as world:
         async with training(world, num_steps=4):
             await until_done(world)
@@ -171,7 +171,7 @@ async def test_a_scorer_that_never_gives_what_the_loss_needs_fails_the_job_by_na
     tmp_path: Path, model_dir: Path, groups: list[Group]
 ) -> None:
     given = [changed(group, without_reference) for group in groups[:8]]
-    async with recorded(tmp_path, model_dir, MemoryStore(Limits()), given) as world:
+    async with recorded(tmp_path, model_dir, MemoryStore(QueueLimits()), given) as world:
         settings = settings_of(world, num_steps=1, max_bad_groups=1)
         async with asyncio.timeout(60):
             with pytest.raises(ExceptionGroup) as caught:
@@ -190,7 +190,7 @@ async def test_bad_groups_in_a_row_do_not_fail_a_job_of_one_group_a_step(
         changed(group, spoil) for group, (spoil, _) in zip(groups[:4], BAD.values(), strict=True)
     ]
     given = [*bad, *groups[4:6]]
-    async with recorded(tmp_path, model_dir, MemoryStore(Limits()), given) as world:
+    async with recorded(tmp_path, model_dir, MemoryStore(QueueLimits()), given) as world:
         async with training(world, num_steps=2, groups_per_train_step=1):
             await until_done(world)
         letters = await world.replay.list_dead_letters(world.run)
@@ -203,7 +203,7 @@ async def test_what_the_loss_does_not_need_may_be_missing_from_some(
 ) -> None:
     """A loss that needs no reference takes groups with one and groups without."""
     given = [changed(groups[0], without_reference), groups[1]]
-    async with recorded(tmp_path, model_dir, MemoryStore(Limits()), given) as world:
+    async with recorded(tmp_path, model_dir, MemoryStore(QueueLimits()), given) as world:
         async with training(world, num_steps=1, objective={}):
             await until_done(world)
         letters = await world.replay.list_dead_letters(world.run)
@@ -215,7 +215,7 @@ async def test_a_sequence_too_long_is_dropped_alone_and_counted_where_that_is_as
     tmp_path: Path, model_dir: Path, groups: list[Group]
 ) -> None:
     given = [changed(groups[0], too_long, member=1), groups[1]]
-    async with recorded(tmp_path, model_dir, MemoryStore(Limits()), given) as world:
+    async with recorded(tmp_path, model_dir, MemoryStore(QueueLimits()), given) as world:
         async with training(world, num_steps=1, oversize="drop"):
             await until_done(world)
         letters = await world.replay.list_dead_letters(world.run)
@@ -237,7 +237,7 @@ def other_model(directory: Path) -> Path:
 async def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_touched(
     tmp_path: Path, model_dir: Path, groups: list[Group]
 ) -> None:
-    async with recorded(tmp_path / "w", model_dir, MemoryStore(Limits()), groups[:4]) as world:
+    async with recorded(tmp_path / "w", model_dir, MemoryStore(QueueLimits()), groups[:4]) as world:
         async with training(world, num_steps=1):
             await until_done(world)
         root = world.run_dir / "checkpoints"
@@ -286,7 +286,7 @@ async def test_uniform_and_bad_groups_give_their_credits_back_so_that_nothing_st
     given = list(groups)
     given[:5] = [changed(group, flat) for group in given[:5]]  # two batches, and half of one
     given[7] = changed(given[7], too_long)
-    async with recorded(tmp_path, model_dir, MemoryStore(Limits()), []) as world:
+    async with recorded(tmp_path, model_dir, MemoryStore(QueueLimits()), []) as world:
         async with training(world, num_steps=5, pipeline_depth=0):
             async with asyncio.timeout(60):
                 await play(world, given[:11])

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
-from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Purpose, Stage
+from dialoop.v1 import replay_service_pb2 as rep
 from dialoop.v1 import trajectory_pb2 as pb
-from dialoop_services.replay.queue import Submission
-from dialoop_services.replay.store import (
-    Counts,
-    NewGroup,
-    OfferedTask,
-    State,
-    Stats,
-    Store,
-    VersionSpan,
-)
-
-LIVE = (State.UNSCORED, State.SCORED, State.TRAINING, State.TRAINED)
+from dialoop_services.replay.store import QueueStore
 
 
 class Clock:
@@ -101,83 +90,116 @@ def scored(group: pb.Group, *, advantage: float = 0.5) -> pb.Group:
     return copy
 
 
-def offered(task: pb.Task) -> OfferedTask:
-    return OfferedTask(
-        task_id=task.task_id,
-        purpose=Purpose(int(task.purpose)),
-        num_trajectories=task.num_trajectories,
-        payload=task.SerializeToString(),
-    )
-
-
-def submission(group: pb.Group, lease_id: str) -> Submission:
-    return Submission(group=group, lease_id=lease_id)
-
-
 def bare_group(
     task_id: str,
     lease_id: str,
     *,
     attempt: int = 1,
     size: int = 2,
-    digest: str = "d",
-    versions: tuple[VersionSpan, ...] = (VersionSpan(lineage="main", oldest=0, newest=0),),
+    content: str = "d",
+    versions: Mapping[str, tuple[int, int]] = {"main": (0, 0)},
     num_discarded: int = 0,
-) -> NewGroup:
-    """A group for the store, which does not look into payloads."""
+) -> rep.AppendItem:
+    """A group for the store, which looks at no more than this of it."""
     group_id = f"{task_id}#{attempt}"
-    return NewGroup(
-        group_id=group_id,
-        task_id=task_id,
-        lease_id=lease_id,
-        num_trajectories=size,
-        digest=digest,
-        versions=versions,
-        payload=group_id.encode() + b"\x00\xff",
-        num_discarded=num_discarded,
-    )
+    group = pb.Group(group_id=group_id, task=make_task(task_id, num_trajectories=size))
+    for index in range(size):
+        group.trajectories.add(trajectory_id=f"{group_id}.{index}", task_key=content)
+    for lineage, span in versions.items():
+        for number in span:
+            version = pb.PolicyVersion(lineage=lineage, number=number)
+            segment = pb.Segment(source=pb.SOURCE_MODEL, policy_version=version)
+            group.trajectories[0].sequences.add(segments=[segment])
+    return rep.AppendItem(group=group, lease_id=lease_id, num_discarded=num_discarded)
 
 
-def bare_task(task_id: str, *, purpose: Purpose = Purpose.TRAINING, size: int = 2) -> OfferedTask:
-    return OfferedTask(
-        task_id=task_id, purpose=purpose, num_trajectories=size, payload=task_id.encode() + b"\xfe"
+async def offer_tasks(
+    store: QueueStore, run: str, tasks: Sequence[pb.Task], *cursors: str
+) -> rep.OfferTasksResponse:
+    expected, following = cursors or ("", "")
+    request = rep.OfferTasksRequest(
+        run=run, tasks=tasks, expected_cursor=expected, next_cursor=following
     )
+    return await store.apply(request, rep.OfferTasksResponse)
+
+
+async def offer(
+    store: QueueStore, run: str, *task_ids: str, purpose: Purpose = Purpose.TRAINING
+) -> int:
+    tasks = [make_task(task_id, purpose=purpose) for task_id in task_ids]
+    return (await offer_tasks(store, run, tasks)).num_new
+
+
+async def lease_tasks(
+    store: QueueStore, run: str, num: int = 1, lease_s: float = 60
+) -> rep.LeaseTasksResponse:
+    request = rep.LeaseTasksRequest(run=run, worker="c", max_tasks=num, lease_s=lease_s)
+    return await store.apply(request, rep.LeaseTasksResponse)
+
+
+async def append(
+    store: QueueStore, run: str, stage: Stage, *items: rep.AppendItem
+) -> Sequence[rep.AppendOutcome]:
+    request = rep.AppendGroupsRequest(run=run, stage=stage_name(stage), items=items)
+    return (await store.apply(request, rep.AppendGroupsResponse)).outcomes
 
 
 async def announce(
-    store: Store, run: str, number: int = 0, *, lineage: str = "main", credits: int = 100
+    store: QueueStore,
+    run: str,
+    number: int = 0,
+    *trained: str,
+    lineage: str = "main",
+    credits: int = 100,
 ) -> int:
-    return await store.advance_policy(
-        run,
-        PolicyVersion(lineage=lineage, number=number),
-        trained_lease_ids=(),
+    request = rep.AdvancePolicyRequest(
+        run=run,
+        policy_version=pb.PolicyVersion(lineage=lineage, number=number),
+        trained_lease_ids=trained,
         max_outstanding_groups=credits,
     )
+    return (await store.apply(request, rep.AdvancePolicyResponse)).credits
 
 
-async def play(store: Store, run: str, *, stage: Stage = Stage.UNSCORED, size: int = 2) -> str:
+async def stats_of(store: QueueStore, run: str) -> rep.ReplayStats:
+    return (await store.apply(rep.GetStatsRequest(run=run), rep.GetStatsResponse)).stats
+
+
+async def purge(store: QueueStore, run: str) -> None:
+    await store.apply(rep.PurgeRequest(run=run, confirm=run), rep.PurgeResponse)
+
+
+async def play(store: QueueStore, run: str, *, stage: Stage = Stage.UNSCORED) -> str:
     """Lease one task and append its group; the task's id."""
-    leases = (await store.lease_tasks(run, worker="collector", max_tasks=1, lease_s=60)).leases
-    lease = leases[0]
-    task_id = lease.payload[:-1].decode()
-    group = bare_group(task_id, lease.lease_id, attempt=lease.attempt, size=size)
-    (result,) = await store.append_groups(run, stage, [group])
-    assert not result.reason, result
-    return task_id
+    (lease,) = (await lease_tasks(store, run)).leases
+    group = bare_group(lease.task.task_id, lease.lease_id, attempt=lease.attempt)
+    (outcome,) = await append(store, run, stage, group)
+    assert not outcome.reason, outcome
+    return lease.task.task_id
 
 
-def assert_adds_up(stats: Stats, *, size: int = 2) -> None:
+def stage_name(stage: Stage) -> pb.Stage:
+    return pb.Stage.Name(int(stage))  # type: ignore[arg-type, return-value]
+
+
+def assert_adds_up(stats: rep.ReplayStats, *, size: int = 2) -> None:
     """Every trajectory that was made is consumed, dropped or live, and counted once."""
     for counts in (stats.training, stats.evaluation):
         assert counts.num_trajectories_generated == (
             counts.num_trajectories_consumed
-            + sum(counts.trajectories_dropped.values())
+            + sum(counts.num_trajectories_dropped.values())
             + counts.num_trajectories_live
         )
         assert counts.num_trajectories_live == size * num_live(counts)
-        assert counts.groups[State.DROPPED] == sum(counts.groups_dropped.values())
-        assert all(number >= 0 for number in counts.groups.values())
+        fields = [(field.name, value) for field, value in counts.ListFields()]
+        assert all(value > 0 for name, value in fields if not name.endswith("dropped"))
+        assert all(value > 0 for value in counts.num_groups_dropped.values())
 
 
-def num_live(counts: Counts) -> int:
-    return sum(counts.groups[state] for state in LIVE)
+def num_live(counts: rep.LedgerCounts) -> int:
+    return (
+        counts.num_groups_unscored
+        + counts.num_groups_scored
+        + counts.num_groups_training
+        + counts.num_groups_trained
+    )

@@ -6,142 +6,152 @@ import asyncio
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from dialoop.errors import InvalidInput, PreconditionFailed
-from dialoop.sequences import PolicyVersion
-from dialoop.trajectory import Purpose, Stage
+from dialoop.trajectory import Purpose
 from dialoop.v1 import replay_service_pb2 as pb
-from dialoop_services.replay import requests
+from dialoop.v1 import trajectory_pb2
 from dialoop_services.replay.leases import Kind, LeaseName, format_lease, parse_lease
 from dialoop_services.replay.memory_store.store import MemoryStore
-from dialoop_services.replay.queue import ReplayQueue
-from dialoop_services.replay.store import (
-    AppendStatus,
-    EmptyReason,
-    GroupQuery,
-    Limits,
-    State,
-    TaskLeases,
-)
+from dialoop_services.replay.servicer import ReplayServicer
+from dialoop_services.replay.store import QueueLimits
 
 from tests.support.patience import PATIENCE_S
-from tests.support.samples.replay_samples import (
-    announce,
-    bare_task,
-    make_group,
-    make_task,
-    offered,
-    submission,
-)
+from tests.support.samples.replay_samples import announce, make_group, make_task, offer, stats_of
 
 RUN = "run"
+CONTEXT: Any = None
 
 
 @pytest.fixture
-def queue() -> ReplayQueue:
+def queue() -> ReplayServicer:
     # Polling is out of the way: who wakes in time was woken.
-    return ReplayQueue(MemoryStore(Limits()), poll_s=100.0)
+    return ReplayServicer(MemoryStore(QueueLimits()), poll_s=100.0)
 
 
-async def lease(queue: ReplayQueue, wait_s: float) -> TaskLeases:
-    return await queue.lease_tasks(RUN, worker="c", max_tasks=1, lease_s=60, wait_s=wait_s)
+async def lease(queue: ReplayServicer, wait_s: float, num: int = 1) -> pb.LeaseTasksResponse:
+    request = pb.LeaseTasksRequest(run=RUN, worker="c", max_tasks=num, lease_s=60, wait_s=wait_s)
+    return await queue.LeaseTasks(request, CONTEXT)
 
 
-async def test_a_waiting_task_lease_wakes_at_the_offer(queue: ReplayQueue) -> None:
+async def offer_to(queue: ReplayServicer, task: trajectory_pb2.Task) -> None:
+    await queue.OfferTasks(pb.OfferTasksRequest(run=RUN, tasks=[task]), CONTEXT)
+
+
+async def test_a_waiting_task_lease_wakes_at_the_offer(queue: ReplayServicer) -> None:
     waiting = asyncio.create_task(lease(queue, 30))
     await asyncio.sleep(0.01)
-    await queue.offer_tasks(RUN, [bare_task("e", purpose=Purpose.EVALUATION)], None)
+    await offer_to(queue, make_task("e", purpose=Purpose.EVALUATION))
     assert len((await waiting).leases) == 1
 
 
-async def test_a_waiting_collector_wakes_when_a_credit_comes_free(queue: ReplayQueue) -> None:
-    await queue.offer_tasks(RUN, [bare_task("a")], None)
+async def test_a_waiting_collector_wakes_when_a_credit_comes_free(queue: ReplayServicer) -> None:
+    await offer_to(queue, make_task("a"))
     waiting = asyncio.create_task(lease(queue, 30))
     await asyncio.sleep(0.01)
     assert not waiting.done()
-    version = PolicyVersion(lineage="main", number=0)
-    await queue.advance_policy(RUN, version, trained_lease_ids=(), max_outstanding_groups=1)
+    version = trajectory_pb2.PolicyVersion(lineage="main", number=0)
+    request = pb.AdvancePolicyRequest(run=RUN, policy_version=version, max_outstanding_groups=1)
+    await queue.AdvancePolicy(request, CONTEXT)
     assert len((await waiting).leases) == 1
 
 
-async def test_waiting_ends_with_the_reason(queue: ReplayQueue) -> None:
+async def test_waiting_ends_with_the_reason(queue: ReplayServicer) -> None:
     started = time.monotonic()
     found = await lease(queue, 0.05)
-    assert found.empty_reason is EmptyReason.NO_TASKS
+    assert found.empty_reason == pb.EMPTY_REASON_NO_TASKS
     assert 0.04 < time.monotonic() - started < PATIENCE_S
 
 
-async def test_stopping_answers_those_who_wait(queue: ReplayQueue) -> None:
-    query = GroupQuery(stage=Stage.SCORED, worker="t", max_groups=1, lease_s=60)
-    waiting = asyncio.create_task(queue.lease_groups(RUN, query, wait_s=60))
+async def test_stopping_answers_those_who_wait(queue: ReplayServicer) -> None:
+    query = pb.LeaseGroupsRequest(run=RUN, stage=2, worker="t", max_groups=1, wait_s=60)  # type: ignore[arg-type]
+    waiting = asyncio.create_task(queue.LeaseGroups(query, CONTEXT))
     watching = asyncio.create_task(anext(drained(queue)))
     await asyncio.sleep(0.01)
     queue.stop_waiting()
     async with asyncio.timeout(PATIENCE_S):
-        assert (await waiting).empty_reason is EmptyReason.NO_GROUPS
+        assert (await waiting).empty_reason == pb.EMPTY_REASON_NO_GROUPS
         with pytest.raises(StopAsyncIteration):
             await watching
 
 
-async def drained(queue: ReplayQueue):  # type: ignore[no-untyped-def]
+def watch_of(queue: ReplayServicer) -> AsyncIterator[pb.WatchResponse]:
+    return queue.Watch(pb.WatchRequest(run=RUN, interval_s=0.01), CONTEXT)
+
+
+async def drained(queue: ReplayServicer) -> AsyncIterator[pb.WatchResponse]:
     """What a watch gives after its first snapshot."""
-    watch = queue.watch(RUN, 0.01)
+    watch = watch_of(queue)
     await anext(watch)
-    async for stats in watch:
-        yield stats
+    async for answer in watch:
+        yield answer
 
 
-async def test_a_watch_begins_with_a_snapshot_and_goes_on_with_changes(queue: ReplayQueue) -> None:
-    watch = queue.watch(RUN, 0.01)
+async def test_a_watch_begins_with_a_snapshot_and_goes_on_with_changes(
+    queue: ReplayServicer,
+) -> None:
+    watch = watch_of(queue)
     first = await anext(watch)
     following = asyncio.ensure_future(anext(watch))
     await asyncio.sleep(0.05)
     assert not following.done()
-    await queue.offer_tasks(RUN, [bare_task("a")], None)
+    await offer_to(queue, make_task("a"))
     async with asyncio.timeout(PATIENCE_S):
         second = await following
-    assert first.training.groups[State.OFFERED] == 0
-    assert second.training.groups[State.OFFERED] == 1
+    assert first.stats.training.num_tasks_offered == 0
+    assert second.stats.training.num_tasks_offered == 1
 
 
 async def test_valid_and_invalid_groups_of_one_call_are_judged_one_by_one(
-    queue: ReplayQueue,
+    queue: ReplayServicer,
 ) -> None:
-    tasks = [make_task("a"), make_task("b")]
-    await queue.offer_tasks(RUN, [offered(task) for task in tasks], None)
+    await offer(queue.store, RUN, "a", "b")
     await announce(queue.store, RUN)
-    leases = await queue.lease_tasks(RUN, worker="c", max_tasks=2, lease_s=60, wait_s=0)
-    bad, good = make_group(tasks[0]), make_group(tasks[1])
-    del bad.trajectories[0].sequences[0].inference_logprobs[:]
-    verdicts = await queue.append_groups(
-        RUN,
-        Stage.UNSCORED,
-        [
-            submission(group, held.lease_id)
-            for group, held in zip((bad, good), leases.leases, strict=True)
-        ],
-    )
-    assert [(v.status, v.reason) for v in verdicts] == [
-        (AppendStatus.REJECTED, "RAGGED"),
-        (AppendStatus.APPENDED, ""),
+    leases = (await lease(queue, 0, 2)).leases
+    items = [pb.AppendItem(group=make_group(x.task), lease_id=x.lease_id) for x in leases]
+    del items[0].group.trajectories[0].sequences[0].inference_logprobs[:]
+    request = pb.AppendGroupsRequest(run=RUN, stage=1, items=items)  # type: ignore[arg-type]
+    outcomes = (await queue.AppendGroups(request, CONTEXT)).outcomes
+    assert [(one.status, one.reason) for one in outcomes] == [
+        (pb.APPEND_STATUS_REJECTED, "RAGGED"),
+        (pb.APPEND_STATUS_APPENDED, ""),
     ]
-    assert "a#1.0" in verdicts[0].message
-    assert (await queue.store.stats(RUN)).num_rejected_appends == 1
+    assert "a#1.0" in outcomes[0].message
+    assert (await stats_of(queue.store, RUN)).num_rejected_appends == 1
 
 
-async def test_a_run_is_deleted_only_by_its_repeated_name(queue: ReplayQueue) -> None:
+async def test_a_run_is_deleted_only_by_its_repeated_name(queue: ReplayServicer) -> None:
     with pytest.raises(PreconditionFailed) as caught:
-        await queue.purge(RUN, "")
+        await queue.Purge(pb.PurgeRequest(run=RUN), CONTEXT)
     assert caught.value.reason == "CONFIRM_RUN"
-    await queue.purge(RUN, RUN)
+    await queue.Purge(pb.PurgeRequest(run=RUN, confirm=RUN), CONTEXT)
 
 
 @pytest.mark.parametrize("run", ["", ".hidden", "a b", "a{b}", "a:b", "x" * 129])
-def test_a_run_that_could_not_be_a_key_is_refused(run: str) -> None:
-    with pytest.raises(InvalidInput) as caught:
-        requests.run_of(run)
-    assert caught.value.reason == "BAD_RUN"
+async def test_a_run_that_could_not_be_a_key_is_refused(queue: ReplayServicer, run: str) -> None:
+    """Every rpc refuses it: no store sees such a name."""
+    names = [name for name in vars(ReplayServicer) if name[0].isupper()]
+    assert len(names) == 16
+    for name in names:
+        answer = getattr(queue, name)(request_of(name, run), CONTEXT)
+        with pytest.raises(InvalidInput) as caught:
+            await (anext(answer) if name == "Watch" else answer)
+        assert caught.value.reason == "BAD_RUN", name
+
+
+def request_of(name: str, run: str) -> Any:
+    """A request that is good but for its run."""
+    request = getattr(pb, f"{name}Request")(run=run)
+    good = {"stage": 1, "worker": "w", "max_tasks": 1, "max_groups": 1, "interval_s": 1.0}
+    for field in request.DESCRIPTOR.fields:
+        if field.name in good:
+            setattr(request, field.name, good[field.name])
+        if field.name == "policy_version":
+            request.policy_version.lineage = "main"
+    return request
 
 
 @pytest.mark.parametrize(
@@ -157,22 +167,33 @@ def test_a_run_that_could_not_be_a_key_is_refused(run: str) -> None:
         pb.LeaseGroupsRequest(stage=2, worker="w", max_groups=1, task_id_prefix="e"),
     ],
 )
-def test_a_senseless_query_is_refused(request_: pb.LeaseGroupsRequest) -> None:
+async def test_a_senseless_query_is_refused(
+    queue: ReplayServicer, request_: pb.LeaseGroupsRequest
+) -> None:
+    request_.run = RUN
     with pytest.raises(InvalidInput):
-        requests.query_of(request_, default_lease_s=60, max_bytes=1 << 20)
+        await queue.LeaseGroups(request_, CONTEXT)
 
 
-def test_a_drop_and_a_return_need_a_reason() -> None:
+@pytest.mark.parametrize(
+    "item",
+    [
+        pb.AcknowledgeItem(lease_id="x", outcome=2),  # type: ignore[arg-type]
+        pb.AcknowledgeItem(lease_id="x"),
+        pb.ReturnItem(lease_id="x", reason="Not snake"),
+        pb.ReturnItem(lease_id="scored/1/a", reason="broken", num_trajectories=1),
+        pb.ReturnItem(lease_id="task/1/a", reason="broken", set_aside=True),
+    ],
+)
+async def test_a_drop_and_a_return_need_a_reason_and_fit_their_lease(
+    queue: ReplayServicer, item: pb.AcknowledgeItem | pb.ReturnItem
+) -> None:
+    if isinstance(item, pb.ReturnItem):
+        answer = queue.Return(pb.ReturnRequest(run=RUN, items=[item]), CONTEXT)
+    else:
+        answer = queue.Acknowledge(pb.AcknowledgeRequest(run=RUN, items=[item]), CONTEXT)
     with pytest.raises(InvalidInput):
-        requests.acknowledgement_of(pb.AcknowledgeItem(lease_id="x", outcome=2))
-    with pytest.raises(InvalidInput):
-        requests.acknowledgement_of(pb.AcknowledgeItem(lease_id="x"))
-    with pytest.raises(InvalidInput):
-        requests.given_back_of(pb.ReturnItem(lease_id="x", reason="Not snake"))
-    with pytest.raises(InvalidInput):
-        requests.given_back_of(
-            pb.ReturnItem(lease_id="scored/1/a", reason="broken", num_trajectories=1)
-        )
+        await answer
 
 
 def test_a_lease_id_says_what_it_holds() -> None:

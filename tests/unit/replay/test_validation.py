@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from dialoop.trajectory import Stage
 from dialoop.v1 import trajectory_pb2 as pb
-from dialoop_services.replay.store import VersionSpan
-from dialoop_services.replay.validation import check_group, group_digest, version_spans
+from dialoop_services.replay.store import group_facts
+from dialoop_services.replay.validation import check_group
 
 from tests.support.samples.replay_samples import make_group, make_sequence, make_task, scored
 
@@ -119,10 +119,10 @@ def test_a_scored_group_needs_an_advantage_on_every_sampled_sequence() -> None:
 
 def test_scoring_keeps_the_digest_and_any_other_change_breaks_it() -> None:
     group = make_group(TASK)
-    digest = group_digest(group)
-    assert group_digest(scored(group)) == digest
+    digest = group_facts(group).digest
+    assert group_facts(scored(group)).digest == digest
     first_sequence(group).token_ids[0] = 6
-    assert group_digest(group) != digest
+    assert group_facts(group).digest != digest
 
 
 def test_the_digest_ignores_the_order_of_labels() -> None:
@@ -131,13 +131,10 @@ def test_the_digest_ignores_the_order_of_labels() -> None:
         one.trajectories[0].labels[name] = name
     for name in ("z", "y", "x"):
         other.trajectories[0].labels[name] = name
-    assert group_digest(one) == group_digest(other)
+    assert group_facts(one).digest == group_facts(other).digest
 
 
-def test_version_spans_hold_the_oldest_and_newest_of_each_lineage() -> None:
+def test_the_facts_hold_the_oldest_and_newest_version_of_each_lineage() -> None:
     group = make_group(TASK, versions=[("main", 4), ("main", 6)])
     group.trajectories[1].sequences.append(make_sequence(("second", 0)))
-    assert version_spans(group) == (
-        VersionSpan(lineage="main", oldest=4, newest=6),
-        VersionSpan(lineage="second", oldest=0, newest=0),
-    )
+    assert group_facts(group).versions == {"main": (4, 6), "second": (0, 0)}

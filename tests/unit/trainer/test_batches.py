@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from dialoop import testing
 from dialoop.clients.replay import GroupLease
 from dialoop.sequences import ForkCause, PolicyVersion, Segment, Sequence, Source
@@ -12,6 +13,10 @@ from dialoop.trajectory import SamplingParams
 from dialoop_services.trainer.data.batches import sort_batch
 from dialoop_services.trainer.recovery.checkpoint import lineage_after_restore
 
+from tests.support.samples.staleness_samples import CASES
+
+# A trainer always has a bound.
+BOUNDED = [case for case in CASES if case[2] is not None]
 NOW = PolicyVersion(lineage="main", number=9)
 
 
@@ -62,14 +67,16 @@ def reasons(*leases: GroupLease, max_staleness: int = 4) -> dict[str, list[str]]
     return found
 
 
-def test_the_oldest_token_decides_whether_a_group_is_stale() -> None:
-    kept = lease("kept", (version(5), NOW))
-    gone = lease("gone", (version(4), NOW))
-    assert reasons(kept, gone) == {"stale": ["gone"], "train": ["kept"], "consumed": []}
-
-
-def test_a_group_of_another_lineage_is_stale_whatever_its_number() -> None:
-    assert reasons(lease("other", (version(9, "main.1"), NOW)))["stale"] == ["other"]
+@pytest.mark.parametrize(("versions", "current", "max_staleness", "expected"), BOUNDED)
+def test_staleness_follows_the_table(
+    versions: tuple[PolicyVersion, ...],
+    current: PolicyVersion,
+    max_staleness: int,
+    expected: bool,
+) -> None:
+    group = lease("a", versions, advantages=(1.0,) * len(versions))
+    batch = sort_batch([group], current=current, max_staleness=max_staleness, consumed_group_ids=())
+    assert batch.dropped == ({"stale": (group,)} if expected else {})
 
 
 def test_a_uniform_group_is_dropped_under_its_own_reason() -> None:

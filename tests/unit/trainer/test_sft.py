@@ -209,6 +209,11 @@ def test_nothing_but_evaluations_is_played_while_sft_trains() -> None:
     assert TrainerSettings(mode="sft").max_outstanding_groups == 0
 
 
+def test_depth_two_keeps_three_batches_outstanding() -> None:
+    settings = TrainerSettings(pipeline_depth=2, groups_per_train_step=8)
+    assert settings.max_outstanding_groups == 24
+
+
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)

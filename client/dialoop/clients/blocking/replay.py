@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from dialoop.clients.blocking.loop import BackgroundLoop
-    from dialoop.clients.ledger import (
+    from dialoop.clients.replay import (
         Appended,
         AppendItem,
         DeadLetter,
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
         LeasedTasks,
         Offered,
         ReopenedLeases,
+        ReplayClient,
         ReplayStats,
         Returned,
         ReturnItem,
     )
-    from dialoop.clients.replay import ReplayClient
     from dialoop.sequences import PolicyVersion
     from dialoop.trajectory import Group, Stage, Task
 

@@ -1,281 +1,55 @@
-"""The queue in memory: the readable twin of `redis_store`, gone when the process ends."""
+"""The queue in memory: the readable twin of `redis_store`, gone when the process ends.
+
+One function per request, as `redis_store` has one script per request.
+"""
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
-from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Purpose, Stage
+from dialoop.v1 import replay_service_pb2 as pb
+from dialoop.v1 import trajectory_pb2
+from dialoop.wire import policy_version_from_proto, policy_version_to_proto
+from google.protobuf.message import Message
 
 from dialoop_services.replay.leases import Kind
-from dialoop_services.replay.memory_store.moves import (
-    DUPLICATE,
-    acknowledge,
-    append_played,
-    append_scored,
-    give_back,
-    lease_group,
-    reopen,
-)
-from dialoop_services.replay.memory_store.run import Record, Run, Tally
-from dialoop_services.replay.refusals import (
-    batch_too_large,
-    cursor_moved,
-    group_not_found,
-    version_not_newer,
-)
-from dialoop_services.replay.store import (
+from dialoop_services.replay.memory_store.ledger import (
+    KIND_OF_STAGE,
     STALE,
-    Acknowledgement,
-    Appended,
-    Counts,
-    CursorMove,
-    DeadLetter,
-    EmptyReason,
-    GivenBack,
-    GroupLeases,
-    GroupQuery,
-    Limits,
-    NewGroup,
-    Offered,
-    OfferedTask,
-    Reopened,
-    Returned,
-    State,
-    Stats,
-    TaskLease,
-    TaskLeases,
+    GroupState,
+    Ledger,
+    Record,
+    StagedGroup,
 )
+from dialoop_services.replay.refusals import refusal
+from dialoop_services.replay.store import Answer, GroupFacts, QueueLimits, group_facts
 
 
 class MemoryStore:
-    """A Store in plain dicts. No method awaits, so each is atomic on one event loop."""
+    """A QueueStore in plain dicts. No method awaits, so each is atomic on one event loop."""
 
-    def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limits = limits
+    def __init__(self, limits: QueueLimits, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limits = limits
         self._clock = clock
-        self._runs: dict[str, Run] = {}
+        self._ledgers: dict[str, Ledger] = {}
 
-    def _run(self, name: str) -> Run:
-        now = self._clock()
-        if name not in self._runs:
-            # Tokens begin at the clock so that leases of a purged run stay lost.
-            self._runs[name] = Run(limits=self._limits, token=int(now * 1_000_000))
-        run = self._runs[name]
-        run.reap(now)
-        return run
-
-    async def offer_tasks(
-        self, run: str, tasks: Sequence[OfferedTask], cursor: CursorMove | None
-    ) -> Offered:
-        """See `Store`."""
-        state = self._run(run)
-        if cursor is not None:
-            if cursor.expected != state.cursor:
-                raise cursor_moved(state.cursor)
-            state.cursor = cursor.next
-        num_new = 0
-        for task in tasks:
-            if task.task_id in state.records:
-                continue
-            record = Record(task=task, order=state.next_order())
-            state.records[task.task_id] = record
-            state.tally(record).groups[State.OFFERED] += 1
-            state.push_task(record)
-            num_new += 1
-        return Offered(num_new=num_new, num_known=len(tasks) - num_new, cursor=state.cursor)
-
-    async def lease_tasks(
-        self, run: str, *, worker: str, max_tasks: int, lease_s: float
-    ) -> TaskLeases:
-        """See `Store`."""
-        state = self._run(run)
-        leases: list[TaskLease] = []
-        budget = {Purpose.EVALUATION: max_tasks, Purpose.TRAINING: state.credits}
-        for purpose, allowed in budget.items():
-            waiting = state.offered[purpose]
-            num_wanted = min(allowed, max_tasks - len(leases), len(waiting))
-            for _ in range(num_wanted):
-                record = state.records[heapq.heappop(waiting)[1]]
-                state.move(record, State.LEASED)
-                record.lease_id = state.new_lease(
-                    Kind.TASK, record.task.task_id, self._clock() + lease_s
-                )
-                leases.append(
-                    TaskLease(
-                        lease_id=record.lease_id,
-                        attempt=record.attempt,
-                        payload=record.task.payload,
-                    )
-                )
-        reason = EmptyReason.NOT_EMPTY if leases else _why_no_tasks(state)
-        return TaskLeases(
-            leases=tuple(leases), empty_reason=reason, credits=state.credits, cursor=state.cursor
-        )
-
-    async def append_groups(
-        self, run: str, stage: Stage, groups: Sequence[NewGroup]
-    ) -> tuple[Appended, ...]:
-        """See `Store`."""
-        state = self._run(run)
-        add = append_scored if stage is Stage.SCORED else append_played
-        results = tuple(add(state, stage, group) for group in groups)
-        state.num_duplicates += results.count(DUPLICATE)
-        state.num_rejected += sum(bool(result.reason) for result in results)
-        return results
+    async def apply(self, request: Any, answer: type[Answer]) -> Answer:
+        """See `QueueStore`."""
+        if isinstance(request, pb.PurgeRequest):
+            self._ledgers.pop(request.run, None)
+            return answer()
+        found = _TRANSITIONS[type(request)](self._ledger(request.run), request)
+        assert isinstance(found, answer)
+        return found
 
     async def count_rejected(self, run: str, num_groups: int) -> None:
-        """See `Store`."""
-        self._run(run).num_rejected += num_groups
-
-    async def lease_groups(self, run: str, query: GroupQuery) -> GroupLeases:
-        """See `Store`."""
-        state, stage = self._run(run), query.stage
-        ready, chosen, room = state.ready[stage], list[Record](), query.max_bytes
-        for order in sorted(ready):
-            record = ready[order]
-            if len(chosen) == query.max_groups:
-                break
-            if not record.task.task_id.startswith(query.task_id_prefix):
-                continue
-            if stage is Stage.SCORED and state.is_stale(record, query.max_staleness):
-                state.remove_entry(record, stage)
-                record.entries[stage].lease_id = ""
-                state.drop(record, STALE)
-                continue
-            room -= len(record.entries[stage].payload)
-            if room < 0 and chosen:
-                break
-            chosen.append(record)
-        if len(chosen) < max(1, query.min_groups):
-            if room < 0:
-                raise batch_too_large()
-            reason = EmptyReason.TOO_FEW if chosen else EmptyReason.NO_GROUPS
-            return GroupLeases(leases=(), empty_reason=reason, num_ready=len(ready))
-        deadline = self._clock() + query.lease_s
-        leases = tuple(
-            lease_group(state, record, stage, worker=query.worker, deadline=deadline)
-            for record in chosen
-        )
-        return GroupLeases(leases=leases, empty_reason=EmptyReason.NOT_EMPTY, num_ready=len(ready))
-
-    async def acknowledge(self, run: str, items: Sequence[Acknowledgement]) -> tuple[str, ...]:
-        """See `Store`."""
-        state = self._run(run)
-        return tuple(acknowledge(state, item) for item in items)
-
-    async def give_back(self, run: str, items: Sequence[GivenBack]) -> Returned:
-        """See `Store`."""
-        state = self._run(run)
-        num_returned = num_dropped = 0
-        for item in items:
-            returned, dropped = give_back(state, item)
-            num_returned += returned
-            num_dropped += dropped
-        return Returned(num_returned=num_returned, num_dropped=num_dropped)
-
-    async def extend(self, run: str, lease_ids: Sequence[str], lease_s: float) -> tuple[str, ...]:
-        """See `Store`."""
-        state, deadline = self._run(run), self._clock() + lease_s
-        lost: list[str] = []
-        for lease_id in lease_ids:
-            if state.held_task(lease_id):
-                state.deadlines[lease_id] = deadline
-            elif (held := state.held_group(lease_id)) and held[2].is_present:
-                state.hold(held[0], held[1], deadline)
-            else:
-                lost.append(lease_id)
-        return tuple(lost)
-
-    async def leases_of(self, run: str, stage: Stage, worker: str) -> tuple[str, ...]:
-        """See `Store`."""
-        return self._run(run).leases_of(stage, worker)
-
-    async def reopen(
-        self, run: str, lease_ids: Sequence[str], *, lease_s: float, max_bytes: int = 1 << 40
-    ) -> Reopened:
-        """See `Store`."""
-        return reopen(self._run(run), lease_ids, self._clock() + lease_s, max_bytes)
-
-    async def advance_policy(
-        self,
-        run: str,
-        version: PolicyVersion,
-        *,
-        trained_lease_ids: Sequence[str],
-        max_outstanding_groups: int,
-    ) -> int:
-        """See `Store`."""
-        state = self._run(run)
-        if version != state.policy and version.lineage in state.lineages:
-            current = state.policy
-            if current is None or version.lineage != current.lineage or version < current:
-                raise version_not_newer(version, current)
-        state.policy = version
-        state.lineages[version.lineage] = version.number
-        state.max_outstanding = max_outstanding_groups
-        for lease_id in trained_lease_ids:
-            held = state.held_group(lease_id)
-            if held is None or held[1] is not Stage.SCORED or not held[2].is_present:
-                continue
-            record, stage, entry = held
-            if entry.order in state.ready[stage]:
-                state.hold(record, stage, self._clock() + self._limits.lease_s)
-            if record.state is State.TRAINING:
-                state.move(record, State.TRAINED)
-            entry.is_innocent = True
-        return state.credits
-
-    async def stats(self, run: str) -> Stats:
-        """See `Store`."""
-        state = self._run(run)
-        return Stats(
-            training=_counts(state.tallies[Purpose.TRAINING]),
-            evaluation=_counts(state.tallies[Purpose.EVALUATION]),
-            policy_version=state.policy,
-            max_outstanding_groups=state.max_outstanding,
-            credits=state.credits,
-            num_redelivered=state.num_redelivered,
-            num_dead_letters=len(state.dead),
-            num_duplicate_appends=state.num_duplicates,
-            num_rejected_appends=state.num_rejected,
-            cursor=state.cursor,
-            store="memory (not durable)",
-        )
-
-    async def peek(self, run: str, stage: Stage, max_groups: int) -> tuple[bytes, ...]:
-        """See `Store`."""
-        ready = self._run(run).ready[stage]
-        return tuple(ready[order].entries[stage].payload for order in sorted(ready)[:max_groups])
-
-    async def dead_letters(self, run: str, max_groups: int) -> tuple[DeadLetter, ...]:
-        """See `Store`."""
-        return tuple(
-            DeadLetter(
-                group_id=group_id,
-                stage=dead.stage,
-                reason=dead.reason,
-                num_deliveries=dead.entry.num_deliveries,
-                payload=dead.entry.payload,
-            )
-            for group_id, dead in list(self._run(run).dead.items())[:max_groups]
-        )
-
-    async def requeue(self, run: str, group_ids: Sequence[str]) -> int:
-        """See `Store`."""
-        state, wanted = self._run(run), tuple(dict.fromkeys(group_ids))
-        for group_id in wanted:
-            if group_id not in state.dead:
-                raise group_not_found(group_id)
-        for group_id in wanted:
-            state.exhume(group_id)
-        return len(wanted)
-
-    async def purge(self, run: str) -> None:
-        """See `Store`."""
-        self._runs.pop(run, None)
+        """See `QueueStore`."""
+        self._ledger(run).num_rejected += num_groups
 
     async def check(self) -> None:
         """Memory is always there."""
@@ -283,19 +57,360 @@ class MemoryStore:
     async def close(self) -> None:
         """Nothing to let go of."""
 
+    def _ledger(self, run: str) -> Ledger:
+        now = self._clock()
+        if run not in self._ledgers:
+            # Tokens begin at the clock so that leases of a purged run stay lost.
+            self._ledgers[run] = Ledger(limits=self.limits, token=int(now * 1_000_000))
+        ledger = self._ledgers[run]
+        ledger.reap(now)
+        return ledger
 
-def _why_no_tasks(state: Run) -> EmptyReason:
-    if not state.offered[Purpose.TRAINING]:
-        return EmptyReason.NO_TASKS
-    return EmptyReason.NO_POLICY if state.policy is None else EmptyReason.NO_CREDITS
 
-
-def _counts(tally: Tally) -> Counts:
-    return Counts(
-        groups={state: tally.groups[state] for state in State},
-        groups_dropped={reason: n for reason, n in tally.groups_dropped.items() if n},
-        num_trajectories_generated=tally.generated,
-        num_trajectories_consumed=tally.consumed,
-        num_trajectories_live=tally.live,
-        trajectories_dropped={reason: n for reason, n in tally.dropped.items() if n},
+def _offer_tasks(ledger: Ledger, request: pb.OfferTasksRequest) -> pb.OfferTasksResponse:
+    if request.expected_cursor or request.next_cursor:
+        if request.expected_cursor != ledger.cursor:
+            raise refusal("CURSOR_MOVED", ledger.cursor)
+        ledger.cursor = request.next_cursor
+    num_new = 0
+    for task in request.tasks:
+        if task.task_id in ledger.records:
+            continue
+        record = Record(
+            task_id=task.task_id,
+            purpose=Purpose(task.purpose),
+            num_trajectories=task.num_trajectories,
+            payload=task.SerializeToString(),
+            order=ledger.next_order(),
+        )
+        ledger.records[task.task_id] = record
+        ledger.count(record, GroupState.OFFERED, 1)
+        ledger.push_task(record)
+        num_new += 1
+    return pb.OfferTasksResponse(
+        num_new=num_new, num_known=len(request.tasks) - num_new, cursor=ledger.cursor
     )
+
+
+def _lease_tasks(ledger: Ledger, request: pb.LeaseTasksRequest) -> pb.LeaseTasksResponse:
+    answer = pb.LeaseTasksResponse(empty_reason=pb.EMPTY_REASON_NOT_EMPTY, cursor=ledger.cursor)
+    budget = {Purpose.EVALUATION: request.max_tasks, Purpose.TRAINING: ledger.credits}
+    for purpose, allowed in budget.items():
+        waiting = ledger.offered[purpose]
+        for _ in range(min(allowed, request.max_tasks - len(answer.leases), len(waiting))):
+            record = ledger.records[heapq.heappop(waiting)[1]]
+            ledger.move(record, GroupState.LEASED)
+            record.lease_id = ledger.new_lease(Kind.TASK, record.task_id, request.lease_s)
+            answer.leases.add(
+                lease_id=record.lease_id,
+                task=trajectory_pb2.Task.FromString(record.payload),
+                attempt=record.attempt,
+                expires_in_s=request.lease_s,
+            )
+    if not answer.leases:
+        if not ledger.offered[Purpose.TRAINING]:
+            answer.empty_reason = pb.EMPTY_REASON_NO_TASKS
+        elif ledger.policy is None:
+            answer.empty_reason = pb.EMPTY_REASON_NO_POLICY
+        else:
+            answer.empty_reason = pb.EMPTY_REASON_NO_CREDITS
+    answer.credits = ledger.credits
+    return answer
+
+
+def _append_groups(ledger: Ledger, request: pb.AppendGroupsRequest) -> pb.AppendGroupsResponse:
+    stage, answer = Stage(request.stage), pb.AppendGroupsResponse()
+    append = _append_scored if stage is Stage.SCORED else _append_played
+    for item in request.items:
+        why_not = append(ledger, stage, item, group_facts(item.group))
+        if not why_not:
+            answer.outcomes.add(status=pb.APPEND_STATUS_APPENDED)
+        elif why_not == "DUPLICATE":
+            ledger.num_duplicates += 1
+            answer.outcomes.add(status=pb.APPEND_STATUS_DUPLICATE)
+        else:
+            ledger.num_rejected += 1
+            answer.outcomes.add(status=pb.APPEND_STATUS_REJECTED, reason=why_not)
+    return answer
+
+
+def _append_played(ledger: Ledger, stage: Stage, item: pb.AppendItem, group: GroupFacts) -> str:
+    """Take in what a collector played; its task lease is used up."""
+    record = ledger.records.get(group.task_id)
+    purpose = Purpose.EVALUATION if stage is Stage.EVALUATION else Purpose.TRAINING
+    if record is None or record.purpose is not purpose:
+        return "UNKNOWN_TASK"
+    if record.group is not None and record.group.group_id == group.group_id:
+        return "DUPLICATE" if record.group.digest == group.digest else "DIGEST_MISMATCH"
+    is_named = f"{group.task_id}#{record.attempt}" == group.group_id
+    if ledger.held_task(item.lease_id) is not record or not is_named:
+        return "LEASE_LOST"
+    if group.num_trajectories != record.num_trajectories:
+        return "WRONG_SIZE"
+    if not ledger.are_known(group):
+        return "FUTURE_VERSION"
+    ledger.deadlines.pop(record.lease_id, None)
+    record.lease_id, record.payload, record.group = "", b"", group
+    ledger.move(record, GroupState.UNSCORED if stage is Stage.UNSCORED else GroupState.SCORED)
+    ledger.add_entry(record, stage, item.group.SerializeToString())
+    ledger.count_played(record, item.num_discarded)
+    return ""
+
+
+def _append_scored(ledger: Ledger, stage: Stage, item: pb.AppendItem, group: GroupFacts) -> str:
+    """Take in what a scorer scored; its group lease is still to be acknowledged."""
+    record = ledger.records.get(group.task_id)
+    if record is None or record.purpose is not Purpose.TRAINING:
+        return "UNKNOWN_TASK"
+    if record.group is None or record.group.group_id != group.group_id:
+        return "LEASE_LOST"
+    if record.group.digest != group.digest:
+        return "DIGEST_MISMATCH"
+    if record.is_scored:
+        return "DUPLICATE"
+    held = ledger.held_group(item.lease_id)
+    is_held = held is not None and held[:2] == (record, Stage.UNSCORED)
+    if held is None or not is_held or record.state is not GroupState.UNSCORED:
+        return "LEASE_LOST"
+    record.is_scored = True
+    ledger.move(record, GroupState.SCORED)
+    ledger.add_entry(record, stage, item.group.SerializeToString())
+    if held[2].order in ledger.ready[Stage.UNSCORED]:
+        # The lease had expired and nobody took over: nobody has to, now.
+        ledger.remove_entry(record, Stage.UNSCORED)
+    return ""
+
+
+def _lease_groups(ledger: Ledger, request: pb.LeaseGroupsRequest) -> pb.LeaseGroupsResponse:
+    stage = Stage(request.stage)
+    max_staleness = request.max_staleness if request.HasField("max_staleness") else None
+    ready, chosen, room = ledger.ready[stage], list[Record](), ledger.limits.max_lease_bytes
+    for order in sorted(ready):
+        record = ready[order]
+        if len(chosen) == request.max_groups:
+            break
+        if not record.task_id.startswith(request.task_id_prefix):
+            continue
+        if stage is Stage.SCORED and ledger.is_stale(record, max_staleness):
+            ledger.remove_entry(record, stage)
+            record.entries[stage].lease_id = ""
+            ledger.drop(record, STALE)
+            continue
+        room -= len(record.entries[stage].payload)
+        if room < 0 and chosen:
+            break
+        chosen.append(record)
+    answer = pb.LeaseGroupsResponse(empty_reason=pb.EMPTY_REASON_NOT_EMPTY)
+    if len(chosen) < max(1, request.min_groups):
+        if room < 0:
+            raise refusal("TOO_LARGE")
+        too_few = pb.EMPTY_REASON_TOO_FEW if chosen else pb.EMPTY_REASON_NO_GROUPS
+        answer.empty_reason = too_few
+        chosen = []
+    for record in chosen:
+        entry = record.entries[stage]
+        del ready[entry.order]
+        entry.lease_id = ledger.new_lease(KIND_OF_STAGE[stage], record.task_id, request.lease_s)
+        entry.worker = request.worker
+        entry.is_innocent = False
+        entry.num_deliveries += 1
+        ledger.num_redelivered += entry.num_deliveries > 1
+        if stage is not Stage.UNSCORED:
+            ledger.move(record, GroupState.TRAINING)
+        answer.leases.append(_group_lease(entry, request.lease_s))
+    answer.num_ready = len(ready)
+    return answer
+
+
+def _group_lease(entry: StagedGroup, lease_s: float) -> pb.GroupLease:
+    return pb.GroupLease(
+        lease_id=entry.lease_id,
+        group=trajectory_pb2.Group.FromString(entry.payload),
+        num_deliveries=entry.num_deliveries,
+        expires_in_s=lease_s,
+    )
+
+
+def _acknowledge(ledger: Ledger, request: pb.AcknowledgeRequest) -> pb.AcknowledgeResponse:
+    answer = pb.AcknowledgeResponse()
+    for item in request.items:
+        why_not = _acknowledge_one(ledger, item)
+        answer.outcomes.add(lease_id=item.lease_id, acknowledged=not why_not, reason=why_not)
+    return answer
+
+
+def _acknowledge_one(ledger: Ledger, item: pb.AcknowledgeItem) -> str:
+    """Empty if the lease is acknowledged, now or before; else the reason it is not."""
+    held = ledger.held_group(item.lease_id)
+    if held is None:
+        return "LEASE_LOST"
+    record, stage, entry = held
+    is_consumed = item.outcome == pb.OUTCOME_CONSUMED
+    wanted = GroupState.CONSUMED if is_consumed else GroupState.DROPPED
+    if stage is Stage.UNSCORED and is_consumed:
+        if not record.is_scored:
+            return "NOT_SCORED"
+    elif stage is Stage.UNSCORED and record.is_scored:
+        return "ALREADY_SCORED"
+    elif record.state in (GroupState.CONSUMED, GroupState.DROPPED):
+        return "" if record.state is wanted else f"ALREADY_{record.state.name}"
+    elif is_consumed:
+        ledger.consume(record)
+    else:
+        ledger.drop(record, item.reason)
+    if entry.is_present:
+        ledger.remove_entry(record, stage)
+    return ""
+
+
+def _return(ledger: Ledger, request: pb.ReturnRequest) -> pb.ReturnResponse:
+    answer = pb.ReturnResponse()
+    for item in request.items:
+        was_returned, was_dropped = _return_one(ledger, item)
+        answer.num_returned += was_returned
+        answer.num_dropped += was_dropped
+    return answer
+
+
+def _return_one(ledger: Ledger, item: pb.ReturnItem) -> tuple[bool, bool]:
+    """Whether the lease was returned, and whether its task or group was given up."""
+    if record := ledger.held_task(item.lease_id):
+        ledger.count_thrown_away(record, item.num_trajectories, item.reason)
+        return True, ledger.reissue(record, item.reason, failed=item.failed)
+    held = ledger.held_group(item.lease_id)
+    if held is None or item.lease_id not in ledger.deadlines:
+        return False, False
+    record, stage, entry = held
+    was_dropped = ledger.redeliver(
+        record, stage, item.reason, failed=item.failed, set_aside=item.set_aside
+    )
+    entry.lease_id = ""
+    return True, was_dropped
+
+
+def _extend(ledger: Ledger, request: pb.ExtendRequest) -> pb.ExtendResponse:
+    answer = pb.ExtendResponse()
+    for lease_id in request.lease_ids:
+        if ledger.held_task(lease_id):
+            ledger.deadlines[lease_id] = ledger.now + request.lease_s
+        elif (held := ledger.held_group(lease_id)) and held[2].is_present:
+            ledger.hold(held[0], held[1], request.lease_s)
+        else:
+            answer.lost_lease_ids.append(lease_id)
+    return answer
+
+
+def _list_leases(ledger: Ledger, request: pb.ListLeasesRequest) -> pb.ListLeasesResponse:
+    stage = Stage(request.stage)
+    held = (ledger.held_group(lease_id) for lease_id in ledger.deadlines)
+    entries = [found[2] for found in held if found and found[1] is stage]
+    own = sorted((e.order, e.lease_id) for e in entries if e.worker == request.worker)
+    return pb.ListLeasesResponse(lease_ids=[lease_id for _, lease_id in own])
+
+
+def _reopen_leases(ledger: Ledger, request: pb.ReopenLeasesRequest) -> pb.ReopenLeasesResponse:
+    found = {lease_id: ledger.held_group(lease_id) for lease_id in request.lease_ids}
+    held = [one for one in found.values() if one is not None and one[2].is_present]
+    if len(held) < len(found):
+        present = {entry.lease_id for _, _, entry in held}
+        return pb.ReopenLeasesResponse(lost_lease_ids=[one for one in found if one not in present])
+    if sum(len(entry.payload) for _, _, entry in held) > ledger.limits.max_lease_bytes:
+        raise refusal("TOO_LARGE")
+    for record, stage, entry in held:
+        ledger.hold(record, stage, request.lease_s)
+        entry.is_innocent = True
+    return pb.ReopenLeasesResponse(
+        leases=[_group_lease(entry, request.lease_s) for _, _, entry in held]
+    )
+
+
+def _advance_policy(ledger: Ledger, request: pb.AdvancePolicyRequest) -> pb.AdvancePolicyResponse:
+    version, current = policy_version_from_proto(request.policy_version), ledger.policy
+    is_known = version != current and version.lineage in ledger.lineages
+    if is_known and (current is None or current.lineage != version.lineage or version < current):
+        raise refusal("VERSION_NOT_NEWER", str(current))
+    ledger.policy = version
+    ledger.lineages[version.lineage] = version.number
+    ledger.max_outstanding = request.max_outstanding_groups
+    for lease_id in request.trained_lease_ids:
+        held = ledger.held_group(lease_id)
+        if held is None or held[1] is not Stage.SCORED or not held[2].is_present:
+            continue
+        record, stage, entry = held
+        if entry.order in ledger.ready[stage]:
+            ledger.hold(record, stage, ledger.limits.lease_s)
+        if record.state is GroupState.TRAINING:
+            ledger.move(record, GroupState.TRAINED)
+        entry.is_innocent = True
+    return pb.AdvancePolicyResponse(credits=ledger.credits)
+
+
+def _get_stats(ledger: Ledger, _: pb.GetStatsRequest) -> pb.GetStatsResponse:
+    policy = ledger.policy
+    stats = pb.ReplayStats(
+        training=ledger.counts[Purpose.TRAINING],
+        evaluation=ledger.counts[Purpose.EVALUATION],
+        policy_version=policy_version_to_proto(policy) if policy is not None else None,
+        max_outstanding_groups=ledger.max_outstanding,
+        credits=ledger.credits,
+        num_redelivered=ledger.num_redelivered,
+        num_dead_letters=len(ledger.dead),
+        num_duplicate_appends=ledger.num_duplicates,
+        num_rejected_appends=ledger.num_rejected,
+        cursor=ledger.cursor,
+        store="memory (not durable)",
+    )
+    return pb.GetStatsResponse(stats=stats)
+
+
+def _peek(ledger: Ledger, request: pb.PeekRequest) -> pb.PeekResponse:
+    stage = Stage(request.stage)
+    ready = ledger.ready[stage]
+    payloads = [ready[order].entries[stage].payload for order in sorted(ready)]
+    return pb.PeekResponse(
+        groups=map(trajectory_pb2.Group.FromString, payloads[: request.max_groups])
+    )
+
+
+def _list_dead_letters(
+    ledger: Ledger, request: pb.ListDeadLettersRequest
+) -> pb.ListDeadLettersResponse:
+    answer = pb.ListDeadLettersResponse()
+    for group_id, dead in list(ledger.dead.items())[: request.max_groups]:
+        answer.dead_letters.add(
+            group_id=group_id,
+            stage=trajectory_pb2.Stage.Name(int(dead.stage)),
+            reason=dead.reason,
+            num_deliveries=dead.num_deliveries,
+            group=trajectory_pb2.Group.FromString(dead.payload),
+        )
+    return answer
+
+
+def _requeue(ledger: Ledger, request: pb.RequeueRequest) -> pb.RequeueResponse:
+    for group_id in request.group_ids:
+        if group_id not in ledger.dead:
+            raise refusal("GROUP_NOT_FOUND", group_id)
+    for group_id in request.group_ids:
+        ledger.exhume(group_id)
+    return pb.RequeueResponse(num_requeued=len(request.group_ids))
+
+
+_TRANSITIONS: Mapping[type[Message], Callable[[Ledger, Any], Message]] = MappingProxyType(
+    {
+        pb.OfferTasksRequest: _offer_tasks,
+        pb.LeaseTasksRequest: _lease_tasks,
+        pb.AppendGroupsRequest: _append_groups,
+        pb.LeaseGroupsRequest: _lease_groups,
+        pb.AcknowledgeRequest: _acknowledge,
+        pb.ReturnRequest: _return,
+        pb.ExtendRequest: _extend,
+        pb.ListLeasesRequest: _list_leases,
+        pb.ReopenLeasesRequest: _reopen_leases,
+        pb.AdvancePolicyRequest: _advance_policy,
+        pb.GetStatsRequest: _get_stats,
+        pb.PeekRequest: _peek,
+        pb.ListDeadLettersRequest: _list_dead_letters,
+        pb.RequeueRequest: _requeue,
+    }
+)

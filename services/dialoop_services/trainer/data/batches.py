@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from dialoop.sequences import ForkCause
 
+from dialoop_services.rl.staleness import is_stale
+
 if TYPE_CHECKING:
     from collections.abc import Collection
     from collections.abc import Sequence as Rows
@@ -117,9 +119,7 @@ def _reason_to_drop(
     versions = group.policy_versions
     if not versions:
         return "no_trainable_token"
-    if any(version.lineage != current.lineage for version in versions):
-        return "stale"
-    if current.staleness_of(min(versions)) > max_staleness:
+    if is_stale(versions, current=current, max_staleness=max_staleness):
         return "stale"
     if any(trajectory.sampling.alters for trajectory in group.trajectories):
         return "truncated_sampling"

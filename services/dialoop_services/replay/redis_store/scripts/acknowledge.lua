@@ -1,6 +1,5 @@
--- call: items = {{lease, outcome = consumed | dropped, reason}}
 local function acknowledge(item)
-  local rec, stage, entry = held_group(item.lease)
+  local rec, stage, entry = held_group(item.lease_id)
   if not rec then return 'LEASE_LOST' end
   if stage == 'unscored' and item.outcome == 'consumed' then
     if not rec.sc then return 'NOT_SCORED' end
@@ -19,6 +18,9 @@ local function acknowledge(item)
   return ''
 end
 
-local reasons = {}
-for i, item in ipairs(call.items) do reasons[i] = acknowledge(item) end
-return {cjson.encode({reasons = reasons})}
+local outcomes = {}
+for i, item in ipairs(call.items) do
+  local reason = acknowledge(item)
+  outcomes[i] = {lease_id = item.lease_id, acknowledged = reason == '', reason = reason}
+end
+return {cjson.encode({outcomes = outcomes})}

@@ -1,17 +1,17 @@
--- call: lineage, number, trained = {lease}, max_outstanding, lease_ms
+local announced = call.policy_version
 local lineage, number = meta('lineage'), tonumber(meta('number'))
-local known = redis.call('HEXISTS', key('lineages'), call.lineage) == 1
-if known and (call.lineage ~= lineage or call.number < number) then
-  return {cjson.encode({lineage = lineage, number = number})}
+local known = redis.call('HEXISTS', key('lineages'), announced.lineage) == 1
+if known and (announced.lineage ~= lineage or announced.number < number) then
+  return refused('VERSION_NOT_NEWER', lineage .. '-' .. string.format('%.0f', number))
 end
-set_meta('lineage', call.lineage)
-set_meta('number', call.number)
-set_meta('max_outstanding', call.max_outstanding)
-redis.call('HSET', key('lineages'), call.lineage, call.number)
-for _, lease in ipairs(call.trained) do
+set_meta('lineage', announced.lineage)
+set_meta('number', announced.number)
+set_meta('max_outstanding', call.max_outstanding_groups)
+redis.call('HSET', key('lineages'), announced.lineage, announced.number)
+for _, lease in ipairs(call.trained_lease_ids) do
   local rec, stage, entry = held_group(lease)
   if rec and stage == 'scored' and not entry.gone then
-    if is_ready(rec, stage) then hold(rec, stage, now + call.lease_ms) end
+    if is_ready(rec, stage) then hold(rec, stage, limits.lease_s) end
     if rec.s == 'training' then move(rec, 'trained') end
     entry.i = true
     save(rec)

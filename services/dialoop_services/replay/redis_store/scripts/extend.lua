@@ -1,16 +1,15 @@
--- call: leases, lease_ms
-local lost, deadline = {}, now + call.lease_ms
-for _, lease in ipairs(call.leases) do
+local lost = {}
+for _, lease in ipairs(call.lease_ids) do
   if held_task(lease) then
-    redis.call('ZADD', key('deadlines'), deadline, lease)
+    redis.call('ZADD', key('deadlines'), deadline(call.lease_s), lease)
   else
     local rec, stage, entry = held_group(lease)
     if rec and not entry.gone then
-      hold(rec, stage, deadline)
+      hold(rec, stage, call.lease_s)
       save(rec)
     else
       lost[#lost + 1] = lease
     end
   end
 end
-return {cjson.encode({lost = lost})}
+return {cjson.encode({lost_lease_ids = lost})}

@@ -1,7 +1,7 @@
--- call: stage, worker, max_groups, min_groups, lease_ms, max_staleness (or absent), prefix, max_bytes
 local stage, ready = call.stage, key('ready:' .. call.stage)
 local lineage, number = meta('lineage'), tonumber(meta('number'))
 
+-- The rule of services/dialoop_services/rl/staleness.py.
 local function is_stale(rec)
   if stage ~= 'scored' or not call.max_staleness or not number then return false end
   for sampled_in, span in pairs(rec.v) do
@@ -10,10 +10,10 @@ local function is_stale(rec)
   return false
 end
 
-local chosen, room = {}, call.max_bytes
+local chosen, room = {}, limits.max_lease_bytes
 for _, id in ipairs(redis.call('ZRANGE', ready, 0, -1)) do
   if #chosen == call.max_groups then break end
-  if string.sub(id, 1, #call.prefix) == call.prefix then
+  if string.sub(id, 1, #call.task_id_prefix) == call.task_id_prefix then
     local rec = load(id)
     if is_stale(rec) then
       remove_entry(rec, stage)
@@ -30,16 +30,16 @@ for _, id in ipairs(redis.call('ZRANGE', ready, 0, -1)) do
 end
 
 if #chosen < math.max(1, call.min_groups) then
-  if room < 0 then return {cjson.encode({too_large = true})} end
-  local empty = #chosen > 0 and 'TOO_FEW' or 'NO_GROUPS'
-  return {cjson.encode({leases = {}, empty = empty, ready = redis.call('ZCARD', ready)})}
+  if room < 0 then return refused('TOO_LARGE') end
+  local empty = #chosen > 0 and 'EMPTY_REASON_TOO_FEW' or 'EMPTY_REASON_NO_GROUPS'
+  return {cjson.encode({empty_reason = empty, num_ready = redis.call('ZCARD', ready)})}
 end
 
 local leases, reply = {}, {''}
 for i, rec in ipairs(chosen) do
   local entry = rec.e[stage]
   redis.call('ZREM', ready, rec.id)
-  entry.l = new_lease(stage, rec.id, now + call.lease_ms)
+  entry.l = new_lease(stage, rec.id)
   entry.w = call.worker
   entry.i = nil
   entry.n = entry.n + 1
@@ -49,8 +49,9 @@ for i, rec in ipairs(chosen) do
   -- FORCE makes it pending under this worker whoever had it before, or nobody.
   local claimed = redis.call(
     'XCLAIM', key(stage), WORKERS, call.worker, 0, entry_id(entry), 'FORCE')
-  leases[i] = {id = entry.l, n = entry.n}
+  leases[i] = {lease_id = entry.l, num_deliveries = entry.n, expires_in_s = call.lease_s}
   reply[i + 1] = claimed[1][2][4]
 end
-reply[1] = cjson.encode({leases = leases, empty = 'NOT_EMPTY', ready = redis.call('ZCARD', ready)})
+reply[1] = cjson.encode({leases = leases, empty_reason = 'EMPTY_REASON_NOT_EMPTY',
+                         num_ready = redis.call('ZCARD', ready)})
 return reply

@@ -1,4 +1,3 @@
--- call: max_tasks, lease_ms
 local leases, reply = {}, {''}
 local function lease(purpose, allowed)
   local waiting = key('offered:' .. purpose)
@@ -8,9 +7,9 @@ local function lease(purpose, allowed)
     if not id then return end
     local rec = load(id)
     move(rec, 'leased')
-    rec.l = new_lease('task', id, now + call.lease_ms)
+    rec.l = new_lease('task', id)
     save(rec)
-    leases[#leases + 1] = {id = rec.l, a = rec.a}
+    leases[#leases + 1] = {lease_id = rec.l, attempt = rec.a, expires_in_s = call.lease_s}
     reply[#reply + 1] = redis.call('HGET', key('tasks'), id)
   end
 end
@@ -22,5 +21,6 @@ if #leases == 0 then
   elseif meta('max_outstanding') == '' then empty = 'NO_POLICY'
   else empty = 'NO_CREDITS' end
 end
-reply[1] = cjson.encode({leases = leases, empty = empty, credits = credits(), cursor = meta('cursor')})
+reply[1] = cjson.encode({leases = leases, empty_reason = 'EMPTY_REASON_' .. empty,
+                         credits = credits(), cursor = meta('cursor')})
 return reply

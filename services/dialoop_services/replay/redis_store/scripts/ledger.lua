@@ -1,9 +1,13 @@
 -- Put before every other script: one run's ledger and the transitions between its states, the same
--- as services/dialoop_services/replay/memory_store/run.py, function for function.
+-- as services/dialoop_services/replay/memory_store/ledger.py, function for function.
 --
 -- KEYS[1]   "dialoop:{run}:"; all keys begin so and share a cluster slot through the braces
 -- ARGV[1]   now in ms, or "" for this server's clock
--- ARGV[2]   the call's arguments as JSON; payloads follow as raw bytes from ARGV[3]
+-- ARGV[2]   the request's fields as JSON, with `limits` (QueueLimits) and `store`; a task or group
+--           is there by its facts (GroupFacts), and follows as raw bytes from ARGV[3]
+--
+-- A script returns the response's fields as JSON, then its tasks or groups as raw bytes in order;
+-- or {refused = reason, detail}.
 --
 -- meta      hash: cursor, lineage, number, max_outstanding, order, token
 -- lineages  hash: lineage -> highest number announced
@@ -24,6 +28,7 @@ local WORKERS = 'workers'
 local function key(name) return KEYS[1] .. name end
 
 local call = cjson.decode(ARGV[2])
+local limits = call.limits
 local now = tonumber(ARGV[1])
 if not now then
   local time = redis.call('TIME')
@@ -59,12 +64,18 @@ end
 
 local function next_order() return redis.call('HINCRBY', key('meta'), 'order', 1) end
 
-local function new_lease(kind, task_id, deadline)
+local function refused(reason, detail)
+  return {cjson.encode({refused = reason, detail = detail})}
+end
+
+local function deadline(lease_s) return now + math.floor(lease_s * 1000 + 0.5) end
+
+local function new_lease(kind, task_id)
   -- Tokens begin at the clock so that leases of a purged run stay lost.
   redis.call('HSETNX', key('meta'), 'token', string.format('%.0f', now * 1000))
   local token = redis.call('HINCRBY', key('meta'), 'token', 1)
   local lease = kind .. '/' .. string.format('%.0f', token) .. '/' .. task_id
-  redis.call('ZADD', key('deadlines'), deadline, lease)
+  redis.call('ZADD', key('deadlines'), deadline(call.lease_s), lease)
   return lease
 end
 
@@ -101,7 +112,7 @@ local function reissue(rec, reason, failed)
   end_lease(rec.l)
   rec.l = ''
   if failed then rec.f = rec.f + 1 end
-  if rec.f >= call.max_attempts then
+  if rec.f >= limits.max_attempts then
     drop(rec, reason)
     forget_task(rec)
     return true
@@ -161,7 +172,7 @@ local function bury(rec, stage, reason)
   remove_entry(rec, stage)
   entry.l = ''
   drop(rec, 'dead_letter')
-  local num_over = redis.call('XLEN', key('dead')) - call.max_dead_letters
+  local num_over = redis.call('XLEN', key('dead')) - limits.max_dead_letters
   if num_over > 0 then
     local oldest = redis.call('XRANGE', key('dead'), '-', '+', 'COUNT', num_over)
     for _, item in ipairs(oldest) do forget_letter(item) end
@@ -177,7 +188,7 @@ local function redeliver(rec, stage, reason, failed, aside)
     return false
   end
   if failed then entry.f = entry.f + 1 end
-  if aside or entry.f >= call.max_deliveries then
+  if aside or entry.f >= limits.max_deliveries then
     bury(rec, stage, reason)
     return true
   end
@@ -200,15 +211,15 @@ local function held_group(lease)
   if entry and entry.l == lease then return rec, kind, entry end
 end
 
--- Let the holder keep the group until the deadline, also if it expired but nobody took it.
-local function hold(rec, stage, deadline)
+-- Let the holder keep the group for lease_s, also if it expired but nobody took it.
+local function hold(rec, stage, lease_s)
   local entry = rec.e[stage]
   if redis.call('ZREM', key('ready:' .. stage), rec.id) == 1 then
     -- It had run out, which counted as a failure; but here is its holder.
     if not entry.i then entry.f = entry.f - 1 end
     if stage ~= 'unscored' then move(rec, 'training') end
   end
-  redis.call('ZADD', key('deadlines'), deadline, entry.l)
+  redis.call('ZADD', key('deadlines'), deadline(lease_s), entry.l)
 end
 
 local function is_ready(rec, stage)

@@ -1,15 +1,14 @@
--- call: tasks = {{id, p, n}}, expected, next (absent: leave the cursor alone)
 local cursor = meta('cursor')
-if call.next then
-  if call.expected ~= cursor then return {cjson.encode({moved = true, cursor = cursor})} end
-  cursor = call.next
+if call.expected_cursor ~= '' or call.next_cursor ~= '' then
+  if call.expected_cursor ~= cursor then return refused('CURSOR_MOVED', cursor) end
+  cursor = call.next_cursor
   set_meta('cursor', cursor)
 end
 local num_new = 0
 for i, task in ipairs(call.tasks) do
-  if redis.call('HEXISTS', key('ledger'), task.id) == 0 then
-    local rec = {id = task.id, p = task.p, n = task.n, o = next_order(), s = 'offered',
-                 a = 1, f = 0, l = '', g = '', d = '', e = {}}
+  if redis.call('HEXISTS', key('ledger'), task.task_id) == 0 then
+    local rec = {id = task.task_id, p = task.purpose, n = task.num_trajectories, o = next_order(),
+                 s = 'offered', a = 1, f = 0, l = '', g = '', d = '', e = {}}
     redis.call('HSET', key('tasks'), rec.id, ARGV[2 + i])
     count(rec.p .. ':offered', 1)
     push_task(rec)
@@ -17,4 +16,4 @@ for i, task in ipairs(call.tasks) do
     num_new = num_new + 1
   end
 end
-return {cjson.encode({num_new = num_new, cursor = cursor})}
+return {cjson.encode({num_new = num_new, num_known = #call.tasks - num_new, cursor = cursor})}

@@ -1,9 +1,9 @@
--- call: groups = {group id}; all or none
+-- All or none.
 local records = {}
-for i, group in ipairs(call.groups) do
+for i, group in ipairs(call.group_ids) do
   local id = string.match(group, '^(.*)#%d+$')
   local rec = id and load(id)
-  if not rec or rec.g ~= group or not rec.dead then return {cjson.encode({missing = group})} end
+  if not rec or rec.g ~= group or not rec.dead then return refused('GROUP_NOT_FOUND', group) end
   records[i] = rec
 end
 for _, rec in ipairs(records) do

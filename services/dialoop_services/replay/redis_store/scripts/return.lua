@@ -1,20 +1,19 @@
--- call: items = {{lease, reason, n, failed, aside}}
 local num_returned, num_dropped = 0, 0
 
 local function give_back(item)
-  local rec = held_task(item.lease)
+  local rec = held_task(item.lease_id)
   if rec then
-    if item.n > 0 then
-      count(rec.p .. ':t:generated', item.n)
-      count(rec.p .. ':t:dropped:' .. item.reason, item.n)
+    if item.num_trajectories > 0 then
+      count(rec.p .. ':t:generated', item.num_trajectories)
+      count(rec.p .. ':t:dropped:' .. item.reason, item.num_trajectories)
     end
     local dropped = reissue(rec, item.reason, item.failed)
     save(rec)
     return true, dropped
   end
-  local held, stage, entry = held_group(item.lease)
-  if not held or not redis.call('ZSCORE', key('deadlines'), item.lease) then return false, false end
-  local dropped = redeliver(held, stage, item.reason, item.failed, item.aside)
+  local held, stage, entry = held_group(item.lease_id)
+  if not held or not redis.call('ZSCORE', key('deadlines'), item.lease_id) then return false, false end
+  local dropped = redeliver(held, stage, item.reason, item.failed, item.set_aside)
   entry.l = ''
   save(held)
   return true, dropped

@@ -6,26 +6,23 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Purpose, Stage
+from dialoop.v1.replay_service_pb2 import LedgerCounts
 
 from dialoop_services.replay.leases import Kind, format_lease, parse_lease
-from dialoop_services.replay.store import (
-    DEAD_LETTER,
-    DEAD_LETTER_FORGOTTEN,
-    FINAL,
-    LEASE_EXPIRED,
-    MEMBER_RETRIED,
-    OUTSTANDING,
-    Limits,
-    OfferedTask,
-    State,
-    VersionSpan,
-)
-from dialoop_services.rl.staleness import free_credits, is_stale
+from dialoop_services.replay.store import GroupFacts, QueueLimits
+from dialoop_services.rl.staleness import is_stale
+
+DEAD_LETTER = "dead_letter"
+DEAD_LETTER_FORGOTTEN = "dead_letter_forgotten"
+STALE = "stale"
+LEASE_EXPIRED = "lease_expired"
+MEMBER_RETRIED = "member_retried"
 
 KIND_OF_STAGE = {
     Stage.UNSCORED: Kind.UNSCORED,
@@ -35,8 +32,24 @@ KIND_OF_STAGE = {
 STAGE_OF_KIND = {kind: stage for stage, kind in KIND_OF_STAGE.items()}
 
 
+class GroupState(StrEnum):
+    """Where a task and its group stand; the value is the field of LedgerCounts that counts it."""
+
+    OFFERED = "num_tasks_offered"
+    LEASED = "num_groups_leased"
+    UNSCORED = "num_groups_unscored"
+    SCORED = "num_groups_scored"
+    TRAINING = "num_groups_training"
+    TRAINED = "num_groups_trained"
+    CONSUMED = "num_groups_consumed"
+    DROPPED = "num_groups_dropped"
+
+
+_OUTSTANDING = (GroupState.LEASED, GroupState.UNSCORED, GroupState.SCORED, GroupState.TRAINING)
+
+
 @dataclass(slots=True, kw_only=True)
-class Entry:
+class StagedGroup:
     """A group in one stage. After it left, `lease_id` still knows who finished it."""
 
     order: int
@@ -52,49 +65,40 @@ class Entry:
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """A task and the one group that was accepted for it."""
+    """A task and the one group that was accepted for it; `payload` is the serialised task."""
 
-    task: OfferedTask
+    task_id: str
+    purpose: Purpose
+    num_trajectories: int
+    payload: bytes
     order: int
-    state: State = State.OFFERED
+    state: GroupState = GroupState.OFFERED
     attempt: int = 1
     num_failures: int = 0
     lease_id: str = ""
-    group_id: str = ""
-    digest: str = ""
-    versions: tuple[VersionSpan, ...] = ()
+    group: GroupFacts | None = None
     is_scored: bool = False
-    entries: dict[Stage, Entry] = field(default_factory=dict)
+    entries: dict[Stage, StagedGroup] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
-class Dead:
-    """A dead letter."""
+class BuriedGroup:
+    """A dead letter: why it is one, and after how many deliveries."""
 
     record: Record
     stage: Stage
-    entry: Entry
     reason: str
+    num_deliveries: int
+    payload: bytes
 
 
 @dataclass(slots=True, kw_only=True)
-class Tally:
-    """Counts of one purpose."""
+class Ledger:
+    """All of a run's state; each method is one transition. `now` is the clock's at this request."""
 
-    groups: Counter[State] = field(default_factory=Counter)
-    groups_dropped: Counter[str] = field(default_factory=Counter)
-    generated: int = 0
-    consumed: int = 0
-    live: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass(slots=True, kw_only=True)
-class Run:
-    """All of a run's state; each method is one transition."""
-
-    limits: Limits
+    limits: QueueLimits
     token: int
+    now: float = 0.0
     order: int = 0
     cursor: str = ""
     records: dict[str, Record] = field(default_factory=dict)
@@ -105,12 +109,12 @@ class Run:
         default_factory=lambda: {stage: {} for stage in Stage}
     )
     deadlines: dict[str, float] = field(default_factory=dict)
-    dead: dict[str, Dead] = field(default_factory=dict)
+    dead: dict[str, BuriedGroup] = field(default_factory=dict)
     policy: PolicyVersion | None = None
     lineages: dict[str, int] = field(default_factory=dict)
     max_outstanding: int = 0
-    tallies: dict[Purpose, Tally] = field(
-        default_factory=lambda: {purpose: Tally() for purpose in Purpose}
+    counts: dict[Purpose, LedgerCounts] = field(
+        default_factory=lambda: {purpose: LedgerCounts() for purpose in Purpose}
     )
     num_redelivered: int = 0
     num_duplicates: int = 0
@@ -119,62 +123,69 @@ class Run:
     @property
     def credits(self) -> int:
         """Training groups that may still be started."""
-        groups = self.tallies[Purpose.TRAINING].groups
-        num_outstanding = sum(groups[state] for state in OUTSTANDING)
-        return free_credits(max_outstanding=self.max_outstanding, num_outstanding=num_outstanding)
+        counts = self.counts[Purpose.TRAINING]
+        num_outstanding = sum(getattr(counts, state) for state in _OUTSTANDING)
+        return max(0, self.max_outstanding - num_outstanding)
 
-    def tally(self, record: Record) -> Tally:
+    def counts_of(self, record: Record) -> LedgerCounts:
         """The counts the record belongs to."""
-        return self.tallies[record.task.purpose]
+        return self.counts[record.purpose]
 
     def next_order(self) -> int:
         """A number that grows with every entry."""
         self.order += 1
         return self.order
 
-    def new_lease(self, kind: Kind, task_id: str, deadline: float) -> str:
-        """A fresh lease that runs until `deadline`."""
+    def new_lease(self, kind: Kind, task_id: str, lease_s: float) -> str:
+        """A fresh lease that runs for `lease_s`."""
         self.token += 1
         lease_id = format_lease(kind, self.token, task_id)
-        self.deadlines[lease_id] = deadline
+        self.deadlines[lease_id] = self.now + lease_s
         return lease_id
 
-    def move(self, record: Record, state: State) -> None:
+    def count(self, record: Record, state: GroupState, by: int) -> None:
+        """Change how many groups stand in a state; drops are counted by reason."""
+        counts = self.counts_of(record)
+        if state is not GroupState.DROPPED:
+            setattr(counts, state, getattr(counts, state) + by)
+
+    def move(self, record: Record, state: GroupState) -> None:
         """Change the state and the counts with it."""
-        groups = self.tally(record).groups
-        groups[record.state] -= 1
-        groups[state] += 1
+        self.count(record, record.state, -1)
+        self.count(record, state, 1)
         record.state = state
 
     def push_task(self, record: Record) -> None:
         """Make the task leasable, at its old place in line."""
-        heapq.heappush(self.offered[record.task.purpose], (record.order, record.task.task_id))
+        heapq.heappush(self.offered[record.purpose], (record.order, record.task_id))
 
     def drop(self, record: Record, reason: str) -> None:
         """The final drop: counted under its reason, the credit free."""
-        self.move(record, State.DROPPED)
-        self.tally(record).groups_dropped[reason] += 1
-        if record.group_id:
-            self.tally(record).live -= record.task.num_trajectories
-            self.tally(record).dropped[reason] += record.task.num_trajectories
+        self.move(record, GroupState.DROPPED)
+        counts = self.counts_of(record)
+        _add(counts.num_groups_dropped, reason, 1)
+        if record.group is not None:
+            counts.num_trajectories_live -= record.num_trajectories
+            _add(counts.num_trajectories_dropped, reason, record.num_trajectories)
 
     def count_played(self, record: Record, num_discarded: int) -> None:
         """The group's trajectories are live; those of members played again are dropped."""
-        tally, num_trajectories = self.tally(record), record.task.num_trajectories
-        tally.generated += num_trajectories + num_discarded
-        tally.live += num_trajectories
-        tally.dropped[MEMBER_RETRIED] += num_discarded
+        counts = self.counts_of(record)
+        counts.num_trajectories_generated += record.num_trajectories + num_discarded
+        counts.num_trajectories_live += record.num_trajectories
+        _add(counts.num_trajectories_dropped, MEMBER_RETRIED, num_discarded)
+
+    def count_thrown_away(self, record: Record, num_trajectories: int, reason: str) -> None:
+        """Trajectories that were played under a task lease for nothing."""
+        counts = self.counts_of(record)
+        counts.num_trajectories_generated += num_trajectories
+        _add(counts.num_trajectories_dropped, reason, num_trajectories)
 
     def consume(self, record: Record) -> None:
         """The group is in a checkpoint."""
-        self.move(record, State.CONSUMED)
-        self.tally(record).live -= record.task.num_trajectories
-        self.tally(record).consumed += record.task.num_trajectories
-        self.forget_task(record)
-
-    def forget_task(self, record: Record) -> None:
-        """Keep of a task only what makes later calls idempotent."""
-        record.task = replace(record.task, payload=b"")
+        self.move(record, GroupState.CONSUMED)
+        self.counts_of(record).num_trajectories_live -= record.num_trajectories
+        self.counts_of(record).num_trajectories_consumed += record.num_trajectories
 
     def reissue(self, record: Record, reason: str, *, failed: bool) -> bool:
         """Take the task's lease away; True if the task is given up for `reason`."""
@@ -183,16 +194,16 @@ class Run:
         record.num_failures += failed
         if record.num_failures >= self.limits.max_attempts:
             self.drop(record, reason)
-            self.forget_task(record)
+            record.payload = b""
             return True
         record.attempt += 1
-        self.move(record, State.OFFERED)
+        self.move(record, GroupState.OFFERED)
         self.push_task(record)
         return False
 
     def add_entry(self, record: Record, stage: Stage, payload: bytes) -> None:
         """Put the group at the end of a stage."""
-        entry = Entry(order=self.next_order(), payload=payload)
+        entry = StagedGroup(order=self.next_order(), payload=payload)
         record.entries[stage] = entry
         self.ready[stage][entry.order] = record
 
@@ -224,16 +235,22 @@ class Run:
         if set_aside or entry.num_failures >= self.limits.max_deliveries:
             self.bury(record, stage, reason)
             return True
-        if record.state in (State.TRAINING, State.TRAINED):
-            self.move(record, State.SCORED)
+        if record.state in (GroupState.TRAINING, GroupState.TRAINED):
+            self.move(record, GroupState.SCORED)
         self.ready[stage][entry.order] = record
         return False
 
     def bury(self, record: Record, stage: Stage, reason: str) -> None:
         """Set the group aside as a dead letter."""
+        assert record.group is not None
         entry = record.entries[stage]
-        kept = Entry(order=entry.order, payload=entry.payload, num_deliveries=entry.num_deliveries)
-        self.dead[record.group_id] = Dead(record=record, stage=stage, entry=kept, reason=reason)
+        self.dead[record.group.group_id] = BuriedGroup(
+            record=record,
+            stage=stage,
+            reason=reason,
+            num_deliveries=entry.num_deliveries,
+            payload=entry.payload,
+        )
         self.remove_entry(record, stage)
         entry.lease_id = ""
         self.drop(record, DEAD_LETTER)
@@ -243,24 +260,26 @@ class Run:
     def forget_letter(self, group_id: str) -> None:
         """Let go of a dead letter's group; it stays dropped, now for this reason."""
         record = self.dead.pop(group_id).record
-        tally, num_trajectories = self.uncount_dead(record), record.task.num_trajectories
-        tally.groups_dropped[DEAD_LETTER_FORGOTTEN] += 1
-        tally.dropped[DEAD_LETTER_FORGOTTEN] += num_trajectories
+        counts = self.uncount_dead(record)
+        _add(counts.num_groups_dropped, DEAD_LETTER_FORGOTTEN, 1)
+        _add(counts.num_trajectories_dropped, DEAD_LETTER_FORGOTTEN, record.num_trajectories)
 
-    def uncount_dead(self, record: Record) -> Tally:
+    def uncount_dead(self, record: Record) -> LedgerCounts:
         """The record's counts, where it is no dead letter any more."""
-        tally = self.tally(record)
-        tally.groups_dropped[DEAD_LETTER] -= 1
-        tally.dropped[DEAD_LETTER] -= record.task.num_trajectories
-        return tally
+        counts = self.counts_of(record)
+        _add(counts.num_groups_dropped, DEAD_LETTER, -1)
+        _add(counts.num_trajectories_dropped, DEAD_LETTER, -record.num_trajectories)
+        return counts
 
     def exhume(self, group_id: str) -> None:
         """Put a dead letter back at the end of its stage, as if never delivered."""
         dead = self.dead.pop(group_id)
         record = dead.record
-        self.uncount_dead(record).live += record.task.num_trajectories
-        self.move(record, State.UNSCORED if dead.stage is Stage.UNSCORED else State.SCORED)
-        self.add_entry(record, dead.stage, dead.entry.payload)
+        self.uncount_dead(record).num_trajectories_live += record.num_trajectories
+        self.move(
+            record, GroupState.UNSCORED if dead.stage is Stage.UNSCORED else GroupState.SCORED
+        )
+        self.add_entry(record, dead.stage, dead.payload)
 
     def held_task(self, lease_id: str) -> Record | None:
         """The record whose task is leased under this id, if it still is."""
@@ -268,7 +287,7 @@ class Run:
         record = self.records.get(name.task_id) if name and name.kind is Kind.TASK else None
         return record if record and record.lease_id == lease_id else None
 
-    def held_group(self, lease_id: str) -> tuple[Record, Stage, Entry] | None:
+    def held_group(self, lease_id: str) -> tuple[Record, Stage, StagedGroup] | None:
         """The entry this lease was the last to hold, even if it expired or left since."""
         name = parse_lease(lease_id)
         if name is None or name.kind is Kind.TASK or name.task_id not in self.records:
@@ -277,25 +296,19 @@ class Run:
         entry = record.entries.get(stage)
         return (record, stage, entry) if entry and entry.lease_id == lease_id else None
 
-    def leases_of(self, stage: Stage, worker: str) -> tuple[str, ...]:
-        """What a worker holds in a stage, oldest group first."""
-        held = (self.held_group(lease_id) for lease_id in self.deadlines)
-        entries = [found[2] for found in held if found and found[1] is stage]
-        own = sorted((e.order, e.lease_id) for e in entries if e.worker == worker)
-        return tuple(lease_id for _, lease_id in own)
-
-    def hold(self, record: Record, stage: Stage, deadline: float) -> None:
-        """Let the holder keep the group until `deadline`, also if it expired but nobody took it."""
+    def hold(self, record: Record, stage: Stage, lease_s: float) -> None:
+        """Let the holder keep the group for `lease_s`, also if it expired but nobody took it."""
         entry = record.entries[stage]
         if self.ready[stage].pop(entry.order, None):
             # It had run out, which counted as a failure; but here is its holder.
             entry.num_failures -= not entry.is_innocent
             if stage is not Stage.UNSCORED:
-                self.move(record, State.TRAINING)
-        self.deadlines[entry.lease_id] = deadline
+                self.move(record, GroupState.TRAINING)
+        self.deadlines[entry.lease_id] = self.now + lease_s
 
     def reap(self, now: float) -> None:
         """Take back every lease whose deadline has passed."""
+        self.now = now
         expired = sorted(
             (deadline, lease_id) for lease_id, deadline in self.deadlines.items() if deadline <= now
         )
@@ -308,17 +321,24 @@ class Run:
 
     def is_stale(self, record: Record, max_staleness: int | None) -> bool:
         """Whether the group's oldest sampled token lags too far behind the policy."""
-        if self.policy is None:
+        if self.policy is None or record.group is None:
             return False
-        oldest = [
-            PolicyVersion(lineage=span.lineage, number=span.oldest) for span in record.versions
+        versions = [
+            PolicyVersion(lineage=lineage, number=oldest)
+            for lineage, (oldest, _) in record.group.versions.items()
         ]
-        return is_stale(oldest, current=self.policy, max_staleness=max_staleness)
+        return is_stale(versions, current=self.policy, max_staleness=max_staleness)
 
-    def is_known(self, span: VersionSpan) -> bool:
-        """Whether the versions were announced; everything is before the first announcement."""
-        return self.policy is None or span.newest <= self.lineages.get(span.lineage, -1)
+    def are_known(self, group: GroupFacts) -> bool:
+        """Whether its versions were announced; everything is before the first announcement."""
+        return self.policy is None or all(
+            newest <= self.lineages.get(lineage, -1)
+            for lineage, (_, newest) in group.versions.items()
+        )
 
-    def is_final(self, record: Record) -> bool:
-        """Whether nothing can happen to the group any more."""
-        return record.state in FINAL
+
+def _add(dropped: MutableMapping[str, int], reason: str, by: int) -> None:
+    """Count under a reason; what comes to 0 is not listed."""
+    dropped[reason] = dropped.get(reason, 0) + by
+    if not dropped[reason]:
+        del dropped[reason]

@@ -1,4 +1,3 @@
--- call: stage, worker
 local found = {}
 for _, lease in ipairs(redis.call('ZRANGE', key('deadlines'), 0, -1)) do
   local rec, stage, entry = held_group(lease)
@@ -9,4 +8,4 @@ end
 table.sort(found, function(a, b) return a.o < b.o end)
 local leases = {}
 for i, entry in ipairs(found) do leases[i] = entry.l end
-return {cjson.encode({leases = leases})}
+return {cjson.encode({lease_ids = leases})}

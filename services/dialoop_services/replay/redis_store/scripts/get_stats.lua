@@ -1,0 +1,31 @@
+local FIELDS = {
+  offered = 'num_tasks_offered', leased = 'num_groups_leased', unscored = 'num_groups_unscored',
+  scored = 'num_groups_scored', training = 'num_groups_training', trained = 'num_groups_trained',
+  consumed = 'num_groups_consumed', ['t:generated'] = 'num_trajectories_generated',
+  ['t:consumed'] = 'num_trajectories_consumed', ['t:live'] = 'num_trajectories_live'}
+
+local function empty() return {num_groups_dropped = {}, num_trajectories_dropped = {}} end
+local ledgers = {[TRAINING] = empty(), [EVALUATION] = empty()}
+
+local flat = redis.call('HGETALL', key('counts'))
+for i = 1, #flat, 2 do
+  local purpose, name = string.match(flat[i], '^(%d):(.*)$')
+  local ledger, value = ledgers[tonumber(purpose)], tonumber(flat[i + 1])
+  local group_reason = name and string.match(name, '^dropped:(.*)$')
+  local trajectory_reason = name and string.match(name, '^t:dropped:(.*)$')
+  if not ledger or value == 0 then -- of the whole run, or nothing to list
+  elseif FIELDS[name] then ledger[FIELDS[name]] = value
+  elseif group_reason then ledger.num_groups_dropped[group_reason] = value
+  elseif trajectory_reason then ledger.num_trajectories_dropped[trajectory_reason] = value end
+end
+
+local stats = {
+  training = ledgers[TRAINING], evaluation = ledgers[EVALUATION],
+  max_outstanding_groups = tonumber(meta('max_outstanding')) or 0, credits = credits(),
+  num_redelivered = counted('redelivered'), num_dead_letters = redis.call('XLEN', key('dead')),
+  num_duplicate_appends = counted('duplicates'), num_rejected_appends = counted('rejected'),
+  cursor = meta('cursor'), store = call.store}
+if meta('lineage') ~= '' then
+  stats.policy_version = {lineage = meta('lineage'), number = tonumber(meta('number'))}
+end
+return {cjson.encode({stats = stats})}
