@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dialoop.chat import History
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.import_paths import load_attribute
+from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason, Failure, Owner, Reward, SamplingParams, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ async def play_agent(
             labels=outcome.labels,
         )
     except Exception as error:
-        if isinstance(error, DialoopError) and error.reason == "RECORDING_EMPTY":
+        if isinstance(error, DialoopError) and error.reason == Reason.RECORDING_EMPTY:
             never_asked = _failed(Owner.ENVIRONMENT, error)
             return run.without_recording(*(outcome.failures or (never_asked,)))
         return run.without_recording(*outcome.failures, _failed(Owner.INFERENCE, error))
@@ -169,12 +170,12 @@ async def play_agent(
 
 def load_agent(use: str) -> Agent:
     """The async function `module:function`; InvalidConfig when it is none."""
-    found: Any = load_attribute(use, what="agent", reason="AGENT_NOT_FOUND")
+    found: Any = load_attribute(use, what="agent", reason=Reason.AGENT_NOT_FOUND)
     call = found if inspect.isroutine(found) else getattr(found, "__call__", None)  # noqa: B004
     if not inspect.iscoroutinefunction(call):
         raise InvalidConfig(
             f"The agent '{use}' is no async function.",
-            reason="NOT_AN_AGENT",
+            reason=Reason.NOT_AN_AGENT,
             remedy="Write `async def run(task, connection)`.",
         )
     agent: Agent = found
@@ -223,7 +224,9 @@ async def _outcome(
         if isinstance(error, TimeoutError) and limit.expired():
             text = f"The agent took longer than {host.time_limit_s:g} s."
             return AgentOutcome(
-                failures=(Failure(owner=Owner.ENVIRONMENT, reason="AGENT_TIMED_OUT", message=text),)
+                failures=(
+                    Failure(owner=Owner.ENVIRONMENT, reason=Reason.AGENT_TIMED_OUT, message=text),
+                )
             )
         if _is_context_full(error):  # the recording says so: the episode was cut, nobody failed
             return AgentOutcome()

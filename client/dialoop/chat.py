@@ -23,6 +23,7 @@ from dialoop.messages import (
     ToolDefinition,
     messages_from_chats,
 )
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -223,7 +224,7 @@ class ChatHistory:
             raise InvalidHistory(
                 f"full has {len(self.full)} messages that are not the {len(self.prompt)} of prompt "
                 f"followed by the {len(self.response)} of response.",
-                reason="FULL_NOT_PROMPT_AND_RESPONSE",
+                reason=Reason.FULL_NOT_PROMPT_AND_RESPONSE,
                 remedy="Build full with ChatHistory.respond, or send response alone.",
             )
 
@@ -232,7 +233,7 @@ class ChatHistory:
         if self.prompt is None:
             raise InvalidHistory(
                 "There is no prompt to respond to.",
-                reason="PROMPT_MISSING",
+                reason=Reason.PROMPT_MISSING,
                 remedy="Reset the environment first: its answer carries the prompt.",
             )
         answer = History(tuple(response))
@@ -243,7 +244,7 @@ class ChatHistory:
         if self.full is None:
             raise InvalidHistory(
                 "full is missing.",
-                reason="FULL_MISSING",
+                reason=Reason.FULL_MISSING,
                 remedy="A policy must answer with prompt, response and full.",
             )
         return self.full
@@ -252,7 +253,7 @@ class ChatHistory:
         """The prompt; an error when it is absent."""
         if self.prompt is None:
             raise InvalidHistory(
-                "prompt is missing.", reason="PROMPT_MISSING", remedy="Send history.prompt."
+                "prompt is missing.", reason=Reason.PROMPT_MISSING, remedy="Send history.prompt."
             )
         return self.prompt
 
@@ -268,7 +269,7 @@ class ChatHistory:
         if not full.starts_with(prompt):
             raise PreconditionFailed(
                 f"full does not begin with the {len(prompt)} messages of the prompt.",
-                reason="HISTORY_REWRITTEN",
+                reason=Reason.HISTORY_REWRITTEN,
                 remedy="Send the prompt unchanged, followed by the response.",
             )
         return ChatHistory(prompt=prompt).respond(*full[len(prompt) :])

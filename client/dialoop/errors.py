@@ -18,13 +18,16 @@
       DataLost                DATA_LOSS           500  a checksum does not match
       InternalError           INTERNAL            500  carries an error_id, never a text of ours
 
-`reason` is the machine-readable name (SCREAMING_SNAKE_CASE); match on it, never on the message.
+`reason` is the machine-readable name, a member of `dialoop.reasons.Reason`; match on it, never on
+the message. Errors of your own environment take `OtherReason("BOARD_LOCKED")`.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
 from typing import ClassVar
+
+from dialoop.reasons import OtherReason, Reason
 
 
 class Status(IntEnum):
@@ -55,12 +58,14 @@ class DialoopError(Exception):
     status: ClassVar[Status] = Status.INTERNAL
     http_status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
-    default_reason: ClassVar[str] = "INTERNAL"
+    default_reason: ClassVar[Reason] = Reason.INTERNAL
 
-    def __init__(self, message: str, *, reason: str | None = None, remedy: str = "") -> None:
+    def __init__(
+        self, message: str, *, reason: Reason | OtherReason | None = None, remedy: str = ""
+    ) -> None:
         super().__init__(message)
         self.message = message
-        self.reason = reason or self.default_reason
+        self.reason: Reason | OtherReason = reason or self.default_reason
         self.remedy = remedy
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -71,7 +76,9 @@ class DialoopError(Exception):
         return f"{self.message} {self.remedy}".strip()
 
 
-def _rebuild(kind: type[DialoopError], message: str, reason: str, remedy: str) -> DialoopError:
+def _rebuild(
+    kind: type[DialoopError], message: str, reason: Reason | OtherReason, remedy: str
+) -> DialoopError:
     return kind(message, reason=reason, remedy=remedy)
 
 
@@ -80,25 +87,25 @@ class InvalidInput(DialoopError, ValueError):
 
     status = Status.INVALID_ARGUMENT
     http_status = 400
-    default_reason = "INVALID_INPUT"
+    default_reason = Reason.INVALID_INPUT
 
 
 class InvalidHistory(InvalidInput):
     """A history breaks its contract (`full` missing, or not prompt followed by response)."""
 
-    default_reason = "INVALID_HISTORY"
+    default_reason = Reason.INVALID_HISTORY
 
 
 class InvalidSequence(InvalidInput):
     """Token ids, segments and log-probs do not agree."""
 
-    default_reason = "INVALID_SEQUENCE"
+    default_reason = Reason.INVALID_SEQUENCE
 
 
 class InvalidConfig(InvalidInput):
     """A setting is unknown, missing or out of range."""
 
-    default_reason = "INVALID_CONFIG"
+    default_reason = Reason.INVALID_CONFIG
 
 
 class NotFound(DialoopError):
@@ -106,7 +113,7 @@ class NotFound(DialoopError):
 
     status = Status.NOT_FOUND
     http_status = 404
-    default_reason = "NOT_FOUND"
+    default_reason = Reason.NOT_FOUND
 
 
 class AlreadyExists(DialoopError):
@@ -114,7 +121,7 @@ class AlreadyExists(DialoopError):
 
     status = Status.ALREADY_EXISTS
     http_status = 409
-    default_reason = "ALREADY_EXISTS"
+    default_reason = Reason.ALREADY_EXISTS
 
 
 class PreconditionFailed(DialoopError):
@@ -122,7 +129,7 @@ class PreconditionFailed(DialoopError):
 
     status = Status.FAILED_PRECONDITION
     http_status = 409
-    default_reason = "FAILED_PRECONDITION"
+    default_reason = Reason.FAILED_PRECONDITION
 
 
 class Busy(DialoopError):
@@ -131,7 +138,7 @@ class Busy(DialoopError):
     status = Status.ABORTED
     http_status = 409
     retryable = True
-    default_reason = "BUSY"
+    default_reason = Reason.BUSY
 
 
 class CapacityExhausted(DialoopError):
@@ -140,7 +147,7 @@ class CapacityExhausted(DialoopError):
     status = Status.RESOURCE_EXHAUSTED
     http_status = 429
     retryable = True
-    default_reason = "CAPACITY"
+    default_reason = Reason.CAPACITY
 
 
 class Unauthenticated(DialoopError):
@@ -148,7 +155,7 @@ class Unauthenticated(DialoopError):
 
     status = Status.UNAUTHENTICATED
     http_status = 401
-    default_reason = "UNAUTHENTICATED"
+    default_reason = Reason.UNAUTHENTICATED
 
 
 class PermissionDenied(DialoopError):
@@ -156,7 +163,7 @@ class PermissionDenied(DialoopError):
 
     status = Status.PERMISSION_DENIED
     http_status = 403
-    default_reason = "PERMISSION_DENIED"
+    default_reason = Reason.PERMISSION_DENIED
 
 
 class Unsupported(DialoopError):
@@ -164,7 +171,7 @@ class Unsupported(DialoopError):
 
     status = Status.UNIMPLEMENTED
     http_status = 501
-    default_reason = "UNSUPPORTED"
+    default_reason = Reason.UNSUPPORTED
 
 
 class Unavailable(DialoopError):
@@ -173,7 +180,7 @@ class Unavailable(DialoopError):
     status = Status.UNAVAILABLE
     http_status = 503
     retryable = True
-    default_reason = "UNAVAILABLE"
+    default_reason = Reason.UNAVAILABLE
 
 
 class DeadlineExceeded(DialoopError):
@@ -182,14 +189,14 @@ class DeadlineExceeded(DialoopError):
     status = Status.DEADLINE_EXCEEDED
     http_status = 504
     retryable = True
-    default_reason = "DEADLINE_EXCEEDED"
+    default_reason = Reason.DEADLINE_EXCEEDED
 
 
 class DataLost(DialoopError):
     """Bytes arrived that are not the bytes that were sent."""
 
     status = Status.DATA_LOSS
-    default_reason = "CHECKSUM_MISMATCH"
+    default_reason = Reason.CHECKSUM_MISMATCH
 
 
 class InternalError(DialoopError):

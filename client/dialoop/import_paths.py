@@ -14,11 +14,13 @@ from dialoop.errors import DialoopError, InvalidConfig
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from dialoop.reasons import Reason
+
 _IMPORT_MACHINERY = (__file__, pkgutil.__file__, "<frozen ", "importlib/__init__.py")
 
 
 def load_attribute(
-    path: str, *, what: str, reason: str | None = None, built_in: Iterable[str] = ()
+    path: str, *, what: str, reason: Reason | None = None, built_in: Iterable[str] = ()
 ) -> Any:
     """Return the attribute at `module:attribute`; `built_in` are names that need no path.
 

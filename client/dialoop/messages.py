@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidHistory, Unsupported
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -115,7 +116,7 @@ def message_from_chat(chat: Any, where: str = "message") -> Message:
     if unknown:
         raise InvalidHistory(
             f"{where} has a field '{unknown[0]}' that a message does not have.",
-            reason="UNKNOWN_FIELD",
+            reason=Reason.UNKNOWN_FIELD,
             remedy=f"Leave it out, or use one of: {', '.join(sorted(_KNOWN))}.",
         )
     role = _expect(chat.get("role"), str, f"{where}.role", "a string")
@@ -188,7 +189,7 @@ def tool_for_template(tool: ToolDefinition | Mapping[str, Any]) -> Mapping[str, 
     except json.JSONDecodeError:
         raise InvalidHistory(
             f"The parameters of tool {tool.name} are not JSON.",
-            reason="TOOL_INVALID",
+            reason=Reason.TOOL_INVALID,
             remedy="Give parameters_json as the text of a JSON schema.",
         ) from None
     function = {"name": tool.name, "description": tool.description, "parameters": parameters}
@@ -201,7 +202,7 @@ def _expect(value: Any, kind: Any, where: str, expected: str) -> Any:
     found = "nothing" if value is None else f"{type(value).__name__} {value!r:.40}"
     raise InvalidHistory(
         f"{where}: expected {expected}, found {found}.",
-        reason="WRONG_TYPE" if value is not None else "FIELD_MISSING",
+        reason=Reason.WRONG_TYPE if value is not None else Reason.FIELD_MISSING,
         remedy=f"Give {expected}.",
     )
 
@@ -245,7 +246,7 @@ def _part(part: Any, where: str) -> ContentPart:
     if unknown:
         raise InvalidHistory(
             f"{where} of type {kind} has a field '{unknown[0]}' that a part does not have.",
-            reason="UNKNOWN_FIELD",
+            reason=Reason.UNKNOWN_FIELD,
             remedy=f"Use one of: {', '.join(sorted(known))}.",
         )
     given = {
@@ -264,7 +265,7 @@ def _image(image: Mapping[str, Any], where: str) -> ContentPart:
     if image.get("detail", "auto") != "auto":
         raise InvalidHistory(
             f"{where}.image_url.detail is {image['detail']!r:.40}.",
-            reason="UNKNOWN_FIELD",
+            reason=Reason.UNKNOWN_FIELD,
             remedy="Leave it out: the detail of an image is the model's processor's.",
         )
     url = _expect(image.get("url"), str, f"{where}.image_url.url", "a string")
@@ -278,7 +279,7 @@ def _bytes(value: Any, where: str) -> bytes:
         return base64.b64decode(_expect(value, str, where, "base64 text"), validate=True)
     except binascii.Error:
         raise InvalidHistory(
-            f"{where}: expected base64 text.", reason="WRONG_TYPE", remedy="Encode the bytes."
+            f"{where}: expected base64 text.", reason=Reason.WRONG_TYPE, remedy="Encode the bytes."
         ) from None
 
 
@@ -301,7 +302,7 @@ def _text_of_part(part: ContentPart, role: str) -> str:
         return part.text
     raise Unsupported(
         f"The {role} message has a part of type {part.type}.",
-        reason="PARTS_UNSUPPORTED",
+        reason=Reason.PARTS_UNSUPPORTED,
         remedy="Send text: this renderer has no multimodal processor.",
     )
 

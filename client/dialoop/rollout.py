@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from dialoop.chat import History
 from dialoop.episode import UpdateMode
 from dialoop.errors import DialoopError
+from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Sequence
 from dialoop.trajectory import (
     DoneReason,
@@ -183,7 +184,9 @@ async def _turn(
         return False
     if sample.stop_reason is StopReason.CANCELLED:
         tape.failures.append(
-            Failure(owner=Owner.INFERENCE, reason="CANCELLED", message="Sampling was cancelled.")
+            Failure(
+                owner=Owner.INFERENCE, reason=Reason.CANCELLED, message="Sampling was cancelled."
+            )
         )
         return False
     started = time.perf_counter()

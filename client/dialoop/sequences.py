@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dialoop.errors import InvalidSequence
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -63,7 +64,7 @@ class PolicyVersion:
         if older.lineage != self.lineage:
             raise InvalidSequence(
                 f"Policy {older} is of another lineage than {self}.",
-                reason="LINEAGE_MISMATCH",
+                reason=Reason.LINEAGE_MISMATCH,
                 remedy="Drop data of a lineage that was given up.",
             )
         return self.number - older.number
@@ -130,14 +131,14 @@ class Sequence:
             if segment.start != position or segment.length <= 0:
                 raise InvalidSequence(
                     f"Segments leave a gap or overlap at token {position}.",
-                    reason="RAGGED",
+                    reason=Reason.RAGGED,
                     remedy="Segments must tile the sequence in order.",
                 )
             position = segment.end
         if position != len(self.token_ids):
             raise InvalidSequence(
                 f"Segments cover {position} of {len(self.token_ids)} tokens.",
-                reason="RAGGED",
+                reason=Reason.RAGGED,
                 remedy="Segments must tile the sequence in order.",
             )
 
@@ -146,7 +147,7 @@ class Sequence:
         if len(values) not in (0, self.num_model_tokens):
             raise InvalidSequence(
                 f"{name} has {len(values)} values for {self.num_model_tokens} sampled tokens.",
-                reason="RAGGED",
+                reason=Reason.RAGGED,
                 remedy="Give one value per MODEL token, and none for others.",
             )
 

@@ -22,6 +22,7 @@ from dialoop.chat import ChatHistory, History, Message
 from dialoop.episode import Sample
 from dialoop.errors import InvalidInput
 from dialoop.local.client import LocalEnvironmentClient
+from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.templates.chat_template import ChatTemplate
 from dialoop.tokens.builder import TokenBuilder
@@ -132,7 +133,7 @@ class ScriptedPolicy:
         if turn >= len(self._script):
             raise InvalidInput(
                 f"The script has {len(self._script)} answers and turn {turn} is asked for.",
-                reason="SCRIPT_ENDED",
+                reason=Reason.SCRIPT_ENDED,
                 remedy="Give one answer per turn, or a function of the history.",
             )
         return self._script[turn]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.chat import History
 from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion, Sequence
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class SamplingParams:
             if value is not None and not low <= value <= high:
                 raise InvalidInput(
                     f"{name} is {value}.",
-                    reason="INVALID_SAMPLING",
+                    reason=Reason.INVALID_SAMPLING,
                     remedy=f"Give {name} between {low} and {high}, or leave it out for 'off'.",
                 )
 
@@ -144,7 +145,7 @@ class SamplingParams:
         if penalty is not None and not 0 < penalty < float("inf"):
             raise InvalidInput(
                 f"repetition_penalty is {penalty}.",
-                reason="INVALID_SAMPLING",
+                reason=Reason.INVALID_SAMPLING,
                 remedy="Give more than 0; 1 is none.",
             )
 

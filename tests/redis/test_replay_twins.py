@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 from dialoop.errors import DialoopError
+from dialoop.reasons import DropReason
 from dialoop.trajectory import Purpose, Stage
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
-from dialoop_services.replay.memory_store.ledger import (
-    DEAD_LETTER,
-    DEAD_LETTER_FORGOTTEN,
-    GroupState,
-)
+from dialoop_services.replay.memory_store.ledger import GroupState
 from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.store import QueueLimits, QueueStore
@@ -256,5 +253,5 @@ async def test_redis_and_its_twin_give_the_same_answers(redis_url: str) -> None:
     for seed in range(10):
         seen |= await play_out(seed, redis_url)
     assert set(GroupState) <= seen, "the schedules reach every state"
-    assert {DEAD_LETTER, DEAD_LETTER_FORGOTTEN} <= seen
+    assert {DropReason.DEAD_LETTER, DropReason.DEAD_LETTER_FORGOTTEN} <= seen
     assert {"CURSOR_MOVED", "VERSION_NOT_NEWER", "TOO_LARGE", "GROUP_NOT_FOUND"} <= seen

@@ -17,6 +17,7 @@ from dialoop.conformance.checks import Finding, check_environment
 from dialoop.environments.loading import BUILT_IN, load_environment
 from dialoop.errors import InvalidInput
 from dialoop.import_paths import load_attribute
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     import argparse
@@ -104,4 +105,4 @@ def _first_line(function: object) -> str:
 
 
 def _first_line_at(use: str) -> str:
-    return _first_line(load_attribute(use, what="environment", reason="ENVIRONMENT_NOT_FOUND"))
+    return _first_line(load_attribute(use, what="environment", reason=Reason.ENVIRONMENT_NOT_FOUND))

@@ -15,6 +15,7 @@ from dialoop.cli.running_stacks import require_addresses
 from dialoop.clients.connection import Dialoop
 from dialoop.environments import load_environment
 from dialoop.errors import InvalidInput, NotFound, Unavailable
+from dialoop.reasons import Reason, reason_of
 from dialoop.sequences import Source
 from dialoop.testing import ScriptedPolicy
 from dialoop.trajectory import SamplingParams
@@ -46,7 +47,7 @@ class Player:
             text = input("assistant> ")
         except EOFError:
             raise Unavailable(
-                "The input ended before the episode did.", reason="INPUT_ENDED"
+                "The input ended before the episode did.", reason=Reason.INPUT_ENDED
             ) from None
         self._num_shown += 1  # it stands on the terminal already
         return text
@@ -117,9 +118,10 @@ def _conclude(trajectory: Trajectory) -> int:
     """Say how it ended; a failure is an error, and never a reward of 0."""
     for failure in trajectory.failures:
         if failure.reason.endswith("_NOT_FOUND"):
-            raise NotFound(failure.message, reason=failure.reason)
+            raise NotFound(failure.message, reason=reason_of(failure.reason))
         raise Unavailable(
-            f"{failure.owner.name.capitalize()} failed: {failure.message}", reason=failure.reason
+            f"{failure.owner.name.capitalize()} failed: {failure.message}",
+            reason=reason_of(failure.reason),
         )
     rewards = {r.name: r.value * r.weight for turn in trajectory.turns for r in turn.rewards}
     parts = ", ".join(f"{name} {value:g}" for name, value in rewards.items())

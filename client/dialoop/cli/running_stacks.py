@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.errors import Unavailable
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,7 +52,7 @@ def require_addresses(run_dir: Path) -> dict[str, str]:
     if stack is None or not stack.addresses:
         raise Unavailable(
             f"No stack is serving {run_dir}." if stack is None else f"{run_dir} is starting.",
-            reason="NO_STACK",
+            reason=Reason.NO_STACK,
             remedy="Start one with `dialoop up`."
             if stack is None
             else "Wait until all of its services are ready.",

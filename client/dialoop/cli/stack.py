@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from dialoop.cli.console import complain, say
 from dialoop.cli.running_stacks import announced, find_stack, find_stacks
 from dialoop.errors import InvalidConfig, NotFound, Unavailable
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     import argparse
@@ -69,7 +70,7 @@ def down(given: argparse.Namespace) -> int:
         if time.monotonic() > deadline:
             raise Unavailable(
                 f"{stack.run_dir} (pid {stack.pid}) is still stopping.",
-                reason="STILL_STOPPING",
+                reason=Reason.STILL_STOPPING,
                 remedy="Run `dialoop down` again; the second time it stops at once.",
             )
         time.sleep(_POLL_S)
@@ -85,11 +86,11 @@ def chosen(root: Path, run: str) -> Stack:
         what = f"No stack is serving {root / run}." if run else f"No stack is running in {root}/."
         others = ", ".join(stack.run_dir.name for stack in find_stacks(root))
         remedy = f"Running: {others}." if others else "Start one with `dialoop up`."
-        raise Unavailable(what, reason="NO_STACK", remedy=remedy)
+        raise Unavailable(what, reason=Reason.NO_STACK, remedy=remedy)
     if len(stacks) > 1:
         names = ", ".join(stack.run_dir.name for stack in stacks)
         raise NotFound(
-            "There are several stacks.", reason="WHICH_STACK", remedy=f"Name one of: {names}."
+            "There are several stacks.", reason=Reason.WHICH_STACK, remedy=f"Name one of: {names}."
         )
     return stacks[0]
 
@@ -104,7 +105,7 @@ def _command(words: list[str], module: str = "dialoop_services.stack") -> list[s
     if importlib.util.find_spec("dialoop_services") is None:
         raise InvalidConfig(
             "This needs the distribution dialoop-services, which is not installed.",
-            reason="NO_SERVICES",
+            reason=Reason.NO_SERVICES,
             remedy="Install it with `pip install "
             "'dialoop-services[replay,inference,scorer,trainer,stack]'`, or run `make setup` in "
             "the repository.",
@@ -125,7 +126,7 @@ def _detached(words: list[str], given: argparse.Namespace) -> int:
     if (living := find_stack(run_dir)) is not None:
         raise InvalidConfig(
             f"{run_dir} is in use by process {living.pid}.",
-            reason="RUN_IN_USE",
+            reason=Reason.RUN_IN_USE,
             remedy=f"Stop it with `dialoop down {run_dir.name}`, or choose another --run.",
         )
     log = given.root / f"{run_dir.name}.log"

@@ -17,6 +17,7 @@ import grpc
 from dialoop.clients.errors import error_of
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopWarning, Unavailable
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -230,7 +231,7 @@ class _Translating:
             # A closed channel cancels its calls. Left alone, that would look to a task group as if
             # somebody had cancelled the task, and the failure would vanish.
             raise Unavailable(
-                f"The connection to {self._address} was closed.", reason="CHANNEL_CLOSED"
+                f"The connection to {self._address} was closed.", reason=Reason.CHANNEL_CLOSED
             ) from error
 
 

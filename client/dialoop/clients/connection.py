@@ -28,6 +28,7 @@ from dialoop.clients.template import TemplateClient
 from dialoop.clients.trainer import TrainerClient
 from dialoop.errors import InvalidConfig, NotFound
 from dialoop.local.client import LocalEnvironmentClient
+from dialoop.reasons import Reason
 from dialoop.rollout import play, play_group
 from dialoop.trajectory import SamplingParams, Task
 
@@ -161,7 +162,7 @@ class Dialoop:
         if not key:
             page = await self.environment.list_tasks(environment, split=split, page_size=1)
             if not page.tasks:
-                raise NotFound(f"Split {split} of {environment} is empty.", reason="NO_TASKS")
+                raise NotFound(f"Split {split} of {environment} is empty.", reason=Reason.NO_TASKS)
             key = page.tasks[0].key
         return Task(
             task_id=f"{environment}/{split}/{key}",
@@ -192,7 +193,7 @@ class Dialoop:
         if not address:
             raise InvalidConfig(
                 f"No {name} service was named.",
-                reason="NO_ADDRESS",
+                reason=Reason.NO_ADDRESS,
                 remedy=f'Give Dialoop({name}="host:port").',
             )
         if name not in self._channels:

@@ -16,13 +16,14 @@ from dialoop.errors import (
     Status,
     Unavailable,
 )
+from dialoop.reasons import Reason, reason_of
 
 if TYPE_CHECKING:
     from dialoop.v1.environment_service_pb2 import ItemError
 
 # Errors of a retryable class that would only repeat themselves: the message stays too large, and
 # the cursor that a collector expected stays behind.
-_HOPELESS = frozenset({"MESSAGE_TOO_LARGE", "CURSOR_MOVED"})
+_HOPELESS = frozenset({Reason.MESSAGE_TOO_LARGE, Reason.CURSOR_MOVED})
 
 
 def error_of(failure: grpc.aio.AioRpcError, *, address: str) -> DialoopError:
@@ -32,20 +33,20 @@ def error_of(failure: grpc.aio.AioRpcError, *, address: str) -> DialoopError:
     info = _info_of(failure)
     if info is not None:
         remedy = info.metadata.get("remedy", "")
-        return _kind_of(code.value[0])(text, reason=info.reason, remedy=remedy)
+        return _kind_of(code.value[0])(text, reason=reason_of(info.reason), remedy=remedy)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return Unavailable(
             f"{address} is not reachable: {text}", remedy="Is the service running there?"
         )
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         remedy = "Send fewer or shorter items, or raise max_message_bytes on both sides."
-        return CapacityExhausted(text, reason="MESSAGE_TOO_LARGE", remedy=remedy)
+        return CapacityExhausted(text, reason=Reason.MESSAGE_TOO_LARGE, remedy=remedy)
     return _kind_of(code.value[0])(text)
 
 
 def error_of_item(item: ItemError) -> DialoopError:
     """The error of one item of a batch or stream."""
-    return _kind_of(item.code)(item.message, reason=item.reason or None)
+    return _kind_of(item.code)(item.message, reason=reason_of(item.reason) if item.reason else None)
 
 
 def is_worth_retrying(error: DialoopError) -> bool:

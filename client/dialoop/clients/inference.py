@@ -14,6 +14,7 @@ from dialoop.clients.weights import WeightsKind as WeightsKind
 from dialoop.clients.weights import WeightsManifest as WeightsManifest
 from dialoop.clients.weights import weights_requests
 from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.wire import (
     chat_history_to_proto,
@@ -289,7 +290,7 @@ class InferenceClient:
         if not manifest.adapter:
             raise InvalidInput(
                 "The manifest names no adapter.",
-                reason="INVALID_ADAPTER_NAME",
+                reason=Reason.INVALID_ADAPTER_NAME,
                 remedy="Set its adapter, or call load_weights.",
             )
         return await self.load_weights(manifest, chunks, deadline_s=deadline_s)

@@ -22,6 +22,7 @@ from dialoop.clients.environment import (
 from dialoop.clients.errors import error_of_item
 from dialoop.environments.environment import Given
 from dialoop.errors import DeadlineExceeded, DialoopError, Unavailable
+from dialoop.reasons import Reason
 from dialoop.v1 import environment_service_pb2 as pb
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class InteractiveSessions:
 
     async def _read(self) -> None:
         """Hand answers to those who wait for them, until the stream breaks."""
-        broken: DialoopError = Unavailable("The stream ended.", reason="STREAM_ENDED")
+        broken: DialoopError = Unavailable("The stream ended.", reason=Reason.STREAM_ENDED)
         try:
             async for answer in self._channel.exchange(INTERACT, self._requests()):
                 waiting = self._waiting.get(answer.request_id)

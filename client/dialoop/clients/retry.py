@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dialoop.clients.errors import is_worth_retrying
 from dialoop.errors import DialoopError, Unavailable
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 T = TypeVar("T")
 
-SERVICE_AWAY = "SERVICE_AWAY"
+SERVICE_AWAY = Reason.SERVICE_AWAY
 # The trainer has the replica's device, for as long as its step takes: that is no outage.
 _ASLEEP = "ASLEEP"
 _MOST_DOUBLINGS = 30

@@ -10,6 +10,7 @@ import numpy as np
 
 from dialoop.clients.channel import Rpc
 from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 from dialoop.v1 import chat_pb2
 from dialoop.v1 import template_service_pb2 as pb
 from dialoop.wire import history_from_proto, history_to_proto, sequence_from_proto, tool_to_proto
@@ -120,7 +121,7 @@ class TemplateClient:
         if (text is None) == (token_ids is None):
             raise InvalidInput(
                 "Either text or token_ids is to be parsed.",
-                reason="NOT_PARSEABLE",
+                reason=Reason.NOT_PARSEABLE,
                 remedy="Give one of them.",
             )
         request = pb.ParseRequest(

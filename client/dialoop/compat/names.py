@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 from dialoop.views.views import Masks
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def masks_of(given: Mapping[str, Any]) -> Masks:
         if known not in MASK_ALIASES.values() or known in found:
             raise InvalidInput(
                 f"There is no mask '{name[:40]}', or it is given twice.",
-                reason="UNKNOWN_FIELD",
+                reason=Reason.UNKNOWN_FIELD,
                 remedy=f"Give each of {', '.join(MASK_ALIASES.values())} once.",
             )
         found[known] = np.array(values, dtype=np.bool_)

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dialoop.errors import DialoopWarning, InvalidInput, Unsupported
+from dialoop.reasons import Reason
 from dialoop.trajectory import SamplingParams
 
 _PLAIN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_new_tokens")
@@ -115,7 +116,7 @@ class _Reader:
             raise Unsupported(
                 f"num_beams is {num_beams}: what a search over beams finds is no sample of the "
                 "policy, and its tokens have no probability of being drawn.",
-                reason="BEAMS_UNSUPPORTED",
+                reason=Reason.BEAMS_UNSUPPORTED,
                 remedy="Leave num_beams out; ask for num_samples and keep the likeliest, or give "
                 "temperature 0 for greedy decoding.",
             )
@@ -133,7 +134,7 @@ class _Reader:
                        for one in neutral):  # fmt: skip
                 raise Unsupported(
                     f"{name} is not done here.",
-                    reason="SAMPLING_UNSUPPORTED",
+                    reason=Reason.SAMPLING_UNSUPPORTED,
                     remedy=_REMEDIES.get(name, "Leave it out."),
                 )
 
@@ -145,7 +146,7 @@ class _Reader:
         if asked is not None and asked > 1:
             raise Unsupported(
                 f"logprobs is {asked}: only the sampled token's log-prob is known here.",
-                reason="SAMPLING_UNSUPPORTED",
+                reason=Reason.SAMPLING_UNSUPPORTED,
                 remedy="Give 1, or leave it out.",
             )
 
@@ -189,7 +190,7 @@ class _Reader:
         if self._given:
             raise InvalidInput(
                 f"Sampling has no parameter '{next(iter(self._given))[:40]}'.",
-                reason="UNKNOWN_FIELD",
+                reason=Reason.UNKNOWN_FIELD,
                 remedy="Leave it out.",
             )
 
@@ -231,4 +232,4 @@ def _require(holds: bool, name: str, value: Any, expected: str) -> None:
 
 
 def _invalid(message: str, remedy: str) -> InvalidInput:
-    return InvalidInput(message, reason="INVALID_SAMPLING", remedy=remedy)
+    return InvalidInput(message, reason=Reason.INVALID_SAMPLING, remedy=remedy)

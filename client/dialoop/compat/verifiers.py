@@ -24,6 +24,7 @@ from dialoop.agents import AgentOutcome
 from dialoop.environments.episode import TaskData
 from dialoop.environments.tasks.source import TaskSource, task_not_found
 from dialoop.errors import InvalidConfig, NotFound
+from dialoop.reasons import Reason
 from dialoop.trajectory import Failure, Owner, Reward
 
 if TYPE_CHECKING:
@@ -125,7 +126,9 @@ def _failures(episode: Any) -> Iterator[Failure]:
     if any(_CONTEXT_FULL in error.message for error in errors):
         return
     if not errors:
-        yield Failure(owner=Owner.ENVIRONMENT, reason="NOT_OK", message="verifiers gave no reason.")
+        yield Failure(
+            owner=Owner.ENVIRONMENT, reason=Reason.NOT_OK, message="verifiers gave no reason."
+        )
     is_unscored = any(None in trace.rewards.values() for trace in episode.traces)
     for error in errors:
         error_id = uuid4().hex[:12]
@@ -140,7 +143,7 @@ def _failures(episode: Any) -> Iterator[Failure]:
 
 def _several_agents(number: int) -> Failure:
     text = f"The verifiers episode has {number} agents; a recording is the run of one."
-    return Failure(owner=Owner.ENVIRONMENT, reason="SEVERAL_AGENTS", message=text)
+    return Failure(owner=Owner.ENVIRONMENT, reason=Reason.SEVERAL_AGENTS, message=text)
 
 
 def _task(taskset: Any, split: str, key: str) -> Any:
@@ -163,13 +166,13 @@ def _config(package: Any, config: Any) -> Any:
     except ModuleNotFoundError as error:
         raise NotFound(
             f"verifiers cannot load its environment: {error}.",
-            reason="ENVIRONMENT_NOT_FOUND",
+            reason=Reason.ENVIRONMENT_NOT_FOUND,
             remedy="Install the package of the taskset or harness, or mend its id.",
         ) from error
     except ValueError as error:
         raise InvalidConfig(
             f"verifiers does not take this environment: {error}.",
-            reason="BAD_OPTIONS",
+            reason=Reason.BAD_OPTIONS,
             remedy="Give the fields of verifiers.v1.EnvConfig.",
         ) from error
 
@@ -180,7 +183,7 @@ def _package() -> Any:
     except ImportError as error:
         raise InvalidConfig(
             "Environments of verifiers need the `verifiers` package, 0.4 or later.",
-            reason="PACKAGE_MISSING",
+            reason=Reason.PACKAGE_MISSING,
             remedy='Run: pip install "dialoop[verifiers]"',
         ) from error
     return package

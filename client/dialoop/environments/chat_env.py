@@ -34,6 +34,7 @@ from dialoop.errors import (
     PreconditionFailed,
     Unsupported,
 )
+from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import Failure, Owner, Trajectory
 
@@ -81,13 +82,13 @@ class ChatEnv:
         if mode is not InputMode.HISTORY and (traits.needs_messages or self.allow_rewrite):
             raise InvalidConfig(
                 f"Environment {self.name} has transforms that need messages, in {mode.name} mode.",
-                reason="HISTORY_MODE_ONLY",
+                reason=Reason.HISTORY_MODE_ONLY,
                 remedy="Use input_mode 'history', or leave tools and rewriting out.",
             )
         if traits.needs_tokens and mode is not InputMode.TOKENS:
             raise InvalidConfig(
                 f"Environment {self.name} has transforms that read tokens, in {mode.name} mode.",
-                reason="TOKENS_MODE_ONLY",
+                reason=Reason.TOKENS_MODE_ONLY,
                 remedy="Use input_mode 'tokens', or leave them out.",
             )
         set_ = object.__setattr__
@@ -126,7 +127,7 @@ class ChatEnv:
             found = ", ".join(sorted(given.data))[:200] or "nothing"
             raise InvalidInput(
                 f"The reset of {self.name} has no '{self.data_key}': its data has {found}.",
-                reason="DATA_KEY_MISSING",
+                reason=Reason.DATA_KEY_MISSING,
                 remedy=f"Send query, messages, or data with the key '{self.data_key}'.",
             )
         return TaskData(
@@ -154,14 +155,14 @@ class ChatEnv:
         if self.traits.needs_session or self._viewer is not None:
             raise Unsupported(
                 f"Environment {self.name} remembers more than the messages tell.",
-                reason="NEEDS_SESSION",
+                reason=Reason.NEEDS_SESSION,
                 remedy="Create a session and step it.",
             )
         opening = self.reset(task, seed).episode
         if not (self.allow_rewrite or prompt.starts_with(opening.history)):
             raise PreconditionFailed(
                 "The history does not begin with the opening of this task and seed.",
-                reason="HISTORY_REWRITTEN",
+                reason=Reason.HISTORY_REWRITTEN,
                 remedy="Send the messages from the first one on, and the task they opened with.",
             )
         answers = [m for m in prompt[len(opening.history) :] if m.role == self.policy_role]
@@ -172,7 +173,7 @@ class ChatEnv:
         """Take the policy's response in, let each transform answer it, then ask for rewards."""
         if episode.done:
             raise PreconditionFailed(
-                "The episode is over.", reason="EPISODE_DONE", remedy="Reset to start another."
+                "The episode is over.", reason=Reason.EPISODE_DONE, remedy="Reset to start another."
             )
         taken = self._taken_in(episode, answered)
         outcome = await self._transformed(taken)
@@ -187,7 +188,7 @@ class ChatEnv:
         if not (trajectory.terminated or trajectory.truncated):
             raise InvalidInput(
                 f"Trajectory {trajectory.trajectory_id} is not finished.",
-                reason="TRAJECTORY_NOT_DONE",
+                reason=Reason.TRAJECTORY_NOT_DONE,
                 remedy="Score a trajectory that was terminated or truncated.",
             )
         episodes = episodes_of(trajectory, task, policy_role=self.policy_role)
@@ -247,7 +248,7 @@ class ChatEnv:
         else:
             raise InvalidInput(
                 f"Task {task.key} of {self.name} has no question.",
-                reason="TASK_EMPTY",
+                reason=Reason.TASK_EMPTY,
                 remedy="Give the task a question.",
             )
         if self.system_prompt and messages[0].role != self.system_role:
@@ -260,7 +261,7 @@ class ChatEnv:
         if not isinstance(answered, ChatHistory):
             raise InvalidHistory(
                 f"Environment {self.name} reads messages.",
-                reason="WRONG_MODE",
+                reason=Reason.WRONG_MODE,
                 remedy="Send the field `history`.",
             )
         completed = self._completed(episode.history, answered)
@@ -269,7 +270,7 @@ class ChatEnv:
         if not answers:
             raise InvalidHistory(
                 f"The response has no message of role {self.policy_role}.",
-                reason="RESPONSE_MISSING",
+                reason=Reason.RESPONSE_MISSING,
                 remedy="Append the policy's message to the prompt.",
             )
         after = replace(
@@ -317,7 +318,7 @@ class ChatEnv:
         if only_response and answered.prompt not in (None, prompt):
             raise PreconditionFailed(
                 "prompt is not the one this episode stands at.",
-                reason="HISTORY_REWRITTEN",
+                reason=Reason.HISTORY_REWRITTEN,
                 remedy="Send the prompt unchanged, or response alone.",
             )
         return answered.completed_from(prompt)
@@ -356,7 +357,7 @@ def _viewer(
     if tokenizer is None:
         raise InvalidConfig(
             f"Environment {name} has no tokenizer, which {mode.name.lower()} mode renders with.",
-            reason="TOKENIZER_MISSING",
+            reason=Reason.TOKENIZER_MISSING,
             remedy="Give ChatEnv a tokenizer, or the directory of a model.",
         )
     if not isinstance(tokenizer, Tokenizer):
@@ -368,4 +369,4 @@ def _failure_of(
     error: Exception, transform: Transform, owner: Owner = Owner.ENVIRONMENT
 ) -> Failure:
     what = f"Transform {type(transform).__name__}"
-    return failure_of(error, owner=owner, reason="TRANSFORM_FAILED", what=what)
+    return failure_of(error, owner=owner, reason=Reason.TRANSFORM_FAILED, what=what)

@@ -9,6 +9,7 @@ from dialoop.environments.environment import Environment
 from dialoop.environments.standard import arithmetic, chat, jsonl
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.import_paths import load_attribute
+from dialoop.reasons import Reason
 from dialoop.trials.game_environment import twenty_questions
 
 _REQUIRED = ("name", "version", "description", "tasks", "traits", "reset", "step", "score")
@@ -27,14 +28,14 @@ def load_environment(use: str, options: Mapping[str, Any] | None = None) -> Envi
     The attribute is an environment, or a function or class that makes one from the options.
     """
     found = BUILT_IN.get(use) or load_attribute(
-        use, what="environment", reason="ENVIRONMENT_NOT_FOUND", built_in=BUILT_IN
+        use, what="environment", reason=Reason.ENVIRONMENT_NOT_FOUND, built_in=BUILT_IN
     )
     environment: Environment = made(found, dict(options or {}), use)
     missing = [name for name in _REQUIRED if not hasattr(environment, name)]
     if missing:
         raise InvalidConfig(
             f"{use} is not an environment: it has no {missing[0]}.",
-            reason="NOT_AN_ENVIRONMENT",
+            reason=Reason.NOT_AN_ENVIRONMENT,
             remedy="Name a ChatEnv, or a function that returns one.",
         )
     return environment
@@ -55,6 +56,6 @@ def made(found: Any, options: dict[str, Any], use: str) -> Any:
     except TypeError as error:
         raise InvalidConfig(
             f"The environment '{use}' does not take these options: {error}.",
-            reason="BAD_OPTIONS",
+            reason=Reason.BAD_OPTIONS,
             remedy="Compare them with the function's parameters.",
         ) from error

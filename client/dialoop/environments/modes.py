@@ -11,6 +11,7 @@ from enum import IntEnum
 
 from dialoop.chat import ChatHistory
 from dialoop.errors import InvalidConfig, InvalidHistory
+from dialoop.reasons import Reason
 
 
 class InputMode(IntEnum):
@@ -29,7 +30,7 @@ class InputMode(IntEnum):
         if str(mode) not in known:
             raise InvalidConfig(
                 f"There is no input mode '{str(mode)[:40]}'.",
-                reason="UNKNOWN_MODE",
+                reason=Reason.UNKNOWN_MODE,
                 remedy=f"Choose one of: {', '.join(known)}.",
             )
         return known[str(mode)]
@@ -83,6 +84,6 @@ def _require_agreement(
         raise InvalidHistory(
             f"full has {len(full)} {unit} that are not the {len(prompt)} of prompt followed by the "
             f"{len(response)} of response.",
-            reason="FULL_NOT_PROMPT_AND_RESPONSE",
+            reason=Reason.FULL_NOT_PROMPT_AND_RESPONSE,
             remedy="Send response alone.",
         )

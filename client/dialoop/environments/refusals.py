@@ -13,13 +13,14 @@ from dialoop.errors import (
     PreconditionFailed,
     Unsupported,
 )
+from dialoop.reasons import Reason
 
 
 def session_lost(session_id: str) -> NotFound:
     """Nobody here knows the session."""
     return NotFound(
         f"There is no session '{session_id[:80]}': it was closed, or its service restarted.",
-        reason="SESSION_LOST",
+        reason=Reason.SESSION_LOST,
         remedy="Create a session and play the task again from its start.",
     )
 
@@ -28,7 +29,7 @@ def session_expired(session_id: str) -> NotFound:
     """The session was not used within its time to live."""
     return NotFound(
         f"Session '{session_id[:80]}' expired unused.",
-        reason="SESSION_EXPIRED",
+        reason=Reason.SESSION_EXPIRED,
         remedy="Create a session with a longer ttl_s and play the task again.",
     )
 
@@ -37,7 +38,7 @@ def session_busy(session_id: str) -> Busy:
     """A step of the session is under way."""
     return Busy(
         f"Session '{session_id[:80]}' is at work on a step.",
-        reason="SESSION_BUSY",
+        reason=Reason.SESSION_BUSY,
         remedy="Wait for its answer, or play in another session.",
     )
 
@@ -46,7 +47,7 @@ def session_conflict(session_id: str, environment: str) -> AlreadyExists:
     """The id is taken by a session of another environment."""
     return AlreadyExists(
         f"Session '{session_id[:80]}' is one of environment '{environment}'.",
-        reason="SESSION_CONFLICT",
+        reason=Reason.SESSION_CONFLICT,
         remedy="Choose another session_id.",
     )
 
@@ -55,7 +56,7 @@ def no_capacity(capacity: int) -> CapacityExhausted:
     """All places are taken."""
     return CapacityExhausted(
         f"All {capacity} sessions are in use.",
-        reason="CAPACITY",
+        reason=Reason.CAPACITY,
         remedy="Close sessions, wait for some to expire, or raise the capacity.",
     )
 
@@ -64,7 +65,7 @@ def no_room(max_working: int) -> CapacityExhausted:
     """Too many steps are under way."""
     return CapacityExhausted(
         f"{max_working} steps are under way already.",
-        reason="CAPACITY",
+        reason=Reason.CAPACITY,
         remedy="Try again in a moment, or raise max_working_steps.",
     )
 
@@ -73,7 +74,7 @@ def unknown_environment(name: str, known: Iterable[str]) -> NotFound:
     """Nobody here has an environment of that name."""
     return NotFound(
         f"There is no environment '{name[:80]}'.",
-        reason="ENVIRONMENT_NOT_FOUND",
+        reason=Reason.ENVIRONMENT_NOT_FOUND,
         remedy=f"Choose one of: {', '.join(known)}.",
     )
 
@@ -82,7 +83,7 @@ def needs_session(environment: str) -> Unsupported:
     """The environment keeps what its histories do not tell."""
     return Unsupported(
         f"Environment {environment} is played in sessions only.",
-        reason="NEEDS_SESSION",
+        reason=Reason.NEEDS_SESSION,
         remedy="Create a session and step in it.",
     )
 
@@ -91,7 +92,7 @@ def step_conflict(what: str) -> PreconditionFailed:
     """The same place was asked for with other content before."""
     return PreconditionFailed(
         f"{what} was asked for before, with other content.",
-        reason="STEP_CONFLICT",
+        reason=Reason.STEP_CONFLICT,
         remedy="Retry with the same content, or go on to the next one.",
     )
 
@@ -100,7 +101,7 @@ def step_gap(what: str, expected: int) -> PreconditionFailed:
     """Something in between is missing."""
     return PreconditionFailed(
         f"{what} comes too early: the next one is {expected}.",
-        reason="STEP_GAP",
+        reason=Reason.STEP_GAP,
         remedy="Take episodes and steps in order, starting with a reset.",
     )
 
@@ -109,11 +110,11 @@ def episode_done(episode: int) -> PreconditionFailed:
     """The episode takes no more steps."""
     return PreconditionFailed(
         f"Episode {episode} is over.",
-        reason="EPISODE_DONE",
+        reason=Reason.EPISODE_DONE,
         remedy="Reset the session to start another.",
     )
 
 
 def bad_value(name: str, remedy: str) -> InvalidInput:
     """A field is out of range."""
-    return InvalidInput(f"{name} is out of range.", reason="OUT_OF_RANGE", remedy=remedy)
+    return InvalidInput(f"{name} is out of range.", reason=Reason.OUT_OF_RANGE, remedy=remedy)

@@ -16,6 +16,7 @@ from dialoop.chat import ToolDefinition
 from dialoop.environments.environment import Environment, Stateless
 from dialoop.environments.modes import InputMode, RewardShape
 from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 from dialoop.trajectory import Reward
 
 # Of one message, text or row of ids; -1 is a length that varies.
@@ -108,7 +109,7 @@ def shaped(
         else:
             raise InvalidInput(
                 f"Reward {reward.name} has {len(reward.per_token)} numbers, not {num_tokens}.",
-                reason="RAGGED",
+                reason=Reason.RAGGED,
                 remedy="Give one number per token of the response.",
             )
     return dense

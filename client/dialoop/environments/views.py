@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from dialoop.chat import ChatHistory, History
 from dialoop.environments.modes import Answered, InputMode, Text, Tokens
 from dialoop.errors import InvalidHistory, InvalidInput, PreconditionFailed
+from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, PolicyVersion, Sequence, Source, sequence_of
 from dialoop.tokens.builder import Prompt, TokenBuilder
 
@@ -156,7 +157,7 @@ class TokensViewer:
         if wrong is not None:
             raise InvalidInput(
                 f"Token id {wrong} is not one of the {size} of this tokenizer.",
-                reason="TOKEN_OUT_OF_RANGE",
+                reason=Reason.TOKEN_OUT_OF_RANGE,
                 remedy="Send ids of the environment's own tokenizer.",
             )
 
@@ -196,19 +197,23 @@ def _response(now: _T, prompt: _T | None, response: _T | None, full: _T | None) 
     """The policy's part, when what was sent begins with what the episode stands at."""
     if full is None and response is None:
         raise InvalidHistory(
-            "full is missing.", reason="FULL_MISSING", remedy="Send response, or prompt and full."
+            "full is missing.",
+            reason=Reason.FULL_MISSING,
+            remedy="Send response, or prompt and full.",
         )
     before = full[: len(now)] if full is not None else prompt
     if before is not None and before != now:
         raise PreconditionFailed(
             "What was sent does not begin with the prompt of this episode.",
-            reason="HISTORY_REWRITTEN",
+            reason=Reason.HISTORY_REWRITTEN,
             remedy="Send the prompt unchanged, or response alone.",
         )
     found = full[len(now) :] if full is not None else response
     if not found:
         raise InvalidHistory(
-            "The response is empty.", reason="RESPONSE_MISSING", remedy="Send what was sampled."
+            "The response is empty.",
+            reason=Reason.RESPONSE_MISSING,
+            remedy="Send what was sampled.",
         )
     return found
 
@@ -217,7 +222,7 @@ def _wrong_view(answered: Answered, mode: InputMode) -> InvalidHistory:
     sent = {ChatHistory: "history", Text: "text", Tokens: "tokens"}[type(answered)]
     return InvalidHistory(
         f"The environment reads {mode.name.lower()} and was sent {sent}.",
-        reason="WRONG_MODE",
+        reason=Reason.WRONG_MODE,
         remedy=f"Send the field `{mode.name.lower()}`.",
     )
 
@@ -225,6 +230,6 @@ def _wrong_view(answered: Answered, mode: InputMode) -> InvalidHistory:
 def _not_prefix() -> PreconditionFailed:
     return PreconditionFailed(
         "The chat template renders earlier messages otherwise once later ones follow.",
-        reason="PROMPT_NOT_PREFIX",
+        reason=Reason.PROMPT_NOT_PREFIX,
         remedy="Use history mode, or a template that keeps the past as it is.",
     )

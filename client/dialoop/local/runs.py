@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import PreconditionFailed
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 def no_inference(remedy: str) -> PreconditionFailed:
     """Nobody here samples."""
     return PreconditionFailed(
-        "These environments know no inference service.", reason="NO_INFERENCE", remedy=remedy
+        "These environments know no inference service.", reason=Reason.NO_INFERENCE, remedy=remedy
     )
 
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from dialoop.errors import Unavailable
+from dialoop.reasons import Reason
 from dialoop.sandbox.programs import forkserver_program
 
 _LOG = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class ForkServer:
                 self.close()
                 raise Unavailable(
                     "The sandbox's fork server is gone.",
-                    reason="SANDBOX_FAILED",
+                    reason=Reason.SANDBOX_FAILED,
                     remedy="Try again: the next call starts another.",
                 ) from error
 

@@ -26,6 +26,7 @@ from typing import Any
 from uuid import uuid4
 
 from dialoop.errors import DeadlineExceeded, InternalError, InvalidConfig, InvalidInput
+from dialoop.reasons import Reason
 
 _LOG = logging.getLogger(__name__)
 _LENGTH = struct.Struct("!I")
@@ -70,7 +71,7 @@ class KillableFunction:
             except TimeoutError:
                 raise DeadlineExceeded(
                     f"{self._function} was killed after {timeout_s:g} s.",
-                    reason="FUNCTION_TIMEOUT",
+                    reason=Reason.FUNCTION_TIMEOUT,
                     remedy="Give it more time, or less to do.",
                 ) from None
             except OSError as error:
@@ -93,7 +94,7 @@ class KillableFunction:
         _LOG.error("%s failed, error_id %s: %s", self._function, error_id, why)
         return InternalError(
             f"{self._function} failed (error_id {error_id}).",
-            reason="FUNCTION_FAILED",
+            reason=Reason.FUNCTION_FAILED,
             remedy="Look up the error_id in the log.",
         )
 

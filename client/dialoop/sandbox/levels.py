@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 
 
 class Level(StrEnum):
@@ -52,6 +53,6 @@ def parse_level(name: str) -> Level | None:
     except ValueError:
         raise InvalidConfig(
             f"There is no sandbox level '{name}'.",
-            reason="BAD_SANDBOX_LEVEL",
+            reason=Reason.BAD_SANDBOX_LEVEL,
             remedy=f"Use {', '.join((AUTO, *Level))}.",
         ) from None

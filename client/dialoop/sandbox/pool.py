@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dialoop.errors import CapacityExhausted, DialoopError
+from dialoop.reasons import Reason
 from dialoop.sandbox.forkserver import ForkServer
 from dialoop.sandbox.worker import Worker, start_worker
 
@@ -58,7 +59,7 @@ class Pool:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """A turn to run code; CapacityExhausted (SANDBOX_BUSY) when none comes in time."""
-        await self._wait_for(self._running, "SANDBOX_BUSY", "calls at one time")
+        await self._wait_for(self._running, Reason.SANDBOX_BUSY, "calls at one time")
         try:
             yield
         finally:
@@ -66,7 +67,7 @@ class Pool:
 
     async def take_place(self) -> None:
         """A place for a persistent interpreter; CapacityExhausted (SANDBOX_FULL)."""
-        await self._wait_for(self.places, "SANDBOX_FULL", "persistent interpreters")
+        await self._wait_for(self.places, Reason.SANDBOX_FULL, "persistent interpreters")
 
     async def worker(self) -> Worker:
         """A fresh interpreter, one of those kept ready if there is one."""
@@ -96,7 +97,7 @@ class Pool:
                 return
             self._spares.append(worker)
 
-    async def _wait_for(self, semaphore: asyncio.Semaphore, reason: str, what: str) -> None:
+    async def _wait_for(self, semaphore: asyncio.Semaphore, reason: Reason, what: str) -> None:
         try:
             async with asyncio.timeout(self._size.max_wait_s):
                 await semaphore.acquire()

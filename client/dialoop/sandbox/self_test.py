@@ -19,6 +19,7 @@ import threading
 from pathlib import Path
 
 from dialoop.errors import DialoopError, Unavailable
+from dialoop.reasons import Reason
 from dialoop.sandbox.levels import AUTO, Assessment, Isolation, Level, parse_level
 from dialoop.sandbox.limits import Limits
 from dialoop.sandbox.pool import Pool, PoolSize
@@ -57,7 +58,7 @@ def effective_isolation(name: str = AUTO) -> Isolation:
     reasons = "; ".join(f"{a.level}: {a.missing}" for a in found)
     raise Unavailable(
         f"This machine has no sandbox of the level '{name}' ({reasons}).",
-        reason="SANDBOX_LEVEL_MISSING",
+        reason=Reason.SANDBOX_LEVEL_MISSING,
         remedy="Install bubblewrap or allow user namespaces, run a kernel with Landlock and "
         "seccomp, or configure a level that this machine has.",
     )

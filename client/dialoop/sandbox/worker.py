@@ -18,6 +18,7 @@ import weakref
 from typing import Any
 
 from dialoop.errors import Unavailable
+from dialoop.reasons import Reason
 from dialoop.sandbox.confined.interpreter import FAILED, NONCE_BYTES, SUCCEEDED
 from dialoop.sandbox.execution import Execution
 from dialoop.sandbox.forkserver import ForkServer
@@ -64,7 +65,7 @@ class Worker:
             await self.close()
             failure = Unavailable(
                 "An interpreter of the sandbox did not start; the log says why.",
-                reason="SANDBOX_FAILED",
+                reason=Reason.SANDBOX_FAILED,
                 remedy="Look at the service's log; free memory or processes, then try again.",
             )
             failure.add_note(why)  # for the log; a client gets the message alone
@@ -180,7 +181,7 @@ class Worker:
             await self.close()
             raise Unavailable(
                 "The sandbox's fork server ended while code was running.",
-                reason="SANDBOX_FAILED",
+                reason=Reason.SANDBOX_FAILED,
                 remedy="Try again: the next call starts another.",
             )
         code = os.waitstatus_to_exitcode(self._ended.result())

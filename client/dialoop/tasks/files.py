@@ -15,6 +15,7 @@ from typing import Any
 from dialoop.environments.tasks.row_tasks import Collate, RowTasks, text_to_query
 from dialoop.environments.tasks.source import share_of
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 
 Row = Mapping[str, Any]
 
@@ -62,7 +63,7 @@ def rows_of(path: str | Path, *, split: str = "train") -> Iterator[Row]:
         return _parquet(path)
     raise InvalidConfig(
         f"{path} is no data set that can be read here.",
-        reason="DATA_UNREADABLE",
+        reason=Reason.DATA_UNREADABLE,
         remedy="Give a .jsonl or .parquet file, or a folder written by datasets.save_to_disk.",
     )
 
@@ -112,7 +113,7 @@ def _folder(path: Path, split: str) -> Iterator[Row]:
         if split not in saved:
             raise InvalidConfig(
                 f"{path} has no split {split!r}.",
-                reason="SPLIT_NOT_FOUND",
+                reason=Reason.SPLIT_NOT_FOUND,
                 remedy=f"Choose one of {', '.join(saved)}.",
             )
         saved = saved[split]
@@ -133,7 +134,7 @@ def _require_datasets() -> None:
     except ImportError as error:
         raise InvalidConfig(
             "Reading Parquet and Hugging Face data sets needs the `datasets` package.",
-            reason="PACKAGE_MISSING",
+            reason=Reason.PACKAGE_MISSING,
             remedy='Run: pip install "dialoop[datasets]"',
         ) from error
 
@@ -141,6 +142,6 @@ def _require_datasets() -> None:
 def _unreadable(path: Path, why: str) -> InvalidConfig:
     return InvalidConfig(
         f"The data set {path} cannot be read: {why}.",
-        reason="DATA_UNREADABLE",
+        reason=Reason.DATA_UNREADABLE,
         remedy="Give UTF-8 JSON lines, Parquet, or a folder written by datasets.save_to_disk.",
     )

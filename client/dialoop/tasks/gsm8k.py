@@ -18,6 +18,7 @@ from dialoop.environments.stamps import StepCounter
 from dialoop.environments.tools.answer_tags import tag_text
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 from dialoop.tasks.files import file_tasks
 from dialoop.trajectory import Reward
 
@@ -79,7 +80,7 @@ def gsm8k_truth(answer: str) -> str:
     if len(after) != 1:
         raise InvalidInput(
             f"The answer has {len(after)} '#### ', not one.",
-            reason="BAD_ANSWER",
+            reason=Reason.BAD_ANSWER,
             remedy="Give answers in GSM8K's form: the reasoning, then '#### 72'.",
         )
     return normalised(after[0])

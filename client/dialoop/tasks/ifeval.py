@@ -21,6 +21,7 @@ from dialoop.environments.episode import Episode, Score
 from dialoop.environments.stamps import StepCounter
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from dialoop.sandbox.killable import KillableFunction
 from dialoop.tasks.files import file_tasks
 from dialoop.tasks.ifeval_checks import CHECKS
@@ -182,7 +183,7 @@ def _collate(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if not known or not names or not isinstance(kwargs, (list, tuple)) or len(kwargs) != len(names):
         raise InvalidConfig(
             f"An IFEval row names instructions {names!r}, not each with its arguments.",
-            reason="BAD_ROW",
+            reason=Reason.BAD_ROW,
             remedy="Give instruction_id_list (known ids) and kwargs (one mapping for each).",
         )
     given = [{k: v for k, v in dict(one or {}).items() if v is not None} for one in kwargs]

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dialoop.errors import InvalidConfig, InvalidInput
+from dialoop.reasons import Reason
 
 Arguments = Mapping[str, Any]
 Check = Callable[[str, Arguments], bool]
@@ -36,7 +37,7 @@ def follows(instruction: str, arguments: Arguments, *, prompt: str, response: st
     if check is None:
         raise InvalidInput(
             f"There is no instruction {instruction!r}.",
-            reason="UNKNOWN_INSTRUCTION",
+            reason=Reason.UNKNOWN_INSTRUCTION,
             remedy=f"It must be one of {', '.join(CHECKS)}.",
         )
     given = {"prompt": prompt} | {k: v for k, v in arguments.items() if v is not None}
@@ -103,7 +104,7 @@ def _language(text: str, given: Arguments) -> bool:
     except ImportError as error:
         raise InvalidConfig(
             "Telling languages apart needs the `langdetect` package.",
-            reason="PACKAGE_MISSING",
+            reason=Reason.PACKAGE_MISSING,
             remedy='Run: pip install "dialoop[ifeval]"',
         ) from error
     langdetect.DetectorFactory.seed = 0

@@ -15,6 +15,7 @@ from dialoop.environments.episode import Episode, Score
 from dialoop.environments.stamps import StepCounter
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from dialoop.sandbox.killable import KillableFunction
 from dialoop.tasks.files import file_tasks
 from dialoop.trajectory import Reward
@@ -58,7 +59,7 @@ class MathReward(Transform):
         except ImportError as error:
             raise InvalidConfig(
                 "Comparing formulas needs the `math-verify` package.",
-                reason="PACKAGE_MISSING",
+                reason=Reason.PACKAGE_MISSING,
                 remedy='Run: pip install "dialoop[math]"',
             ) from error
 

@@ -25,6 +25,7 @@ from dialoop.environments.tasks.row_tasks import RowTasks
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.import_paths import load_attribute
+from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason, Failure, Owner, Reward
 
 SYSTEM_PROMPT = (
@@ -101,14 +102,14 @@ class MlgymCommands(Transform):
             outcome = self._evaluated(outcome, info)
         except Exception as error:
             failure = failure_of(
-                error, owner=Owner.ENVIRONMENT, reason="MLGYM_FAILED", what="MLGym"
+                error, owner=Owner.ENVIRONMENT, reason=Reason.MLGYM_FAILED, what="MLGym"
             )
             return outcome.fail(failure)
         if info.get("exit_status") == "early_exit":
             return outcome.fail(
                 Failure(
                     owner=Owner.ENVIRONMENT,
-                    reason="CONTAINER_LOST",
+                    reason=Reason.CONTAINER_LOST,
                     message="MLGym restarted the container, and the episode's work is gone.",
                 )
             )
@@ -165,11 +166,11 @@ class MlgymEnv(ChatEnv):
             raise
         except Exception as error:
             failure = failure_of(
-                error, owner=Owner.ENVIRONMENT, reason="MLGYM_FAILED", what="MLGym"
+                error, owner=Owner.ENVIRONMENT, reason=Reason.MLGYM_FAILED, what="MLGym"
             )
             raise Unavailable(
                 failure.message,
-                reason="MLGYM_FAILED",
+                reason=Reason.MLGYM_FAILED,
                 remedy="See the service's log: often no container runtime.",
             ) from error
         history = opening.episode.history
@@ -200,7 +201,7 @@ def mlgym(
     """The environment of MLGym tasks by name; `make` may be given as "module:function"."""
     maker = make or _registered
     if isinstance(maker, str):
-        maker = load_attribute(maker, what="MLGym environment", reason="ENVIRONMENT_NOT_FOUND")
+        maker = load_attribute(maker, what="MLGym environment", reason=Reason.ENVIRONMENT_NOT_FOUND)
     commands = MlgymCommands(metric=metric, format_penalty=format_penalty, max_steps=max_steps)
     rows = [{"key": task, "query": f"MLGym's {task}."} for task in tasks]
     return MlgymEnv(
@@ -222,7 +223,7 @@ def _registered(task: str) -> MlgymBench:
     except ImportError as error:
         raise InvalidConfig(
             "MLGym is not installed.",
-            reason="PACKAGE_MISSING",
+            reason=Reason.PACKAGE_MISSING,
             remedy="Install it from its repository, or give `make`.",
         ) from error
     bench: MlgymBench = gymnasium.make(f"mlgym/{task}", devices=["cpu_0"]).unwrapped

@@ -19,6 +19,7 @@ from dialoop.environments.tasks.source import TaskSource, task_not_found
 from dialoop.environments.tools.answer_tags import tag_text
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from dialoop.trajectory import Reward
 
 SYSTEM_PROMPT = "Solve the task. Give the answer alone between <answer> and </answer>."
@@ -41,7 +42,7 @@ class GymTasks(TaskSource):
                 raise InvalidConfig(
                     f"reasoning-gym makes no task {task!r} of these options "
                     f"({type(error).__name__}).",
-                    reason="TASK_NOT_FOUND",
+                    reason=Reason.TASK_NOT_FOUND,
                     remedy="See reasoning_gym.factory.DATASETS for names and their options.",
                 ) from error
         self.datasets = made
@@ -115,7 +116,7 @@ def _package() -> Any:
     except ImportError as error:
         raise InvalidConfig(
             "The reasoning-gym package is not installed.",
-            reason="PACKAGE_MISSING",
+            reason=Reason.PACKAGE_MISSING,
             remedy='Run: pip install "dialoop[reasoning-gym]"',
         ) from error
     return package

@@ -33,6 +33,7 @@ from dialoop.errors import (
     Unsupported,
 )
 from dialoop.messages import chat_for_template, tool_for_template
+from dialoop.reasons import Reason
 from dialoop.templates.parsing import parse_tokens, parser_for
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 def _raise_exception(message: str) -> None:
     raise InvalidInput(
         f"The chat template refuses this conversation: {message}",
-        reason="TEMPLATE_REFUSED",
+        reason=Reason.TEMPLATE_REFUSED,
         remedy="Use the roles and order of messages the model's template knows.",
     )
 
@@ -155,7 +156,7 @@ def _compiled(source: str) -> jinja2.Template:
     except jinja2.TemplateSyntaxError as error:
         raise InvalidConfig(
             f"The chat template does not parse: line {error.lineno}: {error.message}.",
-            reason="TEMPLATE_INVALID",
+            reason=Reason.TEMPLATE_INVALID,
             remedy="Mend the template.",
         ) from None
 
@@ -188,7 +189,7 @@ class ChatTemplate:
         if source is None:
             raise InvalidConfig(
                 "The tokenizer has no chat template.",
-                reason="TEMPLATE_MISSING",
+                reason=Reason.TEMPLATE_MISSING,
                 remedy="Add chat_template to tokenizer_config.json, or chat_template.jinja.",
             )
         return cls(source, name=tokenizer.name).with_special_tokens_of(tokenizer)
@@ -232,7 +233,7 @@ class ChatTemplate:
         if self.parser is None:
             raise PreconditionFailed(
                 f"Nothing reads back what the chat template {self.name} writes.".replace("  ", " "),
-                reason="NO_PARSER",
+                reason=Reason.NO_PARSER,
                 remedy="Register the template together with a parser.",
             )
         return self.parser
@@ -291,7 +292,7 @@ class ChatTemplate:
                 return pieces
         raise Unsupported(
             "The chat template writes its generation blocks more or less than once.",
-            reason="MASK_UNAVAILABLE",
+            reason=Reason.MASK_UNAVAILABLE,
             remedy="Ask without a mask, or mend the template.",
         )
 
@@ -317,7 +318,7 @@ class ChatTemplate:
         ):
             raise Unsupported(
                 "The conversation has tools or tool calls and the chat template writes none.",
-                reason="TOOLS_UNSUPPORTED",
+                reason=Reason.TOOLS_UNSUPPORTED,
                 remedy="Render with a template that knows tools, such as qwen.",
             )
 
@@ -341,7 +342,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise InvalidInput(
                 f"The chat template cannot render this conversation ({type(error).__name__}).",
-                reason="TEMPLATE_REFUSED",
+                reason=Reason.TEMPLATE_REFUSED,
                 remedy="Give the roles, fields and options that the template reads.",
             ) from error
 
@@ -349,7 +350,9 @@ class ChatTemplate:
         """The text up to the end of the last message's content."""
         messages = variables["messages"]
         if not messages:
-            raise InvalidInput("There is no final message to continue.", reason="PROMPT_MISSING")
+            raise InvalidInput(
+                "There is no final message to continue.", reason=Reason.PROMPT_MISSING
+            )
         last = dict(messages[-1])
         if not isinstance(last["content"], str):
             last["content"] = "".join(part["text"] for part in last["content"])
@@ -359,7 +362,7 @@ class ChatTemplate:
         if position < 0:
             raise InvalidInput(
                 "The chat template does not write the final message's content.",
-                reason="TEMPLATE_REFUSED",
+                reason=Reason.TEMPLATE_REFUSED,
                 remedy="Continue a message whose content the template shows.",
             )
         if text.startswith(_UNFINISHED, position):
@@ -373,7 +376,7 @@ def require_variables(options: Mapping[str, Any]) -> None:
     if reserved:
         raise InvalidInput(
             f"{reserved[0]} is no template option.",
-            reason="OPTION_RESERVED",
+            reason=Reason.OPTION_RESERVED,
             remedy="Give it as the argument of this name.",
         )
 
@@ -382,7 +385,7 @@ def _opens(add_generation_prompt: bool | None, continue_final_message: bool) -> 
     if add_generation_prompt and continue_final_message:
         raise InvalidInput(
             "add_generation_prompt and continue_final_message are both asked for.",
-            reason="BAD_OPTIONS",
+            reason=Reason.BAD_OPTIONS,
             remedy="Open a new turn, or continue the last one.",
         )
     return not continue_final_message if add_generation_prompt is None else add_generation_prompt
@@ -395,7 +398,7 @@ def _absent_mark(variables: Mapping[str, Any]) -> str:
             return mark
     raise InvalidInput(
         "The conversation holds the noncharacters U+FDD0, U+FDD1 and U+FDD2.",
-        reason="MASK_UNAVAILABLE",
+        reason=Reason.MASK_UNAVAILABLE,
         remedy="Leave them out: they are not meant for interchange.",
     )
 

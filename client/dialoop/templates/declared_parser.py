@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidInput
 from dialoop.messages import Message
+from dialoop.reasons import Reason
 from dialoop.templates.parsing import (
     not_parseable,
     split_calls,
@@ -106,6 +107,6 @@ class TemplateParser:
 def _invalid(message: str) -> InvalidInput:
     return InvalidInput(
         message,
-        reason="TEMPLATE_INVALID",
+        reason=Reason.TEMPLATE_INVALID,
         remedy="See TemplateParser in template_service.proto for what each field means.",
     )

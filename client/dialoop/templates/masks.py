@@ -18,6 +18,7 @@ import numpy as np
 
 from dialoop.errors import DialoopError, Unsupported
 from dialoop.messages import Message
+from dialoop.reasons import Reason
 from dialoop.templates.parsing import absent_character, guarded
 from dialoop.tokens.tokenizer import Encoded
 
@@ -237,7 +238,7 @@ def _literal(
     if text.replace(guard, "") != plain:
         raise Unsupported(
             "A message spells a special token that the chat template reads for its meaning.",
-            reason="SPECIAL_TOKEN_SPELLED",
+            reason=Reason.SPECIAL_TOKEN_SPELLED,
             remedy="Leave it out of the text, or send token ids.",
         )
     ids: list[int] = []
@@ -347,6 +348,6 @@ def _ends_turn(token_id: int, tokenizer: Tokenizer) -> bool:
 def _no_mask() -> Unsupported:
     return Unsupported(
         "The chat template does not show where the assistant's text stands.",
-        reason="MASK_UNAVAILABLE",
+        reason=Reason.MASK_UNAVAILABLE,
         remedy="Give the template generation blocks, or train on sampled tokens.",
     )

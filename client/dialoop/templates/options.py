@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import numpy as np
 
 from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 from dialoop.templates.chat_template import require_variables
 from dialoop.templates.masks import tokenised_all
 from dialoop.templates.registry import TemplateRegistry
@@ -79,7 +80,7 @@ def as_tokenizer(tokenizer: Any) -> Tokenizer | None:
         raise InvalidInput(
             f"tokenizer: expected a dialoop or fast transformers tokenizer, found "
             f"{type(tokenizer).__name__}.",
-            reason="WRONG_TYPE",
+            reason=Reason.WRONG_TYPE,
             remedy="Use Tokenizer.from_directory, or AutoTokenizer.from_pretrained.",
         )
     return _read(tokenizer, str(tokenizer.chat_template))
@@ -106,7 +107,7 @@ def applied_to_all(
     if unknown:
         raise InvalidInput(
             f"apply_chat_template has no option '{unknown[0]}'.",
-            reason="BAD_OPTIONS",
+            reason=Reason.BAD_OPTIONS,
             remedy="Give variables of the template in template_kwargs.",
         )
     ours = as_tokenizer(tokenizer)
@@ -131,7 +132,7 @@ def applied_to_all(
     if ours is None:
         raise InvalidInput(
             "Token ids are asked for and there is no tokenizer.",
-            reason="TOKENIZER_MISSING",
+            reason=Reason.TOKENIZER_MISSING,
             remedy="Give tokenizer, or tokenize=False.",
         )
     include_eos = options.get("include_eos", False)
@@ -157,7 +158,7 @@ def _columns(
     if limit is None and (options.get("truncation") or padding == "max_length"):
         raise InvalidInput(
             "There is no max_length to cut or pad to.",
-            reason="BAD_OPTIONS",
+            reason=Reason.BAD_OPTIONS,
             remedy="Give max_length.",
         )
     ids = [one.token_ids[:cut] for one in found]
@@ -186,7 +187,7 @@ def _pad_id(tokenizer: Tokenizer) -> int:
             return token
     raise InvalidInput(
         "The tokenizer has neither a pad_token nor an eos_token.",
-        reason="BAD_OPTIONS",
+        reason=Reason.BAD_OPTIONS,
         remedy="Leave padding out: lengths are explicit everywhere.",
     )
 
@@ -200,7 +201,7 @@ def _stacked(rows: list[NDArray[np.int32]]) -> NDArray[np.int32]:
     if len({len(row) for row in rows}) > 1:
         raise InvalidInput(
             "The conversations have different lengths, which one array cannot hold.",
-            reason="BAD_OPTIONS",
+            reason=Reason.BAD_OPTIONS,
             remedy="Ask with padding=True, or without return_tensors.",
         )
     return np.stack(rows) if rows else np.zeros((0, 0), np.int32)

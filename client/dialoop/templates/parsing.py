@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from dialoop.errors import DialoopError, InvalidInput
 from dialoop.messages import Message, ToolCall
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from dialoop.tokens.tokenizer import Tokenizer
@@ -251,7 +252,7 @@ def not_parseable(message: str) -> InvalidInput:
     """The error of a text that is not what the template renders."""
     return InvalidInput(
         f"The text is no rendered conversation of this template: {message}",
-        reason="NOT_PARSEABLE",
+        reason=Reason.NOT_PARSEABLE,
         remedy="Give what was rendered with the same template, special tokens included.",
     )
 

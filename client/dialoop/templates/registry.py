@@ -13,6 +13,7 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from dialoop.errors import AlreadyExists, DialoopError, InvalidInput, NotFound
+from dialoop.reasons import Reason
 from dialoop.templates.chat_template import ChatTemplate
 from dialoop.templates.parsing import CHATML, DEEPSEEK, FALCON, LLAMA, QWEN, FunctionParser
 
@@ -104,7 +105,7 @@ class TemplateRegistry:
             if not replace:
                 raise AlreadyExists(
                     f"The template '{name}' is registered with other content.",
-                    reason="TEMPLATE_CONFLICT",
+                    reason=Reason.TEMPLATE_CONFLICT,
                     remedy="Choose another name, or register with replace.",
                 )
         self._entries[name] = _Entry(
@@ -153,7 +154,7 @@ class TemplateRegistry:
         elif tokenizer is None:
             raise InvalidInput(
                 "There is neither a tokenizer nor the name of a template.",
-                reason="TEMPLATE_MISSING",
+                reason=Reason.TEMPLATE_MISSING,
                 remedy="Give tokenizer, chat_template or chat_template_name.",
             )
         elif tokenizer.chat_template is not None:
@@ -210,12 +211,14 @@ def _checked(name: str, source: str) -> ChatTemplate:
 
 
 def _invalid(message: str) -> InvalidInput:
-    return InvalidInput(message, reason="TEMPLATE_INVALID", remedy="Mend it and register again.")
+    return InvalidInput(
+        message, reason=Reason.TEMPLATE_INVALID, remedy="Mend it and register again."
+    )
 
 
 def _not_found(name: str, names: Iterable[str]) -> NotFound:
     return NotFound(
         f"There is no template '{name}'.",
-        reason="TEMPLATE_NOT_FOUND",
+        reason=Reason.TEMPLATE_NOT_FOUND,
         remedy=f"Choose one of: {', '.join(sorted(names))}; or register it.",
     )

@@ -22,6 +22,7 @@ from dialoop.environments.tools.call_syntax import CallSyntax
 from dialoop.environments.tools.calling import name_of
 from dialoop.environments.tools.text_tools import ToolFunction
 from dialoop.errors import DialoopError, InvalidConfig, InvalidInput
+from dialoop.reasons import Reason
 from dialoop.sequences import Source
 from dialoop.text_environment.history import TextHistory
 from dialoop.text_environment.tools import TextTools
@@ -121,11 +122,13 @@ class TextEnvironment:
         """
         if not queries:
             raise InvalidInput(
-                "There is no query.", reason="QUERIES_MISSING", remedy="Give at least one."
+                "There is no query.", reason=Reason.QUERIES_MISSING, remedy="Give at least one."
             )
         if not all(self.prompt + query for query in queries):
             raise InvalidInput(
-                "A query is empty.", reason="QUERIES_MISSING", remedy="Give a query or a prompt."
+                "A query is empty.",
+                reason=Reason.QUERIES_MISSING,
+                remedy="Give a query or a prompt.",
             )
         async with asyncio.TaskGroup() as playing:
             tasks = [playing.create_task(self.play(query)) for query in queries]
@@ -221,7 +224,7 @@ class TextEnvironment:
         try:
             text = await self.answer(history.last_text_segment)
         except Exception as error:
-            failure = failure_of(error, owner=Owner.TOOL, reason="TOOL_FAILED", what="A tool")
+            failure = failure_of(error, owner=Owner.TOOL, reason=Reason.TOOL_FAILED, what="A tool")
             return replace(history, failures=(*history.failures, failure)).complete(truncated=True)
         # What a tool says is a stranger's text; the marker after it is ours.
         said = self.tokenizer.encode(text).ids
@@ -247,12 +250,12 @@ class TextEnvironment:
             rewards = [float(value) for value in given]
         except Exception as error:
             what = f"The reward {name_of(self.reward)}"
-            failure = failure_of(error, owner=Owner.REWARD, reason="REWARD_FAILED", what=what)
+            failure = failure_of(error, owner=Owner.REWARD, reason=Reason.REWARD_FAILED, what=what)
             return [replace(h, failures=(*h.failures, failure)) for h in histories]
         if len(rewards) != len(histories):
             raise InvalidInput(
                 f"The reward gave {len(rewards)} values for {len(histories)} episodes.",
-                reason="REWARD_FAILED",
+                reason=Reason.REWARD_FAILED,
                 remedy="Give one number per text, or wrap a function of one text with `each`.",
             )
         return [

@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidSequence
+from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class TextSegment:
         if not self.text or not self.token_ids:
             raise InvalidSequence(
                 f"A segment has {len(self.text)} characters and {len(self.token_ids)} tokens.",
-                reason="EMPTY_SEGMENT",
+                reason=Reason.EMPTY_SEGMENT,
                 remedy="Append nothing where there is nothing to append.",
             )
 
@@ -158,7 +159,7 @@ class TextHistory:
             if position != len(segment.token_ids):
                 raise InvalidSequence(
                     f"Policy versions cover {position} of {len(segment.token_ids)} sampled tokens.",
-                    reason="RAGGED",
+                    reason=Reason.RAGGED,
                     remedy="Give (length, version) runs that add up to the segment.",
                 )
         logprobs = [value for segment in self.segments for value in segment.logprobs]

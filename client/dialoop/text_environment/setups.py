@@ -16,6 +16,7 @@ from dialoop.environments.tools.call_syntax import CallSyntax
 from dialoop.environments.tools.text_tools import ToolFunction
 from dialoop.errors import InvalidConfig
 from dialoop.import_paths import load_attribute
+from dialoop.reasons import Reason
 from dialoop.text_environment.environment import Reward, TextEnvironment, TextLimits, each
 
 if TYPE_CHECKING:
@@ -89,14 +90,14 @@ def load_text_setup(use: str, options: Mapping[str, Any] | None = None) -> TextS
     found = {"calculator": calculator}.get(use) or load_attribute(
         use,
         what="text environment",
-        reason="ENVIRONMENT_NOT_FOUND",
+        reason=Reason.ENVIRONMENT_NOT_FOUND,
         built_in=["calculator"],
     )
     setup = made(found, dict(options or {}), use)
     if not isinstance(setup, TextSetup):
         raise InvalidConfig(
             f"{use} is not a text environment.",
-            reason="NOT_A_TEXT_ENVIRONMENT",
+            reason=Reason.NOT_A_TEXT_ENVIRONMENT,
             remedy="Name a TextSetup, or a function that returns one.",
         )
     return setup

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.chat import History, Message
 from dialoop.errors import InvalidInput, InvalidSequence, Unsupported
+from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, PolicyVersion, Sequence, Source, sequence_of
 from dialoop.tokens.continuation import Past, continuation
 from dialoop.tokens.decoded_cache import SpelledTexts
@@ -116,7 +117,7 @@ class TokenBuilder:
         if num_context_messages <= 0:
             raise InvalidInput(
                 f"num_context_messages is {num_context_messages}.",
-                reason="BAD_CONTEXT",
+                reason=Reason.BAD_CONTEXT,
                 remedy="Say how many of the prompt's messages the context's tokens cover.",
             )
         past = self._past(history, context, num_context_messages, frozenset(vouched))
@@ -165,7 +166,7 @@ class TokenBuilder:
         if position != len(token_ids):
             raise InvalidSequence(
                 f"The versions are of {position} tokens and {len(token_ids)} were sampled.",
-                reason="RAGGED",
+                reason=Reason.RAGGED,
                 remedy="Give the version of every sampled token.",
             )
         sampled = sequence_of(pieces, logprobs=logprobs)
@@ -193,7 +194,7 @@ class TokenBuilder:
             if prompt.fork_cause is not ForkCause.NONE:
                 raise Unsupported(
                     "The chat template renders earlier messages otherwise once later ones follow.",
-                    reason="TEMPLATE_REWRITES_PAST",
+                    reason=Reason.TEMPLATE_REWRITES_PAST,
                     remedy="Demonstrate one assistant message at a time.",
                 )
             ids = self.tokenizer.encode(message.text).ids

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.chat import History, Message
 from dialoop.errors import DialoopError, Unsupported
+from dialoop.reasons import Reason
 from dialoop.tokens.text_spans import Piece
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def defused(
     if "".join(texts) != whole:
         raise Unsupported(
             "A message spells a special token, and this template does more than show it.",
-            reason="TEMPLATE_UNSUPPORTED",
+            reason=Reason.TEMPLATE_UNSUPPORTED,
             remedy="Leave the special token's text out of the message.",
         )
     return tuple(

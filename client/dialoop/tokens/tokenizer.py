@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -66,7 +67,7 @@ class Tokenizer:
         if not path.is_file():
             raise InvalidConfig(
                 f"The model directory {directory} has no tokenizer.json.",
-                reason="TOKENIZER_MISSING",
+                reason=Reason.TOKENIZER_MISSING,
                 remedy="Save the tokenizer there with tokenizer.save_pretrained(directory).",
             )
         config_path = directory / "tokenizer_config.json"

@@ -16,6 +16,7 @@ from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskD
 from dialoop.environments.tasks.source import TaskSource, task_not_found
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import Unsupported
+from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason, Reward
 from dialoop.trials.twenty_questions import TwentyQuestions
 
@@ -84,7 +85,7 @@ def game_of(environment: object) -> Game[Any]:
             return transform.game
     raise Unsupported(
         f"Environment {getattr(environment, 'name', '')} is not a game.",
-        reason="NOT_A_GAME",
+        reason=Reason.NOT_A_GAME,
         remedy="Run trials in an environment with a Play transform, as twenty_questions.",
     )
 

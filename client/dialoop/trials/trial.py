@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dialoop.chat import History, Message
 from dialoop.environments.failures import failure_of
 from dialoop.errors import DialoopError, InvalidInput
+from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.sequences import Sequence as TokenSequence
 from dialoop.trajectory import Owner
@@ -231,7 +232,7 @@ async def _trial(
             raise
         except Exception as error:
             failure = failure_of(
-                error, owner=Owner.ENVIRONMENT, reason="TRIAL_FAILED", what="The game"
+                error, owner=Owner.ENVIRONMENT, reason=Reason.TRIAL_FAILED, what="The game"
             )
             episode = PlayedEpisode(failures=(failure,))
         else:
@@ -257,7 +258,7 @@ async def _episode(
         except Exception as error:
             who = "The agent" if owner is Owner.POLICY else "The game"
             owner = Owner.INFERENCE if owner is Owner.POLICY else owner
-            failure = failure_of(error, owner=owner, reason="TRIAL_FAILED", what=who)
+            failure = failure_of(error, owner=owner, reason=Reason.TRIAL_FAILED, what=who)
             return replace(episode, failures=(failure,)), memory
         memory, state = action.state, move.state
         played = PlayedStep(

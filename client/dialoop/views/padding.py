@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 from dialoop.views.views import Masks, Tokens
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def pad_output(
     if not views or pad_token_id < 0:
         raise InvalidInput(
             f"{len(views)} turns are to be padded with token {pad_token_id}.",
-            reason="BAD_PADDING",
+            reason=Reason.BAD_PADDING,
             remedy="Give at least one turn, and the id of a token (0 or more) to pad with.",
         )
     tokens = pad_tokens(
@@ -145,7 +146,7 @@ def pad_masks(batch: Sequence[Masks], tokens: PaddedTokens) -> Masks:
     """Masks laid out as the full tokens, bool [B, W]; False on padding."""
     if tokens.full is None:
         raise InvalidInput(
-            "Masks go with the full tokens, which are absent.", reason="FULL_MISSING"
+            "Masks go with the full tokens, which are absent.", reason=Reason.FULL_MISSING
         )
     return Masks(
         all_attention_mask=tokens.full.mask(),
@@ -163,7 +164,7 @@ def padded_rows(
     if lengths is None:
         raise InvalidInput(
             "Padded rows came without their lengths.",
-            reason="LENGTHS_MISSING",
+            reason=Reason.LENGTHS_MISSING,
             remedy="Give the length of each row, or unpadded rows.",
         )
     known = np.array(list(lengths), dtype=np.int32)
@@ -171,7 +172,7 @@ def padded_rows(
         raise InvalidInput(
             f"{len(known)} lengths up to {known.max(initial=0)} do not fit values of shape "
             f"{values.shape}.",
-            reason="RAGGED",
+            reason=Reason.RAGGED,
             remedy="Give values [B, W] and one length up to W for each row.",
         )
     starts = values.shape[1] - known if padding_side == "left" else np.zeros_like(known)

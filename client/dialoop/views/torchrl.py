@@ -15,6 +15,7 @@ import numpy as np
 
 from dialoop.chat import ChatHistory, History
 from dialoop.errors import InvalidConfig, InvalidInput
+from dialoop.reasons import Reason
 from dialoop.trajectory import Distribution
 from dialoop.views.views import LogProbRow, LogProbs, Masks, Text, Tokens, TurnView
 
@@ -67,7 +68,7 @@ def _turn(row: Any) -> TurnView:
     if any(bool(part.padded) for part in (tokens, log_probs, masks)):
         raise InvalidInput(
             "The rows are padded, and nothing says how long they are.",
-            reason="LENGTHS_MISSING",
+            reason=Reason.LENGTHS_MISSING,
             remedy="Give rows of their own lengths (padded=False).",
         )
     text, history = row.get("text", None), row.get("history", None)
@@ -113,7 +114,7 @@ def _known(values: Any) -> LogProbRow | None:
     if np.isnan(row[start:]).any():
         raise InvalidInput(
             "Log-probs are unknown in the middle of a row.",
-            reason="RAGGED",
+            reason=Reason.RAGGED,
             remedy="Give rows whose unknown values come first.",
         )
     return LogProbRow(values=row[start:], start=start)
@@ -136,7 +137,7 @@ def _plain(history: History) -> list[dict[str, Any]]:
         if message.tool_calls or message.reasoning or not isinstance(message.content, str):
             raise InvalidInput(
                 f"The {message.role} message has more than text.",
-                reason="PARTS_UNSUPPORTED",
+                reason=Reason.PARTS_UNSUPPORTED,
                 remedy="Leave history out of the view (dataclasses.replace(view, history=None)): "
                 "tokens and text hold it all.",
             )
@@ -181,7 +182,7 @@ def _libraries() -> tuple[Any, Any, Any]:
     except ImportError as error:
         raise InvalidConfig(
             f"TorchRL's containers do not import ({error.name} is missing).",
-            reason="TENSORDICT_MISSING",
+            reason=Reason.TENSORDICT_MISSING,
             remedy="pip install 'dialoop[tensordict]'.",
         ) from error
     containers = type("Containers", (), {})()

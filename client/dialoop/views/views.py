@@ -18,6 +18,7 @@ import numpy as np
 from dialoop.chat import ChatHistory, History
 from dialoop.environments.modes import Text, Tokens
 from dialoop.errors import InvalidInput, NotFound, PreconditionFailed
+from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Source
 from dialoop.templates.masks import tokenised
 
@@ -71,7 +72,7 @@ class LogProbRow:
             raise InvalidInput(
                 f"{len(self.values)} log-probs from position {self.start} on do not fit "
                 f"{length} tokens.",
-                reason="RAGGED",
+                reason=Reason.RAGGED,
                 remedy="Give the number of tokens of the same row.",
             )
         row = np.full(length, np.nan, dtype=np.float32)
@@ -100,7 +101,7 @@ class LogProbs:
             if row is not None and row.start == 0 and len(row.values):
                 raise InvalidInput(
                     f"The first token of {name} has a log-prob: nothing stands before it.",
-                    reason="FIRST_TOKEN_HAS_LOGPROB",
+                    reason=Reason.FIRST_TOKEN_HAS_LOGPROB,
                     remedy="Let the values start at position 1.",
                 )
 
@@ -165,7 +166,7 @@ class TurnView:
                 return _view(sequence, start, end, history, trajectory.sampling, tokenizer)
         raise NotFound(
             f"Nothing was sampled in turn {turn} of trajectory {trajectory.trajectory_id}.",
-            reason="TURN_NOT_FOUND",
+            reason=Reason.TURN_NOT_FOUND,
             remedy="Ask for a turn below the number of turns that have sampled tokens.",
         )
 
@@ -320,7 +321,7 @@ def _same(one: Mask | None, other: Mask | None) -> bool:
 def _not_prefix(unit: str) -> PreconditionFailed:
     return PreconditionFailed(
         f"full does not begin with the prompt's {unit}.",
-        reason="PROMPT_NOT_PREFIX",
+        reason=Reason.PROMPT_NOT_PREFIX,
         remedy="The template writes the prompt otherwise once it is answered: use the tokens that "
         "were sampled.",
     )

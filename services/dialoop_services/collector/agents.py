@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from dialoop.agents import load_agent, play_agent
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -105,7 +106,7 @@ def loaded_agents(settings: CollectorSettings) -> dict[str, Agent]:
         raise InvalidConfig(
             f"There are agents, {len(settings.inference_addresses)} inference_addresses and "
             f"{len(settings.inference_rest_addresses)} inference_rest_addresses.",
-            reason="NO_REST_ADDRESS",
+            reason=Reason.NO_REST_ADDRESS,
             remedy="Name the REST door of every replica, in the same order.",
         )
     return {environment: load_agent(use) for environment, use in settings.agents.items()}

@@ -12,8 +12,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from dialoop.clients.replay import AppendItem, ReturnItem
-from dialoop.clients.retry import SERVICE_AWAY, RetryPolicy, retry
+from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError
+from dialoop.reasons import DropReason, Reason
 from dialoop.trajectory import Purpose, Stage
 
 from dialoop_services.collector.player import MemberFailed, Round
@@ -115,14 +116,14 @@ class Collector:
             await self._append(round_, group)
         except MemberFailed as failed:
             log.warning("A member failed: %s", failed, extra={"group_id": round_.group_id})
-            reason = SERVICE_AWAY.lower() if failed.is_outage else "member_failed"
+            reason = DropReason.SERVICE_AWAY if failed.is_outage else DropReason.MEMBER_FAILED
             await self._give_back(round_, reason, failed=not failed.is_outage)
         except DialoopError as error:
             log.warning("A group failed: %s", error, extra={"group_id": round_.group_id})
             await self._give_back(round_, error.reason.lower(), failed=not error.retryable)
         except Exception:
             log.exception("A group failed.", extra={"group_id": round_.group_id})
-            await self._give_back(round_, "collector_failed", failed=True)
+            await self._give_back(round_, DropReason.COLLECTOR_FAILED, failed=True)
 
     async def _info_of(self, environment: str) -> EnvironmentInfo:
         """The environment's stop strings and limits, asked for once."""
@@ -142,7 +143,7 @@ class Collector:
             lambda: self._replay.append_groups(self._settings.run, stage, [item]),
             self._retry_policy,
         )
-        if outcome.reason == "LEASE_LOST":
+        if outcome.reason == Reason.LEASE_LOST:
             self._lose(round_)
         elif outcome.is_rejected:
             log.error("A group was rejected: %s", outcome.message, extra={"reason": outcome.reason})
@@ -198,7 +199,7 @@ class Collector:
 
     async def _say_farewell(self) -> None:
         """Give back what is still held, so that nobody has to wait for the leases to run out."""
-        items = [_returned(r, "shutdown", failed=False) for r in self._rounds.values()]
+        items = [_returned(r, DropReason.SHUTDOWN, failed=False) for r in self._rounds.values()]
         for item in items:
             self._counters.returned(item.reason)
         if not items:

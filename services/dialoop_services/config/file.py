@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from pydantic import BaseModel, ValidationError
 
 from dialoop_services.config.job import SCHEMA, JobConfig
@@ -170,7 +171,7 @@ def _unknown_key(source: str, location: list[str]) -> InvalidConfig:
     where = f" in [{'.'.join(sections)}]" if sections else ""
     return InvalidConfig(
         f"{source} has an unknown key {key!r}{where}{hint}",
-        reason="UNKNOWN_KEY",
+        reason=Reason.UNKNOWN_KEY,
         remedy=f"Known keys: {', '.join(known)}.",
     )
 

@@ -19,6 +19,7 @@ from dialoop.environments.sessions.results import reset_result, step_result
 from dialoop.environments.spec import FieldSpec, spec_of
 from dialoop.episode import ResetResult, SessionState, StepResult
 from dialoop.errors import DialoopError, InvalidHistory
+from dialoop.reasons import Reason
 from dialoop.trials.trial import TrialOptions
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire import (
@@ -86,7 +87,7 @@ def _answered(request: pb.StepRequest) -> Answered:
     if len(views) > 1:
         raise InvalidHistory(
             f"The step holds {' and '.join(views)}.",
-            reason="WRONG_MODE",
+            reason=Reason.WRONG_MODE,
             remedy="Send the one that the environment's input mode names.",
         )
     if views == ["text"]:

@@ -22,6 +22,7 @@ from dialoop.chat import ChatHistory, History, Message
 from dialoop.environments import Given, InputMode, Managed, TaskChoice, Text
 from dialoop.environments.sessions.records import ResetCall, StepCall
 from dialoop.errors import CapacityExhausted, DialoopError, InvalidInput, NotFound, Unsupported
+from dialoop.reasons import Reason
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dialoop_services.environment.openenv_documents import SCHEMAS, operation, shown
@@ -217,7 +218,9 @@ class OpenEnvDoor:
 
     async def _step(self, player: _Player, action: Action) -> dict[str, Any]:
         if not player.number:
-            raise InvalidInput("No episode runs.", reason="NOT_RESET", remedy="Send reset first.")
+            raise InvalidInput(
+                "No episode runs.", reason=Reason.NOT_RESET, remedy="Send reset first."
+            )
         index = action.metadata.step_index
         call = StepCall(
             session_id=player.session_id,
@@ -236,7 +239,7 @@ class OpenEnvDoor:
         if mode is InputMode.TOKENS:
             raise Unsupported(
                 f"Environment {environment} reads token ids.",
-                reason="WRONG_MODE",
+                reason=Reason.WRONG_MODE,
                 remedy="Play it through the environment service.",
             )
         if mode is InputMode.TEXT:
@@ -249,14 +252,14 @@ class OpenEnvDoor:
         if not episode_id:
             raise InvalidInput(
                 "The step names no episode.",
-                reason="EPISODE_MISSING",
+                reason=Reason.EPISODE_MISSING,
                 remedy="Send episode_id of the reset's observation, or use the WebSocket.",
             )
         session = self._sessions.get(episode_id.partition("/")[0])
         if session.environment.name != environment:
             raise InvalidInput(
                 "The episode is one of another environment.",
-                reason="SESSION_CONFLICT",
+                reason=Reason.SESSION_CONFLICT,
                 remedy="Use the URL it was begun at.",
             )
         return session
@@ -273,7 +276,7 @@ def _json(text: str | bytes) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise InvalidInput(
-            "This is no JSON object.", reason="INVALID_JSON", remedy="Send one JSON object."
+            "This is no JSON object.", reason=Reason.INVALID_JSON, remedy="Send one JSON object."
         )
     return found
 
@@ -285,14 +288,14 @@ def _parsed(kind: type[Any], data: Any) -> Any:
         places = ", ".join(".".join(map(str, e["loc"])) for e in error.errors()[:5])
         raise InvalidInput(
             f"These fields are wrong: {places}.",
-            reason="INVALID_FIELDS",
+            reason=Reason.INVALID_FIELDS,
             remedy="See /schema of the environment.",
         ) from error
 
 
 def _code(error: DialoopError) -> str:
     """OpenEnv's name for the kind of error."""
-    if error.reason == "INVALID_JSON":
+    if error.reason == Reason.INVALID_JSON:
         return error.reason
     kinds = {
         CapacityExhausted: "CAPACITY_REACHED",

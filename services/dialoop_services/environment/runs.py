@@ -12,6 +12,7 @@ from dialoop.compat.trl_text import TrlTextEnvironment
 from dialoop.environments import refusals
 from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
 from dialoop.local.runs import no_inference
+from dialoop.reasons import Reason
 from dialoop.text_environment.environment import TextEnvironment
 from dialoop.text_environment.setups import load_text_setup
 from dialoop.tokens.tokenizer import Tokenizer
@@ -78,7 +79,7 @@ class OwnPolicy:
         if status.tokenizer_digest != self._tokenizer.digest:
             raise PreconditionFailed(
                 "The inference service has another tokenizer than this service's model_dir.",
-                reason="TOKENIZER_MISMATCH",
+                reason=Reason.TOKENIZER_MISMATCH,
                 remedy="Set DIALOOP_ENVIRONMENT_MODEL_DIR to the model that is served.",
             )
         return self._client, self._tokenizer
@@ -131,7 +132,7 @@ def _kind_of(compat: str) -> type[TextEnvironment]:
     if compat not in kinds:
         raise InvalidInput(
             f"compat is '{compat[:80]}'.",
-            reason="BAD_COMPAT",
+            reason=Reason.BAD_COMPAT,
             remedy='Leave it empty, or give "trl".',
         )
     return kinds[compat]
@@ -159,6 +160,6 @@ def _extra(text: str, num_queries: int) -> dict[str, Any]:
 def _bad_extra(message: str) -> InvalidInput:
     return InvalidInput(
         message,
-        reason="BAD_EXTRA",
+        reason=Reason.BAD_EXTRA,
         remedy='Give an object with one value per query in each list, as {"answers": ["7"]}.',
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_server
 
@@ -144,7 +145,7 @@ async def _vllm(settings: InferenceSettings) -> Engine:
     except Exception as error:  # a torch of another build raises RuntimeError or OSError
         raise InvalidConfig(
             f"vLLM does not import ({type(error).__name__}: {error}).",
-            reason="VLLM_MISSING",
+            reason=Reason.VLLM_MISSING,
             remedy="Run `make setup`, or set DIALOOP_INFERENCE_ENGINE=transformers.",
         ) from error
     return await VllmEngine.start(

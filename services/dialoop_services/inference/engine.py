@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidInput, Unavailable
+from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams, StopReason
 
@@ -219,13 +220,13 @@ def require_ids(token_ids: Sequence[int], *, vocab_size: int) -> None:
     """Refuse an empty row and ids the model has no embedding for."""
     if not token_ids:
         raise InvalidInput(
-            "There are no token ids.", reason="NO_TOKENS", remedy="Send at least one token."
+            "There are no token ids.", reason=Reason.NO_TOKENS, remedy="Send at least one token."
         )
     low, high = min(token_ids), max(token_ids)
     if low < 0 or high >= vocab_size:
         raise InvalidInput(
             f"Token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}.",
-            reason="TOKEN_OUT_OF_RANGE",
+            reason=Reason.TOKEN_OUT_OF_RANGE,
             remedy="Encode with the tokenizer of this policy.",
         )
 
@@ -235,21 +236,21 @@ def require_sampling(sampling: SamplingParams) -> None:
     if sampling.top_p == 0:
         raise InvalidInput(
             "top_p is 0.",
-            reason="INVALID_SAMPLING",
+            reason=Reason.INVALID_SAMPLING,
             remedy="Give temperature 0 for greedy sampling.",
         )
     temperature = sampling.temperature
     if temperature is not None and 0 < temperature < MIN_TEMPERATURE * (1 - _ROUNDING):
         raise InvalidInput(
             f"temperature is {temperature}.",
-            reason="INVALID_SAMPLING",
+            reason=Reason.INVALID_SAMPLING,
             remedy=f"Give 0 for greedy sampling, or at least {MIN_TEMPERATURE}.",
         )
     penalty = sampling.repetition_penalty
     if penalty is not None and not MIN_PENALTY * (1 - _ROUNDING) <= penalty <= MAX_PENALTY:
         raise InvalidInput(
             f"repetition_penalty is {penalty}.",
-            reason="INVALID_SAMPLING",
+            reason=Reason.INVALID_SAMPLING,
             remedy=f"Give {MIN_PENALTY} to {MAX_PENALTY:g}; 1 is none.",
         )
 
@@ -271,7 +272,7 @@ def require_fit(token_ids: Sequence[int], max_model_len: int) -> None:
     if len(token_ids) > max_model_len:
         raise InvalidInput(
             f"{len(token_ids)} tokens do not fit the context of {max_model_len}.",
-            reason="CONTEXT_FULL",
+            reason=Reason.CONTEXT_FULL,
             remedy="Send shorter sequences, or start the service with a larger context.",
         )
 
@@ -281,7 +282,7 @@ def require_one_stream(num_samples: int, on_tokens: OnTokens | None) -> None:
     if on_tokens is not None and num_samples != 1:
         raise InvalidInput(
             f"num_samples is {num_samples} on a stream.",
-            reason="INVALID_SAMPLING",
+            reason=Reason.INVALID_SAMPLING,
             remedy="Open one stream per sample.",
         )
 
@@ -290,11 +291,13 @@ def weights_bad() -> Unavailable:
     """What a request gets whose weights were lost under it."""
     return Unavailable(
         "The replica's weights are bad.",
-        reason="WEIGHTS_BAD",
+        reason=Reason.WEIGHTS_BAD,
         remedy="Try another replica, or wait for the next publish.",
     )
 
 
 def engine_stopped() -> Unavailable:
     """What a request gets when the engine died."""
-    return Unavailable("The engine stopped.", reason="NOT_READY", remedy="Try another replica.")
+    return Unavailable(
+        "The engine stopped.", reason=Reason.NOT_READY, remedy="Try another replica."
+    )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.chat import ChatHistory
 from dialoop.episode import ContinuedText, Sample
 from dialoop.errors import InvalidInput, Unsupported
+from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Segment, Sequence, Source, sequence_of
 from dialoop.templates.registry import TemplateRegistry
 from dialoop.tokens.builder import TokenBuilder
@@ -148,7 +149,7 @@ class Renderer:
         if not opened.startswith(text) or tuple(sequence.token_ids[-len(opening) :]) != opening:
             raise Unsupported(
                 "This template's tokens cannot be parted before the assistant's turn.",
-                reason="TEMPLATE_UNSUPPORTED",
+                reason=Reason.TEMPLATE_UNSUPPORTED,
                 remedy="Ask with add_generation_prompt.",
             )
         segments = (*sequence.segments[:-1], *_shortened(last, num_left))
@@ -162,7 +163,7 @@ class Renderer:
             if not string:
                 raise InvalidInput(
                     "A stop string is empty.",
-                    reason="INVALID_SAMPLING",
+                    reason=Reason.INVALID_SAMPLING,
                     remedy="Leave it out: the end-of-turn token always stops.",
                 )
             token = self.tokenizer.single_token(string)
@@ -223,7 +224,7 @@ def _without_tools(options: Mapping[str, Any]) -> dict[str, Any]:
     if "tools" in options:
         raise InvalidInput(
             "tools is no template option.",
-            reason="OPTION_RESERVED",
+            reason=Reason.OPTION_RESERVED,
             remedy="Give the request's own tools.",
         )
     return dict(options)

@@ -16,6 +16,7 @@ from dialoop.clients.weights import (
 )
 from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidHistory, InvalidInput
+from dialoop.reasons import Reason
 from dialoop.wire import (
     chat_history_from_proto,
     policy_version_from_proto,
@@ -79,7 +80,7 @@ def require_one_of(found: list[str], names: tuple[str, ...]) -> str:
     expected = f"{', '.join(names[:-1])} and {names[-1]}"
     raise InvalidInput(
         f"Expected exactly one of {expected}, found {' and '.join(found) or 'none'}.",
-        reason="PROMPT_AMBIGUOUS" if found else "PROMPT_MISSING",
+        reason=Reason.PROMPT_AMBIGUOUS if found else Reason.PROMPT_MISSING,
         remedy=f"Send one of {expected}.",
     )
 
@@ -91,7 +92,7 @@ def full_of(history: chat_pb2.ChatHistory) -> History:
         found = [name for name in ("prompt", "response") if history.HasField(name)]
         raise InvalidHistory(
             f"Expected history.full, found {' and '.join(found) or 'nothing'}.",
-            reason="FULL_MISSING",
+            reason=Reason.FULL_MISSING,
             remedy="Send the whole conversation as full.",
         )
     return full
@@ -106,7 +107,7 @@ def template_options_of(text: str) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise InvalidInput(
             f"template_options_json is no JSON object: {text[:40]!r}.",
-            reason="INVALID_FIELD",
+            reason=Reason.INVALID_FIELD,
             remedy='Give it as {"enable_thinking": false}, or leave it out.',
         )
     return options
@@ -117,7 +118,7 @@ def _num_samples_of(request: pb.GenerateRequest) -> int:
     if not 0 <= request.num_samples <= _MAX_SAMPLES:
         raise InvalidInput(
             f"num_samples is {request.num_samples}.",
-            reason="INVALID_SAMPLING",
+            reason=Reason.INVALID_SAMPLING,
             remedy=f"Ask for 1 to {_MAX_SAMPLES} samples.",
         )
     return request.num_samples or 1
@@ -174,7 +175,7 @@ def manifest_mismatch(message: str) -> InvalidInput:
     """What is wrong with a publish's stream."""
     return InvalidInput(
         message,
-        reason="MANIFEST_MISMATCH",
+        reason=Reason.MANIFEST_MISMATCH,
         remedy="Send a manifest, then the chunks it describes, or none when it names a path.",
     )
 
@@ -206,7 +207,7 @@ def _prompt_of(proto: chat_pb2.ChatHistory) -> History:
         what = f"only {' and '.join(found)}" if found and "prompt" not in found else "no messages"
         raise InvalidHistory(
             f"Expected messages in history.prompt, found {what}.",
-            reason="PROMPT_MISSING",
+            reason=Reason.PROMPT_MISSING,
             remedy="Send history.prompt.",
         )
     return history
@@ -216,6 +217,6 @@ def _require_no_context(request: pb.GenerateRequest, given: str) -> None:
     if request.HasField("context") or request.num_context_messages:
         raise InvalidInput(
             f"Expected a history beside context, found {given}.",
-            reason="BAD_CONTEXT",
+            reason=Reason.BAD_CONTEXT,
             remedy=f"Leave context out: {given} is continued as it stands.",
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.chat import History
 from dialoop.errors import AlreadyExists, InvalidInput, Unsupported
+from dialoop.reasons import Reason
 from dialoop.templates.chat_template import require_variables
 from dialoop.templates.masks import Rendered, content_spans, tokenised
 from dialoop.templates.registry import TemplateInfo
@@ -41,7 +42,7 @@ class TemplateServicer(rpc.TemplateServiceServicer):
         if request.name == self._name:
             raise AlreadyExists(
                 f"'{self._name}' is the model's own template.",
-                reason="TEMPLATE_CONFLICT",
+                reason=Reason.TEMPLATE_CONFLICT,
                 remedy="Choose another name.",
             )
         has_parser = request.HasField("parser")
@@ -95,7 +96,7 @@ class TemplateServicer(rpc.TemplateServiceServicer):
         if request.WhichOneof("rendered") is None:
             raise InvalidInput(
                 "There is neither text nor token_ids to parse.",
-                reason="NOT_PARSEABLE",
+                reason=Reason.NOT_PARSEABLE,
                 remedy="Send one of them.",
             )
         if request.WhichOneof("rendered") == "text":
@@ -109,7 +110,7 @@ class TemplateServicer(rpc.TemplateServiceServicer):
         if any(not 0 <= token < limit for token in ids):
             raise InvalidInput(
                 f"token_ids are not all from 0 to {limit - 1}.",
-                reason="TOKEN_OUT_OF_RANGE",
+                reason=Reason.TOKEN_OUT_OF_RANGE,
                 remedy="Send ids of this replica's tokenizer.",
             )
         return ids
@@ -124,7 +125,7 @@ class TemplateServicer(rpc.TemplateServiceServicer):
         try:
             found = tokenised(template, tokenizer, history, with_offsets=True, **options)
         except Unsupported as error:
-            if error.reason != "MASK_UNAVAILABLE":
+            if error.reason != Reason.MASK_UNAVAILABLE:
                 raise
             given = {"with_mask": False, "with_offsets": True, **options}
             found = replace(tokenised(template, tokenizer, history, **given), assistant_mask=None)

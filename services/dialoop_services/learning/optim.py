@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from torch.nn.utils import clip_grad_norm_
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class GuardedOptimizer:
         if len(states) != len(self._optimizers):
             raise InvalidConfig(
                 f"The checkpoint is not of the optimiser {self.settings.name}.",
-                reason="OPTIMIZER_MISMATCH",
+                reason=Reason.OPTIMIZER_MISMATCH,
                 remedy="Resume with the optimiser the run was started with.",
             )
         for optimizer, saved in zip(self._optimizers, states, strict=True):

@@ -6,6 +6,7 @@ import logging
 from contextlib import AsyncExitStack
 
 from dialoop.errors import InvalidConfig, Unavailable
+from dialoop.reasons import Reason
 from dialoop.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 
 from dialoop_services.replay.memory_store.store import MemoryStore
@@ -52,7 +53,7 @@ async def open_store(settings: ReplaySettings) -> QueueStore:
         raise InvalidConfig(
             f"Redis does not answer at {_without_password(settings.redis_url)} "
             f"({type(error.__cause__).__name__}).",
-            reason="STORE_UNAVAILABLE",
+            reason=Reason.STORE_UNAVAILABLE,
             remedy="Start it, or correct DIALOOP_REPLAY_REDIS_URL.",
         ) from error
     log.info("Using %s.", store.description)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import grpc
 from dialoop.errors import InvalidInput, PreconditionFailed
+from dialoop.reasons import Reason
 from dialoop.trajectory import Purpose, Stage
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import replay_service_pb2_grpc as rpc
@@ -85,7 +86,8 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         appended = iter((await self._change(passed, pb.AppendGroupsResponse)).outcomes)
         outcomes = [next(appended) if one is None else one for one in rejections]
         for outcome in outcomes:
-            outcome.message = outcome.message or APPEND_MESSAGES.get(outcome.reason, "")
+            if outcome.reason and not outcome.message:
+                outcome.message = APPEND_MESSAGES[Reason(outcome.reason)]
         return pb.AppendGroupsResponse(outcomes=outcomes)
 
     async def LeaseGroups(
@@ -184,7 +186,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         if request.confirm != request.run:
             raise PreconditionFailed(
                 f"Run '{request.run}' is not deleted without confirmation.",
-                reason="CONFIRM_RUN",
+                reason=Reason.CONFIRM_RUN,
                 remedy="Repeat the run's name in `confirm`.",
             )
         return await self._change(request, pb.PurgeResponse)
@@ -260,7 +262,7 @@ def _check_run(run: str) -> None:
     if not _RUN.fullmatch(run):
         raise InvalidInput(
             f"'{run[:128]}' is no run name.",
-            reason="BAD_RUN",
+            reason=Reason.BAD_RUN,
             remedy="Use 1 to 128 letters, digits, '.', '_' and '-', beginning with one of the "
             "former two.",
         )

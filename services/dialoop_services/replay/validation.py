@@ -6,6 +6,7 @@ check_group(group, stage=Stage.UNSCORED, vocab_size=32000)  # None, or why it is
 from __future__ import annotations
 
 import numpy as np
+from dialoop.reasons import Reason
 from dialoop.trajectory import Stage
 from dialoop.v1 import replay_service_pb2
 from dialoop.v1 import trajectory_pb2 as pb
@@ -21,11 +22,14 @@ def check_group(group: pb.Group, *, stage: Stage, vocab_size: int) -> _Rejection
             rejection = _check_sequence(sequence, stage, vocab_size)
             if rejection is not None:
                 where = f"Trajectory {trajectory.trajectory_id}, sequence {index}: "
-                return _rejected(rejection.reason, where + rejection.message)
+                rejection.message = where + rejection.message
+                return rejection
             num_model_tokens += _num_model_tokens(sequence)
     # An evaluation is not trained on: a policy that sampled nothing is a result like any other.
     if num_model_tokens == 0 and stage is not Stage.EVALUATION:
-        return _rejected("NO_TRAINABLE_TOKEN", f"Group {group.group_id}: no token was sampled.")
+        return _rejected(
+            Reason.NO_TRAINABLE_TOKEN, f"Group {group.group_id}: no token was sampled."
+        )
     return None
 
 
@@ -78,7 +82,7 @@ def _check_ids(sequence: pb.Sequence, vocab_size: int) -> _Rejection | None:
     if lowest < 0 or (vocab_size and highest >= vocab_size):
         wrong = lowest if lowest < 0 else highest
         return _rejected(
-            "TOKEN_OUT_OF_RANGE",
+            Reason.TOKEN_OUT_OF_RANGE,
             f"token id {wrong} is outside a vocabulary of {vocab_size or 'unknown size'}.",
         )
     return None
@@ -87,9 +91,9 @@ def _check_ids(sequence: pb.Sequence, vocab_size: int) -> _Rejection | None:
 def _check_finite(sequence: pb.Sequence) -> _Rejection | None:
     for name in ("inference_logprobs", "ref_logprobs", "token_advantages"):
         if not np.isfinite(np.array(getattr(sequence, name))).all():
-            return _rejected("NON_FINITE", f"{name} has a value that is not finite.")
+            return _rejected(Reason.NON_FINITE, f"{name} has a value that is not finite.")
     if not np.isfinite(sequence.advantage):
-        return _rejected("NON_FINITE", "the advantage is not finite.")
+        return _rejected(Reason.NON_FINITE, "the advantage is not finite.")
     return None
 
 
@@ -98,13 +102,13 @@ def _check_advantage(sequence: pb.Sequence) -> _Rejection | None:
         return None
     if sequence.HasField("advantage") or sequence.token_advantages:
         return None
-    return _rejected("NO_ADVANTAGE", "sampled tokens without an advantage.")
+    return _rejected(Reason.NO_ADVANTAGE, "sampled tokens without an advantage.")
 
 
 def _ragged(message: str) -> _Rejection:
-    return _rejected("RAGGED", message)
+    return _rejected(Reason.RAGGED, message)
 
 
-def _rejected(reason: str, message: str) -> _Rejection:
+def _rejected(reason: Reason, message: str) -> _Rejection:
     status = replay_service_pb2.APPEND_STATUS_REJECTED
     return _Rejection(status=status, reason=reason, message=message)

@@ -7,6 +7,7 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 
 from dialoop_services.rest.problems import BodyTooLarge, UnsupportedMediaType
 
@@ -32,7 +33,7 @@ async def read_body(
     if encoding not in (b"identity", b"gzip"):
         raise UnsupportedMediaType(
             "The body's content-encoding is not read here.",
-            reason="UNSUPPORTED_ENCODING",
+            reason=Reason.UNSUPPORTED_ENCODING,
             remedy="Send it plain, or with `content-encoding: gzip`.",
         )
     chunks = _chunks(receive)
@@ -85,7 +86,7 @@ def _unpack(unpacking: Any, chunk: bytes) -> bytes:
 def _bad_gzip() -> InvalidInput:
     return InvalidInput(
         "The body is not one whole gzip member.",
-        reason="BAD_GZIP",
+        reason=Reason.BAD_GZIP,
         remedy="Send one gzip member, or leave content-encoding out.",
     )
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.errors import DeadlineExceeded, DialoopError, Unavailable
+from dialoop.reasons import Reason
 
 from dialoop_services.rest.bodies import CallerGone
 from dialoop_services.rest.problems import FieldsRefused
@@ -77,7 +78,7 @@ def timeout_of(headers: Mapping[bytes, bytes]) -> float | None:
     if not 0 < seconds < math.inf:
         raise FieldsRefused(
             f"{TIMEOUT_HEADER} is no time.",
-            reason="INVALID_FIELD",
+            reason=Reason.INVALID_FIELD,
             remedy="Give a positive number of seconds.",
             fields=[TIMEOUT_HEADER],
         )
@@ -108,7 +109,9 @@ async def serve_call(call: Call, caller: Caller, answer: Failing, serving: Await
     except asyncio.CancelledError:
         if not caller.forgive():  # the server's drain has run out
             stopping = Unavailable(
-                "The service is stopping.", reason="STOPPING", remedy="Try again when it is back."
+                "The service is stopping.",
+                reason=Reason.STOPPING,
+                remedy="Try again when it is back.",
             )
             await answer.fail(stopping)
     except Exception as error:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dialoop.errors import ERRORS_BY_STATUS, InternalError, InvalidInput, Status
+from dialoop.reasons import Reason
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from pydantic import ValidationError
@@ -178,7 +179,7 @@ class Endpoint:
         except DecodeError as error:
             raise InvalidInput(
                 f"The body is no {self._route.rpc.input_type.name}.",
-                reason="INVALID_PROTOBUF",
+                reason=Reason.INVALID_PROTOBUF,
                 remedy="Send one serialized message.",
             ) from error
 
@@ -198,7 +199,7 @@ def _bind(request: Message, path: str, value: str) -> None:
     if getattr(request, name) not in ("", value):
         raise FieldsRefused(
             f"{path} in the body is not the one in the path.",
-            reason="PATH_MISMATCH",
+            reason=Reason.PATH_MISMATCH,
             remedy="Leave it out of the body.",
             fields=[path],
         )

@@ -13,6 +13,7 @@ import ipaddress
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import DialoopError, Unauthenticated
+from dialoop.reasons import Reason
 
 from dialoop_services.rest.problems import ForeignCaller, problem_body, problem_headers
 
@@ -113,7 +114,7 @@ def _foreign_host(headers: Mapping[bytes, bytes]) -> ForeignCaller | None:
         return None
     return ForeignCaller(
         "Without a token this service answers on loopback names only.",
-        reason="FOREIGN_HOST",
+        reason=Reason.FOREIGN_HOST,
         remedy="Call 127.0.0.1 or localhost, or set DIALOOP_TOKEN.",
     )
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pydantic_core
 from dialoop.errors import DialoopError
+from dialoop.reasons import Reason
 
 from dialoop_services.rest.bodies import read_body
 from dialoop_services.rest.client_disconnect import Caller, serve_call, time_limit, timeout_of
@@ -74,11 +75,11 @@ class HttpRequest:
         self._caller = caller
         self._deadline = deadline
 
-    def why_cancelled(self) -> str:
+    def why_cancelled(self) -> Reason:
         """CALLER_LEFT, DEADLINE_EXCEEDED or STOPPING; asked inside `except CancelledError`."""
         if self._caller.is_gone:
-            return "CALLER_LEFT"
-        return "DEADLINE_EXCEEDED" if self._deadline.expired() else "STOPPING"
+            return Reason.CALLER_LEFT
+        return Reason.DEADLINE_EXCEEDED if self._deadline.expired() else Reason.STOPPING
 
 
 class HttpAnswer:

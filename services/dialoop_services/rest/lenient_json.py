@@ -18,6 +18,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidHistory
+from dialoop.reasons import Reason
 
 from dialoop_services.rest.old_field_names import modern_sampling
 
@@ -113,7 +114,7 @@ def _require_one_history(messages: list[Any], path: str) -> None:
     if any(isinstance(one, list) for one in messages):
         raise InvalidHistory(
             f"{path} is a batch of histories where one is expected.",
-            reason="BATCH_OF_HISTORIES",
+            reason=Reason.BATCH_OF_HISTORIES,
             remedy="Send one request for each, or use /v1/batch/reset and /v1/batch/step.",
         )
 

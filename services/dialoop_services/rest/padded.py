@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from dialoop.clients.inference_messages import samples_from_proto
 from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 from dialoop.views.padding import PaddedOutput, PaddedRows, pad_output
 from dialoop.views.views import LogProbRow, LogProbs, Masks, Tokens, TurnView
 from dialoop.wire import logprobs_from_proto, sequence_from_proto
@@ -120,7 +121,7 @@ def _rows(rows: PaddedRows) -> dict[str, Any]:
 
 
 def _refused(message: str, *, remedy: str) -> InvalidInput:
-    return InvalidInput(message, reason="BAD_PADDING", remedy=remedy)
+    return InvalidInput(message, reason=Reason.BAD_PADDING, remedy=remedy)
 
 
 def padding_parameters() -> list[dict[str, Any]]:

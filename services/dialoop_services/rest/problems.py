@@ -18,6 +18,7 @@ from dialoop.errors import (
     PermissionDenied,
     Unsupported,
 )
+from dialoop.reasons import Reason
 
 from dialoop_services.runtime.errors import LoggedError
 
@@ -34,9 +35,9 @@ _MAX_FIELDS = 10
 class FieldsRefused(InvalidInput):
     """Fields of a body or query are unknown, of the wrong type or out of range."""
 
-    default_reason = "INVALID_FIELD"
+    default_reason = Reason.INVALID_FIELD
 
-    def __init__(self, message: str, *, reason: str, remedy: str, fields: Sequence[str]) -> None:
+    def __init__(self, message: str, *, reason: Reason, remedy: str, fields: Sequence[str]) -> None:
         super().__init__(message, reason=reason, remedy=remedy)
         self.fields = tuple(fields)
 
@@ -46,33 +47,33 @@ class BodyTooLarge(CapacityExhausted):
 
     http_status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
     retryable = False
-    default_reason = "MESSAGE_TOO_LARGE"
+    default_reason = Reason.MESSAGE_TOO_LARGE
 
 
 class UnsupportedMediaType(InvalidInput):
     """The body is of a type or encoding that is not read here."""
 
     http_status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE
-    default_reason = "UNSUPPORTED_MEDIA_TYPE"
+    default_reason = Reason.UNSUPPORTED_MEDIA_TYPE
 
 
 class RouteNotFound(NotFound):
     """No rpc has that path."""
 
-    default_reason = "ROUTE_NOT_FOUND"
+    default_reason = Reason.ROUTE_NOT_FOUND
 
 
 class MethodNotAllowed(Unsupported):
     """The path is there and the method is another."""
 
     http_status = HTTPStatus.METHOD_NOT_ALLOWED
-    default_reason = "METHOD_NOT_ALLOWED"
+    default_reason = Reason.METHOD_NOT_ALLOWED
 
 
 class ForeignCaller(PermissionDenied):
     """A web page of another origin is calling."""
 
-    default_reason = "FOREIGN_ORIGIN"
+    default_reason = Reason.FOREIGN_ORIGIN
 
 
 def fields_refused(error: ValidationError, *, where: str) -> FieldsRefused:
@@ -83,7 +84,7 @@ def fields_refused(error: ValidationError, *, where: str) -> FieldsRefused:
     if kinds == {"json_invalid"}:
         return FieldsRefused(
             f"The {where} is no JSON: {details[0]['msg']}.",
-            reason="INVALID_JSON",
+            reason=Reason.INVALID_JSON,
             remedy="Send one JSON object.",
             fields=(),
         )
@@ -93,7 +94,7 @@ def fields_refused(error: ValidationError, *, where: str) -> FieldsRefused:
     more = f" (and {len(names) - _MAX_FIELDS} more)" if len(names) > _MAX_FIELDS else ""
     return FieldsRefused(
         "; ".join(sentences[:_MAX_FIELDS]) + more + ".",
-        reason="UNKNOWN_FIELD" if kinds == {"extra_forbidden"} else "INVALID_FIELD",
+        reason=Reason.UNKNOWN_FIELD if kinds == {"extra_forbidden"} else Reason.INVALID_FIELD,
         remedy="Compare with /docs.",
         fields=names[:_MAX_FIELDS],
     )

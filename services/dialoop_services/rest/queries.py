@@ -5,6 +5,7 @@ from __future__ import annotations
 from urllib.parse import parse_qsl
 
 from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 
 from dialoop_services.rest.problems import FieldsRefused
 
@@ -18,12 +19,12 @@ def pairs_of(query: bytes) -> dict[str, str]:
             query.decode("latin-1"), keep_blank_values=True, max_num_fields=_MAX_FIELDS
         )
     except ValueError as error:
-        raise InvalidInput("The query has too many fields.", reason="INVALID_FIELD") from error
+        raise InvalidInput("The query has too many fields.", reason=Reason.INVALID_FIELD) from error
     names = [name for name, _ in found]
     if len(set(names)) < len(names):
         raise FieldsRefused(
             "A field is given twice in the query.",
-            reason="INVALID_FIELD",
+            reason=Reason.INVALID_FIELD,
             remedy="Give each field once.",
             fields=[name for name in dict.fromkeys(names) if names.count(name) > 1],
         )

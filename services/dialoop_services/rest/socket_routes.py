@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pydantic_core
 from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.reasons import Reason
 
 from dialoop_services.runtime.errors import public_error
 
@@ -108,6 +109,6 @@ def require_sockets() -> None:
     except ImportError as error:
         raise InvalidConfig(
             "Serving WebSockets needs the `websockets` package.",
-            reason="PACKAGE_MISSING",
+            reason=Reason.PACKAGE_MISSING,
             remedy='Run: pip install "dialoop-services[openenv]"',
         ) from error

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from dialoop.errors import InvalidInput, PreconditionFailed
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -116,13 +117,13 @@ def _require_rewards(rewards: Sequence[float]) -> None:
     if len(rewards) < 2:
         raise InvalidInput(
             f"A group of {len(rewards)} has no baseline.",
-            reason="GROUP_TOO_SMALL",
+            reason=Reason.GROUP_TOO_SMALL,
             remedy="Play at least two trajectories of each task.",
         )
     if not all(math.isfinite(reward) for reward in rewards):
         raise InvalidInput(
             f"A reward of {list(rewards)} is not finite.",
-            reason="NON_FINITE_REWARD",
+            reason=Reason.NON_FINITE_REWARD,
             remedy="Mark the trajectory as failed instead of giving it such a reward.",
         )
 
@@ -135,6 +136,6 @@ def require_complete(group: Group, group_size: int | None) -> None:
         raise PreconditionFailed(
             f"Group {group.group_id} has {group.num_trajectories} trajectories of {group_size}, "
             f"not scorable: {failed}.",
-            reason="GROUP_INCOMPLETE",
+            reason=Reason.GROUP_INCOMPLETE,
             remedy="Retry the failed members, or drop the group and re-issue its task.",
         )

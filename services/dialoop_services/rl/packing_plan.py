@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -82,7 +83,7 @@ def _split_oversize(lengths: Sequence[int], max_tokens: int) -> tuple[list[int],
     if empty:
         raise InvalidInput(
             f"Sequence {empty[0]} has {lengths[empty[0]]} tokens.",
-            reason="EMPTY_SEQUENCE",
+            reason=Reason.EMPTY_SEQUENCE,
             remedy="Leave out sequences without tokens.",
         )
     fitting = [i for i, length in enumerate(lengths) if length <= max_tokens]
@@ -95,7 +96,7 @@ def _too_long(
     name = names[index] if names is not None else str(index)
     return InvalidInput(
         f"Sequence {name} has {lengths[index]} tokens, more than the {max_tokens} of a row.",
-        reason="SEQUENCE_TOO_LONG",
+        reason=Reason.SEQUENCE_TOO_LONG,
         remedy="Raise max_row_tokens, shorten the episodes, or set oversize in [train].",
     )
 

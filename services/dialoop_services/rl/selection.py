@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 
 from dialoop_services.rl.advantages import return_of
 
@@ -31,7 +32,7 @@ def best_of(rewards: Sequence[float], *, k: int) -> tuple[int, ...]:
     if not 1 <= k <= len(rewards):
         raise InvalidInput(
             f"The best {k} of {len(rewards)} are asked for.",
-            reason="TOP_K_TOO_LARGE",
+            reason=Reason.TOP_K_TOO_LARGE,
             remedy="Ask for at least one and at most as many as a group has.",
         )
     median = statistics.median(rewards)

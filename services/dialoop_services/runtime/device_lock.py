@@ -20,6 +20,7 @@ import os
 from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -104,6 +105,6 @@ def _opened(path: Path) -> int:
 def _no_locks(path: Path, error: OSError) -> InvalidConfig:
     return InvalidConfig(
         f"{path} cannot be locked: {error.strerror}.",
-        reason="NO_DEVICE_LOCK",
+        reason=Reason.NO_DEVICE_LOCK,
         remedy="Put the device lock on a local disk that all holders may write to.",
     )

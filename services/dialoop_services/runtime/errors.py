@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 from dialoop.errors import DialoopError, InternalError, Unsupported
+from dialoop.reasons import Reason
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
@@ -41,7 +42,7 @@ def is_not_written(error: Exception, context: Any) -> bool:
 def not_served(rpc: str) -> Unsupported:
     """A rpc that the protos name and this service does not answer."""
     return Unsupported(
-        f"{rpc} is not served here.", reason="NOT_SERVED", remedy="Ask a service that does."
+        f"{rpc} is not served here.", reason=Reason.NOT_SERVED, remedy="Ask a service that does."
     )
 
 

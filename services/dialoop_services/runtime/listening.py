@@ -8,6 +8,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from dialoop_services.runtime.settings import ServerSettings
@@ -19,7 +20,7 @@ def require_safe_address(settings: ServerSettings) -> None:
         return
     raise InvalidConfig(
         f"Listening on {settings.host} without a token would let anyone on the network in.",
-        reason="TOKEN_REQUIRED",
+        reason=Reason.TOKEN_REQUIRED,
         remedy="Set DIALOOP_TOKEN, or listen on 127.0.0.1.",
     )
 
@@ -58,7 +59,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
             f"Port {port} on {host} is taken."
             if taken
             else f"Cannot listen on {address_of(host, port)}: {error.strerror}.",
-            reason="PORT_TAKEN" if taken else "CANNOT_LISTEN",
+            reason=Reason.PORT_TAKEN if taken else Reason.CANNOT_LISTEN,
             remedy="Choose another port, or 0 for any free one." if taken else "Change host.",
         ) from error
     return bound

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from google.protobuf import descriptor_pool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
@@ -227,5 +228,5 @@ def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
         return server.add_insecure_port(address)
     except RuntimeError as error:
         raise InvalidConfig(
-            f"Cannot listen on {address}.", reason="CANNOT_LISTEN", remedy="Choose another."
+            f"Cannot listen on {address}.", reason=Reason.CANNOT_LISTEN, remedy="Choose another."
         ) from error

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from dialoop.errors import PreconditionFailed
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,7 +60,7 @@ class Desk:
         if self._reference is None:
             raise PreconditionFailed(
                 "This scorer has no reference model.",
-                reason="NO_REFERENCE_MODEL",
+                reason=Reason.NO_REFERENCE_MODEL,
                 remedy="Set DIALOOP_SCORER_MODEL_DIR.",
             )
         async with self._lock:

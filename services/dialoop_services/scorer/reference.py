@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 
 from dialoop_services.learning.model.policy import PolicyModel, load_policy
 from dialoop_services.learning.packing.rows import TokenRow, pack_rows
@@ -39,7 +40,7 @@ class ReferenceModel:
         """Per row float32 [L - 1], nats, of every token but the first, at temperature 1."""
         for ids in token_ids:
             if not len(ids):
-                raise InvalidInput("A row has no tokens.", reason="EMPTY_SEQUENCE")
+                raise InvalidInput("A row has no tokens.", reason=Reason.EMPTY_SEQUENCE)
         rows = [
             TokenRow.from_demonstration(ids, [False] + [True] * (len(ids) - 1)) for ids in token_ids
         ]
@@ -68,7 +69,7 @@ class ReferenceModel:
             if lowest < 0 or highest >= self._vocab_size:
                 raise InvalidInput(
                     f"Token ids {lowest} to {highest} leave the vocabulary of {self._vocab_size}.",
-                    reason="TOKEN_OUT_OF_RANGE",
+                    reason=Reason.TOKEN_OUT_OF_RANGE,
                     remedy="Use the tokenizer of the reference model.",
                 )
 

@@ -20,6 +20,7 @@ import numpy as np
 from dialoop.environments.tools.calling import call
 from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
 from dialoop.import_paths import load_attribute
+from dialoop.reasons import Reason
 from dialoop.trajectory import Group, Reward, Trajectory
 
 if TYPE_CHECKING:
@@ -69,9 +70,9 @@ def load_rewards(specs: Sequence[RewardSpec]) -> tuple[GroupReward, ...]:
 
 
 def _function_at(use: str) -> RewardFunction:
-    found = load_attribute(use, what="reward function", reason="REWARD_NOT_FOUND")
+    found = load_attribute(use, what="reward function", reason=Reason.REWARD_NOT_FOUND)
     if not callable(found):
-        raise InvalidConfig(f"'{use}' is not a function.", reason="REWARD_NOT_FOUND")
+        raise InvalidConfig(f"'{use}' is not a function.", reason=Reason.REWARD_NOT_FOUND)
     function: RewardFunction = found
     return function
 
@@ -114,7 +115,7 @@ def token_kl(policy: Floats, reference: Floats, estimator: str = "k1") -> Floats
     if policy.shape != reference.shape:
         raise InvalidInput(
             f"The policy has {policy.size} log-probs, the reference {reference.size}.",
-            reason="RAGGED",
+            reason=Reason.RAGGED,
             remedy="Give one of each for every sampled token.",
         )
     difference = policy - reference
@@ -155,7 +156,7 @@ def _with(trajectory: Trajectory, reward: Reward) -> Trajectory:
     if not trajectory.turns:
         raise InvalidInput(
             f"Trajectory {trajectory.trajectory_id} has no turn to reward.",
-            reason="UNSCORABLE_TRAJECTORY",
+            reason=Reason.UNSCORABLE_TRAJECTORY,
             remedy="Record at least one turn.",
         )
     last = trajectory.turns[-1]
@@ -166,6 +167,6 @@ def _with(trajectory: Trajectory, reward: Reward) -> Trajectory:
 def _failed(name: str, how: str) -> PreconditionFailed:
     return PreconditionFailed(
         f"The reward {name} {how}.",
-        reason="REWARD_FAILED",
+        reason=Reason.REWARD_FAILED,
         remedy="Mend the reward function; the group is dropped, not scored 0.",
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from dialoop.errors import InvalidInput, PreconditionFailed
+from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason
 
 from dialoop_services.rl.advantages import AdvantageSettings, with_advantages
@@ -67,7 +68,7 @@ class Scoring:
         if self.drop_uniform and not _teaches(scored):
             raise PreconditionFailed(
                 f"No advantage of {group.group_id} differs from 0.",
-                reason="UNIFORM_REWARD",
+                reason=Reason.UNIFORM_REWARD,
                 remedy="Nothing is learned from it; set drop_uniform to false to keep it.",
             )
         return scored
@@ -85,27 +86,27 @@ def require_scorable(group: Group) -> None:
         raise InvalidInput(
             f"{group.group_id} has {group.num_trajectories} of {group.task.num_trajectories}"
             " trajectories.",
-            reason="GROUP_INCOMPLETE",
+            reason=Reason.GROUP_INCOMPLETE,
             remedy="Play its task again: a partial group has a wrong baseline.",
         )
     if group.num_trajectories < 2:
         raise InvalidInput(
             f"{group.group_id} has one trajectory.",
-            reason="GROUP_TOO_SMALL",
+            reason=Reason.GROUP_TOO_SMALL,
             remedy="Play at least two trajectories of each task.",
         )
     for trajectory in group.trajectories:
         if not trajectory.is_scorable or not trajectory.turns:
             raise InvalidInput(
                 f"Trajectory {trajectory.trajectory_id} failed or has nothing to train.",
-                reason="UNSCORABLE_TRAJECTORY",
+                reason=Reason.UNSCORABLE_TRAJECTORY,
                 remedy="Retry it, or drop the group and re-issue its task.",
             )
         if _is_unfinished(trajectory):
             raise InvalidInput(
                 f"Trajectory {trajectory.trajectory_id} has not ended: it is neither terminated "
                 "nor truncated.",
-                reason="TRAJECTORY_NOT_DONE",
+                reason=Reason.TRAJECTORY_NOT_DONE,
                 remedy="Play it to its end, or say that it was cut: truncated, with done_reason.",
             )
 
@@ -144,7 +145,7 @@ def temperature_of(trajectory: Trajectory) -> float:
     if temperature == 0:
         raise InvalidInput(
             f"Trajectory {trajectory.trajectory_id} was sampled at temperature 0.",
-            reason="INVALID_TEMPERATURE",
+            reason=Reason.INVALID_TEMPERATURE,
             remedy="Sample training trajectories with a temperature above 0.",
         )
     return 1.0 if temperature is None else temperature

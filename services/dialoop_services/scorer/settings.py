@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
@@ -66,7 +67,7 @@ class ScorerSettings(JobSettings, ScorerFields):
         if self.needs_reference and self.model_dir is None:
             raise InvalidConfig(
                 "reference_logprobs or kl_coefficient is set, and model_dir is not.",
-                reason="NO_REFERENCE_MODEL",
+                reason=Reason.NO_REFERENCE_MODEL,
                 remedy="Set DIALOOP_SCORER_MODEL_DIR to the reference model.",
             )
         return self

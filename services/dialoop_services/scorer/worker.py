@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.clients.replay import ReturnItem
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError, InvalidInput
+from dialoop.reasons import DropReason, Reason
 from dialoop.trajectory import Stage
 
 if TYPE_CHECKING:
@@ -79,7 +80,9 @@ class ScorerWorker:
             while waiting and not stopping.is_set():
                 await self._settle(waiting.pop(0))
         if waiting:
-            items = [ReturnItem(lease_id=lease.lease_id, reason="shutdown") for lease in waiting]
+            items = [
+                ReturnItem(lease_id=lease.lease_id, reason=DropReason.SHUTDOWN) for lease in waiting
+            ]
             await self._replay.give_back(self._settings.run, items)
 
     async def _settle(self, lease: GroupLease) -> None:
@@ -92,7 +95,7 @@ class ScorerWorker:
             await self._set_aside(lease, error.reason.lower())
         except DialoopError as error:
             # Asked for by the config, and the course of things where tasks are easy or hard.
-            level = logging.INFO if error.reason == "UNIFORM_REWARD" else logging.WARNING
+            level = logging.INFO if error.reason == Reason.UNIFORM_REWARD else logging.WARNING
             log.log(level, "A group is dropped: %s", error, extra={"group_id": group_id})
             await self._drop(lease, error.reason.lower())
         except Exception:
@@ -109,7 +112,7 @@ class ScorerWorker:
             ),
             self._retry_policy,
         )
-        if outcome.reason == "LEASE_LOST":
+        if outcome.reason == Reason.LEASE_LOST:
             log.info("Somebody else scores that group.", extra={"group_id": scored.group_id})
         elif outcome.reason:
             log.error("A scored group was rejected: %s", outcome.message)
@@ -137,7 +140,7 @@ class ScorerWorker:
 
     async def _return_failed(self, lease: GroupLease) -> None:
         """Try again elsewhere; a group that fails everywhere becomes a dead letter."""
-        item = ReturnItem(lease_id=lease.lease_id, reason="scorer_failed", failed=True)
+        item = ReturnItem(lease_id=lease.lease_id, reason=DropReason.SCORER_FAILED, failed=True)
         await self._give_back(item)
 
     async def _give_back(self, item: ReturnItem) -> None:

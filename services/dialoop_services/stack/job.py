@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.trainer import Phase
 from dialoop.errors import Unavailable
+from dialoop.reasons import Reason
 
 from dialoop_services.config.job import warnings_for_advantages, warnings_for_formats
 from dialoop_services.stack.report import summary
@@ -63,7 +64,7 @@ async def _until_done(observer: Observer, clock: PhaseClock, live: LiveView) -> 
             if snapshot.phase is Phase.FAILED and snapshot.status:
                 raise Unavailable(
                     f"Training failed: {snapshot.status.failure or 'see the log of the trainer'}",
-                    reason="TRAINING_FAILED",
+                    reason=Reason.TRAINING_FAILED,
                 )
             await asyncio.sleep(_POLL_S)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.errors import DialoopError, InvalidConfig, Unavailable
+from dialoop.reasons import Reason
 from rich.console import Console
 
 from dialoop_services.config.file import load_config
@@ -68,7 +69,7 @@ def lessons_of(folder: Path, only: str = "") -> list[Lesson]:
     if unknown or not names:
         raise InvalidConfig(
             f"{folder} has no config {', '.join(unknown) or 'at all'}.",
-            reason="UNKNOWN_CONFIG",
+            reason=Reason.UNKNOWN_CONFIG,
             remedy=f"Name some of {', '.join(paths)}." if paths else "Name a folder of configs.",
         )
     loaded = {name: load_config(paths[name], environment=os.environ) for name in names}
@@ -168,7 +169,7 @@ def export_policy(run_dir: Path, version: str, target: Path) -> None:
     if subprocess.run(words, check=False).returncode:
         raise Unavailable(
             f"{version} of {run_dir} could not be exported.",
-            reason="EXPORT_FAILED",
+            reason=Reason.EXPORT_FAILED,
             remedy=f"Remove {run_dir}, so that it is run again.",
         )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from dialoop.agents import load_agent
 from dialoop.environments import load_environment
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
 
 from dialoop_services.stack.layout import ports_of
@@ -40,7 +41,7 @@ def _check_engine(config: JobConfig) -> None:
     if config.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise InvalidConfig(
             'engine is "vllm" and vLLM is not installed.',
-            reason="NO_VLLM",
+            reason=Reason.NO_VLLM,
             remedy='Run `make setup`, or set engine = "transformers".',
         )
 
@@ -50,14 +51,14 @@ def check_model(directory: Path) -> None:
     if not directory.is_dir():
         raise InvalidConfig(
             f"There is no model directory {directory}.",
-            reason="MODEL_MISSING",
+            reason=Reason.MODEL_MISSING,
             remedy="Set model.directory to a Hugging Face model directory, or leave it empty.",
         )
     for pattern, what in (("config.json", "config.json"), ("*.safetensors", "safetensors file")):
         if not any(directory.glob(pattern)):
             raise InvalidConfig(
                 f"The model directory {directory} has no {what}.",
-                reason="MODEL_INCOMPLETE",
+                reason=Reason.MODEL_INCOMPLETE,
                 remedy="Save the model there with model.save_pretrained(directory).",
             )
     Tokenizer.from_directory(directory)
@@ -75,7 +76,7 @@ def _check_tasks(config: JobConfig, section: EnvironmentSection) -> None:
         if split not in environment.tasks.splits:
             raise InvalidConfig(
                 f"The environment {environment.name} has no split {split!r}.",
-                reason="SPLIT_NOT_FOUND",
+                reason=Reason.SPLIT_NOT_FOUND,
                 remedy=f"Choose one of {', '.join(environment.tasks.splits)}, or give a "
                 "heldout_file, or set evaluation.num_tasks to 0.",
             )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from dialoop_services.config.job import JobConfig
@@ -82,7 +83,7 @@ def _require_ours(path: Path) -> None:
     if not (path / _MARK).is_file():
         raise InvalidConfig(
             f"{path} exists and is not a run of Dialoop (it has no {_MARK}).",
-            reason="NOT_A_RUN",
+            reason=Reason.NOT_A_RUN,
             remedy="Choose another name with --run; it is left as it is.",
         )
 
@@ -91,7 +92,7 @@ def _resumed(path: Path, *, reuse: bool) -> RunDir:
     if not (reuse or (path / "checkpoints" / "latest.json").is_file()):
         raise InvalidConfig(
             f"{path} exists and has no checkpoint to resume from.",
-            reason="RUN_EXISTS",
+            reason=Reason.RUN_EXISTS,
             remedy="Choose another name with --run, or replace it with --fresh.",
         )
     mark = json.loads((path / _MARK).read_text("utf-8"))
@@ -107,7 +108,7 @@ def _locked(lock: Path, path: Path) -> Iterator[None]:
             file.seek(0)
             raise InvalidConfig(
                 f"{path} is in use by process {file.read().strip() or 'unknown'}.",
-                reason="RUN_IN_USE",
+                reason=Reason.RUN_IN_USE,
                 remedy="Wait for it, stop it, or choose another name with --run.",
             ) from None
         file.truncate(0)

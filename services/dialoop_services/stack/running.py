@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.cli.running_stacks import STACK_FILE
 from dialoop.errors import Unavailable
+from dialoop.reasons import Reason
 
 from dialoop_services.stack.layout import STOP_ORDER, Layout, ports_of
 from dialoop_services.stack.processes.ports import HOST
@@ -146,7 +147,7 @@ async def _make_model(layout: Layout, supervisor: Supervisor, log: LogStream) ->
     if code:
         raise Unavailable(
             f"The tiny model could not be made: {log.last_line('model')}",
-            reason="MODEL_FAILED",
+            reason=Reason.MODEL_FAILED,
             remedy=f"Look into {log.path_of('model')}.",
         )
     log.say("model", f"made the tiny model (seed {seed})")

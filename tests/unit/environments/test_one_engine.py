@@ -34,10 +34,10 @@ def decisions(source: str) -> set[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("refusals"):
             found |= {node.attr} & ORDER
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "Reason":
+            found |= {node.attr} & REASONS
         elif isinstance(node, ast.ImportFrom) and (node.module or "").endswith("refusals"):
             found |= {alias.name for alias in node.names} & ORDER
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found |= {node.value} & REASONS
     return found
 
 

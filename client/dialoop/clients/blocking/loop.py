@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from dialoop.errors import PreconditionFailed
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -79,12 +80,14 @@ class BackgroundLoop:
     def _require_usable(self) -> None:
         if self._loop.is_closed():
             raise PreconditionFailed(
-                "This blocking client is closed.", reason="CLIENT_CLOSED", remedy="Make another."
+                "This blocking client is closed.",
+                reason=Reason.CLIENT_CLOSED,
+                remedy="Make another.",
             )
         if asyncio._get_running_loop() is not None:
             raise PreconditionFailed(
                 "A blocking client was called inside a running event loop, which it would stop.",
-                reason="EVENT_LOOP_RUNNING",
+                reason=Reason.EVENT_LOOP_RUNNING,
                 remedy="Use the async client here (dialoop.Dialoop) and await its methods.",
             )
 

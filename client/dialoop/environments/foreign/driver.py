@@ -28,6 +28,7 @@ from dialoop.errors import (
     Unavailable,
     Unsupported,
 )
+from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason, Failure, Owner, Reward, Trajectory
 
 _PLACE = "foreign"
@@ -125,7 +126,7 @@ class ForeignEnvironment:
         """Unsupported (OPENS_SLOWLY): an episode begins elsewhere, by `open`."""
         raise Unsupported(
             f"Episodes of environment {self.name} begin elsewhere.",
-            reason="OPENS_SLOWLY",
+            reason=Reason.OPENS_SLOWLY,
             remedy="Play it through an environment service, or await `open`.",
         )
 
@@ -136,10 +137,10 @@ class ForeignEnvironment:
         except DialoopError:
             raise
         except Exception as error:
-            failure = self._failure(error, "ENVIRONMENT_UNAVAILABLE")
+            failure = self._failure(error, Reason.ENVIRONMENT_UNAVAILABLE)
             raise Unavailable(
                 failure.message,
-                reason=failure.reason,
+                reason=Reason.ENVIRONMENT_UNAVAILABLE,
                 remedy="Try again; the service's log has the error_id.",
             ) from error
         messages = begun.messages
@@ -156,7 +157,7 @@ class ForeignEnvironment:
         try:
             moved = await self.driver.move(episode.state[_PLACE], outcome.episode.history)
         except Exception as error:
-            return outcome.fail(self._failure(error, "ENVIRONMENT_FAILED"))
+            return outcome.fail(self._failure(error, Reason.ENVIRONMENT_FAILED))
         outcome = outcome.append(*moved.messages).tell(**moved.info)
         if moved.terminated:
             outcome = outcome.terminate(DoneReason.CONTENT)
@@ -168,7 +169,7 @@ class ForeignEnvironment:
         """Unsupported (NEEDS_SESSION): only who played the episode knows its rewards."""
         raise Unsupported(
             f"Environment {self.name} gives rewards while it is played, and not again.",
-            reason="NEEDS_SESSION",
+            reason=Reason.NEEDS_SESSION,
             remedy="Keep the rewards that the trajectory has.",
         )
 
@@ -177,7 +178,7 @@ class ForeignEnvironment:
         if given.messages is not None or not given.query:
             raise InvalidInput(
                 f"Environment {self.name} takes a query.",
-                reason="DATA_KEY_MISSING",
+                reason=Reason.DATA_KEY_MISSING,
                 remedy="Send query, or a task_key.",
             )
         return TaskData(key="query", question=given.query, metadata=dict(given.data))
@@ -196,7 +197,7 @@ class ForeignEnvironment:
         """Why episodes cannot begin at the moment, as far as the driver knows."""
         return str(getattr(self.driver, "problem", ""))
 
-    def _failure(self, error: Exception, reason: str) -> Failure:
+    def _failure(self, error: Exception, reason: Reason) -> Failure:
         what = f"Environment {self.name}"
         return failure_of(error, owner=Owner.ENVIRONMENT, reason=reason, what=what)
 
@@ -205,7 +206,7 @@ class ForeignEnvironment:
             return Score()
         if not math.isfinite(value):
             text = f"Environment {self.name} gave a reward that is not finite."
-            failure = Failure(owner=Owner.REWARD, reason="VALUE_NOT_FINITE", message=text)
+            failure = Failure(owner=Owner.REWARD, reason=Reason.VALUE_NOT_FINITE, message=text)
             return Score(failures=(failure,))
         return Score(rewards=(Reward(name=self.reward_name, value=value),))
 
@@ -214,12 +215,12 @@ def _taken_in(episode: Episode, answered: Answered, name: str) -> Outcome:
     """The policy's message added to the conversation; nothing has been asked elsewhere."""
     if episode.done:
         raise PreconditionFailed(
-            "The episode is over.", reason="EPISODE_DONE", remedy="Reset to start another."
+            "The episode is over.", reason=Reason.EPISODE_DONE, remedy="Reset to start another."
         )
     if not isinstance(answered, ChatHistory):
         raise InvalidHistory(
             f"Environment {name} reads messages.",
-            reason="WRONG_MODE",
+            reason=Reason.WRONG_MODE,
             remedy="Send the field `history`.",
         )
     completed = answered.completed_from(episode.history)
@@ -227,7 +228,7 @@ def _taken_in(episode: Episode, answered: Answered, name: str) -> Outcome:
     if [message.role for message in response] != [_POLICY]:
         raise InvalidHistory(
             f"The response is not one message of role {_POLICY}.",
-            reason="RESPONSE_MISSING",
+            reason=Reason.RESPONSE_MISSING,
             remedy="Append the policy's message to the prompt.",
         )
     after = replace(

@@ -28,6 +28,7 @@ from dialoop.environments.foreign.driver import (
 )
 from dialoop.environments.tasks.source import TaskSource
 from dialoop.errors import CapacityExhausted, InvalidConfig
+from dialoop.reasons import Reason
 
 ToAction = Callable[[str], Mapping[str, Any]]
 
@@ -102,7 +103,7 @@ class OpenEnvDriver:
                 raise
             raise CapacityExhausted(
                 "All sessions of the OpenEnv server are in use.",
-                reason="CAPACITY",
+                reason=Reason.CAPACITY,
                 remedy="Try again later, or raise its max_concurrent_envs.",
             ) from error
         return ForeignReset(place=connection, messages=(self._message(result),))
@@ -189,7 +190,7 @@ def _client_class() -> Any:
     except ImportError as error:
         raise InvalidConfig(
             "OpenEnv servers need the `openenv-core` package.",
-            reason="PACKAGE_MISSING",
+            reason=Reason.PACKAGE_MISSING,
             remedy='Run: pip install "dialoop[openenv]"',
         ) from error
     return GenericEnvClient

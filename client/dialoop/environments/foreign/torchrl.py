@@ -22,6 +22,7 @@ from dialoop.environments.episode import TaskData
 from dialoop.environments.foreign.driver import ForeignEnvironment, ForeignReset, ForeignStep
 from dialoop.environments.tasks.source import NoTasks, TaskSource
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 
 T = TypeVar("T")
 
@@ -93,13 +94,13 @@ class _Place:
         if getattr(self.environment, "input_mode", "history") != "history":
             raise InvalidConfig(
                 "The TorchRL environment is not in history mode.",
-                reason="HISTORY_MODE_ONLY",
+                reason=Reason.HISTORY_MODE_ONLY,
                 remedy='Make it with input_mode="history".',
             )
         if tuple(self.environment.batch_size) != (1,):
             raise InvalidConfig(
                 "The TorchRL environment is a batch.",
-                reason="BATCH_SIZE",
+                reason=Reason.BATCH_SIZE,
                 remedy="Make it with batch_size=(1,): each episode has its own.",
             )
         self.environment.set_seed(seed % 2**31)
@@ -178,7 +179,7 @@ def _libraries() -> tuple[Any, Any]:
     except ImportError as error:
         raise InvalidConfig(
             "TorchRL environments need the `torchrl` package.",
-            reason="PACKAGE_MISSING",
+            reason=Reason.PACKAGE_MISSING,
             remedy='Run: pip install "dialoop[torchrl]"',
         ) from error
     return _Names(histories.History, containers.ChatHistory), tensordict

@@ -20,6 +20,7 @@ from dialoop.environments.modes import RewardShape
 from dialoop.environments.tools.calling import call, name_of
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason, Failure, Owner, Reward
 
 
@@ -96,7 +97,11 @@ class Rewards(Transform):
                 value = await call(function, episode, timeout_s=self.timeout_s)
                 rewards.extend(_components(value, function))
             except Exception as error:
-                reason = "REWARD_TIMEOUT" if isinstance(error, TimeoutError) else "REWARD_FAILED"
+                reason = (
+                    Reason.REWARD_TIMEOUT
+                    if isinstance(error, TimeoutError)
+                    else Reason.REWARD_FAILED
+                )
                 what = f"Reward {name_of(function)}"
                 failures.append(failure_of(error, owner=Owner.REWARD, reason=reason, what=what))
         return Score(rewards=tuple(rewards), failures=tuple(failures))
@@ -122,7 +127,7 @@ def finite(score: Score) -> Score:
     failures = tuple(
         Failure(
             owner=Owner.REWARD,
-            reason="REWARD_NOT_FINITE",
+            reason=Reason.REWARD_NOT_FINITE,
             message=f"Reward {reward.name} is not a finite number.",
         )
         for reward in wrong

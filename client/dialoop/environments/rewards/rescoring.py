@@ -7,6 +7,7 @@ from dataclasses import replace
 from dialoop.chat import Message
 from dialoop.environments.episode import Episode, TaskData
 from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 from dialoop.trajectory import Trajectory, Turn
 
 
@@ -40,7 +41,7 @@ def _answer_of(trajectory: Trajectory, turn: Turn, policy_role: str) -> Message:
         raise InvalidInput(
             f"A turn of trajectory {trajectory.trajectory_id} spans messages "
             f"{turn.message_start} to {end}, with no answer of the policy in the history.",
-            reason="INVALID_TURN",
+            reason=Reason.INVALID_TURN,
             remedy="Each turn covers one response and the messages that follow it.",
         )
     return answers[-1]

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.environments.episode import Episode, TaskData
 from dialoop.environments.rewards.rescoring import episodes_of
 from dialoop.errors import InvalidConfig, InvalidInput
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from dialoop.trajectory import Group, Trajectory
@@ -92,7 +93,7 @@ class GroupRelative:
         if len(values) < 2:
             raise InvalidInput(
                 "A group of one has nobody to compare with.",
-                reason="GROUP_TOO_SMALL",
+                reason=Reason.GROUP_TOO_SMALL,
                 remedy="Play at least two trajectories of each task.",
             )
         return [
@@ -121,7 +122,7 @@ def last_episode(trajectory: Trajectory, task: TaskData | None = None) -> Episod
     if not episodes:
         raise InvalidInput(
             f"Trajectory {trajectory.trajectory_id} has no turn.",
-            reason="UNSCORABLE_TRAJECTORY",
+            reason=Reason.UNSCORABLE_TRAJECTORY,
             remedy="Record at least one turn.",
         )
     return episodes[-1]
@@ -197,7 +198,7 @@ class Judge:
         except ImportError as error:
             raise InvalidConfig(
                 "A judge needs the `openai` package.",
-                reason="PACKAGE_MISSING",
+                reason=Reason.PACKAGE_MISSING,
                 remedy='Run: pip install "dialoop[judge]"',
             ) from error
         return AsyncOpenAI(

@@ -11,6 +11,7 @@ from dialoop.environments.environment import Environment, Managed, OpensSlowly
 from dialoop.environments.episode import Episode, Opening, Outcome, TaskData
 from dialoop.environments.failures import failure_of
 from dialoop.errors import DialoopError, Unavailable
+from dialoop.reasons import Reason
 from dialoop.trajectory import Failure, Owner
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ async def open_within(
     except DialoopError as error:
         return error
     except Exception as error:
-        reason = "OPEN_TIMEOUT" if isinstance(error, TimeoutError) else "OPEN_FAILED"
+        reason = Reason.OPEN_TIMEOUT if isinstance(error, TimeoutError) else Reason.OPEN_FAILED
         what = "Opening an episode"
         failure = failure_of(error, owner=Owner.ENVIRONMENT, reason=reason, what=what)
         return Unavailable(failure.message, reason=reason, remedy="Try again.")
@@ -47,7 +48,7 @@ def failed_step(
     environment: Environment, episode: Episode, answered: Answered, error: Exception
 ) -> Outcome:
     """Return the outcome of a step that broke: STEP_FAILED, or STEP_TIMEOUT for a TimeoutError."""
-    reason = "STEP_TIMEOUT" if isinstance(error, TimeoutError) else "STEP_FAILED"
+    reason = Reason.STEP_TIMEOUT if isinstance(error, TimeoutError) else Reason.STEP_FAILED
     what = f"Environment {environment.name}"
     failure = failure_of(error, owner=Owner.ENVIRONMENT, reason=reason, what=what)
     return _without_response(episode, answered).fail(failure)
@@ -68,7 +69,7 @@ def cut_step(
     what = f"Environment {environment.name}"
     failure = (
         failure_of(cancelled, owner=Owner.ENVIRONMENT, reason=reason, what=what)
-        if reason == "STEP_TIMEOUT"
+        if reason == Reason.STEP_TIMEOUT
         else Failure(
             owner=Owner.ENVIRONMENT,
             reason=reason,
@@ -86,7 +87,7 @@ async def close_episode(environment: Environment, episode: Episode) -> None:
         await environment.close(episode)
     except Exception as error:
         what = f"Closing an episode of {environment.name}"
-        failure_of(error, owner=Owner.ENVIRONMENT, reason="CLOSE_FAILED", what=what)
+        failure_of(error, owner=Owner.ENVIRONMENT, reason=Reason.CLOSE_FAILED, what=what)
 
 
 def _without_response(episode: Episode, answered: Answered) -> Outcome:

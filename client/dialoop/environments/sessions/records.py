@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from dialoop.environments.episode import Episode, Opening, Outcome
     from dialoop.environments.modes import Answered
     from dialoop.environments.tasks.choosing import TaskChoice
-    from dialoop.errors import DialoopError
+    from dialoop.reasons import Reason
+from dialoop.errors import DialoopError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,22 +71,22 @@ class StoredStep:
     digest: bytes
     work: asyncio.Task[Outcome | DialoopError]
     num_waiting: int = 0
-    cut_reason: str = ""
+    cut_reason: Reason | None = None
     has_timer: bool = False
 
     def limit(self, timeout_s: float) -> None:
         """Cut the work short if it takes longer than that from now; once is enough."""
         if not self.has_timer:
             self.has_timer = True
-            timer = asyncio.get_running_loop().call_later(timeout_s, self._cut, "STEP_TIMEOUT")
+            timer = asyncio.get_running_loop().call_later(timeout_s, self._cut, Reason.STEP_TIMEOUT)
             self.work.add_done_callback(lambda _: timer.cancel())
 
     def abandon(self) -> None:
         """Cancel work that nobody came back for, and with it the tool that runs."""
         if not self.num_waiting:
-            self._cut("STEP_CANCELLED")
+            self._cut(Reason.STEP_CANCELLED)
 
-    def _cut(self, reason: str) -> None:
+    def _cut(self, reason: Reason) -> None:
         if not (self.work.done() or self.cut_reason):
             self.cut_reason = reason
             self.work.cancel()

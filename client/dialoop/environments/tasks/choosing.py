@@ -13,6 +13,7 @@ from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.environment import Environment, Given, TakesQuestions
 from dialoop.environments.episode import TaskData
 from dialoop.errors import InvalidHistory, InvalidInput, Unsupported
+from dialoop.reasons import Reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ def chosen_task(environment: Environment, choice: TaskChoice) -> tuple[TaskData,
     if not environment.tasks.splits:
         raise InvalidInput(
             f"The reset of {environment.name} brings no question, and it has no tasks of its own.",
-            reason="DATA_MISSING",
+            reason=Reason.DATA_MISSING,
             remedy="Send query, messages or data.",
         )
     return environment.tasks.get(choice.split, choice.task_key), choice.seed
@@ -66,7 +67,7 @@ def prompt_of(answered: ChatHistory) -> History:
         return full[: len(full) - (1 if response is None else len(response))]
     raise InvalidHistory(
         "full is missing.",
-        reason="FULL_MISSING",
+        reason=Reason.FULL_MISSING,
         remedy="Send full, or prompt and response: there is no session that knows the prompt.",
     )
 
@@ -82,13 +83,13 @@ def _given(environment: Environment, choice: TaskChoice) -> TaskData:
     if choice.task_key or choice.split:
         raise InvalidInput(
             "The reset names a task and brings a question of its own.",
-            reason="TASK_AND_QUERY",
+            reason=Reason.TASK_AND_QUERY,
             remedy="Send one of the two.",
         )
     if not isinstance(environment, TakesQuestions):
         raise Unsupported(
             f"Environment {environment.name} plays its own tasks only.",
-            reason="QUERY_UNSUPPORTED",
+            reason=Reason.QUERY_UNSUPPORTED,
             remedy="Reset with a task_key of ListTasks.",
         )
     return environment.task_from(choice.given)

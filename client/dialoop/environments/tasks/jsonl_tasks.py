@@ -14,6 +14,7 @@ from dialoop.environments.episode import TaskData
 from dialoop.environments.rewards.functions import truth_of
 from dialoop.environments.tasks.source import TaskSource, share_of, task_not_found
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 
 
 class JsonlTasks(TaskSource):
@@ -66,7 +67,7 @@ def _read(path: Path) -> dict[str, TaskData]:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(
             f"The task file {path} cannot be read: {type(error).__name__}.",
-            reason="TASK_FILE_UNREADABLE",
+            reason=Reason.TASK_FILE_UNREADABLE,
             remedy="Name a UTF-8 file with one JSON object per line.",
         ) from error
     tasks: dict[str, TaskData] = {}
@@ -79,7 +80,7 @@ def _read(path: Path) -> dict[str, TaskData]:
     if not tasks:
         raise InvalidConfig(
             f"The task file {path} has no tasks.",
-            reason="TASK_FILE_EMPTY",
+            reason=Reason.TASK_FILE_EMPTY,
             remedy='Write lines as {"question": "...", "answer": "... #### 7"}.',
         )
     return tasks
@@ -113,6 +114,6 @@ def _text(fields: dict[str, Any], name: str) -> str:
 def _broken(path: Path, number: int, why: str) -> InvalidConfig:
     return InvalidConfig(
         f"Line {number} of {path} is broken: {why}.",
-        reason="TASK_FILE_BROKEN",
+        reason=Reason.TASK_FILE_BROKEN,
         remedy='Write it as {"question": "...", "answer": "... #### 7"}, or delete the line.',
     )

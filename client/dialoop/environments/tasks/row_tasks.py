@@ -18,6 +18,7 @@ from dialoop.environments.tasks.data_loading import DataLoadingPrimer
 from dialoop.environments.tasks.source import TaskSource, task_not_found
 from dialoop.environments.transform import Transform
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 
 Rows = Iterable[Mapping[str, Any]]
 Collate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -96,7 +97,7 @@ def _tasks(split: str, rows: Rows, collate: Collate) -> dict[str, TaskData]:
         if not isinstance(row, Mapping):
             raise InvalidConfig(
                 f"Row {number} of {split} is a {type(row).__name__}, no mapping.",
-                reason="BAD_ROW",
+                reason=Reason.BAD_ROW,
                 remedy='Give rows as {"query": "...", "answer": "..."}.',
             )
         fields = dict(collate(row))
@@ -105,7 +106,7 @@ def _tasks(split: str, rows: Rows, collate: Collate) -> dict[str, TaskData]:
             found = ", ".join(map(str, row))[:200]
             raise InvalidConfig(
                 f"Row {number} of {split} has no query; it has {found}.",
-                reason="BAD_ROW",
+                reason=Reason.BAD_ROW,
                 remedy="Name the question `query`, or give a `collate` that does.",
             )
         key = str(fields.pop("key", number))

@@ -14,6 +14,7 @@ from hashlib import blake2b
 
 from dialoop.environments.episode import TaskData
 from dialoop.errors import InvalidInput, NotFound
+from dialoop.reasons import Reason
 
 MAX_PAGE_SIZE = 10_000
 
@@ -65,7 +66,7 @@ class TaskSource(ABC):
             return self.splits[0]
         raise NotFound(
             f"There is no split '{split[:80]}'.",
-            reason="SPLIT_NOT_FOUND",
+            reason=Reason.SPLIT_NOT_FOUND,
             remedy=f"Choose one of: {', '.join(self.splits)}.",
         )
 
@@ -116,7 +117,7 @@ class NoTasks(TaskSource):
         """There is none: NotFound (SPLIT_NOT_FOUND)."""
         raise NotFound(
             "This environment has no tasks of its own.",
-            reason="SPLIT_NOT_FOUND",
+            reason=Reason.SPLIT_NOT_FOUND,
             remedy="Reset with a query or messages.",
         )
 
@@ -125,7 +126,7 @@ def task_not_found(split: str, key: str) -> NotFound:
     """The error for a key that a split does not hold."""
     return NotFound(
         f"Split '{split}' holds no task '{key[:80]}'.",
-        reason="TASK_NOT_FOUND",
+        reason=Reason.TASK_NOT_FOUND,
         remedy="Take keys from ListTasks of the same environment and split.",
     )
 
@@ -168,7 +169,7 @@ def _page_size(asked: int) -> int:
     if not 0 <= asked <= MAX_PAGE_SIZE:
         raise InvalidInput(
             f"page_size is {asked}.",
-            reason="BAD_PAGE_SIZE",
+            reason=Reason.BAD_PAGE_SIZE,
             remedy=f"Give 1 to {MAX_PAGE_SIZE}, or 0 for 100.",
         )
     return asked or 100
@@ -183,7 +184,7 @@ def _position(token: str, num_tasks: int) -> int:
     if not known or int(offset) >= num_tasks:
         raise InvalidInput(
             "page_token is not one this source gave out.",
-            reason="BAD_PAGE_TOKEN",
+            reason=Reason.BAD_PAGE_TOKEN,
             remedy="Send next_page_token of the page before, or nothing for the first page.",
         )
     return int(epoch) * num_tasks + int(offset)

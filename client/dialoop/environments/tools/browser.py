@@ -24,6 +24,7 @@ from dialoop.environments.tools.tool_syntaxes import BlockCalls, ToolSyntax
 from dialoop.environments.tools.tool_use import ToolUse
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 
 _STATE = "browser_tab"
 _ACTIONS = ("navigate", "click", "type", "scroll", "extract")
@@ -100,7 +101,7 @@ class BrowserTools(Transform):
         except Exception as error:
             raise InvalidConfig(
                 f"The browser cannot be started ({type(error).__name__}).",
-                reason="BROWSER_MISSING",
+                reason=Reason.BROWSER_MISSING,
                 remedy="Run `playwright install chromium`, or name the executable of a Chromium.",
             ) from error
 
@@ -249,7 +250,7 @@ async def _launched(options: Mapping[str, Any]) -> Any:
     except ImportError as error:
         raise InvalidConfig(
             "A browser needs the package playwright.",
-            reason="BROWSER_MISSING",
+            reason=Reason.BROWSER_MISSING,
             remedy="Install it with `pip install 'dialoop[browser]'`.",
         ) from error
     driver = await playwright.async_playwright().start()

@@ -19,6 +19,7 @@ from typing_extensions import TypedDict
 from dialoop.environments.tools.calling import name_of
 from dialoop.environments.tools.text_tools import ToolInputError
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 
 
 class Arguments:
@@ -119,7 +120,7 @@ def _untitled(schema: Any) -> Any:
 def _unusable(function: Callable[..., Any], why: str) -> InvalidConfig:
     return InvalidConfig(
         f"The tool {name_of(function)} {why}.",
-        reason="TOOL_UNANNOTATED",
+        reason=Reason.TOOL_UNANNOTATED,
         remedy="Annotate each parameter with a type that JSON can say: str, int, float, bool, "
         "list, dict, Literal, None, an Enum, a dataclass, a TypedDict or a pydantic model.",
     )

@@ -25,6 +25,7 @@ from dialoop.environments.tools.tool_syntaxes import BlockCalls, ToolSyntax
 from dialoop.environments.tools.tool_use import ToolFailures, ToolUse
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from dialoop.trajectory import Owner
 
 # JSON-RPC's code, in the SDK's use, for a connection that has ended.
@@ -178,7 +179,7 @@ class _Connection:
         if missing:
             raise InvalidConfig(
                 f"The MCP server {self._name} has no tool {', '.join(sorted(missing))}.",
-                reason="MCP_TOOL_MISSING",
+                reason=Reason.MCP_TOOL_MISSING,
                 remedy=f"It has: {', '.join(t.name for t in listed)}.",
             )
 
@@ -225,7 +226,7 @@ class _Connection:
                     ready.set_exception(error)
                     return
                 what = f"MCP server {self._name}"
-                failure_of(error, owner=Owner.TOOL, reason="MCP_GONE", what=what)
+                failure_of(error, owner=Owner.TOOL, reason=Reason.MCP_GONE, what=what)
             finally:
                 self._client = None
             await self._paused(wait_s)
@@ -252,7 +253,7 @@ class _Connection:
         why = "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
         return InvalidConfig(
             f"The MCP server {self._name} ({where}) cannot be used: {why}.",
-            reason="MCP_UNREACHABLE",
+            reason=Reason.MCP_UNREACHABLE,
             remedy="Run the command or open the address by hand, and mend what it says.",
         )
 
@@ -264,7 +265,7 @@ def _client(server: McpServer) -> Any:
     except ImportError as error:
         raise InvalidConfig(
             "MCP tools need the package mcp.",
-            reason="MCP_MISSING",
+            reason=Reason.MCP_MISSING,
             remedy="Install it with `pip install 'dialoop[mcp]'`.",
         ) from error
     if server.url:

@@ -21,6 +21,7 @@ from dialoop.environments.tools.call_syntax import CallSyntax, parse_span
 from dialoop.environments.tools.calling import call, name_of
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from dialoop.trajectory import Failure, Owner
 
 
@@ -117,7 +118,7 @@ class ToolCalls(Transform):
         return outcome.append(Message(role=self.role, content=content))
 
     def _failure(self, error: Exception, name: str) -> Failure:
-        reason = "TOOL_TIMEOUT" if isinstance(error, TimeoutError) else "TOOL_FAILED"
+        reason = Reason.TOOL_TIMEOUT if isinstance(error, TimeoutError) else Reason.TOOL_FAILED
         return failure_of(error, owner=Owner.TOOL, reason=reason, what=f"Tool {name}")
 
     def _by_name(self) -> dict[str, ToolFunction]:

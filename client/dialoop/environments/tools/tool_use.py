@@ -17,6 +17,7 @@ from dialoop.environments.tools.text_tools import ToolInputError, cut
 from dialoop.environments.tools.tool_syntaxes import AskedCall, NativeCalls, ToolSyntax
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason, Failure, Owner
 
 ToolFailures = Literal["end", "tell"]
@@ -110,10 +111,10 @@ class ToolUse(Transform):
         except ToolInputError as error:
             return self._answered(outcome, asked, str(error), worked=False), False, None
         except Exception as error:
-            reason = "TOOL_TIMEOUT" if isinstance(error, TimeoutError) else "TOOL_FAILED"
+            reason = Reason.TOOL_TIMEOUT if isinstance(error, TimeoutError) else Reason.TOOL_FAILED
             what = f"Tool {asked.name}"
             failure = failure_of(error, owner=Owner.TOOL, reason=reason, what=what)
-            said = "it took too long." if reason == "TOOL_TIMEOUT" else failure.message
+            said = "it took too long." if reason == Reason.TOOL_TIMEOUT else failure.message
             return self._answered(outcome, asked, said, worked=False), False, failure
         return self._answered(outcome, asked, text, worked=True), True, None
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import DialoopError, InvalidInput, Unavailable
+from dialoop.reasons import Reason
 from dialoop.trajectory import Failure, Owner, StopReason
 
 from dialoop_services.inference.openai.answers import (
@@ -45,9 +46,9 @@ if TYPE_CHECKING:
     from dialoop_services.rest.http_routes import HttpRequest
 
 _WHY = {
-    "CALLER_LEFT": (Owner.COLLECTOR, "The caller left before the answer was whole."),
-    "DEADLINE_EXCEEDED": (Owner.INFERENCE, "The answer took longer than the caller waits."),
-    "STOPPING": (Owner.INFERENCE, "The service stopped before the answer was whole."),
+    Reason.CALLER_LEFT: (Owner.COLLECTOR, "The caller left before the answer was whole."),
+    Reason.DEADLINE_EXCEEDED: (Owner.INFERENCE, "The answer took longer than the caller waits."),
+    Reason.STOPPING: (Owner.INFERENCE, "The service stopped before the answer was whole."),
 }
 
 
@@ -166,7 +167,7 @@ class Answering:
             adapter=adapter,
         )
         if any(one.stop_reason is StopReason.CANCELLED for one in sampled):
-            raise Unavailable("The engine gave the sample up.", reason="CANCELLED")
+            raise Unavailable("The engine gave the sample up.", reason=Reason.CANCELLED)
         return list(sampled)
 
     def record(
@@ -304,8 +305,8 @@ def _told_to_recordings(job: Job, request: HttpRequest) -> Iterator[None]:
                 ask.recording.not_sampled(ask.call, CallState.REFUSED)
         raise
     except Exception as error:
-        reason = error.reason if isinstance(error, DialoopError) else "ENGINE_FAILED"
-        failure = Failure(owner=Owner.INFERENCE, reason=reason, message="Sampling failed.")
+        why = error.reason if isinstance(error, DialoopError) else Reason.ENGINE_FAILED
+        failure = Failure(owner=Owner.INFERENCE, reason=why, message="Sampling failed.")
         _cut_short(job, failure)
         raise
 

@@ -10,6 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidInput, NotFound
+from dialoop.reasons import Reason
 
 from dialoop_services.rest.http_routes import ErrorAnswer
 from dialoop_services.rest.problems import FieldsRefused, problem_headers
@@ -44,13 +45,13 @@ _FOUND = {
 class UnknownModel(NotFound):
     """No policy or adapter of that name is served."""
 
-    default_reason = "MODEL_NOT_FOUND"
+    default_reason = Reason.MODEL_NOT_FOUND
 
 
 class ContextTooLong(InvalidInput):
     """The prompt leaves no room for an answer."""
 
-    default_reason = "CONTEXT_LENGTH_EXCEEDED"
+    default_reason = Reason.CONTEXT_LENGTH_EXCEEDED
 
 
 def error_answer(error: DialoopError) -> ErrorAnswer:
@@ -73,7 +74,9 @@ def error_answer(error: DialoopError) -> ErrorAnswer:
     return ErrorAnswer(document={"error": told}, headers=obliged)
 
 
-def refused(field: str, message: str, *, remedy: str, reason: str = "INVALID_FIELD") -> Exception:
+def refused(
+    field: str, message: str, *, remedy: str, reason: Reason = Reason.INVALID_FIELD
+) -> Exception:
     """A field that is well typed and cannot be had."""
     return FieldsRefused(f"{field}: {message}.", reason=reason, remedy=remedy, fields=[field])
 
@@ -84,7 +87,7 @@ def body_refused(error: ValidationError) -> FieldsRefused:
     if details[0]["type"] == "json_invalid":
         return FieldsRefused(
             f"The body is no JSON: {details[0]['msg']}.",
-            reason="INVALID_JSON",
+            reason=Reason.INVALID_JSON,
             remedy="Send one JSON object.",
             fields=(),
         )
@@ -95,7 +98,7 @@ def body_refused(error: ValidationError) -> FieldsRefused:
     unknown = all(detail["type"] == "extra_forbidden" for detail in details)
     return FieldsRefused(
         "; ".join(told[:_MAX_FIELDS]) + ".",
-        reason="UNKNOWN_FIELD" if unknown else "INVALID_FIELD",
+        reason=Reason.UNKNOWN_FIELD if unknown else Reason.INVALID_FIELD,
         remedy="Compare with /docs.",
         fields=list(by_name)[:_MAX_FIELDS],
     )

@@ -6,6 +6,7 @@ import uuid
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dialoop.reasons import Reason
 from dialoop.trajectory import SamplingParams
 from pydantic import BaseModel, ValidationError
 
@@ -199,7 +200,7 @@ def _require_enforceable(body: ChatBody) -> None:
             "tool_choice",
             "a call cannot be forced, as decoding is not constrained",
             remedy="Give auto or none.",
-            reason="UNSUPPORTED_TOOL_CHOICE",
+            reason=Reason.UNSUPPORTED_TOOL_CHOICE,
         )
 
 
@@ -210,7 +211,7 @@ def _require_top(field: str, num_top: int, sampling: SamplingParams) -> None:
             field,
             f"{num_top} likeliest tokens are not known here",
             remedy="Give 0 for the sampled token alone, or 1 with temperature 0.",
-            reason="UNSUPPORTED_LOGPROBS",
+            reason=Reason.UNSUPPORTED_LOGPROBS,
         )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.chat import History, Message
 from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Sequence, Source, sequence_of
 from dialoop.tokens.builder import Prompt
 
@@ -120,7 +121,7 @@ class Prompts:
                 "tools",
                 f"this policy's chat template shows no tools or has no {CALL_START}",
                 remedy="Serve a model whose template has tools, as Qwen's.",
-                reason="TOOLS_UNSUPPORTED",
+                reason=Reason.TOOLS_UNSUPPORTED,
             )
 
     def _ids(self, asked: str | list[int]) -> list[int]:
@@ -130,7 +131,7 @@ class Prompts:
         if not ids:
             raise InvalidInput(
                 "prompt: there is nothing to continue.",
-                reason="NO_TOKENS",
+                reason=Reason.NO_TOKENS,
                 remedy="Send at least one character or token.",
             )
         return ids

@@ -24,6 +24,7 @@ from dialoop.errors import (
     NotFound,
     PreconditionFailed,
 )
+from dialoop.reasons import Reason
 from dialoop.trajectory import SamplingParams
 
 from dialoop_services.inference.recordings.matching import Answered, Origin, Pasts
@@ -63,7 +64,7 @@ class RecordingSpec:
         if not _ID.fullmatch(self.recording_id):
             raise InvalidInput(
                 "The recording_id is no part of a URL.",
-                reason="BAD_RECORDING_ID",
+                reason=Reason.BAD_RECORDING_ID,
                 remedy="Use 1 to 128 letters, digits, '.', '_', '~' and '-'.",
             )
         if not 0 <= self.time_to_live_s < float("inf"):
@@ -152,13 +153,13 @@ class Recording:
         if self.is_closed:
             raise PreconditionFailed(
                 "The recording is closed.",
-                reason="RECORDING_CLOSED",
+                reason=Reason.RECORDING_CLOSED,
                 remedy="Create another recording.",
             )
         if len(self.calls) + num_calls > self._max_calls:
             raise PreconditionFailed(
                 f"The recording has {len(self.calls)} calls and takes no more.",
-                reason="RECORDING_FULL",
+                reason=Reason.RECORDING_FULL,
                 remedy="Close it, or raise DIALOOP_INFERENCE_MAX_RECORDED_CALLS.",
             )
 
@@ -242,7 +243,7 @@ class RecordingBook:
             if known.recording.spec != spec:
                 raise AlreadyExists(
                     "There is another recording of that id.",
-                    reason="RECORDING_EXISTS",
+                    reason=Reason.RECORDING_EXISTS,
                     remedy="Choose another recording_id.",
                 )
             known.used_at = self._clock()
@@ -263,7 +264,7 @@ class RecordingBook:
         if known is None:
             raise NotFound(
                 "This replica has no such recording (any more).",
-                reason="RECORDING_NOT_FOUND",
+                reason=Reason.RECORDING_NOT_FOUND,
                 remedy="A recording is kept by the replica that made it, until its time to live "
                 "has run out: send all its calls there, or create it anew.",
             )
@@ -290,7 +291,7 @@ class RecordingBook:
         if not closed:
             raise CapacityExhausted(
                 f"There are {len(self._kept)} open recordings.",
-                reason="TOO_MANY_RECORDINGS",
+                reason=Reason.TOO_MANY_RECORDINGS,
                 remedy="Close some, or raise DIALOOP_INFERENCE_MAX_RECORDINGS.",
             )
         del self._kept[min(closed, key=lambda i: self._kept[i].used_at)]

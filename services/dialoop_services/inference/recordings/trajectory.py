@@ -21,6 +21,7 @@ import numpy as np
 from dialoop.chat import History
 from dialoop.episode import UpdateMode
 from dialoop.errors import PreconditionFailed
+from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Segment, Sequence, Source
 from dialoop.trajectory import (
     DoneReason,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 _STILL_RUNNING = Failure(
     owner=Owner.COLLECTOR,
-    reason="STILL_RUNNING",
+    reason=Reason.STILL_RUNNING,
     message="The recording was closed while the call was running.",
 )
 
@@ -139,7 +140,7 @@ def _trajectory(recording: Recording, closing: Closing) -> Trajectory:
     if not answered:
         raise PreconditionFailed(
             "No call of the recording was answered.",
-            reason="RECORDING_EMPTY",
+            reason=Reason.RECORDING_EMPTY,
             remedy="Point the agent's client at the recording's URL.",
         )
     placed = _Rows()
@@ -274,7 +275,7 @@ def _mixed_temperatures(recording: Recording) -> Failure | None:
         return None
     return Failure(
         owner=Owner.COLLECTOR,
-        reason="TEMPERATURE_DIFFERS",
+        reason=Reason.TEMPERATURE_DIFFERS,
         message=f"Calls were sampled at {sorted(t for t in found if t is not None)}, "
         f"asked was {asked}: leave the temperature out of the agent's calls.",
     )

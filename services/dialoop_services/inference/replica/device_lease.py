@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dialoop.errors import PreconditionFailed, Unavailable
+from dialoop.reasons import Reason
 
 from dialoop_services.runtime.device_lock import DeviceLock, is_owned
 
@@ -24,7 +25,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ASLEEP = "ASLEEP"
 DRAIN_S = 30.0
 """What is under way has so long to end, where nobody says otherwise."""
 
@@ -44,7 +44,7 @@ class DeviceTurn:
         if self._lock is None:
             raise PreconditionFailed(
                 "This replica has its device for itself: it does not sleep.",
-                reason="SLEEP_DISABLED",
+                reason=Reason.SLEEP_DISABLED,
                 remedy='Set placement = "shared", or DIALOOP_INFERENCE_DEVICE_LOCK.',
             )
 
@@ -136,6 +136,6 @@ def asleep() -> Unavailable:
     """What a request gets while the trainer has the device."""
     return Unavailable(
         "The replica sleeps: the trainer has the device.",
-        reason=ASLEEP,
+        reason=Reason.ASLEEP,
         remedy="Ask again after the next publish, or another replica.",
     )

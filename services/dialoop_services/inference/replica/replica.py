@@ -11,6 +11,7 @@ from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.weights import WeightsKind
 from dialoop.episode import UpdateMode
 from dialoop.errors import DialoopError, PreconditionFailed, Unavailable
+from dialoop.reasons import Reason
 
 from dialoop_services.inference.engine import (
     context_full,
@@ -182,7 +183,7 @@ class Replica(Sleeper):
             await self._load(self._named_file(manifest), manifest)
         except DialoopError as error:
             log.warning("The latest policy does not load.", extra={"reason": error.reason})
-            await self._leave_rotation("WEIGHTS_BAD")
+            await self._leave_rotation(Reason.WEIGHTS_BAD)
 
     async def follow_latest(self, *, look_every_s: float = 2.0) -> None:
         """Load, until cancelled, what latest.json names whenever that was missed or failed.
@@ -211,7 +212,7 @@ class Replica(Sleeper):
             await self._load(self._named_file(manifest), manifest)
         except DialoopError as error:
             log.warning("The latest policy does not load.", extra={"reason": error.reason})
-            return error.reason == "VERSION_NOT_NEWER" and not self._fault
+            return error.reason == Reason.VERSION_NOT_NEWER and not self._fault
         except Exception:
             log.exception("The latest policy does not load.")
             return False
@@ -231,7 +232,7 @@ class Replica(Sleeper):
         """Return once the engine is dead for good: only a new process helps."""
         while self._engine.is_alive:  # noqa: ASYNC110 - vLLM tells by a flag only
             await asyncio.sleep(_HEARTBEAT_S)
-        await self._leave_rotation("NOT_READY")
+        await self._leave_rotation(Reason.NOT_READY)
 
     async def _load(self, arrived: Arrived, manifest: WeightsManifest) -> LoadTimes:
         alone = self._load_adapter_alone if manifest.adapter else self._load_alone
@@ -266,7 +267,7 @@ class Replica(Sleeper):
                 await self._adapters.clear()
                 times = await self._engine_load(arrived, adapter, version, mode)
             except BaseException:
-                await self._leave_rotation("WEIGHTS_BAD")
+                await self._leave_rotation(Reason.WEIGHTS_BAD)
                 self._settle_turn()
                 raise
             finally:
@@ -305,7 +306,7 @@ class Replica(Sleeper):
         if self.fault:
             raise Unavailable(
                 "This replica takes no traffic.",
-                reason=self.fault,
+                reason=Reason(self.fault),
                 remedy="Try another replica, or wait for the next publish.",
             )
 
@@ -313,7 +314,7 @@ class Replica(Sleeper):
         if mode is UpdateMode.WAIT and self._is_held and not self._turn.is_over:
             raise PreconditionFailed(
                 "The replica is paused: what it has under way cannot end.",
-                reason="PAUSED",
+                reason=Reason.PAUSED,
                 remedy="Resume it, or publish with UPDATE_MODE_RECOMPUTE.",
             )
 
@@ -326,6 +327,6 @@ class Replica(Sleeper):
         if same_lineage and version.number < oldest:
             raise PreconditionFailed(
                 f"Policy {version} is not newer than {current}, which is loaded.",
-                reason="VERSION_NOT_NEWER",
+                reason=Reason.VERSION_NOT_NEWER,
                 remedy="Publish with a higher number, or in a new lineage.",
             )

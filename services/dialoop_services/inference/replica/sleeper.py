@@ -15,8 +15,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.reasons import Reason
 
-from dialoop_services.inference.replica.device_lease import ASLEEP, to_the_end
+from dialoop_services.inference.replica.device_lease import to_the_end
 from dialoop_services.inference.weights.adapters import Adapters
 from dialoop_services.inference.weights.data_planes import Arrived
 
@@ -97,7 +98,7 @@ class Sleeper:
             try:
                 await self._engine.sleep(keep_weights=keep)
             except BaseException:
-                await self._leave_rotation("WEIGHTS_BAD")  # and the device stays ours
+                await self._leave_rotation(Reason.WEIGHTS_BAD)  # and the device stays ours
                 self._turn.begin()
                 raise
             self._has_no_weights = not keep
@@ -158,8 +159,8 @@ class Sleeper:
 
     def _why_not(self) -> str:
         if self._fault or not self._engine.is_alive:
-            return self._fault or "NOT_READY"
-        return ASLEEP if self._turn.is_over else ""
+            return self._fault or Reason.NOT_READY
+        return Reason.ASLEEP if self._turn.is_over else ""
 
     async def _leave_rotation(self, fault: str) -> None:
         self._fault = fault

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidConfig, PreconditionFailed
+from dialoop.reasons import Reason
 from safetensors.torch import load_file
 
 from dialoop_services.inference.weights.adapter_files import WEIGHTS_FILE
@@ -65,7 +66,7 @@ class AdaptedModel:
             self.remove(adapter)
             raise PreconditionFailed(
                 f"PEFT does not take adapter {adapter.name}.",
-                reason="ADAPTER_REFUSED",
+                reason=Reason.ADAPTER_REFUSED,
                 remedy="Publish the tensors that PEFT's save_pretrained writes.",
             )
         self._peft.eval().requires_grad_(False)
@@ -91,7 +92,7 @@ def require_peft() -> None:
     except ImportError as error:
         raise InvalidConfig(
             "Adapters need the package peft.",
-            reason="PEFT_MISSING",
+            reason=Reason.PEFT_MISSING,
             remedy="Run `make setup`, or pip install 'dialoop-services[inference]'.",
         ) from error
 

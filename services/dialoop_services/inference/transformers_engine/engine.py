@@ -18,6 +18,7 @@ import torch
 import transformers
 from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidConfig, Unsupported
+from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
 from safetensors.torch import load_file
 
@@ -258,7 +259,7 @@ class TransformersEngine:
         """Refuse: this engine has no devices to meet."""
         raise Unsupported(
             "The transformers engine takes weights from files only.",
-            reason="DATA_PLANE_UNAVAILABLE",
+            reason=Reason.DATA_PLANE_UNAVAILABLE,
             remedy="Publish over shared_memory or chunks.",
         )
 

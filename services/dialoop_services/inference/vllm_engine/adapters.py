@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, get_args
 
 from dialoop.errors import InvalidConfig, PreconditionFailed
+from dialoop.reasons import Reason
 from vllm.config.lora import MaxLoRARanks
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -63,6 +64,6 @@ async def remove_from_vllm(llm: AsyncLLM, adapter: Adapter) -> None:
 def _refused(adapter: Adapter) -> PreconditionFailed:
     return PreconditionFailed(
         f"vLLM does not take adapter {adapter.name}.",
-        reason="ADAPTER_REFUSED",
+        reason=Reason.ADAPTER_REFUSED,
         remedy="See the service's log for vLLM's reason; plain LoRA on linear layers is taken.",
     )

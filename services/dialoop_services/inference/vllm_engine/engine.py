@@ -21,6 +21,7 @@ import numpy as np
 import vllm
 from dialoop.episode import UpdateMode
 from dialoop.errors import InternalError, InvalidConfig
+from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
 from vllm.inputs.engine import tokens_input
@@ -106,7 +107,7 @@ class VllmEngine:
         except Exception as error:
             raise InvalidConfig(
                 f"vLLM does not start with {model_dir} ({type(error).__name__}).",
-                reason="ENGINE_FAILED",
+                reason=Reason.ENGINE_FAILED,
                 remedy="See vLLM's own lines above, or set DIALOOP_INFERENCE_ENGINE=transformers.",
             ) from error
         engine = cls(llm, model_dir=model_dir, options=options)

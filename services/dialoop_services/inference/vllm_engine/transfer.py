@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from dialoop.clients.weights import TransferPhase
 from dialoop.errors import InvalidConfig, InvalidInput
+from dialoop.reasons import Reason
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
@@ -34,14 +35,14 @@ def transfer_arguments(backend: str) -> dict[str, Any]:
     if not torch.cuda.is_available():
         raise InvalidConfig(
             f"Weight transfer by {backend} needs a CUDA device, and this machine has none.",
-            reason="NEEDS_CUDA",
+            reason=Reason.NEEDS_CUDA,
             remedy="Set DIALOOP_INFERENCE_DATA_PLANE to shared_memory or chunks: weights then come "
             "as a file or over gRPC.",
         )
     if backend == "ipc" and os.environ.get(_INSECURE) != "1":
         raise InvalidConfig(
             "vLLM takes CUDA IPC handles as pickles only, from whoever may call LoadWeights.",
-            reason="INSECURE_SERIALIZATION",
+            reason=Reason.INSECURE_SERIALIZATION,
             remedy=f"Set {_INSECURE}=1 where only the trainer can reach this port, or use nccl.",
         )
     return {"weight_transfer_config": WeightTransferConfig(backend=backend)}
@@ -96,6 +97,6 @@ def _object(step: Step) -> dict[str, Any]:
 def _out_of_order(message: str) -> InvalidInput:
     return InvalidInput(
         message,
-        reason="MANIFEST_MISMATCH",
+        reason=Reason.MANIFEST_MISMATCH,
         remedy="Send INIT once, then START, UPDATE and FINISH at each publish.",
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidInput, PreconditionFailed
+from dialoop.reasons import Reason
 
 from dialoop_services.inference.weights.parameters import read_shapes
 from dialoop_services.learning.lora.adapter_config import AdapterConfig
@@ -74,7 +75,7 @@ def require_fitting(path: Path, config: AdapterConfig, space: AdapterSpace) -> t
     if config.rank > most:
         raise PreconditionFailed(
             f"The adapter's rank is {config.rank}, this replica holds up to {most}.",
-            reason="ADAPTER_MISMATCH",
+            reason=Reason.ADAPTER_MISMATCH,
             remedy="Set DIALOOP_INFERENCE_MAX_ADAPTER_RANK to at least the rank.",
         )
     return fitting_modules(path, config, space.modules)
@@ -116,7 +117,7 @@ def finite_tensors(path: Path) -> dict[str, Tensor]:
     if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
         raise InvalidInput(
             "The adapter holds numbers that are not finite.",
-            reason="ADAPTER_NOT_FINITE",
+            reason=Reason.ADAPTER_NOT_FINITE,
             remedy="Publish an adapter of a training step that did not overflow.",
         )
     return tensors
@@ -168,6 +169,6 @@ def _require_shapes(
 def _mismatch(what: str) -> PreconditionFailed:
     return PreconditionFailed(
         f"The adapter does not fit: {what}.",
-        reason="ADAPTER_MISMATCH",
+        reason=Reason.ADAPTER_MISMATCH,
         remedy="Publish an adapter that was trained on the model this replica serves.",
     )

@@ -27,6 +27,7 @@ from dialoop.errors import (
     PreconditionFailed,
     Unavailable,
 )
+from dialoop.reasons import Reason
 
 from dialoop_services.inference.engine import LoadTimes, VersionSpan
 from dialoop_services.inference.weights.adapter_files import (
@@ -115,19 +116,19 @@ class Adapters:
         if not space.limits.max_adapters:
             raise PreconditionFailed(
                 "This replica serves no adapters: they would halve its throughput.",
-                reason="ADAPTERS_DISABLED",
+                reason=Reason.ADAPTERS_DISABLED,
                 remedy="Start it with DIALOOP_INFERENCE_MAX_ADAPTERS=1 or more.",
             )
         if not _NAME.fullmatch(name):
             raise InvalidInput(
                 f"{name!r} is no name for an adapter.",
-                reason="INVALID_ADAPTER_NAME",
+                reason=Reason.INVALID_ADAPTER_NAME,
                 remedy="Use up to 64 letters, digits, dots, dashes and underscores.",
             )
         if name not in self._entries and len(self._entries) >= space.limits.max_adapters:
             raise CapacityExhausted(
                 f"{len(self._entries)} adapters are loaded, which is all this replica holds.",
-                reason="TOO_MANY_ADAPTERS",
+                reason=Reason.TOO_MANY_ADAPTERS,
                 remedy="Unload one, or raise DIALOOP_INFERENCE_MAX_ADAPTERS.",
             )
         self._require_newer(name, manifest.policy_version)
@@ -250,7 +251,7 @@ class Adapters:
         if must_show and await self._largest_change(adapter) == 0.0:
             raise PreconditionFailed(
                 f"The engine took adapter {adapter.name} and its log-probs do not change.",
-                reason="ADAPTER_NOT_IN_USE",
+                reason=Reason.ADAPTER_NOT_IN_USE,
                 remedy="Report the adapter's config: this engine passes over its modules.",
             )
         limit = manifest.max_logprob_difference or _MAX_DIFFERENCE
@@ -261,7 +262,7 @@ class Adapters:
                 raise PreconditionFailed(
                     f"With adapter {adapter.name} a probe's log-probs are {worst:.3g} nats from "
                     f"those announced, more than {limit:.3g}.",
-                    reason="PROBE_MISMATCH",
+                    reason=Reason.PROBE_MISMATCH,
                     remedy="Score the probe with the published adapter on the policy served here.",
                 )
 
@@ -278,7 +279,7 @@ class Adapters:
         if current is not None and same_lineage and version.number <= current.number:
             raise PreconditionFailed(
                 f"Adapter {name} {version} is not newer than {current}, which is loaded.",
-                reason="VERSION_NOT_NEWER",
+                reason=Reason.VERSION_NOT_NEWER,
                 remedy="Publish with a higher number, or in a new lineage.",
             )
 
@@ -308,7 +309,7 @@ def _unknown(name: str, loaded: Sequence[str] | dict[str, _Entry]) -> NotFound:
     names = ", ".join(sorted(loaded)) or "none"
     return NotFound(
         f"There is no adapter {name!r} here; loaded: {names}.",
-        reason="ADAPTER_NOT_FOUND",
+        reason=Reason.ADAPTER_NOT_FOUND,
         remedy="Load it first with LoadWeights and a manifest that names it.",
     )
 
@@ -316,6 +317,6 @@ def _unknown(name: str, loaded: Sequence[str] | dict[str, _Entry]) -> NotFound:
 def _lost(name: str) -> Unavailable:
     return Unavailable(
         f"New weights were loaded, and adapter {name!r} belonged to those before.",
-        reason="ADAPTER_LOST",
+        reason=Reason.ADAPTER_LOST,
         remedy="Load the adapter again.",
     )

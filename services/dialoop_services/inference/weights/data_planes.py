@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.clients.weights import Content, TransferStep, WeightsKind
 from dialoop.errors import InvalidInput, PreconditionFailed
+from dialoop.reasons import Reason
 
 from dialoop_services.inference.weights.loadable import Step
 from dialoop_services.inference.weights.publications import spooled
@@ -136,7 +137,7 @@ class DataPlanes:
         if name not in self._planes:
             raise PreconditionFailed(
                 f"This replica takes no weights over {name}; it takes {', '.join(self._planes)}.",
-                reason="DATA_PLANE_UNAVAILABLE",
+                reason=Reason.DATA_PLANE_UNAVAILABLE,
                 remedy="nccl and ipc need vLLM on a CUDA device and DIALOOP_INFERENCE_"
                 "DATA_PLANE; or publish over another data plane.",
             )
@@ -164,6 +165,6 @@ async def _steps(contents: AsyncIterator[Content]) -> AsyncIterator[Step]:
 def _mismatch(message: str) -> InvalidInput:
     return InvalidInput(
         message,
-        reason="MANIFEST_MISMATCH",
+        reason=Reason.MANIFEST_MISMATCH,
         remedy="Send a manifest, then what its data plane needs and nothing else.",
     )

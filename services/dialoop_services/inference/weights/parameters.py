@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidConfig, PreconditionFailed
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,7 +36,7 @@ def read_shapes(path: Path) -> Shapes:
     except (ValueError, KeyError, TypeError) as error:
         raise PreconditionFailed(
             f"{path.name} is not a safetensors file.",
-            reason="UNKNOWN_PARAMETERS",
+            reason=Reason.UNKNOWN_PARAMETERS,
             remedy="Publish with safetensors.torch.save_file.",
         ) from error
 
@@ -46,7 +47,7 @@ def model_shapes(model_dir: Path) -> Shapes:
     if not files:
         raise InvalidConfig(
             f"{model_dir} holds no .safetensors file.",
-            reason="NO_WEIGHTS",
+            reason=Reason.NO_WEIGHTS,
             remedy="Save the model with save_pretrained.",
         )
     shapes: Shapes = {}
@@ -87,7 +88,7 @@ def require_same_parameters(path: Path, expected: Shapes, *, tied: bool) -> None
         if names:
             raise PreconditionFailed(
                 f"{len(names)} parameters are {fault}: {_some(names)}.",
-                reason="UNKNOWN_PARAMETERS",
+                reason=Reason.UNKNOWN_PARAMETERS,
                 remedy="Publish every parameter of the model this replica was started with.",
             )
 

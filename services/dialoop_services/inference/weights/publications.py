@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.clients.weights import WeightsKind, WeightsManifest
 from dialoop.errors import DataLost, InvalidConfig, InvalidInput, PreconditionFailed
+from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 
 if TYPE_CHECKING:
@@ -61,14 +62,14 @@ class Publications:
         if self._root is None:
             raise PreconditionFailed(
                 "This replica has no weights root to read a path from.",
-                reason="NO_WEIGHTS_ROOT",
+                reason=Reason.NO_WEIGHTS_ROOT,
                 remedy="Set DIALOOP_INFERENCE_WEIGHTS_ROOT, or send the weights as chunks.",
             )
         path = (self._root / manifest.path).resolve()
         if not path.is_relative_to(self._root) or not path.is_file():
             raise InvalidInput(
                 "The manifest's path is no file under the weights root.",
-                reason="MANIFEST_MISMATCH",
+                reason=Reason.MANIFEST_MISMATCH,
                 remedy="Give the path relative to the weights root.",
             )
         return path
@@ -99,7 +100,7 @@ def require_intact(path: Path, manifest: WeightsManifest) -> None:
     if digest != manifest.sha256.lower():
         raise DataLost(
             "The weights are not those that were announced.",
-            reason="CHECKSUM_MISMATCH",
+            reason=Reason.CHECKSUM_MISMATCH,
             remedy="Send them again.",
         )
 
@@ -107,6 +108,6 @@ def require_intact(path: Path, manifest: WeightsManifest) -> None:
 def _size_mismatch(num_bytes: int, manifest: WeightsManifest) -> InvalidInput:
     return InvalidInput(
         f"{num_bytes} bytes came, the manifest says {manifest.num_bytes}.",
-        reason="MANIFEST_MISMATCH",
+        reason=Reason.MANIFEST_MISMATCH,
         remedy="Send all chunks of the file that the manifest describes, and nothing more.",
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidInput, Unsupported
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -45,7 +46,7 @@ class AdapterConfig:
         if used:
             raise Unsupported(
                 f"The adapter uses {', '.join(used)}.",
-                reason="ADAPTER_UNSUPPORTED",
+                reason=Reason.ADAPTER_UNSUPPORTED,
                 remedy="Train a plain LoRA adapter: one rank, no bias, no further modules.",
             )
         return _plain(config)
@@ -110,6 +111,6 @@ def _plain(config: Mapping[str, Any]) -> AdapterConfig:
 def _invalid(what: str) -> InvalidInput:
     return InvalidInput(
         f"adapter_config_json: {what}.",
-        reason="INVALID_ADAPTER_CONFIG",
+        reason=Reason.INVALID_ADAPTER_CONFIG,
         remedy="Send the adapter_config.json that PEFT's save_pretrained writes.",
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidConfig, PreconditionFailed
+from dialoop.reasons import Reason
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -45,7 +46,7 @@ class BaseWeights:
         if not files:
             raise InvalidConfig(
                 f"{model_dir} holds no .safetensors file.",
-                reason="NO_WEIGHTS",
+                reason=Reason.NO_WEIGHTS,
                 remedy="Save the model with save_pretrained.",
             )
         config = json.loads((model_dir / "config.json").read_text("utf-8"))
@@ -118,7 +119,7 @@ def require_base(found: str, expected: str) -> None:
     if found != expected:
         raise PreconditionFailed(
             f"The adapter was trained on weights {_short(expected)}, these are {_short(found)}.",
-            reason="BASE_MISMATCH",
+            reason=Reason.BASE_MISMATCH,
             remedy="Start with the model directory that the adapter's run began with.",
         )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from torch import nn
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def add_lora(causal_lm: Any, *, rank: int, alpha: float = 0.0, targets: Sequence
     if unknown:
         raise InvalidConfig(
             f"The model has no linear layer {', '.join(unknown)}.",
-            reason="LORA_TARGET",
+            reason=Reason.LORA_TARGET,
             remedy=f"Set lora_targets to some of {', '.join(sorted(linear))}.",
         )
     config = LoraConfig(
@@ -112,7 +113,7 @@ def load_adapter(causal_lm: Any, tensors: dict[str, Tensor]) -> None:
     if {name: tensor.shape for name, tensor in tensors.items()} != own:
         raise InvalidConfig(
             "The checkpoint's adapter has another rank or other targets than the settings say.",
-            reason="WEIGHTS_MISMATCH",
+            reason=Reason.WEIGHTS_MISMATCH,
             remedy="Resume with the lora settings the run was started with.",
         )
     named = {

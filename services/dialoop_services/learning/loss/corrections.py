@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 
 from dialoop_services.learning.loss.loss_inputs import MAX_LOG_RATIO
 
@@ -48,7 +49,7 @@ class Correction:
         if self.against != "inference" and self.kind != "kl_mask":
             raise InvalidConfig(
                 f"Correction {self.kind} is of the sampler's mismatch, not against {self.against}.",
-                reason="CORRECTION_AGAINST_REFERENCE",
+                reason=Reason.CORRECTION_AGAINST_REFERENCE,
                 remedy="Use kl_mask, or leave correction_to out of [train.objective].",
             )
 

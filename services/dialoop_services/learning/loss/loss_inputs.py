@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,13 +95,13 @@ class LossInputs:
         if values is None:
             raise InvalidInput(
                 f"This loss needs {name}.",
-                reason="LOSS_INPUT_MISSING",
+                reason=Reason.LOSS_INPUT_MISSING,
                 remedy=_REMEDIES.get(name, "Set the loss option that uses it to 0."),
             )
         if values.shape != self.policy_logprobs.shape:
             raise InvalidInput(
                 f"{name} is {list(values.shape)}, the log-probs {list(self.policy_logprobs.shape)}",
-                reason="RAGGED",
+                reason=Reason.RAGGED,
                 remedy="Give one value per trained token.",
             )
         return values

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidConfig
 from dialoop.import_paths import load_attribute
+from dialoop.reasons import Reason
 
 from dialoop_services.config.losses import LOSSES, facts_of
 from dialoop_services.learning.loss import losses
@@ -50,7 +51,7 @@ def load_objective(
     if given.get("correction") is not None and (facts.imitates or not facts.needs_advantages):
         raise InvalidConfig(
             f"A correction weighs advantages, and loss {name} reads none.",
-            reason="CORRECTION_WITHOUT_ADVANTAGES",
+            reason=Reason.CORRECTION_WITHOUT_ADVANTAGES,
             remedy="Leave correction out of [train.objective], or take another loss.",
         )
     if given.get("kl_coeff") and facts.holds_to_reference:
@@ -72,7 +73,7 @@ def _with_options(
     if unknown:
         raise InvalidConfig(
             f"Loss {name} has no option {', '.join(unknown)}.",
-            reason="UNKNOWN_LOSS_OPTION",
+            reason=Reason.UNKNOWN_LOSS_OPTION,
             remedy=f"It takes {', '.join(list(parameters)[1:]) or 'none'}.",
         )
     return functools.partial(function, **options) if options else function
@@ -80,8 +81,8 @@ def _with_options(
 
 def _function_at(path: str) -> Callable[..., losses.LossOutput]:
     loaded: Callable[..., losses.LossOutput] = load_attribute(
-        path, what="loss", reason="UNKNOWN_LOSS", built_in=LOSSES
+        path, what="loss", reason=Reason.UNKNOWN_LOSS, built_in=LOSSES
     )
     if not callable(loaded):
-        raise InvalidConfig(f"The loss '{path}' is not a function.", reason="UNKNOWN_LOSS")
+        raise InvalidConfig(f"The loss '{path}' is not a function.", reason=Reason.UNKNOWN_LOSS)
     return loaded

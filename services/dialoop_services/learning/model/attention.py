@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from dialoop.errors import Unsupported
+from dialoop.reasons import Reason
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -200,7 +201,7 @@ def _require_plan(query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) ->
     if plan is None or query.shape[0] != 1 or query.shape[2] != len(plan.restore):
         raise Unsupported(
             "Packed attention needs one packed row and its attention_plan.",
-            reason="ATTENTION_PLAN_MISSING",
+            reason=Reason.ATTENTION_PLAN_MISSING,
             remedy="Call the model through dialoop_services.learning.model.policy.PolicyModel.",
         )
     altering = [name for name in _ALTERING if kwargs.get(name) is not None]
@@ -213,7 +214,7 @@ def _require_plan(query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) ->
     if altering:
         raise Unsupported(
             f"Packed attention cannot do {', '.join(altering)}.",
-            reason="ATTENTION_NOT_PLAIN",
+            reason=Reason.ATTENTION_NOT_PLAIN,
             remedy="Use a model with plain causal attention.",
         )
     return plan

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
 from dialoop.errors import InvalidConfig, Unsupported
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +36,7 @@ def cut_kernel(device: torch.device) -> Callable[..., Tensor]:
     if device.type != "cuda":
         raise InvalidConfig(
             f"The log-prob kernel cut runs on CUDA devices, and the model is on {device.type}.",
-            reason="NEEDS_CUDA",
+            reason=Reason.NEEDS_CUDA,
             remedy=f'{_CHUNKED}, or train with device = "cuda".',
         )
     try:
@@ -43,7 +44,7 @@ def cut_kernel(device: torch.device) -> Callable[..., Tensor]:
     except ImportError as error:
         raise InvalidConfig(
             "The log-prob kernel cut needs the package cut-cross-entropy.",
-            reason="KERNEL_NOT_INSTALLED",
+            reason=Reason.KERNEL_NOT_INSTALLED,
             remedy=f"pip install 'dialoop-services[trainer,gpu]'. Or: {_CHUNKED}.",
         ) from error
     found: Callable[..., Tensor] = module.linear_cross_entropy
@@ -79,7 +80,7 @@ def require_half(dtype: torch.dtype) -> None:
     if dtype not in _HALF:
         raise Unsupported(
             f"The log-prob kernel cut computes in half precision, not in {dtype}.",
-            reason="KERNEL_NEEDS_HALF_PRECISION",
+            reason=Reason.KERNEL_NEEDS_HALF_PRECISION,
             remedy=f'Set dtype or autocast to "bfloat16" in [train]. Or: {_CHUNKED}.',
         )
 
@@ -88,7 +89,7 @@ def refuse_entropy() -> NoReturn:
     """The kernel never holds a distribution, so it has no entropy to give."""
     raise Unsupported(
         "The log-prob kernel cut gives no entropy.",
-        reason="KERNEL_WITHOUT_ENTROPY",
+        reason=Reason.KERNEL_WITHOUT_ENTROPY,
         remedy=f"Set entropy_coeff to 0. Or: {_CHUNKED} and computes it.",
     )
 

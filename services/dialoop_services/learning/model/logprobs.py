@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 
 from dialoop_services.learning.model.fused_head import cut_kernel, cut_logprobs, refuse_entropy
 from dialoop_services.learning.model.products import product
@@ -76,7 +77,7 @@ def _inverse_temperature(temperature: float | Tensor, hidden: Tensor) -> Tensor:
     if not bool((given > 0).all()):
         raise InvalidInput(
             f"Log-probs at temperature {temperature} are undefined.",
-            reason="INVALID_TEMPERATURE",
+            reason=Reason.INVALID_TEMPERATURE,
             remedy="Train on tokens sampled with a temperature above 0.",
         )
     return 1.0 / given

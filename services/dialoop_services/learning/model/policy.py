@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from dialoop.errors import InvalidConfig, Unsupported
+from dialoop.reasons import Reason
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -193,6 +194,6 @@ def _own_logprobs(causal_lm: Any, rows: list[Tensor]) -> Tensor:
 def _not_packable(why: str) -> Unsupported:
     return Unsupported(
         f"This model cannot be trained on packed rows: {why}.",
-        reason="MODEL_NOT_PACKABLE",
+        reason=Reason.MODEL_NOT_PACKABLE,
         remedy="Use a decoder with plain causal attention, as Qwen2, Qwen3 or Llama.",
     )

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from dialoop.errors import InvalidInput, InvalidSequence
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Rows
@@ -54,14 +55,14 @@ class TokenRow:
         if not len(self.token_ids) or bool(self.response_mask[0]):
             raise InvalidSequence(
                 "A sequence must begin with a token that nobody trains.",
-                reason="EMPTY_PROMPT",
+                reason=Reason.EMPTY_PROMPT,
                 remedy="Give every sequence at least one prompt token.",
             )
         if not self.temperature > 0:
             raise InvalidSequence(
                 f"A sequence was sampled at temperature {self.temperature}, where tokens have no "
                 "probability.",
-                reason="GREEDY_SAMPLING",
+                reason=Reason.GREEDY_SAMPLING,
                 remedy="Train on tokens sampled with a temperature above 0.",
             )
 
@@ -144,13 +145,13 @@ class PackedBatch:
         if not torch.equal(self.position_ids, expected):
             raise InvalidInput(
                 "position_ids do not restart at 0 with every sequence.",
-                reason="POSITIONS_NOT_RESTARTED",
+                reason=Reason.POSITIONS_NOT_RESTARTED,
                 remedy="Build batches with pack_rows or pack.",
             )
         if bool((self.loss_mask & ((self.position_ids == 0) | (self.sample_mask < 0))).any()):
             raise InvalidInput(
                 "loss_mask counts a first token or padding.",
-                reason="TOKEN_WITHOUT_PREDICTOR",
+                reason=Reason.TOKEN_WITHOUT_PREDICTOR,
                 remedy="Leave out the first token of every sequence and padding.",
             )
 
@@ -232,7 +233,7 @@ def pack_rows(
     if not rows or padding < 0:
         raise InvalidInput(
             f"{len(rows)} sequences of {sum(lengths)} tokens do not make a row of {pad_to}.",
-            reason="ROW_DOES_NOT_FIT",
+            reason=Reason.ROW_DOES_NOT_FIT,
             remedy="Plan rows with dialoop_services.rl.packing_plan.plan_rows.",
         )
     response = _padded(torch.cat([row.response_mask for row in rows]), padding, 0)
@@ -278,7 +279,7 @@ def _scattered(
         raise InvalidInput(
             f"Sequence {lacking if names is None else repr(names[lacking])} has no {name}, which "
             f"{len(values)} of {len(rows)} have.",
-            reason="RAGGED",
+            reason=Reason.RAGGED,
             remedy=f"Give {name} for every sequence of a batch or for none.",
         )
     row = torch.zeros(len(response_mask), dtype=torch.float32)

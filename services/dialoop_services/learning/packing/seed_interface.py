@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from dialoop.errors import InvalidInput, InvalidSequence
+from dialoop.reasons import Reason
 
 from dialoop_services.learning.packing.rows import PackedBatch, TokenRow, pack_rows
 
@@ -95,7 +96,7 @@ class TrajectoryData:
             raise InvalidSequence(
                 f"Sequence {self.sequence_id!r} has an empty prompt: nothing predicts its first "
                 "response token.",
-                reason="EMPTY_PROMPT",
+                reason=Reason.EMPTY_PROMPT,
                 remedy="Give every sequence at least one prompt token.",
             )
         count = len(self.response_tokens)
@@ -110,7 +111,7 @@ class TrajectoryData:
                 raise InvalidInput(
                     f"Sequence {self.sequence_id!r} has {len(values)} {name} for {count} response "
                     "tokens.",
-                    reason="RAGGED",
+                    reason=Reason.RAGGED,
                     remedy="Give one value per response token, or none.",
                 )
         mask = torch.zeros(len(self.prompt_tokens) + count, dtype=torch.bool)
@@ -274,7 +275,7 @@ def _flat(
             items.append(one)
     if not items:
         raise InvalidInput(
-            "There is no sequence to pack.", reason="EMPTY_BATCH", remedy="Give at least one."
+            "There is no sequence to pack.", reason=Reason.EMPTY_BATCH, remedy="Give at least one."
         )
     return items
 
@@ -287,13 +288,13 @@ def _require_fit(items: Sequence[TrajectoryData], max_seq_len: int) -> None:
         if length > max_seq_len:
             raise InvalidInput(
                 f"Sequence {item.sequence_id!r} has {length} tokens, more than {max_seq_len}.",
-                reason="SEQUENCE_TOO_LONG",
+                reason=Reason.SEQUENCE_TOO_LONG,
                 remedy="Raise max_seq_len, or leave the sequence out.",
             )
     if total > max_seq_len:
         raise InvalidInput(
             f"{len(items)} sequences have {total} tokens together, more than {max_seq_len}.",
-            reason="ROW_DOES_NOT_FIT",
+            reason=Reason.ROW_DOES_NOT_FIT,
             remedy="Plan rows with dialoop_services.rl.packing_plan.plan_rows.",
         )
 
@@ -302,7 +303,7 @@ def _require_count(name: str, found: int, expected: int) -> None:
     if found != expected:
         raise InvalidInput(
             f"{name} has {found} entries for {expected} prompts.",
-            reason="RAGGED",
+            reason=Reason.RAGGED,
             remedy="Give one entry per sequence.",
         )
 
@@ -311,7 +312,7 @@ def _filled(values: Tensor, length: int, fill: int) -> Tensor:
     if len(values) > length:
         raise InvalidInput(
             f"{len(values)} tokens do not fit in {length}.",
-            reason="ROW_DOES_NOT_FIT",
+            reason=Reason.ROW_DOES_NOT_FIT,
             remedy="Raise max_seq_len.",
         )
     return torch.nn.functional.pad(values, (0, length - len(values)), value=fill)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 
 from dialoop_services.learning.packing.rows import OPTIONAL, pack_rows
 from dialoop_services.learning.training import loss_inputs
@@ -43,7 +44,7 @@ def fitting(rows: Sequence[TokenRow], *, max_tokens: int, oversize: Oversize) ->
         raise InvalidInput(
             f"Nothing is left to train of {len(rows)} sequences, the longest of {max(lengths)} "
             f"tokens, in rows of {max_tokens}.",
-            reason="SEQUENCE_TOO_LONG",
+            reason=Reason.SEQUENCE_TOO_LONG,
             remedy="Raise max_row_tokens in [train], or shorten the episodes.",
         )
     return kept

@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 import numpy as np
 import torch
 from dialoop.errors import DialoopError, InvalidInput, PreconditionFailed, Unavailable
+from dialoop.reasons import Reason
 
 from dialoop_services.learning.packing.rows import TokenRow
 from dialoop_services.learning.parallel.ranks import ALONE, RANK_FAILED, Ranks, known_failure
@@ -181,13 +182,13 @@ class Group(Generic[T]):
         if not self.ranks.is_first:
             raise InvalidInput(
                 f"Rank {self.ranks.rank} cannot call {name!r}.",
-                reason="NOT_THE_FIRST_RANK",
+                reason=Reason.NOT_THE_FIRST_RANK,
                 remedy="Call collective methods from the first rank; the others serve.",
             )
         if not self._is_open:
             raise Unavailable(
                 "The ranks are closed or out of step.",
-                reason="RANKS_OUT_OF_STEP",
+                reason=Reason.RANKS_OUT_OF_STEP,
                 remedy="Resume from the last checkpoint.",
             )
         self._is_open = False
@@ -234,7 +235,7 @@ class Group(Generic[T]):
             raise _Refusal(
                 PreconditionFailed(
                     f"{name} was refused. {others[0]}",
-                    reason="RANK_REFUSED",
+                    reason=Reason.RANK_REFUSED,
                     remedy="Give every rank the same settings and files.",
                 )
             )

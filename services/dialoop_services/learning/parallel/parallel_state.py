@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -80,7 +81,7 @@ def load_weights(
         name = min(n for n in theirs.keys() | ours.keys() if theirs.get(n) != ours.get(n))
         raise InvalidConfig(
             f"{complaint}: {name} is {theirs.get(name, 'missing')}, not {ours.get(name, 'there')}.",
-            reason="WEIGHTS_MISMATCH",
+            reason=Reason.WEIGHTS_MISMATCH,
             remedy="Resume with the model directory the run was started with.",
         )
     for name, tensor in own.items():
@@ -145,7 +146,7 @@ def load_sharded(
     if sizes != {name: tuple(kept.size) for name, kept in names.items()}:
         raise InvalidConfig(
             f"{directory} is a checkpoint of another model or optimiser.",
-            reason="CHECKPOINT_MISMATCH",
+            reason=Reason.CHECKPOINT_MISMATCH,
             remedy="Resume with the model and optimiser the run was started with.",
         )
     with _quiet_alone(ranks):

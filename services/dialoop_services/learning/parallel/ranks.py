@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 from dialoop.errors import PreconditionFailed, Unavailable, Unsupported
+from dialoop.reasons import Reason
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from dialoop_services.learning.model.policy import PolicyModel
 
-RANK_FAILED = "RANK_FAILED"
+RANK_FAILED = Reason.RANK_FAILED
 """The reason of the error with which the other ranks leave when one has failed."""
 
 _FAILURE = "dialoop/failure"
@@ -204,7 +205,7 @@ def _require_same(policy: nn.Module, ranks: Ranks) -> None:
         if names:
             raise PreconditionFailed(
                 f"The policies of ranks {ranks.rank} and {rank} differ in {names[0]}.",
-                reason="RANKS_DIFFER",
+                reason=Reason.RANKS_DIFFER,
                 remedy="Give all ranks the same model directory, settings and seed.",
             )
 
@@ -220,7 +221,7 @@ def _blocks(policy: PolicyModel) -> list[nn.Module]:
     if not lists:
         raise Unsupported(
             "This model has no list of layers to shard.",
-            reason="MODEL_NOT_SHARDABLE",
+            reason=Reason.MODEL_NOT_SHARDABLE,
             remedy="Train it with one process.",
         )
     return max(lists, key=lambda found: sum(p.numel() for m in found for p in m.parameters()))

@@ -10,6 +10,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from dialoop.reasons import DropReason
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Purpose, Stage
 from dialoop.v1.replay_service_pb2 import LedgerCounts
@@ -17,12 +18,6 @@ from dialoop.v1.replay_service_pb2 import LedgerCounts
 from dialoop_services.replay.leases import Kind, format_lease, parse_lease
 from dialoop_services.replay.store import GroupFacts, QueueLimits
 from dialoop_services.rl.staleness import is_stale
-
-DEAD_LETTER = "dead_letter"
-DEAD_LETTER_FORGOTTEN = "dead_letter_forgotten"
-STALE = "stale"
-LEASE_EXPIRED = "lease_expired"
-MEMBER_RETRIED = "member_retried"
 
 KIND_OF_STAGE = {
     Stage.UNSCORED: Kind.UNSCORED,
@@ -124,7 +119,7 @@ class Ledger:
     def credits(self) -> int:
         """Training groups that may still be started."""
         counts = self.counts[Purpose.TRAINING]
-        num_outstanding = sum(getattr(counts, state) for state in _OUTSTANDING)
+        num_outstanding: int = sum(getattr(counts, state) for state in _OUTSTANDING)
         return max(0, self.max_outstanding - num_outstanding)
 
     def counts_of(self, record: Record) -> LedgerCounts:
@@ -173,7 +168,7 @@ class Ledger:
         counts = self.counts_of(record)
         counts.num_trajectories_generated += record.num_trajectories + num_discarded
         counts.num_trajectories_live += record.num_trajectories
-        _add(counts.num_trajectories_dropped, MEMBER_RETRIED, num_discarded)
+        _add(counts.num_trajectories_dropped, DropReason.MEMBER_RETRIED, num_discarded)
 
     def count_thrown_away(self, record: Record, num_trajectories: int, reason: str) -> None:
         """Trajectories that were played under a task lease for nothing."""
@@ -253,7 +248,7 @@ class Ledger:
         )
         self.remove_entry(record, stage)
         entry.lease_id = ""
-        self.drop(record, DEAD_LETTER)
+        self.drop(record, DropReason.DEAD_LETTER)
         while len(self.dead) > self.limits.max_dead_letters:
             self.forget_letter(next(iter(self.dead)))
 
@@ -261,14 +256,18 @@ class Ledger:
         """Let go of a dead letter's group; it stays dropped, now for this reason."""
         record = self.dead.pop(group_id).record
         counts = self.uncount_dead(record)
-        _add(counts.num_groups_dropped, DEAD_LETTER_FORGOTTEN, 1)
-        _add(counts.num_trajectories_dropped, DEAD_LETTER_FORGOTTEN, record.num_trajectories)
+        _add(counts.num_groups_dropped, DropReason.DEAD_LETTER_FORGOTTEN, 1)
+        _add(
+            counts.num_trajectories_dropped,
+            DropReason.DEAD_LETTER_FORGOTTEN,
+            record.num_trajectories,
+        )
 
     def uncount_dead(self, record: Record) -> LedgerCounts:
         """The record's counts, where it is no dead letter any more."""
         counts = self.counts_of(record)
-        _add(counts.num_groups_dropped, DEAD_LETTER, -1)
-        _add(counts.num_trajectories_dropped, DEAD_LETTER, -record.num_trajectories)
+        _add(counts.num_groups_dropped, DropReason.DEAD_LETTER, -1)
+        _add(counts.num_trajectories_dropped, DropReason.DEAD_LETTER, -record.num_trajectories)
         return counts
 
     def exhume(self, group_id: str) -> None:
@@ -314,10 +313,12 @@ class Ledger:
         )
         for _, lease_id in expired:
             if record := self.held_task(lease_id):
-                self.reissue(record, LEASE_EXPIRED, failed=True)
+                self.reissue(record, DropReason.LEASE_EXPIRED, failed=True)
             elif held := self.held_group(lease_id):
                 record, stage, entry = held
-                self.redeliver(record, stage, LEASE_EXPIRED, failed=not entry.is_innocent)
+                self.redeliver(
+                    record, stage, DropReason.LEASE_EXPIRED, failed=not entry.is_innocent
+                )
 
     def is_stale(self, record: Record, max_staleness: int | None) -> bool:
         """Whether the group's oldest sampled token lags too far behind the policy."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from dialoop.reasons import DropReason, Reason
 from dialoop.trajectory import Purpose, Stage
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
@@ -20,7 +21,6 @@ from google.protobuf.message import Message
 from dialoop_services.replay.leases import Kind
 from dialoop_services.replay.memory_store.ledger import (
     KIND_OF_STAGE,
-    STALE,
     GroupState,
     Ledger,
     Record,
@@ -70,7 +70,7 @@ class MemoryStore:
 def _offer_tasks(ledger: Ledger, request: pb.OfferTasksRequest) -> pb.OfferTasksResponse:
     if request.expected_cursor or request.next_cursor:
         if request.expected_cursor != ledger.cursor:
-            raise refusal("CURSOR_MOVED", ledger.cursor)
+            raise refusal(Reason.CURSOR_MOVED, ledger.cursor)
         ledger.cursor = request.next_cursor
     num_new = 0
     for task in request.tasks:
@@ -139,16 +139,16 @@ def _append_played(ledger: Ledger, stage: Stage, item: pb.AppendItem, group: Gro
     record = ledger.records.get(group.task_id)
     purpose = Purpose.EVALUATION if stage is Stage.EVALUATION else Purpose.TRAINING
     if record is None or record.purpose is not purpose:
-        return "UNKNOWN_TASK"
+        return Reason.UNKNOWN_TASK
     if record.group is not None and record.group.group_id == group.group_id:
-        return "DUPLICATE" if record.group.digest == group.digest else "DIGEST_MISMATCH"
+        return "DUPLICATE" if record.group.digest == group.digest else Reason.DIGEST_MISMATCH
     is_named = f"{group.task_id}#{record.attempt}" == group.group_id
     if ledger.held_task(item.lease_id) is not record or not is_named:
-        return "LEASE_LOST"
+        return Reason.LEASE_LOST
     if group.num_trajectories != record.num_trajectories:
-        return "WRONG_SIZE"
+        return Reason.WRONG_SIZE
     if not ledger.are_known(group):
-        return "FUTURE_VERSION"
+        return Reason.FUTURE_VERSION
     ledger.deadlines.pop(record.lease_id, None)
     record.lease_id, record.payload, record.group = "", b"", group
     ledger.move(record, GroupState.UNSCORED if stage is Stage.UNSCORED else GroupState.SCORED)
@@ -161,17 +161,17 @@ def _append_scored(ledger: Ledger, stage: Stage, item: pb.AppendItem, group: Gro
     """Take in what a scorer scored; its group lease is still to be acknowledged."""
     record = ledger.records.get(group.task_id)
     if record is None or record.purpose is not Purpose.TRAINING:
-        return "UNKNOWN_TASK"
+        return Reason.UNKNOWN_TASK
     if record.group is None or record.group.group_id != group.group_id:
-        return "LEASE_LOST"
+        return Reason.LEASE_LOST
     if record.group.digest != group.digest:
-        return "DIGEST_MISMATCH"
+        return Reason.DIGEST_MISMATCH
     if record.is_scored:
         return "DUPLICATE"
     held = ledger.held_group(item.lease_id)
     is_held = held is not None and held[:2] == (record, Stage.UNSCORED)
     if held is None or not is_held or record.state is not GroupState.UNSCORED:
-        return "LEASE_LOST"
+        return Reason.LEASE_LOST
     record.is_scored = True
     ledger.move(record, GroupState.SCORED)
     ledger.add_entry(record, stage, item.group.SerializeToString())
@@ -194,7 +194,7 @@ def _lease_groups(ledger: Ledger, request: pb.LeaseGroupsRequest) -> pb.LeaseGro
         if stage is Stage.SCORED and ledger.is_stale(record, max_staleness):
             ledger.remove_entry(record, stage)
             record.entries[stage].lease_id = ""
-            ledger.drop(record, STALE)
+            ledger.drop(record, DropReason.STALE)
             continue
         room -= len(record.entries[stage].payload)
         if room < 0 and chosen:
@@ -203,7 +203,7 @@ def _lease_groups(ledger: Ledger, request: pb.LeaseGroupsRequest) -> pb.LeaseGro
     answer = pb.LeaseGroupsResponse(empty_reason=pb.EMPTY_REASON_NOT_EMPTY)
     if len(chosen) < max(1, request.min_groups):
         if room < 0:
-            raise refusal("TOO_LARGE")
+            raise refusal(Reason.TOO_LARGE)
         too_few = pb.EMPTY_REASON_TOO_FEW if chosen else pb.EMPTY_REASON_NO_GROUPS
         answer.empty_reason = too_few
         chosen = []
@@ -243,17 +243,20 @@ def _acknowledge_one(ledger: Ledger, item: pb.AcknowledgeItem) -> str:
     """Empty if the lease is acknowledged, now or before; else the reason it is not."""
     held = ledger.held_group(item.lease_id)
     if held is None:
-        return "LEASE_LOST"
+        return Reason.LEASE_LOST
     record, stage, entry = held
     is_consumed = item.outcome == pb.OUTCOME_CONSUMED
     wanted = GroupState.CONSUMED if is_consumed else GroupState.DROPPED
     if stage is Stage.UNSCORED and is_consumed:
         if not record.is_scored:
-            return "NOT_SCORED"
+            return Reason.NOT_SCORED
     elif stage is Stage.UNSCORED and record.is_scored:
-        return "ALREADY_SCORED"
+        return Reason.ALREADY_SCORED
     elif record.state in (GroupState.CONSUMED, GroupState.DROPPED):
-        return "" if record.state is wanted else f"ALREADY_{record.state.name}"
+        if record.state is wanted:
+            return ""
+        is_consumed = record.state is GroupState.CONSUMED
+        return Reason.ALREADY_CONSUMED if is_consumed else Reason.ALREADY_DROPPED
     elif is_consumed:
         ledger.consume(record)
     else:
@@ -315,7 +318,7 @@ def _reopen_leases(ledger: Ledger, request: pb.ReopenLeasesRequest) -> pb.Reopen
         present = {entry.lease_id for _, _, entry in held}
         return pb.ReopenLeasesResponse(lost_lease_ids=[one for one in found if one not in present])
     if sum(len(entry.payload) for _, _, entry in held) > ledger.limits.max_lease_bytes:
-        raise refusal("TOO_LARGE")
+        raise refusal(Reason.TOO_LARGE)
     for record, stage, entry in held:
         ledger.hold(record, stage, request.lease_s)
         entry.is_innocent = True
@@ -328,7 +331,7 @@ def _advance_policy(ledger: Ledger, request: pb.AdvancePolicyRequest) -> pb.Adva
     version, current = policy_version_from_proto(request.policy_version), ledger.policy
     is_known = version != current and version.lineage in ledger.lineages
     if is_known and (current is None or current.lineage != version.lineage or version < current):
-        raise refusal("VERSION_NOT_NEWER", str(current))
+        raise refusal(Reason.VERSION_NOT_NEWER, str(current))
     ledger.policy = version
     ledger.lineages[version.lineage] = version.number
     ledger.max_outstanding = request.max_outstanding_groups
@@ -390,7 +393,7 @@ def _list_dead_letters(
 def _requeue(ledger: Ledger, request: pb.RequeueRequest) -> pb.RequeueResponse:
     for group_id in request.group_ids:
         if group_id not in ledger.dead:
-            raise refusal("GROUP_NOT_FOUND", group_id)
+            raise refusal(Reason.GROUP_NOT_FOUND, group_id)
     for group_id in request.group_ids:
         ledger.exhume(group_id)
     return pb.RequeueResponse(num_requeued=len(request.group_ids))

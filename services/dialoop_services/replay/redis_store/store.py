@@ -20,6 +20,7 @@ from typing import Any
 import redis.asyncio
 import redis.exceptions
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
 from google.protobuf.json_format import ParseDict
@@ -83,7 +84,7 @@ class RedisStore:
         if (major, minor) < (6, 2):
             raise InvalidConfig(
                 f"Redis is {server['redis_version']}.",
-                reason="REDIS_TOO_OLD",
+                reason=Reason.REDIS_TOO_OLD,
                 remedy="Use Redis 6.2 or later, or Valkey.",
             )
         aof = "on" if durability.get("aof_enabled") else "off (not durable)"
@@ -112,7 +113,7 @@ class RedisStore:
             )
         reply = json.loads(raw)
         if "refused" in reply:
-            raise refusal(reply["refused"], reply.get("detail", ""))
+            raise refusal(Reason(reply["refused"]), reply.get("detail", ""))
         # Lua writes an empty list as {}.
         found = ParseDict({name: value for name, value in reply.items() if value != {}}, answer())
         for place, blob in zip(_places(found), blobs, strict=True):
@@ -197,11 +198,11 @@ async def _translated(client: redis.asyncio.Redis) -> AsyncIterator[None]:
         # Idle connections are likely as dead as this one: one error per restart, not one each.
         with suppress(redis.exceptions.RedisError, OSError):  # closing them may fail, or take long
             await client.connection_pool.disconnect(inuse_connections=False)
-        raise refusal("STORE_UNAVAILABLE") from error
+        raise refusal(Reason.STORE_UNAVAILABLE) from error
     except redis.exceptions.ResponseError as error:
         text = str(error)
         if "OOM" in text:
-            raise refusal("STORE_FULL") from error
+            raise refusal(Reason.STORE_FULL) from error
         if any(word in text for word in ("MISCONF", "READONLY", "LOADING", "MASTERDOWN")):
-            raise refusal("STORE_UNAVAILABLE") from error
+            raise refusal(Reason.STORE_UNAVAILABLE) from error
         raise

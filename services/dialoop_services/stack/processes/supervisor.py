@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import InvalidConfig, Unavailable
+from dialoop.reasons import Reason
 
 from dialoop_services.stack.processes.child import Child
 from dialoop_services.stack.processes.guardian import Guardian
@@ -168,7 +169,7 @@ class Supervisor:
         except TimeoutError:
             raise Unavailable(
                 f"{spec.name} was not ready within {spec.ready_timeout_s:g} s.",
-                reason="NOT_READY",
+                reason=Reason.NOT_READY,
                 remedy=f"Look into {self._log.path_of(spec.name)}.",
             ) from None
         return False
@@ -176,13 +177,13 @@ class Supervisor:
     def _require_restartable(self, service: Service, code: int, was_ready: bool) -> None:
         name = service.spec.name
         if code == CONFIG_ERROR:
-            raise InvalidConfig(self._log.sentence_of(name), reason="SERVICE_CONFIG")
+            raise InvalidConfig(self._log.sentence_of(name), reason=Reason.SERVICE_CONFIG)
         limit = _MAX_FAILURES if was_ready else _MAX_FAILURES_TO_START
         if service.num_failures >= limit:
             raise Unavailable(
                 f"{name} ended {service.num_failures} times, last with exit code {code}: "
                 f"{self._log.last_line(name)}",
-                reason="SERVICE_FAILED",
+                reason=Reason.SERVICE_FAILED,
                 remedy=f"Look into {self._log.path_of(name)}.",
             )
 

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dialoop.reasons import DropReason
 from dialoop.sequences import ForkCause
 
 from dialoop_services.rl.staleness import is_stale
@@ -115,17 +116,17 @@ def sort_batch(
 
 def _reason_to_drop(
     group: Group, current: PolicyVersion, max_staleness: int, needs_advantages: bool
-) -> str:
+) -> DropReason | None:
     versions = group.policy_versions
     if not versions:
-        return "no_trainable_token"
+        return DropReason.NO_TRAINABLE_TOKEN
     if is_stale(versions, current=current, max_staleness=max_staleness):
-        return "stale"
+        return DropReason.STALE
     if any(trajectory.sampling.alters for trajectory in group.trajectories):
-        return "truncated_sampling"
+        return DropReason.TRUNCATED_SAMPLING
     sequences = (s for trajectory in group.trajectories for s in trajectory.sequences)
     has_signal = any(_has_signal(sequence, needs_advantages) for sequence in sequences)
-    return "" if has_signal else "uniform_reward"
+    return None if has_signal else DropReason.UNIFORM_REWARD
 
 
 def _temperature_of(trajectory: Trajectory) -> float:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.chat import History
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +47,7 @@ def fitting_demonstrations(
         if length > most and settings.oversize == "error":
             raise InvalidConfig(
                 f"{file} line {number} has {length} tokens, more than the {most} of a row.",
-                reason="SEQUENCE_TOO_LONG",
+                reason=Reason.SEQUENCE_TOO_LONG,
                 remedy="Raise max_row_tokens in [train], shorten it, or set oversize.",
             )
         if num_tokens_to_train(sequence, settings):
@@ -60,7 +61,7 @@ def fitting_demonstrations(
     if not histories:
         raise InvalidConfig(
             f"Of no demonstration of {file} is anything to train in rows of {most} tokens.",
-            reason="SEQUENCE_TOO_LONG",
+            reason=Reason.SEQUENCE_TOO_LONG,
             remedy="Raise max_row_tokens in [train], or shorten them.",
         )
     return histories

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.environments import ChatEnv, load_environment
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 
 from dialoop_services.trainer.data.demonstration_files import fitting_demonstrations
 
@@ -85,6 +86,6 @@ def no_demonstrations(environment: str, *, remedy: str) -> InvalidConfig:
     """The error of an environment that cannot show what to do."""
     return InvalidConfig(
         f"The environment {environment} demonstrates nothing.",
-        reason="NO_DEMONSTRATIONS",
+        reason=Reason.NO_DEMONSTRATIONS,
         remedy=remedy,
     )

@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from dialoop.clients.replay import ReturnItem
+from dialoop.reasons import DropReason
 
 from dialoop_services.trainer.data.leases import HeldLeases
 from dialoop_services.trainer.job.state import PhaseTimer
@@ -113,7 +114,9 @@ class Checkpointer:
             await self.checkpoint()
         untrained = self.held.lease_ids
         if untrained:
-            items = [ReturnItem(lease_id=lease, reason="trainer_stopped") for lease in untrained]
+            items = [
+                ReturnItem(lease_id=lease, reason=DropReason.TRAINER_STOPPED) for lease in untrained
+            ]
             await self._replay.give_back(self._settings.run, items)
             self.held.let_go(untrained)
         log.info(

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from dialoop.clients.retry import RetryPolicy, retry
+from dialoop.reasons import DropReason
 from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, Task, Trajectory
 
 from dialoop_services.trainer.data.leases import WORKER
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 _OFFER, _WAIT_S, _LEASE_S = 256, 2.0, 60.0
 _PREFIX = "evaluation/"
-_ABANDONED = "abandoned"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class Evaluator:
             lambda: self._replay.list_leases(self._run, Stage.EVALUATION, worker=WORKER),
             self._retry_policy,
         )
-        await self._replay.drop(self._run, held, _ABANDONED)
+        await self._replay.drop(self._run, held, DropReason.ABANDONED)
 
     async def _played(self, plan: EvaluationPlan, prefix: str) -> tuple[list[Trajectory], int]:
         """The plan's trajectories, and how many tasks gave none."""
@@ -189,7 +189,7 @@ class Evaluator:
         for lease, arrived in waiting:
             if arrived is not None:
                 arrived.append(lease.group)
-        await self._replay.drop(self._run, abandoned, _ABANDONED)
+        await self._replay.drop(self._run, abandoned, DropReason.ABANDONED)
         groups, self._arrived[prefix] = self._arrived[prefix], []
         return groups
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.replay import ReturnItem
+from dialoop.reasons import DropReason
 from dialoop.trajectory import Stage
 
 from dialoop_services.trainer.data.batches import sort_batch
@@ -130,7 +131,9 @@ class TrainSteps:
         ids = [lease.lease_id for lease in leases]
         items = [
             ReturnItem(
-                lease_id=one, reason=reasons.get(one, "batch_refused"), set_aside=one in reasons
+                lease_id=one,
+                reason=reasons.get(one, DropReason.BATCH_REFUSED),
+                set_aside=one in reasons,
             )
             for one in ids
         ]

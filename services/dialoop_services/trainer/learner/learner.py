@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from dialoop.errors import InvalidConfig, InvalidInput
+from dialoop.reasons import Reason
 
 from dialoop_services.config.losses import DEMONSTRATION_LOSS, facts_of
 from dialoop_services.config.tables import ModelSection
@@ -309,7 +310,7 @@ def _require_known_tokens(one: TrainedSequence, vocab_size: int) -> None:
     if len(wrong):
         raise InvalidInput(
             f"Token id {wrong[0]} is outside a vocabulary of {vocab_size}.",
-            reason="TOKEN_OUT_OF_RANGE",
+            reason=Reason.TOKEN_OUT_OF_RANGE,
             remedy="Play with the tokenizer of the model that is trained.",
         )
 
@@ -319,13 +320,13 @@ def policy_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel:
     if settings.device_lock is not None and settings.device == "cuda" and ranks.size > 1:
         raise InvalidConfig(
             f"{ranks.size} processes have a device each, and one is to be shared.",
-            reason="SHARED_DEVICE",
+            reason=Reason.SHARED_DEVICE,
             remedy="Start one process, or leave DIALOOP_TRAINER_DEVICE_LOCK out.",
         )
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise InvalidConfig(
             "The trainer's device is cuda, and this machine has no CUDA device.",
-            reason="NEEDS_CUDA",
+            reason=Reason.NEEDS_CUDA,
             remedy='Set device = "cpu" in [train], or run where there is one.',
         )
     # A device that is shared may not be ours yet.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from dialoop.clients.weights import WeightsKind
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from safetensors.torch import load_file, save_file
 
 from dialoop_services.learning.lora.base_weights import BASE_DIGEST, BaseWeights, require_base
@@ -158,7 +159,7 @@ class LearnerState:
         if not (directory / _STATE).is_file():
             raise InvalidConfig(
                 f"There is no checkpoint in {directory.name}.",
-                reason="NO_CHECKPOINT",
+                reason=Reason.NO_CHECKPOINT,
                 remedy="Put the run's directory where every rank of the trainer reads it.",
             )
         is_adapter = (directory / ADAPTER).is_file()
@@ -166,7 +167,7 @@ class LearnerState:
         if (is_adapter or is_whole) and is_adapter != has_lora(self.policy.causal_lm):
             raise InvalidConfig(
                 f"The checkpoint {directory.name} is {'' if is_adapter else 'not '}one of LoRA.",
-                reason="WEIGHTS_MISMATCH",
+                reason=Reason.WEIGHTS_MISMATCH,
                 remedy="Resume with the lora_rank the run was started with.",
             )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from pydantic import Field
 
 from dialoop_services.learning.parallel.group_commands import Group
@@ -46,7 +47,7 @@ def joined(found: RankSettings, settings: TrainerSettings) -> Iterator[Ranks]:
     if found.world_size > 1 and settings.device_lock is not None:
         raise InvalidConfig(
             f"{found.world_size} processes train on a device that is shared with the engine.",
-            reason="SHARED_DEVICE",
+            reason=Reason.SHARED_DEVICE,
             remedy="Set num_processes to 1, or give the trainer devices of its own.",
         )
     if device == "cuda" and found.world_size > 1:
@@ -89,6 +90,6 @@ def _require_cuda_devices(number: int) -> None:
         raise InvalidConfig(
             f"The trainer's device is cuda, and this machine has {count or 'no'} CUDA device"
             f"{'' if count < 2 else 's'} for {number}.",
-            reason="NEEDS_CUDA",
+            reason=Reason.NEEDS_CUDA,
             remedy='Set device = "cpu" or fewer num_processes in [train], or run where they are.',
         )

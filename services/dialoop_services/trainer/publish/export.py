@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.errors import AlreadyExists, DialoopError, InvalidConfig, InvalidInput, NotFound
+from dialoop.reasons import Reason
 from safetensors import SafetensorError, safe_open
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class RunPolicies:
         if not mark.is_file():
             raise NotFound(
                 f"{run_dir} is no run of Dialoop (it has no {mark.name}).",
-                reason="RUN_NOT_FOUND",
+                reason=Reason.RUN_NOT_FOUND,
                 remedy="Give the directory of a run, as runs/demo.",
             )
         directory = json.loads(mark.read_text("utf-8"))["config"]["model"]["directory"]
@@ -77,7 +78,7 @@ class RunPolicies:
         if len(chosen) != 1:
             raise NotFound(
                 f"{self.policies} has {'several' if chosen else 'no'} policies {version!r}.",
-                reason="POLICY_NOT_FOUND",
+                reason=Reason.POLICY_NOT_FOUND,
                 remedy=f"There are: {', '.join(versions) or 'none'} (keep_policies says how many "
                 "stay).",
             )
@@ -100,13 +101,13 @@ def export_policy(
     policy = run.policy(version)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise AlreadyExists(
-            f"{out} exists.", reason="EXPORT_EXISTS", remedy="Name a directory that does not."
+            f"{out} exists.", reason=Reason.EXPORT_EXISTS, remedy="Name a directory that does not."
         )
     is_adapter = (policy / ADAPTER).is_file()
     if merged and not is_adapter:
         raise InvalidInput(
             f"{policy.name} is a whole policy: there is no adapter to merge.",
-            reason="NOT_AN_ADAPTER",
+            reason=Reason.NOT_AN_ADAPTER,
             remedy="Leave --merged out.",
         )
     weights = run.policy(base) / WEIGHTS if base else None
@@ -177,7 +178,7 @@ def _dtype(weights: Path) -> str:
     except SafetensorError as error:
         raise InvalidConfig(
             f"{weights} is not a safetensors file ({error}).",
-            reason="WEIGHTS_BROKEN",
+            reason=Reason.WEIGHTS_BROKEN,
             remedy="Export another version; this one was cut short.",
         ) from error
     return _DTYPES.get(found.pop(), "") if len(found) == 1 else ""

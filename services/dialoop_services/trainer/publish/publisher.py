@@ -15,6 +15,7 @@ from dialoop.clients.errors import is_worth_retrying
 from dialoop.clients.inference import WeightsManifest
 from dialoop.episode import UpdateMode
 from dialoop.errors import DialoopError, PreconditionFailed, Unavailable
+from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 
 from dialoop_services.learning.lora.layers import ADAPTER
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Why a replica is not ready that has given its device to us: it wakes by itself, or is woken.
-_ASLEEP = "ASLEEP"
 _RETRY_S = 1.0
 _LOOK_EVERY_S = 2.0
 _NUM_PROBES, _PROBE_TOKENS = 4, 48
@@ -150,7 +150,7 @@ class Publisher:
             await self._sender.send(replica, manifest, weights, deadline_s=deadline_s)
         except PreconditionFailed as error:
             # A replica that started a moment ago has it from latest.json.
-            if error.reason == "VERSION_NOT_NEWER":
+            if error.reason == Reason.VERSION_NOT_NEWER:
                 return await self._serves(replica, version)
             raise
         except Unavailable:
@@ -186,7 +186,7 @@ class Publisher:
         try:
             status = await replica.get_policy()
             lacks_it = status.policy_version != manifest.policy_version
-            if lacks_it or not (status.ready or status.reason == _ASLEEP):
+            if lacks_it or not (status.ready or status.reason == Reason.ASLEEP):
                 await self._load(replica, manifest, weights)
         except DialoopError as error:
             log.warning("A replica stays behind.", extra={"reason": error.reason})

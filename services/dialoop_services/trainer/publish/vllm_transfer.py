@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from dialoop.clients.weights import TransferPhase, TransferStep
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -191,7 +192,7 @@ def require_cuda(backend: str) -> None:
     if not torch.cuda.is_available():
         raise InvalidConfig(
             f"The data plane {backend} needs a CUDA device, and this machine has none.",
-            reason="NEEDS_CUDA",
+            reason=Reason.NEEDS_CUDA,
             remedy="Set data_plane to shared_memory (one host) or chunks (several).",
         )
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from dialoop.episode import UpdateMode
 from dialoop.errors import DataLost
+from dialoop.reasons import Reason
 from dialoop.views.run_files import trajectory_files
 from numpy.typing import NDArray
 from safetensors.torch import load_file
@@ -156,7 +157,7 @@ class _Weights:
         if not (directory / WEIGHTS).is_file():
             raise DataLost(
                 f"The weights of policy {version} are gone.",
-                reason="POLICY_GONE",
+                reason=Reason.POLICY_GONE,
                 remedy="Run with keep_policies = 0 to re-score everything.",
             )
         return dict(load_file(directory / WEIGHTS))

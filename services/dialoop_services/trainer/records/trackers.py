@@ -10,6 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -69,7 +70,7 @@ class HostedRun:
             raise InvalidConfig(
                 f"trackers.{package} is true, and {package} cannot begin a run "
                 f"({type(error).__name__}).",
-                reason="TRACKER_REFUSED",
+                reason=Reason.TRACKER_REFUSED,
                 remedy=f"Log in to {package}, or set trackers.{package} to false.",
             ) from error
 
@@ -151,6 +152,6 @@ def _required(package: str, *, setting: str) -> Any:
     except ImportError as error:
         raise InvalidConfig(
             f"trackers.{setting} is true, and the package {package} is not installed.",
-            reason="TRACKER_MISSING",
+            reason=Reason.TRACKER_MISSING,
             remedy=f"Run `pip install {package}`, or set trackers.{setting} to false.",
         ) from error

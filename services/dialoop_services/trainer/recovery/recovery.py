@@ -13,6 +13,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from dialoop.clients.replay import ReturnItem
+from dialoop.reasons import DropReason
 from dialoop.trajectory import Stage
 
 from dialoop_services.trainer.data.batches import Batch
@@ -154,7 +155,7 @@ class Recovery:
         listed = await self._replay.list_leases(run, Stage.SCORED, worker=WORKER)
         done = {lease_id for entry in entries for lease_id in entry.lease_ids}
         items = [
-            ReturnItem(lease_id=one, reason="trainer_restarted", failed=one not in done)
+            ReturnItem(lease_id=one, reason=DropReason.TRAINER_RESTARTED, failed=one not in done)
             for one in listed
             if one not in self._held.lease_ids
         ]
