@@ -1,7 +1,9 @@
-"""The README's curl lines and SDK snippet, read from it and run against a stack.
+"""Every block of README and docs is run, parsed, or marked why it is not; every path exists.
 
-Against a light one (transformers, the queue in memory), and, heavy, against what `make up` starts:
-`.venv/bin/python -m pytest -m heavy tests/e2e/test_readme.py`.
+A comment above a block names its test here: `<!-- test: curl -->`; or it says `not run: REASON` or
+`output: COMMAND`. TOML blocks are parsed as job files. The services that blocks talk to are a
+light stack (transformers, the queue in memory) and, heavy, what `make up` starts:
+`.venv/bin/python -m pytest -m heavy tests/e2e/test_docs.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import re
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ import torch
 from dialoop import BlockingDialoop, Message
 from dialoop.environments.environment import Given
 from dialoop.testing import ScriptedPolicy
+from dialoop_services.config.file import parse_config
 from dialoop_services.learning.loss.loss_loading import load_loss
 from dialoop_services.learning.loss.losses import LossInputs
 from dialoop_services.stack.__main__ import FIXED_PORTS
@@ -29,7 +34,12 @@ from tests.support.patience import PATIENCE_S
 from tests.support.stack_jobs import Job, wait_for
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text("utf-8")
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+BLOCK = re.compile(r"(?:<!-- (test|not run|output): (.*?) -->\n)?^```(\w*)\n(.*?)^```", re.M | re.S)
+TESTED_HERE = frozenset(
+    {"agent", "capitals", "curl", "in_process", "loss", "python_environment", "sdk", "template"}
+)
+TESTED_ELSEWHERE = {"grpo_by_hand": "tests/e2e/test_grpo_by_hand.py"}
 LIGHT = """
 run = "default"
 engine = "transformers"
@@ -42,17 +52,81 @@ num_tasks = 0
 """
 
 
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page: the kind and text of the comment above it, language, lines."""
+
+    page: Path
+    kind: str
+    label: str
+    language: str
+    text: str
+
+
+def blocks() -> list[Block]:
+    """All fenced blocks of all pages, in order."""
+    return [
+        Block(page, *(part or "" for part in match.groups()))
+        for page in PAGES
+        for match in BLOCK.finditer(page.read_text("utf-8"))
+    ]
+
+
+def snippet(name: str) -> str:
+    """The block that is marked with a test's name; the same wherever it stands."""
+    (text,) = {block.text for block in blocks() if (block.kind, block.label) == ("test", name)}
+    return text
+
+
 def curl_lines() -> list[tuple[str, str]]:
     """Each command with the answer that is printed below it."""
-    blocks = re.findall(r"```console\n(.*?)```", README, flags=re.DOTALL)
-    return re.findall(r"^\$ (curl .*)\n(.*)$", "".join(blocks), flags=re.MULTILINE)
+    return re.findall(r"^\$ (curl .*)\n(.*)$", snippet("curl"), flags=re.MULTILINE)
 
 
-def snippet(marker: str) -> str:
-    """The Python block that contains the marker."""
-    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    (found,) = [block for block in blocks if marker in block]
-    return str(found)
+def test_every_block_is_run_or_says_why_not() -> None:
+    for block in blocks():
+        where = f"{block.page.name}: {block.text[:60]!r}"
+        if block.kind == "test":
+            assert block.label in TESTED_HERE | TESTED_ELSEWHERE.keys(), where
+        elif not block.kind:
+            assert block.language in ("", "toml"), f"{where} needs a test or a reason"
+    for test in TESTED_ELSEWHERE.values():
+        assert (ROOT / test).is_file(), test
+
+
+def test_every_config_is_a_valid_job() -> None:
+    configs = [block for block in blocks() if block.language == "toml"]
+    assert len(configs) >= 3
+    for block in configs:
+        parse_config(tomllib.loads(block.text), source=block.page.name)
+
+
+def test_every_path_and_link_exists() -> None:
+    roots = "client|services|tests|docs|infra|proto|benchmarks"
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        for path in re.findall(rf"`((?:{roots})/[\w./-]*\w/?)`", text):
+            assert (ROOT / path).exists(), f"{page.name} names {path}"
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_every_module_and_command_named_exists() -> None:
+    text = "".join(page.read_text("utf-8") for page in PAGES if page.name != "changes.md")
+    for module in set(re.findall(r"-m ((?:dialoop|dialoop_services)[\w.]*)", text)):
+        assert importlib.util.find_spec(module.rstrip(".")) is not None, module
+    shown = subprocess.run(
+        [sys.executable, "-m", "dialoop.cli.main", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for command in set(re.findall(r"`dialoop ([a-z]+)", text)):
+        assert re.search(rf"^    {command}\b", shown.stdout, re.M), command
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").split()) <= 1500
 
 
 DEFAULT = pytest.param(
@@ -65,9 +139,9 @@ DEFAULT = pytest.param(
 def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Job]:
-    """A stack on the ports that the README names."""
+    """A stack on the ports that the docs name."""
     require_free_ports()
-    folder = tmp_path_factory.mktemp("readme")
+    folder = tmp_path_factory.mktemp("docs")
     arguments = []
     if request.param == "light":
         ports = "".join(f"{name} = {port}\n" for name, port in FIXED_PORTS.items())
@@ -82,15 +156,15 @@ def stack(
 
 
 def require_free_ports() -> None:
-    """Skip where somebody's own stack is up: the README's lines would talk to that."""
+    """Skip where somebody's own stack is up: these lines would talk to that."""
     for port in FIXED_PORTS.values():
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
-                pytest.skip(f"port {port} of the README is in use: `dialoop down` frees it")
+                pytest.skip(f"port {port} of the docs is in use: `dialoop down` frees it")
 
 
 @pytest.mark.timeout(480)
-def test_every_curl_line_of_the_readme_gives_the_answer_printed_below_it(stack: Job) -> None:
+def test_every_curl_line_gives_the_answer_printed_below_it(stack: Job) -> None:
     lines = curl_lines()
     assert len(lines) >= 6
     for command, printed in lines:
@@ -103,7 +177,7 @@ def test_every_curl_line_of_the_readme_gives_the_answer_printed_below_it(stack: 
 
 @pytest.mark.timeout(480)
 def test_the_sdk_snippet_plays_a_group(stack: Job) -> None:
-    code = snippet("BlockingDialoop(environment=")
+    code = snippet("sdk")
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -116,8 +190,8 @@ def test_the_sdk_snippet_plays_a_group(stack: Job) -> None:
 
 
 @pytest.mark.timeout(480)
-def test_the_agent_of_the_readme_is_recorded(stack: Job) -> None:
-    code = snippet("my_agent.py")
+def test_the_agent_of_the_docs_is_recorded(stack: Job) -> None:
+    code = snippet("agent")
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
     )
@@ -128,13 +202,13 @@ def test_the_agent_of_the_readme_is_recorded(stack: Job) -> None:
     assert "PolicyVersion" in versions
 
 
-def test_the_environment_of_the_readme_can_be_played(
+def test_the_environment_of_the_docs_can_be_played(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("capitals.jsonl").write_text('{"id": "f", "question": "France?", "answer": "Paris"}\n')
     names: dict[str, Any] = {}
-    exec(snippet("CAPITALS"), names)
+    exec(snippet("capitals"), names)
     policy = ScriptedPolicy(["<request><capital>France<call>", "Result=Paris<submit>"])
     with BlockingDialoop(environment=names["environment"], inference=policy) as dialoop:
         trajectory = dialoop.play(dialoop.task("capitals", "f", split="train"))
@@ -143,10 +217,10 @@ def test_the_environment_of_the_readme_can_be_played(
     assert trajectory.turns[-1].rewards[0].success
 
 
-def test_the_loss_of_the_readme_is_loaded_by_name_and_points_uphill(
+def test_the_loss_of_the_docs_is_loaded_by_name_and_points_uphill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "my_losses.py").write_text(snippet("LossInputs"))
+    (tmp_path / "my_losses.py").write_text(snippet("loss"))
     monkeypatch.syspath_prepend(tmp_path)
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     inputs = LossInputs(
@@ -165,12 +239,12 @@ def test_the_loss_of_the_readme_is_loaded_by_name_and_points_uphill(
 
 
 def test_the_template_snippet_holds_as_printed() -> None:
-    exec(snippet("return_assistant_tokens_mask"), {})
+    exec(snippet("template"), {})
 
 
-async def test_what_the_model_writes_runs_in_the_environment_of_the_readme() -> None:
+async def test_what_the_model_writes_runs_in_the_environment_of_the_docs() -> None:
     names: dict[str, Any] = {}
-    exec(snippet("PythonInterpreter"), names)
+    exec(snippet("python_environment"), names)
     environment = names["environment"]
     await environment.acquire()
     try:
@@ -185,7 +259,7 @@ async def test_what_the_model_writes_runs_in_the_environment_of_the_readme() -> 
 
 @pytest.mark.timeout(240)
 def test_every_service_runs_in_one_process_as_printed() -> None:
-    code = snippet("blocking_in_process") + "\nassert len(group.trajectories) == 4\n"
+    code = snippet("in_process") + "\nassert len(group.trajectories) == 4\n"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=200
     )
