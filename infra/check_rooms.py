@@ -29,49 +29,27 @@ ALLOWED: Mapping[str, str] = {
 }
 _BEING_MOVED = {
     "class": """
-        Action Answer Appended Ask Chunks Counts DataPlane DeadLetter Demonstrations EmptyReason
-        Entry EpisodeRecord Evaluation Finding ForkServer GroupLease Limits LogProbs Offered
-        Opening Outcome PhaseClock Piece Player Probe PublishedPolicy Reader RecordedCall
-        Returned Run Sampled SessionState Sessions SharedMemory State StepCall Store TaskLease
-        VersionSpan Worker
-    """,
-    "cycle": """
-        dialoop.chat dialoop.chat_dicts dialoop.compat.names dialoop.environments.modes
-        dialoop.environments.sessions.sessions dialoop.environments.sessions.slow_resets
-        dialoop.episode dialoop.sandbox.forkserver dialoop.sandbox.isolation
-        dialoop.sandbox.pool dialoop.sandbox.programs dialoop.sandbox.self_test
-        dialoop.sandbox.worker dialoop.templates.chat_template dialoop.templates.masks
-        dialoop.templates.options dialoop.templates.parsing dialoop.templates.parsing_parts
-        dialoop.templates.registry dialoop.text_environment.display
-        dialoop.text_environment.history dialoop.trajectory dialoop.views.views
-        dialoop_services.inference.engine dialoop_services.inference.weights.adapters
-        dialoop_services.inference.weights.data_planes
-        dialoop_services.inference.weights.policy_adapters
-        dialoop_services.inference.weights.publications
+        Action Answer Ask Finding ForkServer LogProbs Piece Player RecordedCall
     """,
     "room": """
         client/dialoop/cli client/dialoop/clients client/dialoop/clients/blocking
-        client/dialoop/environments client/dialoop/sandbox client/dialoop/sandbox/confined
-        client/dialoop/tasks client/dialoop/wire services/dialoop_services
-        services/dialoop_services/collector services/dialoop_services/environment
-        services/dialoop_services/inference services/dialoop_services/learning
-        services/dialoop_services/replay services/dialoop_services/rl
-        services/dialoop_services/runtime services/dialoop_services/scorer
-        services/dialoop_services/stack services/dialoop_services/trainer
+        client/dialoop/environments client/dialoop/sandbox
+        client/dialoop/sandbox/confined client/dialoop/tasks client/dialoop/wire
+        services/dialoop_services services/dialoop_services/collector
+        services/dialoop_services/environment services/dialoop_services/inference
+        services/dialoop_services/learning services/dialoop_services/replay
+        services/dialoop_services/rl services/dialoop_services/runtime
+        services/dialoop_services/scorer services/dialoop_services/stack
+        services/dialoop_services/trainer
     """,
     "small": """
         dialoop.environments.tools.code_blocks dialoop.sandbox.confined.work
-        dialoop.templates.jinja_sandbox dialoop.tokens.decoded_cache
-        dialoop_services.config.format_warnings dialoop_services.config.objective_settings
-        dialoop_services.config.text dialoop_services.environment.holding
+        dialoop.tokens.decoded_cache dialoop_services.environment.holding
         dialoop_services.inference.rendered_sequence
         dialoop_services.inference.transformers_engine.model
-        dialoop_services.inference.vllm_engine.environment dialoop_services.learning.loss.kl
-        dialoop_services.learning.packing.oversize dialoop_services.learning.packing.trainable
-        dialoop_services.learning.parallel.moving dialoop_services.replay.change_signal
-        dialoop_services.rl.selection
+        dialoop_services.inference.vllm_engine.environment
         dialoop_services.scorer.servicer dialoop_services.stack.report.gates
-        dialoop_services.stack.report.transcripts dialoop_services.trainer.job.phases
+        dialoop_services.stack.report.transcripts
     """,
 }
 KNOWN: Mapping[str, str] = {

@@ -32,7 +32,7 @@ P = TypeVar("P", bound="Message")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FieldRow:
     """How one field crosses the wire.
 
     encode: the dataclass's value to the message's. decode: the other way. wire: its name in the
@@ -47,22 +47,22 @@ class Row:
     spreads: bool = False
 
 
-def one(codec: Codec[Any, Any], *, wire: str = "") -> Row:
+def one(codec: Codec[Any, Any], *, wire: str = "") -> FieldRow:
     """Return the row of a nested message."""
-    return Row(codec.to_proto, codec.from_proto, wire)
+    return FieldRow(codec.to_proto, codec.from_proto, wire)
 
 
-def many(codec: Codec[Any, Any], *, wire: str = "") -> Row:
+def many(codec: Codec[Any, Any], *, wire: str = "") -> FieldRow:
     """Return the row of a tuple of nested messages."""
-    return Row(codec.to_proto, codec.from_proto, wire, is_many=True)
+    return FieldRow(codec.to_proto, codec.from_proto, wire, is_many=True)
 
 
-def renamed(wire: str) -> Row:
+def renamed(wire: str) -> FieldRow:
     """Return the row of a list of numbers or texts that has another name in the message."""
-    return Row(_same, tuple, wire)
+    return FieldRow(_same, tuple, wire)
 
 
-def enum(kind: type[IntEnum], *, unspecified: IntEnum | None = None) -> Row:
+def enum(kind: type[IntEnum], *, unspecified: IntEnum | None = None) -> FieldRow:
     """Return the row of an enum; a number that is none of its members raises InvalidInput.
 
     unspecified: what the number 0 means, where leaving the field out is no mistake.
@@ -71,7 +71,7 @@ def enum(kind: type[IntEnum], *, unspecified: IntEnum | None = None) -> Row:
     members.name = _snake(kind.__name__)
     if unspecified is not None:
         members[0] = unspecified
-    return Row(int, members.__getitem__)
+    return FieldRow(int, members.__getitem__)
 
 
 class _Members(dict[int, Any]):
@@ -85,14 +85,14 @@ class _Members(dict[int, Any]):
         )
 
 
-def array(dtype: type[np.generic], *, wire: str = "") -> Row:
+def array(dtype: type[np.generic], *, wire: str = "") -> FieldRow:
     """Return the row of a one-dimensional array; None and an empty one look alike on the wire."""
 
     # By way of lists: measured fastest.
     def decode(values: Any) -> Any:
         return np.array(values[:], dtype=dtype)
 
-    return Row(methodcaller("tolist"), decode, wire)
+    return FieldRow(methodcaller("tolist"), decode, wire)
 
 
 class Codec(Generic[D, P]):
@@ -112,7 +112,7 @@ class Codec(Generic[D, P]):
         message: type[P],
         *,
         leaves_out_defaults: bool = False,
-        **rows: Row,
+        **rows: FieldRow,
     ) -> None:
         self.domain, self.message = domain, message
         # The functions are written out, as those of a dataclass: a loop over the fields takes twice
@@ -143,7 +143,7 @@ class _Source:
         self._names[name] = value
         return name
 
-    def add(self, field: dataclasses.Field[Any], row: Row | None) -> None:
+    def add(self, field: dataclasses.Field[Any], row: FieldRow | None) -> None:
         """Add one field of the dataclass to both functions."""
         value, default = f"value.{field.name}", self._default_of(field)
         if row is not None and row.spreads:
@@ -191,14 +191,14 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _row_of(descriptor: Any) -> Row:
+def _row_of(descriptor: Any) -> FieldRow:
     """Return the row of a field that the table does not list."""
     nested = descriptor.message_type
     if nested is not None and nested.GetOptions().map_entry:
-        return Row(dict, dict)
+        return FieldRow(dict, dict)
     if nested is not None or descriptor.enum_type is not None:
         raise TypeError(f"{descriptor.full_name} is a message or an enum: its codec needs a row.")
-    return Row(_same, tuple if descriptor.is_repeated else _same)
+    return FieldRow(_same, tuple if descriptor.is_repeated else _same)
 
 
 def _snake(name: str) -> str:

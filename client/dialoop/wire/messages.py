@@ -12,7 +12,7 @@ from dialoop.environments.modes import Text, Tokens
 from dialoop.trajectory import Distribution
 from dialoop.v1 import chat_pb2 as pb
 from dialoop.views.views import LogProbRow, LogProbs, Masks
-from dialoop.wire.codec import Codec, Row, array, many, one
+from dialoop.wire.codec import Codec, FieldRow, array, many, one
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -45,13 +45,13 @@ TOOL_CALL = Codec(ToolCall, pb.ToolCall)
 TOOL = Codec(
     ToolDefinition,
     pb.ToolDefinition,
-    parameters_json=Row(str, lambda schema: schema or "{}"),
+    parameters_json=FieldRow(str, lambda schema: schema or "{}"),
 )
 MESSAGE = Codec(
     Message,
     pb.Message,
     leaves_out_defaults=True,
-    content=Row(_body, _content, spreads=True),
+    content=FieldRow(_body, _content, spreads=True),
     tool_calls=many(TOOL_CALL),
 )
 HISTORY = Codec(History, pb.History, messages=many(MESSAGE))
@@ -59,7 +59,7 @@ CHAT_HISTORY = Codec(
     ChatHistory, pb.ChatHistory, prompt=one(HISTORY), response=one(HISTORY), full=one(HISTORY)
 )
 TEXT = Codec(Text, pb.Text)
-_IDS = Row(_token_ids, lambda proto: tuple(proto.values))
+_IDS = FieldRow(_token_ids, lambda proto: tuple(proto.values))
 TOKENS = Codec(Tokens, pb.Tokens, prompt=_IDS, response=_IDS, full=_IDS)
 LOG_PROB_ROW = Codec(LogProbRow, pb.LogProbValues, values=array(np.float32))
 LOG_PROBS = Codec(
@@ -69,9 +69,9 @@ LOG_PROBS = Codec(
     response=one(LOG_PROB_ROW),
     full=one(LOG_PROB_ROW),
     # One that this version does not know is as good as unknown.
-    distribution=Row(int, {int(member): member for member in Distribution}.get),
+    distribution=FieldRow(int, {int(member): member for member in Distribution}.get),
 )
-_MASK = Row(methodcaller("tolist"), _mask)
+_MASK = FieldRow(methodcaller("tolist"), _mask)
 MASKS = Codec(Masks, pb.Masks, all_attention_mask=_MASK, all_assistant_mask=_MASK)
 
 message_to_proto, message_from_proto = MESSAGE.to_proto, MESSAGE.from_proto

@@ -24,7 +24,7 @@ from dialoop.trajectory import (
     Turn,
 )
 from dialoop.v1 import trajectory_pb2 as pb
-from dialoop.wire.codec import Codec, Row, array, enum, many, one
+from dialoop.wire.codec import Codec, FieldRow, array, enum, many, one
 from dialoop.wire.messages import HISTORY
 
 
@@ -56,7 +56,9 @@ FAILURE = Codec(Failure, pb.Failure, owner=enum(Owner))
 TRAJECTORY = Codec(
     Trajectory,
     pb.Trajectory,
-    history=Row(lambda history: {"history": HISTORY.to_proto(history)}, _history, spreads=True),
+    history=FieldRow(
+        lambda history: {"history": HISTORY.to_proto(history)}, _history, spreads=True
+    ),
     turns=many(TURN),
     sequences=many(SEQUENCE),
     failures=many(FAILURE),

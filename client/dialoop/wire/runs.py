@@ -8,7 +8,7 @@ from dialoop.sequences import Source
 from dialoop.text_environment.history import TextHistory, TextSegment
 from dialoop.trials.trial import Action, MaskScope, PlayedEpisode, PlayedStep, Trial, TrialResult
 from dialoop.v1 import environment_service_pb2 as pb
-from dialoop.wire.codec import Codec, Row, enum, many, one, renamed
+from dialoop.wire.codec import Codec, FieldRow, enum, many, one, renamed
 from dialoop.wire.messages import HISTORY, message_to_proto
 from dialoop.wire.records import FAILURE, POLICY_VERSION
 
@@ -50,7 +50,7 @@ TEXT_SEGMENT = Codec(
     pb.TextSegment,
     source=enum(Source),
     logprobs=renamed("inference_logprobs"),
-    versions=Row(_run_to_proto, _run_from_proto, "policy_runs", is_many=True),
+    versions=FieldRow(_run_to_proto, _run_from_proto, "policy_runs", is_many=True),
 )
 TEXT_HISTORY = Codec(
     TextHistory, pb.TextHistory, segments=many(TEXT_SEGMENT), failures=many(FAILURE)
@@ -59,7 +59,7 @@ STEP = Codec(
     PlayedStep,
     pb.TrialStep,
     prompt_ids=renamed("prompt_token_ids"),
-    action=Row(_action_to_proto, _action_from_proto, spreads=True),
+    action=FieldRow(_action_to_proto, _action_from_proto, spreads=True),
 )
 EPISODE = Codec(
     PlayedEpisode,

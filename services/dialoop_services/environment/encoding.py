@@ -14,7 +14,7 @@ from dialoop.environments import (
     TaskChoice,
     TaskPage,
 )
-from dialoop.environments.sessions.records import PlayedStep, ResetCall, Session, StepCall
+from dialoop.environments.sessions.records import AnsweredStep, ResetCall, Session, StepCall
 from dialoop.environments.sessions.results import reset_result, step_result
 from dialoop.environments.spec import FieldSpec, spec_of
 from dialoop.episode import ResetResult, SessionState, StepResult
@@ -139,7 +139,7 @@ def step_response(outcome: Outcome, *, replayed: bool = False) -> pb.StepRespons
     )
 
 
-def played_response(played: PlayedStep) -> pb.StepResponse:
+def played_response(played: AnsweredStep) -> pb.StepResponse:
     """The answer to a step of a session."""
     return step_response(played.outcome, replayed=played.replayed)
 

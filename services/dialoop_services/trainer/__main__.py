@@ -52,7 +52,7 @@ from dialoop_services.trainer.settings import TrainerSettings
 if TYPE_CHECKING:
     from dialoop.clients.channel import Channel
 
-    from dialoop_services.learning.parallel.group_commands import Group
+    from dialoop_services.learning.parallel.group_commands import RankGroup
     from dialoop_services.runtime.hosting import Host, Server
     from dialoop_services.trainer.learner.learner import Learner
 
@@ -77,13 +77,13 @@ def main() -> None:
             learners.serve()
 
 
-async def serve(settings: TrainerSettings, learners: Group[Learner]) -> None:
+async def serve(settings: TrainerSettings, learners: RankGroup[Learner]) -> None:
     """Train to the end, then stay to be asked until told to stop."""
     await serve_in(OwnProcess(settings), settings, learners)
 
 
 async def serve_in(
-    host: Host, settings: TrainerSettings, learners: Group[Learner] | None = None
+    host: Host, settings: TrainerSettings, learners: RankGroup[Learner] | None = None
 ) -> None:
     """Train to the end, then stay to be asked until the host says stop; by default alone."""
     builder = _builder(settings)

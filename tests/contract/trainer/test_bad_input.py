@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -313,7 +314,7 @@ def test_a_fault_names_the_trajectory_and_changes_nothing(
         for group in (groups[0], bad, groups[2])
     ]
     batch = sort_batch(leases, current=FIRST, max_staleness=0, consumed_group_ids=())
-    rows, (fault,) = read_rows(batch, learner, FIRST)
+    rows, (fault,) = read_rows(batch, partial(learner.rows_to_train, current=FIRST))
     assert not rows
     assert (fault.lease.group, fault.reason) == (bad, reason)
     assert fault.trajectory_id == bad.trajectories[1].trajectory_id
@@ -335,7 +336,7 @@ def test_a_group_with_a_greedy_member_is_set_aside_and_one_at_mixed_temperatures
     learner = Learner(TrainerSettings(model_dir=model_dir, **SETTINGS))
     leases = [at(groups[0], 0.5, 1.0), at(groups[1], 1.0, 0.0)]
     batch = sort_batch(leases, current=FIRST, max_staleness=0, consumed_group_ids=())
-    rows, (fault,) = read_rows(batch, learner, FIRST)
+    rows, (fault,) = read_rows(batch, partial(learner.rows_to_train, current=FIRST))
     assert not rows
     assert (fault.lease, fault.reason) == (leases[1], "greedy_sampling")
     assert fault.trajectory_id == groups[1].trajectories[1].trajectory_id

@@ -20,7 +20,7 @@ from dialoop_services.learning.model.policy import load_policy
 from dialoop_services.learning.model.tiny import tiny_config
 from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
 from dialoop_services.learning.packing.rows import TokenRow, pack_rows
-from dialoop_services.learning.parallel.group_commands import Group, collective, decode, encode
+from dialoop_services.learning.parallel.group_commands import RankGroup, collective, decode, encode
 from dialoop_services.learning.parallel.parallel_rows import own_rows, score_rows
 from dialoop_services.learning.parallel.parallel_state import (
     load_optimizer,
@@ -325,7 +325,7 @@ def test_whole_state_of_another_optimizer_is_refused(root: Path, alone: Path) ->
 class _Divider:
     """Of which every rank has one."""
 
-    def __init__(self, facts: str, group: Group[_Divider]) -> None:
+    def __init__(self, facts: str, group: RankGroup[_Divider]) -> None:
         self.group = group
 
     def _require_number(self, divisor: int) -> None:
@@ -371,7 +371,7 @@ class _Store:
 
 
 def test_one_process_runs_its_collective_methods_itself_and_waits_for_the_device_once() -> None:
-    group: Group[_Divider] = Group(ALONE)
+    group: RankGroup[_Divider] = RankGroup(ALONE)
     waited: list[bool] = []
     group.ask_before_computing(lambda: waited.append(True))
     assert _Divider("", group).twice(4) == 0.5
@@ -380,13 +380,13 @@ def test_one_process_runs_its_collective_methods_itself_and_waits_for_the_device
 
 def test_a_method_that_a_collective_one_calls_is_no_call_of_its_own() -> None:
     store = _Store()
-    group = Group(_Fellows(size=2, store=store), _Divider)
+    group = RankGroup(_Fellows(size=2, store=store), _Divider)
     assert group.make("").twice(4) == 0.5
     assert store.calls == ["dialoop/make", "twice"]
 
 
 def test_no_call_is_taken_after_one_that_broke_off() -> None:
-    divider = Group(_Fellows(size=2, store=_Store()), _Divider).make("")
+    divider = RankGroup(_Fellows(size=2, store=_Store()), _Divider).make("")
     with pytest.raises(InvalidInput, match="Below 0"):
         divider.divide(-1)
     assert divider.divide(2) == 0.5
@@ -398,7 +398,7 @@ def test_no_call_is_taken_after_one_that_broke_off() -> None:
 
 
 def test_only_the_first_rank_calls() -> None:
-    group = Group(_Fellows(rank=1, size=2, store=_Store()), _Divider)
+    group = RankGroup(_Fellows(rank=1, size=2, store=_Store()), _Divider)
     with pytest.raises(InvalidInput, match="Rank 1") as caught:
         _Divider("", group).divide(2)
     assert caught.value.reason == "NOT_THE_FIRST_RANK"
@@ -448,13 +448,13 @@ class _Notes:
 
 def test_waiting_rank_leaves_when_the_first_closes() -> None:
     notes = _Notes({"dialoop/call/0": "dialoop/close"})
-    Group(Ranks(rank=1, size=2, store=notes)).serve()
+    RankGroup(Ranks(rank=1, size=2, store=notes)).serve()
 
 
 def test_waiting_rank_leaves_when_another_failed() -> None:
     notes = _Notes({"dialoop/failure": "Rank 0 of 2 failed: the disk is full."})
     with pytest.raises(Unavailable, match="disk is full") as caught:
-        Group(Ranks(rank=1, size=2, store=notes)).serve()
+        RankGroup(Ranks(rank=1, size=2, store=notes)).serve()
     assert caught.value.reason == "RANK_FAILED"
 
 

@@ -24,7 +24,7 @@ from dialoop_services.learning.loss.loss_loading import load_objective
 from dialoop_services.learning.model.policy import PolicyModel, load_policy
 from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
 from dialoop_services.learning.packing.rows import TokenRow
-from dialoop_services.learning.parallel.group_commands import Group, collective
+from dialoop_services.learning.parallel.group_commands import RankGroup, collective
 from dialoop_services.learning.parallel.parallel_rows import own_rows, score_rows
 from dialoop_services.learning.parallel.parallel_state import (
     gathered,
@@ -178,7 +178,7 @@ def _resume(job: Job, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: R
 class Runner:
     """Runs jobs on all ranks."""
 
-    def __init__(self, facts: str, group: Group[Runner]) -> None:
+    def __init__(self, facts: str, group: RankGroup[Runner]) -> None:
         self.group = group
 
     def _require_short(self, job: dict[str, Any]) -> None:
@@ -209,7 +209,7 @@ def main() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     init_method = os.environ.get("INIT_METHOD", "env://")
     with joined_ranks(rank=rank, size=size, init_method=init_method, timeout_s=60) as ranks:
-        group = Group(ranks, Runner)
+        group = RankGroup(ranks, Runner)
         if ranks.is_first:
             with closing(group):
                 lead(group.make(""), json.loads(Path(sys.argv[1]).read_text("utf-8")))

@@ -28,8 +28,8 @@ from dialoop.environments.sessions.environment_calls import (
     try_step,
 )
 from dialoop.environments.sessions.records import (
+    AnsweredStep,
     EpisodeRecord,
-    PlayedStep,
     ResetCall,
     Session,
     SessionLimits,
@@ -172,7 +172,7 @@ class SessionEngine:
         await asyncio.wait((work,))  # a caller that is cancelled while it waits cancels no work
         return _result_of(work, session)
 
-    async def step(self, call: StepCall) -> PlayedStep:
+    async def step(self, call: StepCall) -> AnsweredStep:
         """Take the policy's answer; a retry gets the first outcome and runs no tool twice."""
         session = self.get(call.session_id)
         record = session.record_for(call)
@@ -195,11 +195,11 @@ class SessionEngine:
                 loop.call_later(self._limits.abandon_s, stored.abandon)
         outcome = _result_of(stored.work, session)
         self._touch(session)
-        return PlayedStep(outcome=outcome, replayed=replayed)
+        return AnsweredStep(outcome=outcome, replayed=replayed)
 
     async def step_and_reset(
         self, call: StepCall, following: ResetCall
-    ) -> tuple[PlayedStep, Opening | None]:
+    ) -> tuple[AnsweredStep, Opening | None]:
         """Step, and where that ends the episode open the following one."""
         environment = self.get(call.session_id).environment
         require_choice(environment, following.choice)  # an unknown task must not cost a step

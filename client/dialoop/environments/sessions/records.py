@@ -52,7 +52,7 @@ class StepCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedStep:
+class AnsweredStep:
     """A step's outcome, and whether it is that of an earlier identical request."""
 
     outcome: Outcome

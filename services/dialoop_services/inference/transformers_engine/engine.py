@@ -47,7 +47,7 @@ from dialoop_services.inference.transformers_engine.model import (
     score,
     summed,
 )
-from dialoop_services.inference.transformers_engine.rows import Row, distinct, generator_of
+from dialoop_services.inference.transformers_engine.rows import BatchRow, distinct, generator_of
 from dialoop_services.inference.transformers_engine.sampler import processed_logprobs, sample_rows
 from dialoop_services.inference.weights.adapter_files import (
     NO_ADAPTERS,
@@ -99,9 +99,9 @@ class TransformersEngine:
         self._policy_version = BASE_VERSION
         self._adapted = AdaptedModel(model)
         self._batch = DecodingBatch(self._adapted)
-        self._running: list[Row] = []
+        self._running: list[BatchRow] = []
         # Filled by sample, drained by the runner as rows end; the callers of sample wait.
-        self._waiting: deque[Row] = deque()
+        self._waiting: deque[BatchRow] = deque()
         self._has_work = asyncio.Event()
         self._may_run = asyncio.Event()
         self._may_run.set()
@@ -183,7 +183,7 @@ class TransformersEngine:
         if room <= 0:
             return context_full(num_samples)
         rows = [
-            Row(
+            BatchRow(
                 prompt_ids,
                 sampling,
                 stop=stop,
@@ -361,12 +361,12 @@ class TransformersEngine:
         for row in self._running:
             row.tell()
 
-    def _take_waiting(self) -> list[Row]:
+    def _take_waiting(self) -> list[BatchRow]:
         """New rows, as many as fit; while more wait than fit, a quarter of all places at a time.
 
         An admission costs a pass of the model however few it takes in.
         """
-        taken: list[Row] = []
+        taken: list[BatchRow] = []
         num_free = self._max_num_seqs - len(self._running)
         num_worthwhile = min(len(self._waiting), max(1, self._max_num_seqs // _ADMIT_SHARE))
         if not self._may_admit.is_set() or num_free < num_worthwhile:
@@ -384,7 +384,7 @@ class TransformersEngine:
         self._running = [self._running[i] for i in kept]
 
     @torch.inference_mode()
-    def _advance(self, old: list[Row], new: list[Row]) -> None:
+    def _advance(self, old: list[BatchRow], new: list[BatchRow]) -> None:
         logits = []
         if old:
             last = [row.ids[-1] for row in old]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Decode = Callable[[Sequence[int]], str]
 
 
-class Row:
+class BatchRow:
     """A prompt and what has been sampled after it."""
 
     def __init__(  # noqa: PLR0913 - a request has as many sides
@@ -127,7 +127,7 @@ def generator_of(
     return torch.Generator().manual_seed(sampling.seed + index)
 
 
-def distinct(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
+def distinct(rows: Sequence[BatchRow]) -> tuple[list[BatchRow], list[int]]:
     """Rows that differ in their tokens or their adapter, and which of them each row is like."""
     places: dict[tuple[tuple[int, ...], str | None], int] = {}
     keys = [(tuple(row.ids), row.adapter.key if row.adapter else None) for row in rows]

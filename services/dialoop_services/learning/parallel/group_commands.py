@@ -9,7 +9,7 @@
             ...
 
     with joined_ranks(rank=rank, size=size, device=device) as ranks:
-        group = Group(ranks, make)               # make(facts, group) returns this rank's Learner
+        group = RankGroup(ranks, make)               # make(facts, group) returns this rank's Learner
         if ranks.is_first:
             with closing(group):
                 run_the_service(group.make(facts))     # it calls learner.train_step(rows)
@@ -64,7 +64,7 @@ _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.001, 0.05
 class Member(Protocol):
     """An object of which every rank has one."""
 
-    group: Group[Any]
+    group: RankGroup[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,14 +110,14 @@ def collective_methods(kind: type) -> frozenset[str]:
     return frozenset(name for name, value in vars(kind).items() if hasattr(value, _METHOD))
 
 
-class Group(Generic[T]):
+class RankGroup(Generic[T]):
     """One rank's end of the calls; one object per `joined_ranks`.
 
     Ranks wait for the next call as long as it takes, whatever the timeout of a collective.
     """
 
     def __init__(
-        self, ranks: Ranks = ALONE, make: Callable[[str, Group[T]], T] | None = None
+        self, ranks: Ranks = ALONE, make: Callable[[str, RankGroup[T]], T] | None = None
     ) -> None:
         self.ranks = ranks
         self._make = make

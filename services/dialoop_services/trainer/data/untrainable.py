@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 from dialoop.errors import DialoopError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from collections.abc import Sequence as Rows
 
     from dialoop.clients.replay import GroupLease
-    from dialoop.sequences import PolicyVersion
 
     from dialoop_services.learning.packing.rows import TokenRow
     from dialoop_services.trainer.data.batches import Batch, TrainedSequence
-    from dialoop_services.trainer.learner.learner import Learner
+
+    ToRows = Callable[[Rows[TrainedSequence]], list[TokenRow]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,24 +37,25 @@ class Untrainable:
         return self.error.reason.lower()
 
 
-def read_rows(
-    batch: Batch, learner: Learner, current: PolicyVersion
-) -> tuple[list[TokenRow], tuple[Untrainable, ...]]:
-    """Return the rows of the groups to train, or else which of the groups cannot be trained."""
+def read_rows(batch: Batch, to_rows: ToRows) -> tuple[list[TokenRow], tuple[Untrainable, ...]]:
+    """Return the rows of the groups to train, or else which of the groups cannot be trained.
+
+    `to_rows` is the learner's: it raises a DialoopError where a sequence cannot be trained.
+    """
     sequences = batch.sequences
     try:
-        return (learner.rows_to_train(sequences, current=current) if sequences else []), ()
+        return (to_rows(sequences) if sequences else []), ()
     except DialoopError:
         pass  # whose fault it is, is what the rest finds out
     kept: list[TrainedSequence] = []
     untrainable: list[Untrainable] = []
     for prompt, lease in enumerate(batch.train):
         own = [one for one in sequences if one.prompt == prompt]
-        error = _refusal([*kept, *own], learner, current)
+        error = _refusal([*kept, *own], to_rows)
         if error is None:
             kept += own
         else:
-            untrainable.append(_named(lease, own, error, learner, current))
+            untrainable.append(_named(lease, own, error, to_rows))
     return [], tuple(untrainable)
 
 
@@ -61,26 +63,23 @@ def _named(
     lease: GroupLease,
     own: list[TrainedSequence],
     error: DialoopError,
-    learner: Learner,
-    current: PolicyVersion,
+    to_rows: ToRows,
 ) -> Untrainable:
     """The first trajectory that is refused alone, with what it is refused for; else the first."""
     trajectories = lease.group.trajectories
     for trajectory in trajectories:
         theirs = {id(sequence) for sequence in trajectory.sequences}
         found = [one for one in own if id(one.sequence) in theirs]
-        refusal = _refusal(found, learner, current)
+        refusal = _refusal(found, to_rows)
         if refusal is not None:
             return Untrainable(lease=lease, trajectory_id=trajectory.trajectory_id, error=refusal)
     return Untrainable(lease=lease, trajectory_id=trajectories[0].trajectory_id, error=error)
 
 
-def _refusal(
-    sequences: Rows[TrainedSequence], learner: Learner, current: PolicyVersion
-) -> DialoopError | None:
+def _refusal(sequences: Rows[TrainedSequence], to_rows: ToRows) -> DialoopError | None:
     try:
         if sequences:
-            learner.rows_to_train(sequences, current=current)
+            to_rows(sequences)
     except DialoopError as error:
         return error
     return None

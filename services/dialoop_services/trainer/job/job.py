@@ -22,7 +22,7 @@ from dialoop.errors import DialoopError
 from dialoop_services.trainer.job.checkpointer import Checkpointer
 from dialoop_services.trainer.job.evaluation import EvaluationPlan, EvaluationResult
 from dialoop_services.trainer.job.evaluation_schedule import EvaluationSchedule
-from dialoop_services.trainer.job.policy_versions import PolicyVersions
+from dialoop_services.trainer.job.policy_versions import VersionedPublisher
 from dialoop_services.trainer.job.state import JobState
 from dialoop_services.trainer.job.supervised import SupervisedSteps, WarmStart
 from dialoop_services.trainer.job.train_steps import TrainSteps
@@ -63,7 +63,7 @@ class TrainingJob:
         self._board = parts.board
         self.state = JobState()
         self.checkpointer = Checkpointer(settings, parts, self.state)
-        self.versions = PolicyVersions(settings, parts, self.checkpointer)
+        self.versions = VersionedPublisher(settings, parts, self.checkpointer)
         self.schedule = EvaluationSchedule(settings, parts.records, self.checkpointer)
         # Held by a train step and by whoever wants the weights to stand still between two.
         self._between_steps = asyncio.Lock()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class PolicyVersions:
+class VersionedPublisher:
     """Publishes the learner's weights, each under a version of their own; between train steps."""
 
     def __init__(

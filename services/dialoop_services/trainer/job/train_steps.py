@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dialoop_services.trainer.data.untrainable import Untrainable
     from dialoop_services.trainer.job.checkpointer import Checkpointer
     from dialoop_services.trainer.job.parts import JobParts
-    from dialoop_services.trainer.job.policy_versions import PolicyVersions
+    from dialoop_services.trainer.job.policy_versions import VersionedPublisher
     from dialoop_services.trainer.learner.learner import TrainStepReport
     from dialoop_services.trainer.settings import TrainerSettings
 
@@ -68,7 +68,7 @@ class TrainSteps:
         settings: TrainerSettings,
         parts: JobParts,
         checkpointer: Checkpointer,
-        versions: PolicyVersions,
+        versions: VersionedPublisher,
     ) -> None:
         self._settings = settings
         self._learner = parts.learner
@@ -119,7 +119,8 @@ class TrainSteps:
         too many in a row were bad, the first error of the last batch is raised.
         """
         version, batch = self._state.policy_version, self._sorted(leases)
-        rows, untrainable = await asyncio.to_thread(read_rows, batch, self._learner, version)
+        to_rows = partial(self._learner.rows_to_train, current=version)
+        rows, untrainable = await asyncio.to_thread(read_rows, batch, to_rows)
         if not untrainable:
             return LeasedBatch(
                 leases=leases,

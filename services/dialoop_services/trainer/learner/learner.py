@@ -31,7 +31,7 @@ from dialoop_services.learning.model.policy import DTYPES, load_policy
 from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
 from dialoop_services.learning.packing.rows import TokenRow
 from dialoop_services.learning.packing.trainable import alike, fitting, require_trainable
-from dialoop_services.learning.parallel.group_commands import Group, collective
+from dialoop_services.learning.parallel.group_commands import RankGroup, collective
 from dialoop_services.learning.parallel.parallel_rows import own_rows, score_rows
 from dialoop_services.learning.parallel.ranks import ALONE, Ranks, sharded
 from dialoop_services.learning.training import (
@@ -90,10 +90,10 @@ class Learner:
     runs on all of them.
     """
 
-    def __init__(self, settings: TrainerSettings, group: Group[Learner] | None = None) -> None:
+    def __init__(self, settings: TrainerSettings, group: RankGroup[Learner] | None = None) -> None:
         torch.set_num_threads(settings.num_threads)
         torch.manual_seed(settings.seed)
-        self.group = group or Group(Ranks(device=torch.device(settings.device)))
+        self.group = group or RankGroup(Ranks(device=torch.device(settings.device)))
         self._settings = settings
         self._ranks = ranks = self.group.ranks
         policy = sharded(policy_of(settings, ranks), ranks)

@@ -12,7 +12,7 @@ from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from pydantic import Field
 
-from dialoop_services.learning.parallel.group_commands import Group
+from dialoop_services.learning.parallel.group_commands import RankGroup
 from dialoop_services.learning.parallel.ranks import Ranks, joined_ranks
 from dialoop_services.runtime.settings import StrictSettings
 from dialoop_services.trainer.learner.learner import Learner
@@ -61,16 +61,16 @@ def joined(found: RankSettings, settings: TrainerSettings) -> Iterator[Ranks]:
         yield ranks
 
 
-def learners_of(ranks: Ranks) -> Group[Learner]:
+def learners_of(ranks: Ranks) -> RankGroup[Learner]:
     """The learners of all ranks, which `make_learner` makes on the first rank."""
 
-    def make(facts: str, group: Group[Learner]) -> Learner:
+    def make(facts: str, group: RankGroup[Learner]) -> Learner:
         return Learner(TrainerSettings(**json.loads(facts)), group)
 
-    return Group(ranks, make)
+    return RankGroup(ranks, make)
 
 
-def make_learner(settings: TrainerSettings, group: Group[Learner] | None = None) -> Learner:
+def make_learner(settings: TrainerSettings, group: RankGroup[Learner] | None = None) -> Learner:
     """Load the model on every rank, with the first rank's settings; the first rank's learner."""
     if group is None or group.ranks.size == 1:
         return Learner(settings, group)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dialoop_services.trainer.job.checkpointer import Checkpointer
     from dialoop_services.trainer.job.evaluation_schedule import EvaluationSchedule
     from dialoop_services.trainer.job.parts import JobParts
-    from dialoop_services.trainer.job.policy_versions import PolicyVersions
+    from dialoop_services.trainer.job.policy_versions import VersionedPublisher
     from dialoop_services.trainer.job.train_steps import TrainSteps
     from dialoop_services.trainer.recovery.checkpoint import LatestPolicy
     from dialoop_services.trainer.recovery.journal import JournalEntry
@@ -46,7 +46,7 @@ class Recovery:
         settings: TrainerSettings,
         parts: JobParts,
         checkpointer: Checkpointer,
-        versions: PolicyVersions,
+        versions: VersionedPublisher,
         schedule: EvaluationSchedule,
         steps: TrainSteps,
     ) -> None:
