@@ -43,6 +43,7 @@ _BEING_MOVED = {
         services/dialoop_services/trainer
     """,
     "small": """
+        dialoop.text_environment.display dialoop_services.inference.weights.policy_adapters
         dialoop.environments.tools.code_blocks dialoop.sandbox.confined.work
         dialoop.tokens.decoded_cache dialoop_services.environment.holding
         dialoop_services.inference.rendered_sequence

@@ -9,7 +9,7 @@
             ...
 
     with joined_ranks(rank=rank, size=size, device=device) as ranks:
-        group = RankGroup(ranks, make)               # make(facts, group) returns this rank's Learner
+        group = RankGroup(ranks, make)          # make(facts, group) returns this rank's Learner
         if ranks.is_first:
             with closing(group):
                 run_the_service(group.make(facts))     # it calls learner.train_step(rows)
