@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dialoop.environments import refusals
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from dialoop.environments.environment import Environment
     from dialoop.environments.episode import Episode, Opening, Outcome
     from dialoop.environments.modes import Answered
     from dialoop.environments.tasks.choosing import TaskChoice
-    from dialoop.reasons import Reason
 from dialoop.errors import DialoopError
 
 
