@@ -54,7 +54,7 @@ class AgentTask:
 
     @property
     def key(self) -> str:
-        """Names the task within its environment and split."""
+        """Return the task's name within its environment and split."""
         return self.task.key
 
 
@@ -83,7 +83,7 @@ class Recordings(Protocol):
         sampling: SamplingParams | None = None,
         time_to_live_s: float = 0.0,
     ) -> str:
-        """Begin a recording; the base URL for OpenAI's clients."""
+        """Begin a recording; return the base URL for OpenAI's clients."""
         ...
 
     async def close(
@@ -102,7 +102,7 @@ class Scores(Protocol):
     """Who rewards trajectories: an EnvironmentClient, with its environment's reward functions."""
 
     async def score(self, trajectory: Trajectory, *, split: str) -> tuple[Score, ...]:
-        """One score per turn."""
+        """Return one score for each turn."""
         ...
 
 
@@ -169,7 +169,7 @@ async def play_agent(
 
 
 def load_agent(use: str) -> Agent:
-    """The async function `module:function`; InvalidConfig when it is none."""
+    """Load the async function `module:function`; raise InvalidConfig where it is none."""
     found: Any = load_attribute(use, what="agent", reason=Reason.AGENT_NOT_FOUND)
     call = found if inspect.isroutine(found) else getattr(found, "__call__", None)  # noqa: B004
     if not inspect.iscoroutinefunction(call):
@@ -191,7 +191,7 @@ class _Run:
     sampling: SamplingParams
 
     def without_recording(self, *failures: Failure) -> Trajectory:
-        """The record of a run of which nothing was recorded."""
+        """Return the trajectory of a run of which nothing was recorded."""
         return Trajectory(
             trajectory_id=uuid.uuid4().hex,
             group_id=self.group_id,
@@ -212,7 +212,7 @@ class _Run:
 async def _outcome(
     task: Task, agent: Agent, host: AgentHost, connection: AgentConnection
 ) -> AgentOutcome:
-    """What the agent says, or the failure it ended with."""
+    """Run the agent and return its outcome, or the failure that it ended with."""
     try:
         opened = AgentTask(task=task, prompt=await _opening(task, host))
     except Exception as error:
@@ -240,7 +240,7 @@ async def _outcome(
 
 
 async def _opening(task: Task, host: AgentHost) -> History:
-    """The messages that the environment opens the task with."""
+    """Return the messages that the environment opens the task with."""
     if host.sessions is None:
         return History()
     session_id = uuid.uuid4().hex
@@ -258,7 +258,7 @@ async def _opening(task: Task, host: AgentHost) -> History:
 async def _scored(
     trajectory: Trajectory, task: Task, host: AgentHost, outcome: AgentOutcome
 ) -> Trajectory:
-    """The trajectory with the rewards of its environment, where the agent gave none."""
+    """Return the trajectory with its environment's rewards, unless the agent gave some."""
     if host.scores is None or outcome.rewards or trajectory.failures:
         return trajectory
     try:
@@ -274,14 +274,14 @@ async def _scored(
 
 
 def _failed(owner: Owner, error: Exception) -> Failure:
-    """A failure with its owner; an unforeseen error gives its type only."""
+    """Return a failure with its owner; of an unforeseen error it holds the type alone."""
     if isinstance(error, DialoopError):
         return Failure(owner=owner, reason=error.reason, message=str(error))
     return Failure(owner=owner, reason=type(error).__name__, message="unexpected error")
 
 
 def _is_context_full(error: BaseException) -> bool:
-    """Whether the model's context was full, however the agent's library wraps that."""
+    """Return whether the model's context was full, however the agent's library wraps that."""
     current: BaseException | None = error
     for _ in range(_MAX_CAUSES):
         if current is None:

@@ -58,7 +58,7 @@ class History(Sequence[Message]):
     def from_chats(cls, chats: Iterable[Iterable[Mapping[str, Any]]]) -> Histories: ...
     @classmethod
     def from_chats(cls, chats: Any) -> History | Histories:
-        """A history from chat-API dicts, or histories from lists of them (of any lengths).
+        """Make a history of chat-API dicts, or histories of lists of them (of any lengths).
 
         A single dict is promoted to a history of one message, with a warning.
         """
@@ -109,27 +109,27 @@ class History(Sequence[Message]):
         return cls(template.parse_tokens(token_ids, tokenizer))
 
     def to_chats(self) -> list[dict[str, Any]]:
-        """The chat-API dicts of the messages."""
+        """Return the chat-API dicts of the messages."""
         return [message.to_chat() for message in self.messages]
 
     def apply_chat_template(
         self, tokenizer: Tokenizer | None = None, **options: Unpack[TemplateOptions]
     ) -> Any:
-        """The conversation as text, token ids, or a dict with masks; see TemplateOptions."""
+        """Return the conversation as text, token ids, or a dict with masks; see TemplateOptions."""
         from dialoop.templates.options import applied
 
         return applied(self, tokenizer, options)
 
     def append(self, message: Message) -> History:
-        """This history followed by one message."""
+        """Return this history followed by one message."""
         return History((*self.messages, message))
 
     def extend(self, messages: History | Iterable[Message]) -> History:
-        """This history followed by others' messages."""
+        """Return this history followed by others' messages."""
         return History((*self.messages, *messages))
 
     def starts_with(self, other: History) -> bool:
-        """Whether the first messages are exactly those of `other`."""
+        """Return whether the first messages are exactly those of `other`."""
         return self.messages[: len(other)] == other.messages
 
     def __iter__(self) -> Iterator[Message]:
@@ -158,19 +158,19 @@ class Histories:
     def from_texts(
         cls, texts: Iterable[str], tokenizer: Tokenizer | None = None, **selection: Any
     ) -> Histories:
-        """Each text read back as `History.from_text` reads it."""
+        """Read each text back as `History.from_text` does."""
         return cls(tuple(History.from_text(text, tokenizer, **selection) for text in texts))
 
     def to_chats(self) -> list[list[dict[str, Any]]]:
-        """The chat-API dicts of each history."""
+        """Return the chat-API dicts of each history."""
         return [history.to_chats() for history in self.histories]
 
     def append(self, messages: Sequence[Message]) -> Histories:
-        """Each history followed by its own message."""
+        """Return each history followed by its own message."""
         return self.extend([(message,) for message in messages])
 
     def extend(self, others: Histories | Sequence[Iterable[Message]]) -> Histories:
-        """Each history followed by its own messages."""
+        """Return each history followed by its own messages."""
         if len(others) != len(self):
             raise InvalidHistory(
                 f"There are {len(self)} histories and {len(others)} to extend them.",
@@ -182,7 +182,7 @@ class Histories:
     def apply_chat_template(
         self, tokenizer: Tokenizer | None = None, **options: Unpack[TemplateOptions]
     ) -> Any:
-        """A list of what each history gives, or one dict of padded rows; see TemplateOptions."""
+        """Return each history's result in a list, or a dict of padded rows; see TemplateOptions."""
         from dialoop.templates.options import applied_to_all
 
         return applied_to_all(self, tokenizer, options)
@@ -229,7 +229,7 @@ class ChatHistory:
             )
 
     def respond(self, *response: Message) -> ChatHistory:
-        """This history answered: prompt, response and full, together."""
+        """Return this history with the response: prompt, response and full are all set."""
         if self.prompt is None:
             raise InvalidHistory(
                 "There is no prompt to respond to.",
@@ -240,7 +240,7 @@ class ChatHistory:
         return replace(self, response=answer, full=self.prompt.extend(answer))
 
     def require_full(self) -> History:
-        """The whole conversation; an error when the policy did not set it."""
+        """Return the whole conversation; InvalidHistory (FULL_MISSING) where it is not set."""
         if self.full is None:
             raise InvalidHistory(
                 "full is missing.",
@@ -250,7 +250,7 @@ class ChatHistory:
         return self.full
 
     def require_prompt(self) -> History:
-        """The prompt; an error when it is absent."""
+        """Return the prompt; raise InvalidHistory (PROMPT_MISSING) where it is absent."""
         if self.prompt is None:
             raise InvalidHistory(
                 "prompt is missing.", reason=Reason.PROMPT_MISSING, remedy="Send history.prompt."
@@ -258,7 +258,7 @@ class ChatHistory:
         return self.prompt
 
     def completed_from(self, prompt: History) -> ChatHistory:
-        """This answer to `prompt`, with `full` built where the caller sent `response` alone.
+        """Return this answer to `prompt`; build `full` where the caller sent `response` alone.
 
         Raises InvalidHistory (FULL_MISSING) when neither is there, and PreconditionFailed
         (HISTORY_REWRITTEN) when `full` does not begin with `prompt`.
@@ -276,7 +276,7 @@ class ChatHistory:
 
 
 def _promoted(chats: Any) -> Any:
-    """A list where a single message was given for one."""
+    """Return a list, also of a single message; that gets a warning."""
     if not isinstance(chats, (Mapping, Message)):
         return chats
     warnings.warn(
@@ -297,7 +297,7 @@ def _promoted_message(message: Message, where: str) -> History:
 
 
 def as_history(messages: History | Sequence[Mapping[str, Any]] | str) -> History:
-    """A history from what a user has at hand: a history, chat dicts or one user text."""
+    """Make a history of what a user has at hand: a history, chat dicts or one user text."""
     if isinstance(messages, History):
         return messages
     if isinstance(messages, str):

@@ -25,7 +25,7 @@ class Report:
 
     @property
     def is_sound(self) -> bool:
-        """Whether there is no problem."""
+        """Return whether there is no problem."""
         return not self.problems
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Report:
 
 
 def check(chat_history: ChatHistory) -> Report:
-    """Whether a policy's answer keeps the contract: full is set, and it is prompt and response."""
+    """Report where a policy's answer breaks the contract (full is prompt and response)."""
     parts: dict[str, History] = {
         name: part
         for name in ("prompt", "response", "full")

@@ -46,7 +46,7 @@ class StepResult:
 
     @property
     def done(self) -> bool:
-        """Whether the episode ended."""
+        """Return whether the episode ended."""
         return self.terminated or self.truncated
 
 
@@ -94,7 +94,7 @@ class ContinuedText:
 
     @property
     def full(self) -> str:
-        """Both."""
+        """Return prompt and response together."""
         return self.prompt + self.response
 
 
@@ -146,7 +146,7 @@ class Sessions(Protocol):
     """Where episodes are played: an EnvironmentClient, or a twin from `dialoop.testing`."""
 
     async def create_session(self, session_id: str, environment: str) -> float:
-        """Open a session under the caller's id; its time to live in seconds."""
+        """Open a session under the caller's id; return its time to live in seconds."""
         ...
 
     async def reset(
@@ -158,9 +158,9 @@ class Sessions(Protocol):
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: ChatHistory
     ) -> StepResult:
-        """Take the policy's answer; a retry gets the first answer."""
+        """Step with the policy's answer; a retry gets the first result."""
         ...
 
     async def close_session(self, session_id: str) -> bool:
-        """Forget the session; whether there was one."""
+        """Forget the session; return whether there was one."""
         ...

@@ -86,7 +86,7 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The content as text; parts that are not text contribute nothing."""
+        """Return the content as text; parts that are not text contribute nothing."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text or "" for part in self.content)
@@ -97,18 +97,18 @@ class Message:
         return message_from_chat(chat)
 
     def to_chat(self) -> dict[str, Any]:
-        """The chat-API dict that `from_chat` makes into this message again."""
+        """Return the chat-API dict that `from_chat` makes into this message again."""
         return message_to_chat(self)
 
 
 def messages_from_chats(chats: Iterable[Any], where: str = "messages") -> tuple[Message, ...]:
-    """The messages of a list of dicts, without placeholders; errors name the index and field."""
+    """Read a list of dicts as messages, without placeholders; errors name the index and field."""
     found = (message_from_chat(chat, f"{where}[{i}]") for i, chat in enumerate(chats))
     return tuple(message for message in found if message.role != PLACEHOLDER_ROLE)
 
 
 def message_from_chat(chat: Any, where: str = "message") -> Message:
-    """One message of a dict; a Message stays as it is."""
+    """Read a dict as a message; a Message stays as it is."""
     if isinstance(chat, Message):
         return chat
     _expect(chat, Mapping, where, "a message with role and content")
@@ -143,7 +143,7 @@ def message_from_chat(chat: Any, where: str = "message") -> Message:
 
 
 def message_to_chat(message: Message) -> dict[str, Any]:
-    """The dict that `message_from_chat` makes into an equal message; what is empty is left out."""
+    """Return the dict that `message_from_chat` reads as an equal message, without empty fields."""
     content: Any = message.content
     if not isinstance(content, str):
         content = [_part_to_chat(part) for part in content]
@@ -160,7 +160,7 @@ def message_to_chat(message: Message) -> dict[str, Any]:
 
 
 def chat_for_template(message: Message, *, as_parts: bool = False) -> dict[str, Any]:
-    """The dict a chat template reads: arguments are objects, contents text (or text parts)."""
+    """Return the dict a chat template reads: arguments as objects, contents as text or parts."""
     content: Any = message.content
     if not isinstance(content, str):
         texts = [_text_of_part(part, message.role) for part in content]
@@ -180,7 +180,7 @@ def chat_for_template(message: Message, *, as_parts: bool = False) -> dict[str, 
 
 
 def tool_for_template(tool: ToolDefinition | Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool as chat templates and chat APIs know it."""
+    """Return a tool as chat templates and chat APIs know it."""
     if not isinstance(tool, ToolDefinition):
         _expect(tool, Mapping, "tools", "a ToolDefinition or a dict")
         return tool
@@ -327,7 +327,7 @@ def _call_to_chat(call: ToolCall, arguments: Any) -> dict[str, Any]:
 
 
 def _arguments(call: ToolCall) -> Any:
-    """The object that the JSON text spells; a text that spells none stays as the model wrote it."""
+    """Return the object in the JSON text; a text without one stays as the model wrote it."""
     try:
         value = json.loads(call.arguments_json)
     except json.JSONDecodeError:

@@ -58,25 +58,25 @@ class _Tape:
 
     @property
     def is_lost(self) -> bool:
-        """Whether something failed that was not the policy's: going on would be for nothing."""
+        """Return whether something other than the policy failed, so that playing on is useless."""
         return any(failure.owner is not Owner.POLICY for failure in self.failures)
 
     @property
     def done_reason(self) -> DoneReason:
-        """Why it ended; the policy's own mistakes do not hide the environment's reason."""
+        """Return why it ended; the policy's own mistakes do not hide the environment's reason."""
         if self.outcome is not None and self.outcome.done:
             return self.outcome.done_reason
         return DoneReason.ERROR if self.is_lost else DoneReason.MAX_TURNS
 
     @property
     def labels(self) -> dict[str, str]:
-        """How loads treated its answers, where that was not by computing keys anew."""
+        """Return how loads of weights treated its answers, unless they computed keys anew."""
         modes = (UpdateMode.KEEP_KV, UpdateMode.WAIT)
         found = next((mode for mode in modes if mode in self.update_modes), None)
         return {"update_mode": found.name} if found else {}
 
     def opened(self, opening: ResetResult) -> None:
-        """Keep what the environment begins with."""
+        """Keep the environment's first messages and its version."""
         self.history = opening.history.require_prompt()
         self.environment_version = opening.environment_version
 
@@ -148,7 +148,7 @@ async def play(
 
 
 async def _open(task: Task, sessions: Sessions, session_id: str, tape: _Tape) -> bool:
-    """Whether the episode has begun."""
+    """Open the episode; return False where it did not begin."""
     try:
         await sessions.create_session(session_id, task.environment)
         opening = await sessions.reset(
@@ -169,7 +169,7 @@ async def _turn(
     sampling: SamplingParams,
     turn: int,
 ) -> bool:
-    """One generate and one step; whether the episode goes on."""
+    """Play one turn (generate, then step); return whether the episode goes on."""
     try:
         (sample,) = await policy.generate(
             tape.history,
@@ -262,7 +262,7 @@ async def play_group(
 
 
 def seeded(sampling: SamplingParams, member: int) -> SamplingParams:
-    """The sampling of one member: members of a seeded group must differ to carry a signal."""
+    """Return one member's sampling: members of a seeded group need different seeds to differ."""
     if sampling.seed is None:
         return sampling
     return replace(sampling, seed=sampling.seed + member)

@@ -52,7 +52,7 @@ _SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>"]
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token per byte and the two tokens of a ChatML template: 258 ids, nothing to download."""
+    """Make a tokenizer with a token per byte and ChatML's two: 258 ids, nothing to download."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: number for number, symbol in enumerate(alphabet)}
 
@@ -68,7 +68,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def byte_builder() -> TokenBuilder:
-    """Tokens of conversations by `byte_tokenizer`."""
+    """Make a TokenBuilder on `byte_tokenizer`."""
     tokenizer = byte_tokenizer()
     return TokenBuilder(tokenizer, ChatTemplate.of(tokenizer))
 
@@ -139,7 +139,7 @@ class ScriptedPolicy:
         return self._script[turn]
 
     def _sampled(self, text: str, sampling: SamplingParams) -> tuple[list[int], StopReason, str]:
-        """Token ids of the answer, why they end, and the stop string that ended them."""
+        """Return the answer's token ids, why they end, and the stop string that ended them."""
         tokenizer = self._builder.tokenizer
         found = [(text.find(stop), stop) for stop in sampling.stop if stop in text]
         start, stop_string = min(found, default=(len(text), ""))

@@ -53,19 +53,19 @@ class Transport(Protocol):
 
     @property
     def unary_unary(self) -> Callable[..., Any]:
-        """Makes the function that calls a rpc of one request and one answer."""
+        """Return what makes the function that calls an rpc of one request and one answer."""
 
     @property
     def unary_stream(self) -> Callable[..., Any]:
-        """The same of one request and many answers."""
+        """Return the same for one request and many answers."""
 
     @property
     def stream_unary(self) -> Callable[..., Any]:
-        """The same of many requests and one answer."""
+        """Return the same for many requests and one answer."""
 
     @property
     def stream_stream(self) -> Callable[..., Any]:
-        """The same of many requests and many answers."""
+        """Return the same for many requests and many answers."""
 
     async def channel_ready(self) -> None:
         """Wait until the server listens."""
@@ -116,7 +116,7 @@ class Channel:
             ) from None
 
     async def call(self, rpc: Rpc[Q, A], request: Q, *, deadline_s: float | None = None) -> A:
-        """One request, one answer; the deadline covers all attempts."""
+        """Send one request and return its answer; the deadline covers all attempts."""
         method = self._channel.unary_unary(
             rpc.path,
             request_serializer=rpc.request.SerializeToString,
@@ -139,7 +139,7 @@ class Channel:
     async def stream(
         self, rpc: Rpc[Q, A], request: Q, *, deadline_s: float | None = None
     ) -> AsyncIterator[A]:
-        """One request, many answers; without a deadline unless one is given."""
+        """Send one request and yield its answers; there is no deadline by default."""
         method = self._channel.unary_stream(
             rpc.path,
             request_serializer=rpc.request.SerializeToString,
@@ -156,7 +156,7 @@ class Channel:
     async def upload(
         self, rpc: Rpc[Q, A], requests: AsyncIterator[Q], *, deadline_s: float | None = None
     ) -> A:
-        """Many requests, one answer; never repeated, because the requests are used up."""
+        """Send many requests and return the answer; not retried: the requests are used up."""
         method = self._channel.stream_unary(
             rpc.path,
             request_serializer=rpc.request.SerializeToString,
@@ -168,7 +168,7 @@ class Channel:
             return answer
 
     async def exchange(self, rpc: Rpc[Q, A], requests: AsyncIterator[Q]) -> AsyncIterator[A]:
-        """Many requests, many answers, until either side ends; without a deadline."""
+        """Send requests and yield answers until either side ends; there is no deadline."""
         method = self._channel.stream_stream(
             rpc.path,
             request_serializer=rpc.request.SerializeToString,
@@ -184,7 +184,7 @@ class Channel:
 
 
 def tell_warnings(answer: Message) -> None:
-    """Say with Python's `warnings` what a service says of a request; nothing where it says none."""
+    """Issue the warnings of a service's answer with Python's `warnings`."""
     for text in getattr(answer, "warnings", ()):
         warnings.warn(text, DialoopWarning, stacklevel=3)
 

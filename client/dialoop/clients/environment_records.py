@@ -75,7 +75,7 @@ class StepItem:
 
 
 def info_from_proto(proto: pb.EnvironmentInfo) -> EnvironmentInfo:
-    """What an environment is."""
+    """Return an environment's description."""
     return EnvironmentInfo(
         name=proto.name,
         version=proto.version,
@@ -109,7 +109,7 @@ def _field_from_proto(proto: pb.FieldSpec) -> FieldSpec:
 
 
 def choice_to_proto(choice: TaskChoice) -> pb.TaskChoice:
-    """What is to be played."""
+    """Return the message of a task choice."""
     given = choice.given
     return pb.TaskChoice(
         split=choice.split,
@@ -122,7 +122,7 @@ def choice_to_proto(choice: TaskChoice) -> pb.TaskChoice:
 
 
 def reset_to_proto(item: ResetItem) -> pb.ResetRequest:
-    """A reset's request."""
+    """Return a reset's request."""
     return pb.ResetRequest(
         session_id=item.session_id,
         episode=item.episode,
@@ -136,7 +136,7 @@ def reset_to_proto(item: ResetItem) -> pb.ResetRequest:
 
 
 def step_to_proto(item: StepItem) -> pb.StepRequest:
-    """A step's request."""
+    """Return a step's request."""
     said: dict[str, Any]
     if isinstance(item.history, Text):
         said = {"text": text_to_proto(item.history)}
@@ -150,7 +150,7 @@ def step_to_proto(item: StepItem) -> pb.StepRequest:
 
 
 def reset_result_from_proto(proto: pb.ResetResponse) -> ResetResult:
-    """A reset's answer."""
+    """Return a reset's result."""
     return ResetResult(
         history=chat_history_from_proto(proto.history),
         info=dict(proto.info),
@@ -161,7 +161,7 @@ def reset_result_from_proto(proto: pb.ResetResponse) -> ResetResult:
 
 
 def step_result_from_proto(proto: pb.StepResponse) -> StepResult:
-    """A step's answer."""
+    """Return a step's result."""
     return StepResult(
         history=chat_history_from_proto(proto.history),
         rewards=tuple(reward_from_proto(r) for r in proto.rewards),

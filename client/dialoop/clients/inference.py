@@ -170,7 +170,7 @@ class InferenceClient:
         skip_special_tokens: bool = False,
         deadline_s: float | None = None,
     ) -> AsyncIterator[SampleChunk]:
-        """As `generate`, tokens as they are sampled; the last chunk carries the whole sample."""
+        """Generate as `generate` does; yield tokens as they come, and last the whole sample."""
         question = Question(
             history=history,
             text=text,
@@ -203,7 +203,7 @@ class InferenceClient:
     async def logprobs(
         self, rows: Iterable[Iterable[int]], *, adapter: str = "", deadline_s: float | None = None
     ) -> PolicyLogProbs:
-        """Log-probs of given token ids under the loaded policy."""
+        """Return log-probs of token ids under the loaded policy."""
         request = pb.LogProbRequest(token_ids=token_ids_to_proto(rows), adapter=adapter)
         return await self._logprobs(request, deadline_s)
 
@@ -215,7 +215,7 @@ class InferenceClient:
         adapter: str = "",
         deadline_s: float | None = None,
     ) -> PolicyLogProbs:
-        """Log-probs of whole conversations, or of texts; `sequences` are the tokens scored."""
+        """Return log-probs of conversations or texts; `sequences` are the tokens scored."""
         request = pb.LogProbRequest(
             histories=[chat_history_to_proto(ChatHistory(full=one)) for one in histories],
             texts=list(texts),
@@ -234,7 +234,7 @@ class InferenceClient:
         )
 
     async def get_policy(self) -> PolicyStatus:
-        """Which policy the replica serves and whether it is ready."""
+        """Return which policy the replica serves and whether it is ready."""
         answer = await self._channel.call(GET_POLICY, pb.GetPolicyRequest())
         return PolicyStatus(
             policy_version=_version_of(answer),
@@ -296,7 +296,7 @@ class InferenceClient:
         return await self.load_weights(manifest, chunks, deadline_s=deadline_s)
 
     async def unload_adapter(self, name: str) -> bool:
-        """Forget an adapter; False when there was none."""
+        """Unload an adapter; return False where there was none."""
         request = pb.UnloadAdapterRequest(adapter=name)
         return bool((await self._channel.call(UNLOAD_ADAPTER, request)).unloaded)
 
@@ -305,11 +305,11 @@ class InferenceClient:
         await self._channel.call(PAUSE, pb.PauseRequest())
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Resume sampling."""
         await self._channel.call(RESUME, pb.ResumeRequest())
 
     async def sleep(self, *, drain_s: float = 0.0, deadline_s: float | None = None) -> None:
-        """Make it give up the device it shares with a trainer; what it has under way ends first.
+        """Make the replica give its device to the trainer; requests under way end first.
 
         What is not done within `drain_s` seconds (0: 30) is sent away, to be asked again. The
         deadline is 30 s later, where none is given.
@@ -319,7 +319,7 @@ class InferenceClient:
         await self._channel.call(SLEEP, pb.SleepRequest(drain_s=drain_s), deadline_s=deadline_s)
 
     async def wake(self) -> None:
-        """Make it take the device again; Unavailable (ASLEEP) while the trainer has it."""
+        """Make the replica take its device again; Unavailable (ASLEEP) while the trainer has it."""
         await self._channel.call(WAKE, pb.WakeRequest())
 
 

@@ -67,7 +67,7 @@ class InteractiveSessions:
     async def create_session(
         self, session_id: str, environment: str, *, ttl_s: float | None = None
     ) -> float:
-        """Open a session under the caller's id; its time to live in seconds."""
+        """Open a session under the caller's id; return its time to live in seconds."""
         request = pb.CreateSessionRequest(
             session_id=session_id, environment=environment, ttl_s=ttl_s
         )
@@ -83,7 +83,7 @@ class InteractiveSessions:
         seed: int = 0,
         given: Given | None = None,
     ) -> ResetResult:
-        """Start an episode of the session: with a task, or with the question in `given`."""
+        """Start an episode of the session: with a task, or with the caller's `question`."""
         item = ResetItem(
             session_id=session_id,
             episode=episode,
@@ -97,14 +97,14 @@ class InteractiveSessions:
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: Answered
     ) -> StepResult:
-        """Take the policy's answer; a retry gets the first answer."""
+        """Step with the policy's answer; a retry gets the first result."""
         item = StepItem(
             session_id=session_id, episode=episode, step_index=step_index, history=history
         )
         return step_result_from_proto((await self._ask(step=step_to_proto(item))).step)
 
     async def close_session(self, session_id: str) -> bool:
-        """Forget the session; whether there was one."""
+        """Forget the session; return whether there was one."""
         request = pb.CloseSessionRequest(session_id=session_id)
         return (await self._ask(close_session=request)).close_session.closed
 

@@ -26,7 +26,7 @@ def add_chat_template(
     inverse_parser: Callable[[str], Iterable[Message]] | None = None,
     model_family_keywords: Iterable[str] | None = None,
 ) -> TemplateInfo:
-    """The older spelling of `TemplateRegistry.add_chat_template`, which replaces what is there."""
+    """Add a template with the older parameter names; replace one of the same name."""
     return registry.add_chat_template(
         template_name,
         template,
@@ -46,7 +46,7 @@ MASK_ALIASES: Mapping[str, str] = MappingProxyType(
 
 
 def masks_of(given: Mapping[str, Any]) -> Masks:
-    """Masks under their names or the older ones; InvalidInput for others, or for both at once."""
+    """Read masks by their names or the older ones; InvalidInput for others, or for both at once."""
     found: dict[str, Any] = {}
     for name, values in given.items():
         known = MASK_ALIASES.get(name, name)

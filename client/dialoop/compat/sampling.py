@@ -66,7 +66,7 @@ class GenerateOptions:
 
 
 def generate_options(**given: Any) -> GenerateOptions:
-    """`read_generate_options`, with its warnings said by Python's `warnings`."""
+    """Read options as `read_generate_options` does; issue its warnings with Python's `warnings`."""
     options = read_generate_options(given)
     for text in options.warnings:
         warnings.warn(text, DialoopWarning, stacklevel=2)
@@ -74,7 +74,7 @@ def generate_options(**given: Any) -> GenerateOptions:
 
 
 def read_generate_options(given: Mapping[str, Any]) -> GenerateOptions:
-    """Our options of theirs; a name that is None counts as absent.
+    """Translate another library's parameters; one that is None counts as absent.
 
     Raises InvalidInput (INVALID_SAMPLING, UNKNOWN_FIELD), and Unsupported (BEAMS_UNSUPPORTED,
     SAMPLING_UNSUPPORTED) for what would change the samples and is not done here.
@@ -139,7 +139,7 @@ class _Reader:
                 )
 
     def _take_logprobs(self) -> None:
-        """The sampled token's log-prob is always told: 0 and 1 ask for it."""
+        """Check `logprobs`: the sampled token's log-prob always comes, so 0 and 1 do nothing."""
         asked = self._given.pop("logprobs", None)
         is_number = asked is None or _is_count(asked, least=0)
         _require(is_number, "logprobs", asked, "a number, 0 or 1, and never true or false")
@@ -151,7 +151,7 @@ class _Reader:
             )
 
     def _oldest(self, names: tuple[str, ...]) -> Any:
-        """The value of the first of some names that is given; others that differ are told of."""
+        """Return the value of the first name that is there; warn of others with other values."""
         found = {name: self._given.pop(name) for name in names if name in self._given}
         if not found:
             return None
@@ -173,7 +173,7 @@ class _Reader:
         return int(next(iter(found.values()), 1))
 
     def _take_do_sample(self, sampling: dict[str, Any]) -> None:
-        """do_sample=False is temperature 0, and contradicts any other."""
+        """Read `do_sample`: False is temperature 0 and contradicts any other."""
         asked = self._given.pop("do_sample", None)
         _require(asked is None or isinstance(asked, bool), "do_sample", asked, "true or false")
         temperature = sampling.get("temperature")

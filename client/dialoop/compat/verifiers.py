@@ -83,16 +83,16 @@ class VerifiersTasks(TaskSource):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """One: a taskset has no splits of its own."""
+        """Return one split: a taskset has none of its own."""
         return ("train",)
 
     def keys(self, split: str) -> Sequence[str]:
-        """Positions."""
+        """Return the tasks' positions in the taskset."""
         self.require_split(split)
         return [data.key for data in self._tasks]
 
     def get(self, split: str, key: str) -> TaskData:
-        """The prompt alone: what solves the task stays with verifiers."""
+        """Return the prompt alone: what solves the task stays with verifiers."""
         split = self.require_split(split)
         if not key.isdecimal() or int(key) >= len(self._tasks):
             raise task_not_found(split, key)
@@ -100,7 +100,7 @@ class VerifiersTasks(TaskSource):
 
 
 def outcome_of(episode: Any) -> AgentOutcome:
-    """What a verifiers Episode says; only one whose single trace is the policy's has rewards."""
+    """Read a verifiers Episode; only one whose single trace is the policy's has rewards."""
     if len(episode.traces) > 1:
         return AgentOutcome(failures=(_several_agents(len(episode.traces)),))
     failures = tuple(_failures(episode))
@@ -119,7 +119,7 @@ def outcome_of(episode: Any) -> AgentOutcome:
 
 
 def _failures(episode: Any) -> Iterator[Failure]:
-    """One for each error that ended the episode; a full context only cut it."""
+    """Yield a failure for each error that ended the episode; a full context only cut it."""
     if episode.ok:
         return
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
@@ -147,7 +147,7 @@ def _several_agents(number: int) -> Failure:
 
 
 def _task(taskset: Any, split: str, key: str) -> Any:
-    """The task at a position."""
+    """Return the task at a position."""
     found = islice(taskset, int(key), None) if key.isdecimal() else iter(())
     task = next(found, None)
     if task is None:

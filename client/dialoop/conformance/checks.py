@@ -37,14 +37,14 @@ class Finding:
 
     @property
     def is_ok(self) -> bool:
-        """Whether the environment does what it must."""
+        """Return whether the environment does what it must."""
         return not self.problem
 
 
 async def check_environment(
     environment: Environment, *, answers: Sequence[str] = (), num_tasks: int = 3
 ) -> tuple[Finding, ...]:
-    """Every check in order; `answers` are further things to say to it."""
+    """Run every check in order; `answers` are further texts to send to the environment."""
     async with Bench(environment, answers=answers, num_tasks=num_tasks) as bench:
         return tuple([await _finding(name, check, bench) for name, check in CHECKS.items()])
 
@@ -63,7 +63,7 @@ async def _finding(name: str, check: Callable[[Bench], Awaitable[str]], bench: B
 
 
 async def _tasks(bench: Bench) -> str:
-    """Splits have tasks, keys are unique and stay, and an unknown one is NotFound."""
+    """Check that splits have tasks, keys are unique and stay, and an unknown one is NotFound."""
     tasks = bench.environment.tasks
     found = []
     for split in tasks.splits:
@@ -91,7 +91,7 @@ async def _tasks(bench: Bench) -> str:
 
 
 async def _resets(bench: Bench) -> str:
-    """The same task and seed open alike."""
+    """Check that the same task and seed open the same episode."""
     for case in bench.cases:
         for seed in (0, 1):
             first, second = [await bench.opened(case, seed=seed) for _ in "ab"]
@@ -104,7 +104,7 @@ async def _resets(bench: Bench) -> str:
 
 
 async def _retries(bench: Bench) -> str:
-    """A retried reset or step, also while the first is under way, does its work once."""
+    """Check that a retried reset or step works once, also while the first is under way."""
     for case in bench.cases:
         counted, answers = await bench.retried(case)
         if counted.num_resets != 1 or counted.num_steps != 1:
@@ -119,7 +119,7 @@ async def _retries(bench: Bench) -> str:
 
 
 async def _ends(bench: Bench) -> str:
-    """Every episode ends, and no later than max_turns says."""
+    """Check that every episode ends, and no later than max_turns says."""
     limit = bench.environment.traits.max_turns
     most = 0
     for played in await bench.plays():
@@ -138,7 +138,7 @@ async def _ends(bench: Bench) -> str:
 
 
 async def _rewards(bench: Bench) -> str:
-    """Rewards are finite, named as declared, and their functions do not fail."""
+    """Check that rewards are finite and named as declared, and that their functions do not fail."""
     declared = bench.environment.traits.reward_names
     seen: set[str] = set()
     for played in await bench.plays():
@@ -160,7 +160,7 @@ async def _rewards(bench: Bench) -> str:
 
 
 async def _traits(bench: Bench) -> str:
-    """Who speaks, which tools run and whether a step needs its session are as declared."""
+    """Check that the roles and the tools are as declared, and that no tool fails."""
     environment = bench.environment
     roles = {*environment.traits.roles, *_SPEAKERS, *bench.own_roles}
     for played in await bench.plays():
@@ -184,7 +184,7 @@ async def _traits(bench: Bench) -> str:
 
 
 async def _state(bench: Bench) -> str:
-    """What an episode remembers lies in its state, and is never changed in place."""
+    """Check that an episode remembers in its state alone, and never changes that in place."""
     environment = bench.environment
     is_stateless = isinstance(environment, Stateless) and not environment.traits.needs_session
     for case in bench.cases:
@@ -203,7 +203,7 @@ async def _state(bench: Bench) -> str:
 
 
 async def _demonstrations(bench: Bench) -> str:
-    """A demonstration is what the environment would have said to its answers."""
+    """Check that a demonstration shows what the environment says to its answers."""
     shown = bench.demonstrated
     if not shown:
         return "none"
@@ -228,7 +228,7 @@ async def _demonstrations(bench: Bench) -> str:
 
 
 async def _sessions(bench: Bench) -> str:
-    """Episodes played at the same time go as they do alone."""
+    """Check that episodes played at the same time go as they do alone."""
     alone = await bench.plays()
     async with asyncio.TaskGroup() as playing:
         tasks = [playing.create_task(bench.played(played.case)) for played in alone]

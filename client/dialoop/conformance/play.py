@@ -53,7 +53,7 @@ class Case:
 
     @property
     def choice(self) -> TaskChoice:
-        """What a reset asks for."""
+        """Return what a reset asks for."""
         if self.key:
             return TaskChoice(split=self.split, task_key=self.key)
         return TaskChoice(given=Given(query=_QUESTION, data={"answer": "3"}))
@@ -69,13 +69,13 @@ class Played:
 
     @property
     def said(self) -> str:
-        """What the policy said last."""
+        """Return what the policy said last."""
         lines = self.case.lines
         return lines[min(len(self.outcomes), len(lines)) - 1].text
 
     @property
     def speakers(self) -> set[str]:
-        """Roles of all messages."""
+        """Return the roles of all messages."""
         history = self.outcomes[-1].history.prompt or ()
         return {message.role for message in history}
 
@@ -98,19 +98,19 @@ class Counted:
         return opening
 
     async def acquire(self) -> None:
-        """Held by the bench already."""
+        """Do nothing: the bench holds the environment."""
 
     async def release(self) -> None:
-        """Held by the bench still."""
+        """Do nothing: the bench still holds the environment."""
 
     def reset(self, task: Any, seed: int) -> Opening:
-        """Count, and reset."""
+        """Count and reset."""
         self.num_resets += 1
         opening: Opening = self.environment.reset(task, seed)
         return opening
 
     async def step(self, episode: Any, answered: Any) -> Outcome:
-        """Count, and step."""
+        """Count and step."""
         self.num_steps += 1
         outcome: Outcome = await self.environment.step(episode, answered)
         return outcome
@@ -145,14 +145,14 @@ class Bench:
         await self._client.__aexit__(*ended)
 
     async def opened(self, case: Case, *, seed: int = 0) -> ResetResult:
-        """The opening of an episode in a session of its own."""
+        """Open an episode in a session of its own."""
         session_id = f"check-{next(self._numbers)}"
         opening = await self._open(self._client, case, session_id, seed)
         await self._client.close_session(session_id)
         return opening
 
     async def played(self, case: Case) -> Played:
-        """The whole episode, in a session of its own."""
+        """Play a whole episode in a session of its own."""
         session_id = f"check-{next(self._numbers)}"
         opening = await self._open(self._client, case, session_id, 0)
         outcomes: list[StepResult] = []
@@ -167,13 +167,13 @@ class Bench:
         return Played(case=case, opening=opening, outcomes=tuple(outcomes))
 
     async def plays(self) -> tuple[Played, ...]:
-        """Every case, one after the other; played once."""
+        """Play every case, one after the other; a second call returns the same episodes."""
         if not self._plays:
             self._plays = tuple([await self.played(case) for case in self.cases])
         return self._plays
 
     async def retried(self, case: Case) -> tuple[Counted, list[StepResult]]:
-        """The first step, asked for twice at once and once more, and what was done for it."""
+        """Send the first step twice at once and once more; return the counts and the answers."""
         counted = Counted(self.environment)
         async with LocalEnvironmentClient(counted) as client:
             await self._open(client, case, "s", 0)
@@ -189,7 +189,7 @@ class Bench:
         return counted, answers
 
     async def stepped_twice(self, case: Case) -> tuple[str, list[Outcome]]:
-        """The same step of the same episode twice; which of its state changed, if any."""
+        """Take a step of one episode twice; return which of its state changed, and the outcomes."""
         task, seed = chosen_task(self.environment, case.choice)
         if isinstance(self.environment, OpensSlowly):
             episode = (await self.environment.open(task, seed)).episode
@@ -269,7 +269,7 @@ _CONTAINERS = (list, dict, set, bytearray)
 
 
 def told(answer: Any) -> Any:
-    """What must be the same each time; failures by owner and reason, as messages carry ids."""
+    """Return what must be the same each time; of failures owner and reason: messages carry ids."""
     if not hasattr(answer, "rewards"):
         return (answer.history, answer.text, answer.tokens, dict(answer.info))
     done = getattr(answer, "episode", answer)

@@ -48,7 +48,7 @@ LOCAL_LIMITS = SessionLimits(capacity=1_000_000, max_working=1_000_000)
 def _as_served(
     method: Callable[P, Coroutine[Any, Any, T]],
 ) -> Callable[P, Coroutine[Any, Any, T]]:
-    """The method with the errors of one that was called on a server."""
+    """Wrap a method so that its errors are those of one that was called on a server."""
 
     @wraps(method)
     async def called(*arguments: P.args, **given: P.kwargs) -> T:
@@ -61,7 +61,7 @@ def _as_served(
 
 
 def _served(error: Exception) -> DialoopError:
-    """What a client of a service would get: the class of its status, never one of our own."""
+    """Return what a client of a service would get: an error of its status's class."""
     if not isinstance(error, DialoopError) or isinstance(error, InternalError):
         return InternalError(
             f"The environment raised {type(error).__name__}: {error}.", remedy="See the cause."
@@ -96,12 +96,12 @@ class LocalEnvironmentClient(LocalRuns):
 
     @_as_served
     async def list_environments(self) -> tuple[EnvironmentInfo, ...]:
-        """All environments there are."""
+        """Return all environments."""
         return tuple(_info(environment) for environment in self._catalogue)
 
     @_as_served
     async def get_environment(self, environment: str) -> EnvironmentInfo:
-        """One environment; NotFound (ENVIRONMENT_NOT_FOUND) when there is none of that name."""
+        """Describe an environment; NotFound (ENVIRONMENT_NOT_FOUND) where none has that name."""
         return _info(self._catalogue.get(environment))
 
     @_as_served
@@ -115,7 +115,7 @@ class LocalEnvironmentClient(LocalRuns):
         one_epoch: bool = False,
         shuffle_seed: int = 0,
     ) -> TaskPage:
-        """One page of tasks; pages run on through epochs unless `one_epoch`."""
+        """Return one page of tasks; pages run on through epochs unless `one_epoch`."""
         return self._catalogue.get(environment).tasks.page(
             split,
             page_token=page_token,
@@ -128,7 +128,7 @@ class LocalEnvironmentClient(LocalRuns):
     async def create_session(
         self, session_id: str, environment: str, *, ttl_s: float | None = None
     ) -> float:
-        """Open a session under the caller's id; its time to live in seconds."""
+        """Open a session under the caller's id; return its time to live in seconds."""
         await self._acquire(self._catalogue.get(environment))
         return self._sessions.create(session_id, environment, ttl_s).ttl_s
 
@@ -143,7 +143,7 @@ class LocalEnvironmentClient(LocalRuns):
         seed: int = 0,
         given: Given | None = None,
     ) -> ResetResult:
-        """Start an episode of the session; a retry gets the first opening."""
+        """Start an episode of the session; a retry gets the first result."""
         choice = TaskChoice(split=split, task_key=task_key, seed=seed, given=given or Given())
         call = ResetCall(session_id=session_id, episode=episode, choice=choice)
         environment = self._sessions.get(session_id).environment
@@ -153,7 +153,7 @@ class LocalEnvironmentClient(LocalRuns):
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: Answered
     ) -> StepResult:
-        """Take the policy's answer; a retry gets the first answer."""
+        """Step with the policy's answer; a retry gets the first result."""
         played = await self._sessions.step(
             StepCall(
                 session_id=session_id,
@@ -222,7 +222,7 @@ class LocalEnvironmentClient(LocalRuns):
     async def step_history(
         self, environment: str, choice: TaskChoice, history: ChatHistory
     ) -> StepResult:
-        """A step without a session, from the whole history; a retry runs its tools again."""
+        """Step without a session, from the whole history; a retry runs its tools again."""
         await self._acquire(self._catalogue.get(environment))
         return step_result(await self._sessions.step_history(environment, choice, history))
 
@@ -249,12 +249,12 @@ class LocalEnvironmentClient(LocalRuns):
 
     @_as_served
     async def get_session(self, session_id: str) -> SessionState:
-        """Where the session stands; NotFound (SESSION_LOST) when it is gone."""
+        """Return the session's state; NotFound (SESSION_LOST) when it is gone."""
         return self._sessions.state(session_id)
 
     @_as_served
     async def close_session(self, session_id: str) -> bool:
-        """Forget the session; whether there was one."""
+        """Forget the session; return whether there was one."""
         return self._sessions.close(session_id)
 
     @_as_served

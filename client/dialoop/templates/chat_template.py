@@ -78,7 +78,7 @@ class _GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012  (jinja2's own contract)
 
     def parse(self, parser: JinjaParser) -> nodes.Node:
-        """A call block, so that names set inside stay inside, as with transformers."""
+        """Return a call block, so that names set inside stay inside, as with transformers."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
@@ -101,7 +101,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     """
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """`obj.attribute` of a template."""
+        """Return `obj.attribute` for a template."""
         kind = type(obj)
         if kind is dict and attribute not in _DICT_ATTRIBUTES:
             try:
@@ -142,7 +142,7 @@ def _to_json(
 
 @lru_cache(maxsize=256)
 def _compiled(source: str) -> jinja2.Template:
-    """The template with the settings and functions that transformers gives to it."""
+    """Compile a source with the settings and functions that transformers gives to it."""
     environment = TemplateSandbox(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -184,7 +184,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
-        """The tokenizer's own template; InvalidConfig when it has none."""
+        """Return the tokenizer's own template; raise InvalidConfig where it has none."""
         source = tokenizer.chat_template
         if source is None:
             raise InvalidConfig(
@@ -195,7 +195,7 @@ class ChatTemplate:
         return cls(source, name=tokenizer.name).with_special_tokens_of(tokenizer)
 
     def with_special_tokens_of(self, tokenizer: Tokenizer) -> ChatTemplate:
-        """This template, which writes the tokenizer's bos_token and so on."""
+        """Return this template with the tokenizer's bos_token and so on."""
         found = {name: tokenizer.special_token(name) for name in SPECIAL_NAMES}
         return ChatTemplate(
             self.source,
@@ -206,12 +206,12 @@ class ChatTemplate:
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
-        """What the template knows as bos_token, eos_token and so on."""
+        """Return the texts that the template reads as bos_token, eos_token and so on."""
         return self._special_tokens
 
     @property
     def parser(self) -> Parser | None:
-        """What reads the rendered text back: the one given, or a built-in one that provably does.
+        """Return what reads the rendered text back: the caller's parser, or a built-in one.
 
         None when neither is there. Proven means: it read back what this template rendered.
         """
@@ -222,11 +222,11 @@ class ChatTemplate:
         return self._parser
 
     def parse(self, text: str) -> tuple[Message, ...]:
-        """The messages of a rendered text; PreconditionFailed (NO_PARSER) without a parser."""
+        """Read a rendered text as messages; PreconditionFailed (NO_PARSER) without a parser."""
         return self._require_parser().parse(text, self._special_tokens)
 
     def parse_tokens(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[Message, ...]:
-        """The messages of token ids: only ids of special tokens open and close turns."""
+        """Read token ids as messages: only ids of special tokens open and close turns."""
         return parse_tokens(self._require_parser(), token_ids, tokenizer, self._special_tokens)
 
     def _require_parser(self) -> Parser:
@@ -247,7 +247,7 @@ class ChatTemplate:
         tools: Tools | None = None,
         **options: Any,
     ) -> str:
-        """The conversation as text; with the opening of the assistant's turn by default.
+        """Return the conversation as text, by default with the opening of the assistant's turn.
 
         continue_final_message: leave the last message open, so that the policy continues it.
         options: further variables of the template, such as enable_thinking.
@@ -267,7 +267,7 @@ class ChatTemplate:
         tools: Tools | None = None,
         **options: Any,
     ) -> tuple[str, tuple[Span, ...]]:
-        """The text, and the spans of the generation blocks that messages filled."""
+        """Return the text, and the spans of the generation blocks that messages filled."""
         opens = _opens(add_generation_prompt, continue_final_message)
         variables = self._variables(history, tools, options)
         if continue_final_message:
@@ -283,7 +283,7 @@ class ChatTemplate:
         return text, spans
 
     def _marked_pieces(self, variables: dict[str, Any], opens: bool) -> list[str]:
-        """The text cut at the ends of its generation blocks, by a mark that is not in it."""
+        """Cut the text at the ends of its generation blocks, by a mark that is not in it."""
         for mark in _MARKS:
             blocks = _Blocks(mark)
             variables["_generation_blocks"] = blocks
@@ -323,7 +323,7 @@ class ChatTemplate:
             )
 
     def _reads_parts(self) -> bool:
-        """Whether the template writes the text of content parts, rather than a list of them."""
+        """Return whether the template writes the text of content parts, not a list of them."""
         if self._understands_parts is None:
             parts = [{"type": "text", "text": "90817263"}]
             variables = {"messages": [{"role": "user", "content": parts}], **self._special_tokens}
@@ -347,7 +347,7 @@ class ChatTemplate:
             ) from error
 
     def _continued(self, variables: dict[str, Any]) -> str:
-        """The text up to the end of the last message's content."""
+        """Return the text up to the end of the last message's content."""
         messages = variables["messages"]
         if not messages:
             raise InvalidInput(
@@ -404,7 +404,7 @@ def _absent_mark(variables: Mapping[str, Any]) -> str:
 
 
 def _spans(pieces: list[str]) -> tuple[Span, ...]:
-    """Ranges of the odd pieces in the joined text; an unclosed last one is an open turn's."""
+    """Return the odd parts' ranges in the joined text; an unclosed last one is an open turn's."""
     spans: list[Span] = []
     position = 0
     for index, piece in enumerate(pieces):

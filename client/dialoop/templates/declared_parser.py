@@ -61,7 +61,7 @@ class TemplateParser:
                 raise _invalid(f"{name}_start and {name}_end go together.")
 
     def parse(self, text: str, special_tokens: SpecialTokens) -> tuple[Message, ...]:
-        """The messages that the pattern finds; other text than special tokens is an error."""
+        """Return the messages that the pattern finds; only special tokens may lie between."""
         messages: list[Message] = []
         position = 0
         for match in re.finditer(self.message_pattern, text, re.DOTALL):

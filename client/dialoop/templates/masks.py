@@ -57,7 +57,7 @@ def tokenised(
     include_eos: bool = False,
     **options: Any,
 ) -> Rendered:
-    """The conversation rendered with `options` (those of ChatTemplate.render) and tokenised.
+    """Render the conversation with `options` (those of ChatTemplate.render) and tokenise it.
 
     include_eos: the mask also covers the special token that ends each of the assistant's turns, as
     a model that learns by imitation needs it. Raises Unsupported (MASK_UNAVAILABLE) when the
@@ -85,7 +85,7 @@ def tokenised_all(
     include_eos: bool = False,
     **options: Any,
 ) -> tuple[Rendered, ...]:
-    """Each conversation as `tokenised` has it, tokenised side by side."""
+    """Encode each conversation as `encode_conversation` does, all of them in one call."""
     histories = tuple(histories)
     drawn = [_drawn(template, history, options, with_mask=with_mask) for history in histories]
     codes = tokenizer.encode_all([text for text, _ in drawn])
@@ -114,7 +114,7 @@ def tokenised_all(
 def assistant_spans(
     template: ChatTemplate, history: Sequence[Message], text: str, **options: Any
 ) -> tuple[Span, ...]:
-    """Where a template without generation blocks writes what the assistant says."""
+    """Return where a template without generation blocks writes what the assistant says."""
     found: list[Span] = []
     contents = content_spans(template, history, text, **options)
     for index, message in enumerate(history):
@@ -132,7 +132,7 @@ def assistant_spans(
 def content_spans(
     template: ChatTemplate, history: Sequence[Message], text: str, **options: Any
 ) -> dict[int, Span] | None:
-    """Where the content of each message stands in the rendered text, by its index.
+    """Return where each message's content stands in the rendered text, by the message's index.
 
     Contents that the template leaves out are left out here. None when it changes them otherwise
     than by trimming.
@@ -161,7 +161,7 @@ def content_spans(
 def _aligned(
     text: str, glues: list[str], contents: list[str], indices: list[int]
 ) -> dict[int, Span] | None:
-    """The spans of the contents in glue, content, glue, ... or None when that is not the text."""
+    """Return the contents' spans in glue, content, glue, ...; None where that is not the text."""
     if not text.startswith(glues[0]):
         return None
     position = len(glues[0])
@@ -184,7 +184,7 @@ def _turn_span(
     text: str,
     options: dict[str, Any],
 ) -> Span:
-    """What follows the opening of the assistant's turn; the mask leaves out what ends it."""
+    """Return the span after the opening of the assistant's turn, without what ends the turn."""
     given = {k: v for k, v in options.items() if k not in _OPENING}
     before = template.render(history[:index], add_generation_prompt=True, **given)
     through = template.render(history[: index + 1], add_generation_prompt=False, **given)
@@ -213,7 +213,7 @@ def _drawn(
 
 
 def _written(history: Sequence[Message]) -> str:
-    """All that messages say, in one text."""
+    """Join all texts of the messages."""
     texts: list[str] = []
     for message in history:
         texts += (message.role, message.text, message.reasoning, message.name)
@@ -230,7 +230,7 @@ def _literal(
     options: dict[str, Any],
     with_mask: bool,
 ) -> tuple[str, tuple[Span, ...], _Tokens]:
-    """The text, spans and tokens of messages that spell special tokens."""
+    """Return the text, spans and tokens of messages that spell special tokens."""
     plain, _ = _drawn(template, history, options, with_mask=False)
     guard = absent_character(plain + _written(history))
     safe = tuple(_guarded_message(message, guard, tokenizer) for message in history)
@@ -289,7 +289,7 @@ class _Tokens:
     in_bytes: bool = False
 
     def positions(self, spans: Iterable[Span]) -> Iterable[Span]:
-        """The spans of characters in the unit of the offsets."""
+        """Return the spans of characters in the unit of the offsets."""
         if not self.in_bytes or self.text.isascii():
             return spans
         moved: list[Span] = []
@@ -305,7 +305,7 @@ class _Tokens:
 
 
 def _in_bytes(text: str, ids: list[int], tokenizer: Tokenizer) -> _Tokens | None:
-    """Where each token stands, from the bytes it spells; None where that is not the text."""
+    """Return where each token stands, by the bytes it spells; None if these are not the text."""
     table = tokenizer.byte_lengths
     is_plain = text.isascii()
     if table is None or not (is_plain or unicodedata.is_normalized("NFC", text)):
@@ -326,7 +326,7 @@ def _in_characters(code: Encoded) -> _Tokens:
 def _mask(
     tokens: _Tokens, spans: Iterable[Span], tokenizer: Tokenizer, *, include_eos: bool
 ) -> NDArray[np.bool_]:
-    """True on each token that spells a character of the spans, and on no special token after."""
+    """Return a mask that is True on the tokens of the spans, and on no special token after them."""
     size = len(tokens.ids)
     mask = np.zeros(size, dtype=np.bool_)
     starts, ends = tokens.starts, tokens.ends

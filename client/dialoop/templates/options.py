@@ -64,7 +64,7 @@ def chosen(
     chat_template_name: str | None = None,
     registry: TemplateRegistry | None = None,
 ) -> ChatTemplate:
-    """The template for a tokenizer, ours or a fast one of transformers."""
+    """Choose the template for a tokenizer, ours or a fast one of transformers."""
     return (registry or TemplateRegistry()).choose(
         as_tokenizer(tokenizer),
         chat_template=chat_template,
@@ -73,7 +73,7 @@ def chosen(
 
 
 def as_tokenizer(tokenizer: Any) -> Tokenizer | None:
-    """Our tokenizer; one of transformers is read as it is now."""
+    """Return our tokenizer; one of transformers is read as it is now."""
     if tokenizer is None or isinstance(tokenizer, Tokenizer):
         return tokenizer
     if not hasattr(tokenizer, "backend_tokenizer"):
@@ -92,7 +92,7 @@ def _read(tokenizer: Any, chat_template: str) -> Tokenizer:
 
 
 def applied(history: Sequence[Message], tokenizer: Any, options: TemplateOptions) -> Any:
-    """What `History.apply_chat_template` answers: text, ids, or a dict of one row."""
+    """Return what `History.apply_chat_template` answers: text, ids, or a dict of one row."""
     found = applied_to_all((history,), tokenizer, options)
     if not isinstance(found, dict):
         return found[0]
@@ -102,7 +102,7 @@ def applied(history: Sequence[Message], tokenizer: Any, options: TemplateOptions
 def applied_to_all(
     histories: Iterable[Sequence[Message]], tokenizer: Any, options: TemplateOptions
 ) -> Any:
-    """What `Histories.apply_chat_template` answers: a list, or a dict of rows."""
+    """Return what `Histories.apply_chat_template` answers: a list, or a dict of rows."""
     unknown = sorted(options.keys() - _NAMES)
     if unknown:
         raise InvalidInput(
@@ -151,7 +151,7 @@ def applied_to_all(
 def _columns(
     found: Sequence[Rendered], tokenizer: Tokenizer, options: TemplateOptions
 ) -> dict[str, list[NDArray[np.int32]]]:
-    """Truncated and padded rows of ids, attention mask and assistant mask."""
+    """Return truncated and padded rows of ids, attention mask and assistant mask."""
     limit = options.get("max_length", tokenizer.model_max_length)
     cut = limit if options.get("truncation") else None
     padding = options.get("padding", False)

@@ -36,7 +36,7 @@ class Parser(Protocol):
     """Reads a rendered conversation back."""
 
     def parse(self, text: str, special_tokens: SpecialTokens) -> tuple[Message, ...]:
-        """The messages; InvalidInput (NOT_PARSEABLE) when there are none."""
+        """Return the messages; raise InvalidInput (NOT_PARSEABLE) where there are none."""
         ...
 
 
@@ -47,7 +47,7 @@ class FunctionParser:
     function: Callable[[str], Iterable[Message]]
 
     def parse(self, text: str, special_tokens: SpecialTokens) -> tuple[Message, ...]:
-        """What the function finds."""
+        """Return what the function finds."""
         return tuple(self.function(text))
 
 
@@ -71,7 +71,7 @@ class TurnParser:
     tools_end: str = ""
 
     def parse(self, text: str, special_tokens: SpecialTokens) -> tuple[Message, ...]:
-        """The turns, the last one incomplete where nothing ends it."""
+        """Return the turns, the last one incomplete where nothing ends it."""
         position = len(_bos(text, special_tokens))
         messages: list[Message] = []
         while position < len(text):
@@ -84,7 +84,7 @@ class TurnParser:
         return tuple(self._without_additions(messages))
 
     def _turn(self, text: str, position: int) -> tuple[str, str, int, bool]:
-        """Role, body, where the next turn begins, and whether this one has ended."""
+        """Return role, body, where the next turn begins, and whether this one has ended."""
         role_end = text.find(self.after_role, position)
         if role_end < 0:
             return text[position:], "", len(text), False
@@ -118,7 +118,7 @@ class TurnParser:
         return [message]
 
     def _without_additions(self, messages: list[Message]) -> list[Message]:
-        """Without the tools and the system message that the template adds of itself."""
+        """Drop the tools and the system message that the template itself adds."""
         first = messages[0]
         if first.role != "system":
             return messages
@@ -145,7 +145,7 @@ class PrefixParser:
     assistant_end: str | None = None
 
     def parse(self, text: str, special_tokens: SpecialTokens) -> tuple[Message, ...]:
-        """The turns, the last one incomplete where nothing ends it."""
+        """Return the turns, the last one incomplete where nothing ends it."""
         eos = special_tokens.get("eos_token", "")
         own_end = eos if self.assistant_end is None else self.assistant_end
         position = len(_bos(text, special_tokens))
@@ -171,7 +171,7 @@ class PrefixParser:
         return "system", position
 
     def _ended(self, text: str, begin: int, ends: tuple[str, ...]) -> tuple[int, int]:
-        """Where the content ends and where the next turn begins; equal when nothing ends it."""
+        """Return where the content ends and the next turn begins; equal when nothing ends it."""
         search = begin
         while (found := _first(text, ends, search)) is not None:
             end, after = found
@@ -213,7 +213,7 @@ def parse_tokens(
     tokenizer: Tokenizer,
     special_tokens: SpecialTokens,
 ) -> tuple[Message, ...]:
-    """The messages of token ids; special tokens that are merely spelled are content."""
+    """Read token ids as messages; special tokens that are merely spelled are content."""
     pieces = _pieces(token_ids, tokenizer)
     whole = "".join(text for text, _ in pieces)
     guard = absent_character(whole)
@@ -225,7 +225,7 @@ def parse_tokens(
 
 
 def absent_character(text: str) -> str:
-    """A noncharacter that the text does not hold."""
+    """Return a noncharacter that the text does not hold."""
     for char in _NONCHARACTERS:
         if char not in text:
             return char
@@ -235,7 +235,7 @@ def absent_character(text: str) -> str:
 def parser_for(
     render: Callable[[Sequence[Message]], str], special_tokens: SpecialTokens
 ) -> Parser | None:
-    """A built-in parser that reads back what a template renders, tried on small conversations.
+    """Return a built-in parser that reads back what `render` writes, tried on small examples.
 
     render: writes a whole conversation, without the opening of another turn.
     """
@@ -249,7 +249,7 @@ def parser_for(
 
 
 def not_parseable(message: str) -> InvalidInput:
-    """The error of a text that is not what the template renders."""
+    """Return the error for a text that is not what the template renders."""
     return InvalidInput(
         f"The text is no rendered conversation of this template: {message}",
         reason=Reason.NOT_PARSEABLE,
@@ -283,7 +283,7 @@ def _first(text: str, markers: tuple[str, ...], position: int) -> tuple[int, int
 
 
 def _pieces(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """The text of each special token, and of each run of others."""
+    """Return the text of each special token, and of each run of other tokens."""
     pieces: list[tuple[str, bool]] = []
     run: list[int] = []
     for token in token_ids:
@@ -300,7 +300,7 @@ def _pieces(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[tuple[str, b
 
 
 def guarded(text: str, guard: str, tokenizer: Tokenizer) -> str:
-    """The text with a guard inside each special token that it spells, until it spells none."""
+    """Put a guard inside each special token that the text spells, until it spells none."""
     while spans := tokenizer.special_spans(text):
         pieces, position = [], 0
         for start, _ in spans:
@@ -329,7 +329,7 @@ def _unguarded(message: Message, guard: str) -> Message:
 
 
 def split_reasoning(content: str, start: str, end: str) -> tuple[str, str]:
-    """Reasoning and the content after it; no reasoning where the two marks are not there."""
+    """Return the reasoning, and the content after it; no reasoning without the two marks."""
     if not content.startswith(start):
         return "", content
     reasoning, found, rest = content[len(start) :].partition(end)
@@ -337,7 +337,7 @@ def split_reasoning(content: str, start: str, end: str) -> tuple[str, str]:
 
 
 def split_calls(content: str, start: str, end: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """The content and the tool calls that end it; what is no call of a tool stays content."""
+    """Return the content, and the tool calls that end it; what is no tool call stays content."""
     calls: list[ToolCall] = []
     while content.endswith(end):
         begin = content.rfind(start)
@@ -350,7 +350,7 @@ def split_calls(content: str, start: str, end: str) -> tuple[str, tuple[ToolCall
 
 
 def split_responses(content: str, start: str, end: str) -> tuple[str, ...] | None:
-    """The answers of tools that the content consists of; None when it is something else."""
+    """Return the answers of tools that the content consists of; None when it is something else."""
     if not content.startswith(start):
         return None
     return tuple(content[len(start) :].removesuffix(end).split(end + start))

@@ -63,7 +63,7 @@ class _Entry:
 
 @lru_cache(maxsize=16)
 def named_template(name: str) -> ChatTemplate:
-    """A template that comes with Dialoop; NotFound (TEMPLATE_NOT_FOUND) for another name."""
+    """Return a template that comes with Dialoop; NotFound (TEMPLATE_NOT_FOUND) for other names."""
     if name not in _PARSERS:
         raise _not_found(name, _PARSERS)
     file = resources.files("dialoop.templates") / "named" / f"{name}.jinja"
@@ -117,11 +117,11 @@ class TemplateRegistry:
         return self.info(name)
 
     def get(self, name: str) -> ChatTemplate:
-        """The template of this name; NotFound (TEMPLATE_NOT_FOUND)."""
+        """Return the template of this name; raise NotFound (TEMPLATE_NOT_FOUND) without one."""
         return self._entry(name).template
 
     def info(self, name: str) -> TemplateInfo:
-        """What is known of a template; NotFound (TEMPLATE_NOT_FOUND)."""
+        """Describe a template; raise NotFound (TEMPLATE_NOT_FOUND) where there is none."""
         entry = self._entry(name)
         return TemplateInfo(
             name=entry.template.name,
@@ -132,7 +132,7 @@ class TemplateRegistry:
         )
 
     def list(self) -> tuple[TemplateInfo, ...]:
-        """All templates, by name."""
+        """Return all templates, by name."""
         return tuple(self.info(name) for name in sorted(self._entries.keys() | _PARSERS.keys()))
 
     def choose(
@@ -142,7 +142,7 @@ class TemplateRegistry:
         chat_template: str | None = None,
         chat_template_name: str | None = None,
     ) -> ChatTemplate:
-        """The template that renders and parses, with the tokenizer's special tokens.
+        """Choose the template that renders and parses, with the tokenizer's special tokens.
 
         The source given, else the name given, else the tokenizer's own, else one added for its
         family, else the named one of its family, else chatml.

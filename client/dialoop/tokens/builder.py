@@ -57,7 +57,7 @@ class Prompt:
 
     @property
     def fork_cause(self) -> ForkCause:
-        """Why the tokens do not continue those given; NONE where they do.
+        """Return why the tokens do not continue the context's; NONE where they do.
 
         (`sequence.fork_cause` says why the sequence was started, at this turn or before.)
         """
@@ -99,7 +99,7 @@ class TokenBuilder:
         options: Mapping[str, Any] | None = None,
         vouched: Iterable[int] = (),
     ) -> Prompt:
-        """Tokens of `history` up to and with the opening of the assistant's turn.
+        """Return the tokens of `history` and of the opening of the assistant's turn.
 
         `context` holds the tokens of the first `num_context_messages` messages, of which the last
         is the policy's own; only what follows is tokenised. The messages need not be the objects
@@ -141,7 +141,7 @@ class TokenBuilder:
         versions: Iterable[tuple[int, PolicyVersion]],
         is_complete: bool = True,
     ) -> Answer:
-        """The assistant's message and its tokens; `versions` are (length, version) runs.
+        """Return the assistant's message and its tokens; `versions` are (length, version) runs.
 
         The content is the text of the sampled tokens, all of it; only a final end-of-turn token
         is left out.
@@ -175,7 +175,7 @@ class TokenBuilder:
         return Answer(message=message, appended=prompt.appended.extended_by(sampled))
 
     def demonstration(self, history: History, *, stop: Iterable[str] = ()) -> Sequence:
-        """A whole conversation as if its assistant messages had been sampled (no log-probs).
+        """Return a conversation's tokens as if its assistant messages were sampled (no log-probs).
 
         A message that ends with one of `stop` ends there, as the sampler would end it; others end
         with the end-of-turn token that the template writes.
@@ -210,11 +210,11 @@ class TokenBuilder:
         return sequence
 
     def forget(self) -> None:
-        """Drop what was remembered to save time; nothing else changes."""
+        """Drop the cache of decoded texts; nothing else changes."""
         self._spelled = SpelledTexts(self.tokenizer)
 
     def _ending(self, history: History) -> tuple[int, ...]:
-        """The end-of-turn token with which the template ends the answer to `history`."""
+        """Return the end-of-turn token with which the template ends the answer to `history`."""
         ends = self.tokenizer.end_of_turn_ids
         if len(ends) > 1:
             written = closing(history, self.template.render) or ""
@@ -222,7 +222,7 @@ class TokenBuilder:
         return ends[:1]
 
     def _content(self, before: AnySequence[int], token_ids: AnySequence[int]) -> tuple[str, str]:
-        """The text of sampled ids, and of a final end-of-turn token."""
+        """Return the text of sampled ids, and of a final end-of-turn token."""
         ends = len(token_ids) > 0 and token_ids[-1] in self.tokenizer.end_of_turn_ids
         content = self.tokenizer.decode_after(before, token_ids[:-1] if ends else token_ids)
         whole = self.tokenizer.decode_after(before, token_ids) if ends else content
@@ -231,7 +231,7 @@ class TokenBuilder:
     def _num_chars(
         self, before: AnySequence[int], ids: AnySequence[int], text: str, most: int
     ) -> int:
-        """How many characters of the content these first ids spell wholly."""
+        """Return how many characters of the content these first ids spell wholly."""
         told = self.tokenizer.decode_after(before, ids)
         pairs = enumerate(zip(told, text, strict=False))
         shared = next((n for n, (one, other) in pairs if one != other), len(told))
@@ -240,7 +240,7 @@ class TokenBuilder:
     def _past(
         self, history: History, context: Sequence, covered: int, vouched: frozenset[int]
     ) -> Past | None:
-        """What the context covers; None when that cannot be the first messages of `history`."""
+        """Return what the context covers; None if that cannot begin `history`."""
         runs = _sampled_runs(context)
         ends = context.segments[-1].end if runs else 0
         if not runs or runs[-1][1:] != (ends, covered - 1):
@@ -264,7 +264,7 @@ class TokenBuilder:
         )
 
     def _forked(self, whole: _Rendered, context: Sequence, cause: ForkCause, turn: int) -> Prompt:
-        """The whole conversation anew, with the context's tokens up to where the texts part."""
+        """Start a new sequence, which keeps the context's tokens up to where the texts part."""
         kept, num_chars = self._kept(whole, context, cause)
         pieces = after(self._pieces(whole, 0, "", whole.text, Source.PROMPT), num_chars)
         added = self._tokens(pieces, turn, follows=kept)
@@ -272,7 +272,7 @@ class TokenBuilder:
         return Prompt(history=whole.history, sequence=sequence, appended=sequence, turn=turn)
 
     def _kept(self, whole: _Rendered, context: Sequence, cause: ForkCause) -> tuple[Sequence, int]:
-        """The tokens that still hold, to where sampling began or ended, and their text's length."""
+        """Return the tokens to keep, up to an edge of sampled ones, and their text's length."""
         text, num_chars, position, num_kept = "", 0, 0, 0
         is_other = cause is ForkCause.HISTORY_REWRITTEN
         if is_other and spells_special(whole.history, self.tokenizer):
@@ -286,13 +286,13 @@ class TokenBuilder:
         return context.as_context(num_kept), num_chars
 
     def _normal(self, text: str) -> str:
-        """A text as this tokenizer gives it back."""
+        """Return a text as this tokenizer gives it back."""
         return self.tokenizer.decode(self.tokenizer.encode(text, trusted=True).ids)
 
     def _pieces(
         self, whole: _Rendered, start: int, ended: str, text: str, source: Source | None
     ) -> tuple[Piece, ...]:
-        """The text from message `start` on in pieces; `ended` stands before it (start > 0)."""
+        """Cut the text from message `start` on; `ending` stands before it (start > 0)."""
         history, new = whole.history, whole.history[start:]
         pieces = cut(ended + text, history, start, whole.render, source=source)
         if spells_special(new, self.tokenizer):
@@ -317,7 +317,7 @@ _LOOK_BACK = 8
 
 
 def _sampled_runs(sequence: Sequence) -> list[tuple[int, int, int]]:
-    """(start, end, message index) of the tokens sampled for each message, in order."""
+    """Return (start, end, message index) of the tokens sampled for each message, in order."""
     runs: list[tuple[int, int, int]] = []
     for segment in sequence.segments:
         if segment.source is not Source.MODEL or segment.message_index is None:

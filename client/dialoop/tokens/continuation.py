@@ -40,16 +40,16 @@ class Past:
 
     @property
     def sampled(self) -> str:
-        """The last message as it was sampled."""
+        """Return the last message as it was sampled."""
         return self.content + self.ended
 
     @property
     def before(self) -> str:
-        """What stands before it."""
+        """Return the text before the last message."""
         return self.spelled[: len(self.spelled) - len(self.sampled)]
 
     def with_contents(self, contents: Mapping[int, str]) -> History:
-        """The messages, of which some hold nothing but these contents."""
+        """Return the messages; those in `contents` hold nothing but that text."""
         return History(
             tuple(
                 Message(role=message.role, content=contents[index])
@@ -63,7 +63,7 @@ class Past:
 def continuation(
     past: Past, whole: str, render: Render, *, normal: Callable[[str], str]
 ) -> str | ForkCause:
-    """What follows the past in `whole`, the rendered conversation, or why nothing can.
+    """Return what follows the past in `whole`, the rendered conversation, or why nothing can.
 
     normal: a text as the tokenizer gives it back.
     """
@@ -81,7 +81,7 @@ def continuation(
 def _as_rendered(
     past: Past, whole: str, render: Render, normal: Callable[[str], str]
 ) -> tuple[Past, bool]:
-    """The past as the template spells it, and whether that is what the tokens spell.
+    """Return the past as the template spells it, and whether that is what the tokens spell.
 
     A tokenizer may change text (Unicode forms, spaces): then only what it makes of the rendered
     text can be compared.
@@ -98,7 +98,7 @@ def _as_rendered(
 
 
 def _is_what_was_sampled(past: Past, render: Render) -> bool:
-    """Whether the last message says what was sampled, as it stands or as the template writes it."""
+    """Return whether the last message is what was sampled, as it stands or as it is rendered."""
     message = past.history[past.last]
     is_bare = not message.tool_calls and not message.reasoning
     if is_bare and message.text == past.content:
@@ -114,7 +114,7 @@ def _is_what_was_sampled(past: Past, render: Render) -> bool:
 
 
 def _vouched_continuation(past: Past, whole: str, render: Render) -> str | ForkCause | None:
-    """As if the vouched messages held exactly what was sampled.
+    """Continue as if the messages that are known to be sampled held exactly the sampled text.
 
     The template may space that otherwise; if it leaves out some of it, as it does with thinking,
     then it rewrites the past.

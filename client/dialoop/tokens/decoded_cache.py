@@ -27,7 +27,7 @@ class SpelledTexts:
         self._texts: OrderedDict[bytes, str] = OrderedDict()
 
     def of(self, ids: Ids) -> str:
-        """What the ids [L] spell."""
+        """Return the text of the ids [L]."""
         key = _digest(ids)
         text = self._texts.get(key)
         if text is None:

@@ -21,7 +21,7 @@ _Run = tuple[list[int], dict[str, Any]]
 def tokens_of(
     pieces: Iterable[Piece], tokenizer: Tokenizer, *, turn: int, before: int | None
 ) -> Sequence:
-    """Pieces between literal ones are tokenised as one text; `before` is the token they follow.
+    """Tokenise pieces, those between literal ones as one text; `before` is the token they follow.
 
     The ids are those of one text wherever no piece is literal.
     """
@@ -37,7 +37,7 @@ def tokens_of(
 
 
 def _encoded(text: str, tokenizer: Tokenizer, before: int | None) -> Encoded:
-    """The ids as they are in a text where a special token goes before; some add a space without."""
+    """Encode a text as after a special token; some tokenizers add a space otherwise."""
     if before is None or not tokenizer.is_special(before):
         return tokenizer.encode(text, trusted=True)
     anchor = tokenizer.decode([before])

@@ -24,18 +24,18 @@ _MARK = re.compile("\ufdd6([0-9]+)\ufdd7")
 
 
 def spells_special(history: History, tokenizer: Tokenizer) -> bool:
-    """Whether any text of these messages looks like a special token."""
+    """Return whether any text of these messages looks like a special token."""
     return any(tokenizer.spells_special(text) for message in history for text in _texts(message))
 
 
 def only_in_contents(history: History, tokenizer: Tokenizer) -> bool:
-    """Whether no text but the messages' contents looks like a special token."""
+    """Return whether no text but the messages' contents looks like a special token."""
     bare = History(tuple(replace(message, content="") for message in history))
     return not spells_special(bare, tokenizer)
 
 
 def contents_literal(pieces: tuple[Piece, ...], tokenizer: Tokenizer) -> tuple[Piece, ...]:
-    """The same pieces; contents that look like a special token are literal."""
+    """Return the same pieces; contents that look like a special token become literal."""
     return tuple(
         replace(p, is_literal=p.message_index is not None and tokenizer.spells_special(p.text))
         for p in pieces
@@ -45,7 +45,7 @@ def contents_literal(pieces: tuple[Piece, ...], tokenizer: Tokenizer) -> tuple[P
 def defused(
     whole: str, history: History, render: Render, tokenizer: Tokenizer, source: Source
 ) -> tuple[Piece, ...]:
-    """All the rendered text as pieces; what messages spell of special tokens is literal.
+    """Cut the rendered text into pieces; special tokens that messages spell become literal.
 
     Raises Unsupported (TEMPLATE_UNSUPPORTED) when the template does more with it than to show it.
     """
@@ -79,7 +79,7 @@ def _spelled(spelled: list[str], number: int) -> str:
 
 
 def _texts(message: Message) -> Iterator[str]:
-    """Every text of a message that a template may show."""
+    """Yield every text of a message that a template may show."""
     seen: list[str] = []
 
     def keep(text: str) -> str:
@@ -115,7 +115,7 @@ def _mapped(message: Message, change: Callable[[str], str]) -> Message:
 
 
 def _unescaped(arguments_json: str) -> str:
-    """Arguments without escapes that hide what they spell, as templates show them."""
+    """Return arguments without escapes that hide what they spell, as templates show them."""
     if "\\u" not in arguments_json:
         return arguments_json
     try:

@@ -30,7 +30,7 @@ class Render(Protocol):
     """A template with its options."""
 
     def __call__(self, history: History, *, add_generation_prompt: bool = True) -> str:
-        """The conversation as text."""
+        """Return the conversation as text."""
         ...
 
 
@@ -62,7 +62,7 @@ class _Slot:
 def cut(
     text: str, history: History, start: int, render: Render, *, source: Source | None = None
 ) -> tuple[Piece, ...] | None:
-    """Pieces of the text that follows the content of message `start - 1` (0: of all the text).
+    """Cut the text that follows the content of message `start - 1` (0: all the text).
 
     A content's source is `source`, or by default its role's. None when the template does more with
     contents than to show some part of them.
@@ -79,13 +79,13 @@ def cut(
 def uncut(
     text: str, history: History, start: int, *, source: Source | None = None
 ) -> tuple[Piece, ...]:
-    """The same text as one piece, of whoever wrote the first message in it."""
+    """Return the text as one piece, of whoever wrote the first message in it."""
     owner = source or (source_of(history[start]) if start < len(history) else Source.TEMPLATE)
     return (Piece(text=text, source=owner),)
 
 
 def after(pieces: Iterable[Piece], num_chars: int) -> Iterator[Piece]:
-    """What is left of the pieces without their first characters."""
+    """Yield the pieces without their first `num_chars` characters."""
     for piece in pieces:
         gone = min(num_chars, len(piece.text))
         num_chars -= gone
@@ -94,7 +94,7 @@ def after(pieces: Iterable[Piece], num_chars: int) -> Iterator[Piece]:
 
 
 def closing(history: History, render: Render) -> str | None:
-    """What the template writes after an assistant's message that answers `history`."""
+    """Return what the template writes after an assistant's message that answers `history`."""
     answered = history.append(Message(role="assistant", content=ANCHOR))
     try:
         _, _, text = render(answered, add_generation_prompt=False).rpartition(ANCHOR)
@@ -104,14 +104,14 @@ def closing(history: History, render: Render) -> str | None:
 
 
 def source_of(message: Message) -> Source:
-    """Who writes messages of this role during an episode."""
+    """Return who writes messages of this role during an episode."""
     return Source.TOOL if message.role == "tool" else Source.ENVIRONMENT
 
 
 def _marked(
     history: History, first: int, start: int, render: Render
 ) -> tuple[list[str], list[_Slot]] | None:
-    """The template's text around the contents that follow message `start - 1`, and the contents."""
+    """Return the template's text around the contents after message `start - 1`, and those."""
     messages = list(history[first:])
     if start:
         messages[start - 1 - first] = Message(role=history[start - 1].role, content=ANCHOR)
@@ -153,7 +153,7 @@ def _slots(message: Message, index: int) -> Iterator[_Slot]:
 
 
 def _filled(message: Message, marks: list[str]) -> Message:
-    """The message with marks in the place of its texts."""
+    """Return the message with marks in the place of its texts."""
     if isinstance(message.content, str):
         return replace(message, content=marks[0]) if marks else message
     left = iter(marks)
@@ -164,7 +164,7 @@ def _filled(message: Message, marks: list[str]) -> Message:
 def _fitted(
     text: str, history: History, glues: list[str], slots: list[_Slot], source: Source | None
 ) -> tuple[Piece, ...] | None:
-    """The text cut where the template's own text ends; None when that does not add up to it."""
+    """Cut the text where the template's own text ends; return None where that does not add up."""
     if not text.startswith(glues[0]):
         return None
     pieces = [Piece(text=glues[0], source=Source.TEMPLATE)]
@@ -190,7 +190,7 @@ def _fitted(
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
-    """The pieces that say something; parts of one content that touch are one piece."""
+    """Drop empty pieces, and join parts of one content that touch."""
     joined: list[Piece] = []
     for piece in (piece for piece in pieces if piece.text):
         last = joined[-1] if joined else None
@@ -209,7 +209,7 @@ def _touch(one: Piece, other: Piece) -> bool:
 
 
 def _end_of(text: str, position: int, content: str, glue: str, is_last: bool) -> int:
-    """Where the shown content ends and the template's text goes on; -1 where it does not."""
+    """Return where the shown content ends and the template's text goes on; -1 where it does not."""
     if text.startswith(content + glue, position):
         return position + len(content)
     if is_last:
@@ -218,5 +218,5 @@ def _end_of(text: str, position: int, content: str, glue: str, is_last: bool) ->
 
 
 def _escaped(content: str) -> str:
-    """As templates show a tool's text in JSON."""
+    """Return the content as templates show a tool's text in JSON."""
     return json.dumps(content, ensure_ascii=False)[1:-1]

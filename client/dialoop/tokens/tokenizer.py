@@ -85,7 +85,7 @@ class Tokenizer:
 
     @classmethod
     def from_transformers(cls, tokenizer: Any) -> Tokenizer:
-        """The same tokenizer as a fast one of transformers, as it is now."""
+        """Make the same tokenizer as a fast one of transformers, as that is now."""
         import tokenizers
 
         text = tokenizer.backend_tokenizer.to_str()
@@ -97,25 +97,25 @@ class Tokenizer:
 
     @property
     def name(self) -> str:
-        """The model's name or directory, which tells its family; empty when unknown."""
+        """Return the model's name or directory, which tells its family; empty when unknown."""
         return str(self._config.get("name_or_path") or "")
 
     @property
     def model_max_length(self) -> int | None:
-        """The most tokens the tokenizer's config allows, where it says."""
+        """Return the most tokens that the tokenizer's config allows; None where it does not say."""
         length = self._config.get("model_max_length")
         return int(length) if length is not None and length < 1 << 40 else None
 
     @property
     def chat_template(self) -> str | None:
-        """The tokenizer's own chat template, when it has one."""
+        """Return the tokenizer's own chat template; None where it has none."""
         template = self._config.get("chat_template")
         if isinstance(template, list):
             template = {item["name"]: item["template"] for item in template}
         return template.get("default") if isinstance(template, dict) else template
 
     def special_token(self, name: str) -> str | None:
-        """The text of bos_token, eos_token, pad_token or unk_token."""
+        """Return the text of bos_token, eos_token, pad_token or unk_token."""
         token = self._config.get(name)
         return token["content"] if isinstance(token, dict) else token
 
@@ -128,17 +128,17 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
+        """Return the number of ids, added tokens included."""
         return self._trusting.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, trusted: bool = False) -> Encoded:
-        """Ids without an automatic BOS. Untrusted text cannot spell a special token."""
+        """Encode without an automatic BOS. Untrusted text cannot spell a special token."""
         engine = self._trusting if trusted else self._literal
         encoding = engine.encode(text, add_special_tokens=False)
         return Encoded(ids=tuple(encoding.ids), offsets=tuple(encoding.offsets))
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of trusted texts, without where they stand: the fastest there is.
+        """Encode trusted texts to ids without offsets, which is the fastest way.
 
         Long texts are cut before special tokens, which nothing merges with, and shared by cores.
         """
@@ -148,7 +148,7 @@ class Tokenizer:
         return [[number for _ in one for number in next(codes).ids] for one in cut]
 
     def _cut(self, text: str) -> list[str]:
-        """The text in pieces of some thousand characters."""
+        """Cut the text into pieces of some thousand characters."""
         pieces: list[str] = []
         position = 0
         while self._has_plain_specials and len(text) - position > 2 * _PIECE:
@@ -161,13 +161,13 @@ class Tokenizer:
 
     @cached_property
     def _has_plain_specials(self) -> bool:
-        """Whether special tokens stand alone, taking no blanks beside them."""
+        """Return whether special tokens stand alone, taking no blanks beside them."""
         added = self._trusting.get_added_tokens_decoder().values()
         return not any(t.lstrip or t.rstrip or t.single_word or t.normalized for t in added)
 
     @cached_property
     def byte_lengths(self) -> NDArray[np.int64] | None:
-        """How many bytes of text each id spells, int64 [V]; None unless each id spells bytes.
+        """Return how many bytes each id spells, int64 [V]; None unless each id spells bytes.
 
         Only where the tokenizer is byte-level and changes no text but to NFC.
         """
@@ -183,15 +183,15 @@ class Tokenizer:
         return lengths
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text with special tokens kept; invalid UTF-8 becomes replacement characters."""
+        """Decode ids. Special tokens stay, and invalid UTF-8 becomes replacement characters."""
         return self._trusting.decode(list(ids), skip_special_tokens=False)
 
     def decode_plain(self, ids: Iterable[int]) -> str:
-        """What ids spell without the special tokens among them."""
+        """Decode ids without the special tokens among them."""
         return self.decode([token for token in ids if not self.is_special(token)])
 
     def decode_more(self, text: str, ids: Sequence[int] | Ids, more: Sequence[int]) -> str:
-        """The text of `ids` and `more`, given the text of `ids`; costs as much as `more`."""
+        """Return the text of `ids` and `more`, from that of `ids`; it costs as much as `more`."""
         window = [int(i) for i in ids[-_WINDOW:]]
         told = self.decode(window)
         whole = self.decode([*window, *more])
@@ -200,7 +200,7 @@ class Tokenizer:
         return text + whole[len(told) :]
 
     def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
-        """What `ids` spell after the last tokens `before` them; some decoders look back."""
+        """Return what `ids` spell after the tokens `before` them; some decoders look back."""
         told = self.decode(before)
         whole = self.decode([*before, *ids])
         if not told or told.endswith(_REPLACEMENT) or not whole.startswith(told):
@@ -208,20 +208,20 @@ class Tokenizer:
         return whole[len(told) :]
 
     def single_token(self, text: str) -> int | None:
-        """The id of `text` when it is one token that nothing can split, else None."""
+        """Return the id of `text` when it is one token that nothing can split, else None."""
         ids = self.encode(text, trusted=True).ids
         return ids[0] if len(ids) == 1 and self.decode(ids) == text else None
 
     def spells_special(self, text: str) -> bool:
-        """Whether the text contains the spelling of a special token."""
+        """Return whether the text contains the spelling of a special token."""
         return self._special.search(text) is not None
 
     def special_spans(self, text: str) -> tuple[tuple[int, int], ...]:
-        """Where the text spells special tokens, as half-open ranges of characters."""
+        """Return where the text spells special tokens, as half-open ranges of characters."""
         return tuple(match.span() for match in self._special.finditer(text))
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the id is a special token's."""
+        """Return whether the id is a special token's."""
         return token_id in self._special_ids
 
 
@@ -238,7 +238,7 @@ class RunningText:
         self._waiting: list[int] = []
 
     def add(self, token_ids: Iterable[int]) -> str:
-        """What these tokens add; empty while a character's bytes are not all there."""
+        """Return the text that these tokens add; empty while bytes of a character are missing."""
         self._waiting.extend(token_ids)
         if not self._waiting or not self._ends_whole():
             return ""
@@ -252,7 +252,7 @@ class RunningText:
         return text[len(told) :]
 
     def _ends_whole(self) -> bool:
-        """Whether the last character's bytes are all there, told from the last tokens alone."""
+        """Return whether the last character is complete, judged by the last tokens alone."""
         recent = (self._told + self._waiting)[-_MAX_TOKENS_PER_CHARACTER:]
         return any(
             not self._tokenizer.decode(recent[start:]).endswith(_REPLACEMENT)

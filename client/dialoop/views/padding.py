@@ -43,12 +43,12 @@ class PaddedRows:
     lengths: Numbers
 
     def rows(self) -> list[Array]:
-        """The rows without padding."""
+        """Return the rows without padding."""
         spans = zip(self.values, self.starts, self.lengths, strict=True)
         return [row[start : start + length] for row, start, length in spans]
 
     def mask(self) -> NDArray[np.bool_]:
-        """Bool [B, W]: what is not padding."""
+        """Return bool [B, W]: what is not padding."""
         places = np.arange(self.values.shape[1])[None, :]
         starts, lengths = self.starts[:, None], self.lengths[:, None]
         return (places >= starts) & (places < starts + lengths)
@@ -63,7 +63,7 @@ class PaddedTokens:
     full: PaddedRows | None = None
 
     def unpadded(self) -> list[Tokens]:
-        """The conversations again, by their lengths."""
+        """Return the conversations without padding, by their lengths."""
         parts = {name: getattr(self, name) for name in ("prompt", "response", "full")}
         rows = {name: part.rows() for name, part in parts.items() if part is not None}
         count = max((len(found) for found in rows.values()), default=0)
@@ -87,7 +87,7 @@ class PaddedOutput:
 def pad_output(
     views: Sequence[TurnView], *, pad_token_id: int, padding_side: PaddingSide = "left"
 ) -> PaddedOutput:
-    """Turns of different lengths as arrays, as `pad_tokens`, `pad_masks` and `pad_logprobs` say.
+    """Pad turns to arrays, as `pad_tokens`, `pad_masks` and `pad_logprobs` do.
 
     Raises InvalidInput without turns, or with a pad id that is no id.
     """
@@ -112,7 +112,7 @@ def pad_output(
 def pad_tokens(
     batch: Sequence[Tokens], *, pad_token_id: int, padding_side: PaddingSide = "left"
 ) -> PaddedTokens:
-    """Prompts padded left, responses right, full on both sides so that responses begin together.
+    """Pad prompts left, responses right, full on both sides so that responses begin together.
 
     padding_side: where `full` is padded when its parts are not known.
     """
@@ -126,7 +126,7 @@ def pad_tokens(
 
 
 def pad_logprobs(batch: Sequence[LogProbs], tokens: PaddedTokens) -> dict[str, PaddedRows]:
-    """Log-probs laid out as their tokens, float32 [B, W] by part; NaN is unknown or padding.
+    """Lay log-probs out as their tokens, float32 [B, W] by part; NaN is unknown or padding.
 
     A part is left out where it is unknown in every conversation.
     """
@@ -143,7 +143,7 @@ def pad_logprobs(batch: Sequence[LogProbs], tokens: PaddedTokens) -> dict[str, P
 
 
 def pad_masks(batch: Sequence[Masks], tokens: PaddedTokens) -> Masks:
-    """Masks laid out as the full tokens, bool [B, W]; False on padding."""
+    """Lay masks out as the full tokens, bool [B, W]; False on padding."""
     if tokens.full is None:
         raise InvalidInput(
             "Masks go with the full tokens, which are absent.", reason=Reason.FULL_MISSING
@@ -157,7 +157,7 @@ def pad_masks(batch: Sequence[Masks], tokens: PaddedTokens) -> Masks:
 def padded_rows(
     values: Array, lengths: Iterable[int] | None, *, padding_side: PaddingSide
 ) -> PaddedRows:
-    """Somebody's padded array [B, W] with its lengths; InvalidInput (LENGTHS_MISSING) without.
+    """Read a padded array [B, W] by its lengths; raise InvalidInput (LENGTHS_MISSING) without.
 
     Only the lengths tell padding from tokens: many models pad with the token that ends a turn.
     """

@@ -26,7 +26,7 @@ _PARTS = ("prompt", "response", "full")
 
 
 def to_torchrl(views: Sequence[TurnView]) -> Any:
-    """A TensorDict [B] with torchrl's Tokens, LogProbs, Masks, and Text and ChatHistory if present.
+    """Make a TensorDict [B] of torchrl's Tokens, LogProbs, Masks, and Text and ChatHistory if any.
 
     Rows keep their own lengths. Unknown log-probs are NaN, on tokens of a row that has some; a part
     that is unknown in any turn is absent.
@@ -58,7 +58,7 @@ def to_torchrl(views: Sequence[TurnView]) -> Any:
 
 
 def from_torchrl(batch: Any) -> list[TurnView]:
-    """Turns of what `to_torchrl` makes; padded rows are refused, as their lengths are not known."""
+    """Read what `to_torchrl` makes; raise InvalidInput for padded rows, which have no lengths."""
     _libraries()
     return [_turn(row) for row in batch.unbind(0)]
 
@@ -106,7 +106,7 @@ def _log_probs(torch: Any, view: TurnView) -> dict[str, Any]:
 
 
 def _known(values: Any) -> LogProbRow | None:
-    """The values without the unknown ones before them."""
+    """Return the values without the unknown ones before them."""
     if values is None:
         return None
     row = values.numpy().astype(np.float32)
@@ -132,7 +132,7 @@ def _history(torchrl: Any, history: ChatHistory) -> Any:
 
 
 def _plain(history: History) -> list[dict[str, Any]]:
-    """Messages of text alone: what torchrl's History holds without loss."""
+    """Return messages of text alone: what torchrl's History holds without loss."""
     for message in history:
         if message.tool_calls or message.reasoning or not isinstance(message.content, str):
             raise InvalidInput(
@@ -173,7 +173,7 @@ def _whole(values: Iterable[Any]) -> Iterable[int]:
 
 
 def _libraries() -> tuple[Any, Any, Any]:
-    """torch, tensordict, and torchrl's containers in one namespace; InvalidConfig without them."""
+    """Import torch, tensordict and, in one namespace, torchrl's containers; else InvalidConfig."""
     try:
         import tensordict
         import torch

@@ -67,7 +67,7 @@ class LogProbRow:
     __hash__ = None  # type: ignore[assignment]  # holds an array
 
     def aligned(self, length: int) -> Floats:
-        """One value for each of `length` tokens, float32 [length]; NaN where it is unknown."""
+        """Return a value for each of `length` tokens, float32 [length]; NaN where unknown."""
         if self.start < 0 or self.start + len(self.values) > length:
             raise InvalidInput(
                 f"{len(self.values)} log-probs from position {self.start} on do not fit "
@@ -144,7 +144,7 @@ class TurnView:
         context: Sequence | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> TurnView:
-        """A policy's answer; `context` is what was sent with the question."""
+        """Make the view of a policy's answer; `context` is what was sent with the prompt."""
         whole = sample.sequence
         if context is not None and whole.fork_cause is ForkCause.NONE:
             whole = context.extended_by(whole)
@@ -157,7 +157,7 @@ class TurnView:
     def of_turn(
         cls, trajectory: Trajectory, turn: int, tokenizer: Tokenizer | None = None
     ) -> TurnView:
-        """A turn of a trajectory, from the sequence that owns its tokens; NotFound without one."""
+        """Make the view of a turn from the sequence that owns its tokens; NotFound without one."""
         for sequence in trajectory.sequences:
             sampled = [s for s in sequence.segments if s.source is Source.MODEL and s.turn == turn]
             if sampled:
@@ -172,7 +172,7 @@ class TurnView:
 
 
 def text_of_tokens(tokens: Tokens, tokenizer: Tokenizer) -> Text:
-    """What unpadded ids spell; PROMPT_NOT_PREFIX where a character is split between the parts."""
+    """Decode unpadded ids; PROMPT_NOT_PREFIX where a character is split between the parts."""
     prompt = None if tokens.prompt is None else tokenizer.decode(tokens.prompt)
     full = None if tokens.full is None else tokenizer.decode(tokens.full)
     if tokens.response is None:
@@ -184,7 +184,7 @@ def text_of_tokens(tokens: Tokens, tokenizer: Tokenizer) -> Text:
 
 
 def tokens_of_text(text: Text, tokenizer: Tokenizer) -> Tokens:
-    """Rendered text as ids: special tokens in it count. PROMPT_NOT_PREFIX is checked on ids."""
+    """Encode rendered text; special tokens in it count. PROMPT_NOT_PREFIX is checked on ids."""
     full = text.full
     if full is None and text.prompt is not None and text.response is not None:
         full = text.prompt + text.response
@@ -199,7 +199,7 @@ def tokens_of_text(text: Text, tokenizer: Tokenizer) -> Tokens:
 
 
 def text_of_history(history: ChatHistory, template: ChatTemplate, **options: Any) -> Text:
-    """Prompt with the opening of the assistant's turn, full without; the rest is the response."""
+    """Render prompt with the assistant's opening, full without; the response is the rest."""
     prompt = None if history.prompt is None else template.render(history.prompt, **options)
     if history.full is None:
         return Text(prompt=prompt)
@@ -214,7 +214,7 @@ def text_of_history(history: ChatHistory, template: ChatTemplate, **options: Any
 def tokens_of_history(
     history: ChatHistory, template: ChatTemplate, tokenizer: Tokenizer, **options: Any
 ) -> Tokens:
-    """As `text_of_history`, tokenised; what messages spell of special tokens is only text.
+    """Encode as `text_of_history` renders; special tokens that messages spell are only text.
 
     For demonstrations and scoring: what a policy sampled has its tokens already.
     """
@@ -232,14 +232,14 @@ def tokens_of_history(
 
 
 def history_of_text(text: Text, template: ChatTemplate) -> ChatHistory:
-    """Messages of rendered text; PreconditionFailed (NO_PARSER) where the format has no parser."""
+    """Parse rendered text; raise PreconditionFailed (NO_PARSER) where the format has no parser."""
     prompt = None if text.prompt is None else _unopened(History(template.parse(text.prompt)))
     full = None if text.full is None else History(template.parse(text.full))
     return _answered(prompt, full)
 
 
 def history_of_tokens(tokens: Tokens, template: ChatTemplate, tokenizer: Tokenizer) -> ChatHistory:
-    """Messages of ids: only ids of special tokens open and close turns."""
+    """Parse ids: only ids of special tokens open and close turns."""
 
     def parsed(ids: AnySequence[int]) -> History:
         return History(template.parse_tokens(ids, tokenizer))
@@ -298,7 +298,7 @@ def _parted(prompt: tuple[int, ...], full: tuple[int, ...]) -> Tokens:
 
 
 def _unopened(history: History) -> History:
-    """The messages without the opening of a turn that nobody has taken yet."""
+    """Drop a last message that is only the opening of a turn."""
     last = history[-1] if len(history) else None
     is_opening = last is not None and not last.is_complete and not last.text
     return history[:-1] if is_opening else history

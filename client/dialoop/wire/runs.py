@@ -83,17 +83,17 @@ def text_history_to_proto(history: TextHistory) -> pb.TextHistory:
 
 
 def mask_scope_to_proto(scope: MaskScope) -> pb.MaskScope:
-    """Which actions a mask counts."""
+    """Return which actions a mask counts, as on the wire."""
     return pb.MASK_SCOPE_FINAL if scope is MaskScope.FINAL else pb.MASK_SCOPE_ALL
 
 
 def mask_scope_from_proto(scope: int) -> MaskScope:
-    """Which actions a mask counts; all of them unless it says otherwise."""
+    """Return which actions a mask counts; all of them unless it says otherwise."""
     return MaskScope.FINAL if scope == pb.MASK_SCOPE_FINAL else MaskScope.ALL
 
 
 def trials_to_proto(result: TrialResult) -> list[pb.Trial]:
-    """All trials, with the token lists of their final episodes."""
+    """Return all trials, with the token lists of their final episodes."""
     rows = zip(
         result.trials,
         result.full_token_ids,
@@ -121,7 +121,7 @@ def trials_to_proto(result: TrialResult) -> list[pb.Trial]:
 
 
 def trials_from_proto(protos: Iterable[pb.Trial], *, mask_scope: MaskScope) -> TrialResult:
-    """All trials; token lists are derived from the steps again."""
+    """Read all trials; their token lists are derived from the steps again."""
     return TrialResult(
         trials=tuple(
             Trial(

@@ -44,7 +44,7 @@ class BackgroundLoop:
         self.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result; PreconditionFailed inside a running event loop."""
+        """Return the coroutine's result; PreconditionFailed inside a running event loop."""
         try:
             self._require_usable()
         except PreconditionFailed:
@@ -58,7 +58,7 @@ class BackgroundLoop:
             raise
 
     def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
-        """The items one after the other; leaving the loop over them ends the stream."""
+        """Yield the items one after the other; leaving the loop over them ends the stream."""
         self._require_usable()
         return self._iterated(items)
 
