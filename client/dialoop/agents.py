@@ -19,7 +19,7 @@ import inspect
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dialoop.chat import History
 from dialoop.errors import DialoopError, InvalidConfig
@@ -144,10 +144,10 @@ async def play_agent(
             time_to_live_s=2 * host.time_limit_s,
         )
     except Exception as error:
-        return run.without_recording(_failed(Owner.INFERENCE, error))
+        return run.without_recording(_failure_of(Owner.INFERENCE, error))
     connection = AgentConnection(base_url=base_url, api_key=host.api_key)
     try:
-        outcome = await _outcome(task, agent, host, connection)
+        outcome = await _run_agent(task, agent, host, connection)
     except BaseException:
         with contextlib.suppress(Exception):
             async with asyncio.timeout(_CLOSE_S):
@@ -162,23 +162,22 @@ async def play_agent(
         )
     except Exception as error:
         if isinstance(error, DialoopError) and error.reason == Reason.RECORDING_EMPTY:
-            never_asked = _failed(Owner.ENVIRONMENT, error)
+            never_asked = _failure_of(Owner.ENVIRONMENT, error)
             return run.without_recording(*(outcome.failures or (never_asked,)))
-        return run.without_recording(*outcome.failures, _failed(Owner.INFERENCE, error))
-    return await _scored(trajectory, task, host, outcome)
+        return run.without_recording(*outcome.failures, _failure_of(Owner.INFERENCE, error))
+    return await _add_scores(trajectory, task, host, outcome)
 
 
 def load_agent(use: str) -> Agent:
     """Load the async function `module:function`; raise InvalidConfig where it is none."""
-    found: Any = load_attribute(use, what="agent", reason=Reason.AGENT_NOT_FOUND)
-    call = found if inspect.isroutine(found) else getattr(found, "__call__", None)  # noqa: B004
+    agent: Agent = load_attribute(use, what="agent", reason=Reason.AGENT_NOT_FOUND)
+    call = agent if inspect.isroutine(agent) else getattr(agent, "__call__", None)  # noqa: B004
     if not inspect.iscoroutinefunction(call):
         raise InvalidConfig(
             f"The agent '{use}' is no async function.",
             reason=Reason.NOT_AN_AGENT,
             remedy="Write `async def run(task, connection)`.",
         )
-    agent: Agent = found
     return agent
 
 
@@ -209,17 +208,17 @@ class _Run:
         )
 
 
-async def _outcome(
+async def _run_agent(
     task: Task, agent: Agent, host: AgentHost, connection: AgentConnection
 ) -> AgentOutcome:
     """Run the agent and return its outcome, or the failure that it ended with."""
     try:
-        opened = AgentTask(task=task, prompt=await _opening(task, host))
+        agent_task = AgentTask(task=task, prompt=await _first_messages(task, host))
     except Exception as error:
-        return AgentOutcome(failures=(_failed(Owner.ENVIRONMENT, error),))
+        return AgentOutcome(failures=(_failure_of(Owner.ENVIRONMENT, error),))
     try:
         async with asyncio.timeout(host.time_limit_s) as limit:
-            said = await agent(opened, connection)
+            answer = await agent(agent_task, connection)
     except Exception as error:
         if isinstance(error, TimeoutError) and limit.expired():
             text = f"The agent took longer than {host.time_limit_s:g} s."
@@ -230,32 +229,32 @@ async def _outcome(
             )
         if _is_context_full(error):  # the recording says so: the episode was cut, nobody failed
             return AgentOutcome()
-        return AgentOutcome(failures=(_failed(Owner.ENVIRONMENT, error),))
-    if said is None or isinstance(said, AgentOutcome):
-        return said or AgentOutcome()
+        return AgentOutcome(failures=(_failure_of(Owner.ENVIRONMENT, error),))
+    if answer is None or isinstance(answer, AgentOutcome):
+        return answer or AgentOutcome()
     try:
-        return AgentOutcome(rewards=(Reward(name="agent", value=float(said)),))
+        return AgentOutcome(rewards=(Reward(name="agent", value=float(answer)),))
     except (TypeError, ValueError) as error:
-        return AgentOutcome(failures=(_failed(Owner.REWARD, error),))
+        return AgentOutcome(failures=(_failure_of(Owner.REWARD, error),))
 
 
-async def _opening(task: Task, host: AgentHost) -> History:
+async def _first_messages(task: Task, host: AgentHost) -> History:
     """Return the messages that the environment opens the task with."""
     if host.sessions is None:
         return History()
     session_id = uuid.uuid4().hex
     await host.sessions.create_session(session_id, task.environment)
     try:
-        opening = await host.sessions.reset(
+        reset = await host.sessions.reset(
             session_id, episode=1, split=task.split, task_key=task.key, seed=task.seed
         )
-        return opening.history.require_prompt()
+        return reset.history.require_prompt()
     finally:
         with contextlib.suppress(Exception):
             await host.sessions.close_session(session_id)
 
 
-async def _scored(
+async def _add_scores(
     trajectory: Trajectory, task: Task, host: AgentHost, outcome: AgentOutcome
 ) -> Trajectory:
     """Return the trajectory with its environment's rewards, unless the agent gave some."""
@@ -264,7 +263,7 @@ async def _scored(
     try:
         scores = await host.scores.score(trajectory, split=task.split)
     except Exception as error:
-        return replace(trajectory, failures=(_failed(Owner.REWARD, error),))
+        return replace(trajectory, failures=(_failure_of(Owner.REWARD, error),))
     turns = tuple(
         replace(turn, rewards=turn.rewards + score.rewards)
         for turn, score in zip(trajectory.turns, scores, strict=True)
@@ -273,7 +272,7 @@ async def _scored(
     return replace(trajectory, turns=turns, failures=failures)
 
 
-def _failed(owner: Owner, error: Exception) -> Failure:
+def _failure_of(owner: Owner, error: Exception) -> Failure:
     """Return a failure with its owner; of an unforeseen error it holds the type alone."""
     if isinstance(error, DialoopError):
         return Failure(owner=owner, reason=error.reason, message=str(error))

@@ -62,16 +62,16 @@ class History(Sequence[Message]):
 
         A single dict is promoted to a history of one message, with a warning.
         """
-        chats = _promoted(chats)
-        listed = list(chats)
-        if listed and not isinstance(listed[0], (Mapping, Message)):
+        chats = _promote(chats)
+        items = list(chats)
+        if items and not isinstance(items[0], (Mapping, Message)):
             return Histories(
                 tuple(
-                    cls(messages_from_chats(_promoted(chat), f"chats[{i}]"))
-                    for i, chat in enumerate(listed)
+                    cls(messages_from_chats(_promote(chat), f"chats[{i}]"))
+                    for i, chat in enumerate(items)
                 )
             )
-        return cls(messages_from_chats(listed))
+        return cls(messages_from_chats(items))
 
     @classmethod
     def from_text(
@@ -87,9 +87,9 @@ class History(Sequence[Message]):
 
         Raises InvalidInput (NOT_PARSEABLE), PreconditionFailed (NO_PARSER).
         """
-        from dialoop.templates.options import chosen
+        from dialoop.templates.options import choose_template
 
-        template = chosen(tokenizer, chat_template, chat_template_name, registry)
+        template = choose_template(tokenizer, chat_template, chat_template_name, registry)
         return cls(template.parse(text))
 
     @classmethod
@@ -103,9 +103,9 @@ class History(Sequence[Message]):
         registry: TemplateRegistry | None = None,
     ) -> History:
         """Read token ids back; text that merely spells a special token opens and closes no turn."""
-        from dialoop.templates.options import chosen
+        from dialoop.templates.options import choose_template
 
-        template = chosen(tokenizer, chat_template, chat_template_name, registry)
+        template = choose_template(tokenizer, chat_template, chat_template_name, registry)
         return cls(template.parse_tokens(token_ids, tokenizer))
 
     def to_chats(self) -> list[dict[str, Any]]:
@@ -116,9 +116,9 @@ class History(Sequence[Message]):
         self, tokenizer: Tokenizer | None = None, **options: Unpack[TemplateOptions]
     ) -> Any:
         """Return the conversation as text, token ids, or a dict with masks; see TemplateOptions."""
-        from dialoop.templates.options import applied
+        from dialoop.templates.options import apply_to_history
 
-        return applied(self, tokenizer, options)
+        return apply_to_history(self, tokenizer, options)
 
     def append(self, message: Message) -> History:
         """Return this history followed by one message."""
@@ -183,9 +183,9 @@ class Histories:
         self, tokenizer: Tokenizer | None = None, **options: Unpack[TemplateOptions]
     ) -> Any:
         """Return each history's result in a list, or a dict of padded rows; see TemplateOptions."""
-        from dialoop.templates.options import applied_to_all
+        from dialoop.templates.options import apply_to_histories
 
-        return applied_to_all(self, tokenizer, options)
+        return apply_to_histories(self, tokenizer, options)
 
     def __iter__(self) -> Iterator[History]:
         return iter(self.histories)
@@ -217,7 +217,7 @@ class ChatHistory:
     def __post_init__(self) -> None:
         for name in ("prompt", "response", "full"):
             if isinstance(getattr(self, name), Message):
-                object.__setattr__(self, name, _promoted_message(getattr(self, name), name))
+                object.__setattr__(self, name, _promote_message(getattr(self, name), name))
         if self.prompt is None or self.response is None or self.full is None:
             return
         if self.full.messages != self.prompt.messages + self.response.messages:
@@ -275,7 +275,7 @@ class ChatHistory:
         return ChatHistory(prompt=prompt).respond(*full[len(prompt) :])
 
 
-def _promoted(chats: Any) -> Any:
+def _promote(chats: Any) -> Any:
     """Return a list, also of a single message; that gets a warning."""
     if not isinstance(chats, (Mapping, Message)):
         return chats
@@ -287,7 +287,7 @@ def _promoted(chats: Any) -> Any:
     return [chats]
 
 
-def _promoted_message(message: Message, where: str) -> History:
+def _promote_message(message: Message, where: str) -> History:
     warnings.warn(
         f"{where} is a single message where a history is expected; it was made one.",
         DialoopWarning,

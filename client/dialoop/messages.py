@@ -103,8 +103,8 @@ class Message:
 
 def messages_from_chats(chats: Iterable[Any], where: str = "messages") -> tuple[Message, ...]:
     """Read a list of dicts as messages, without placeholders; errors name the index and field."""
-    found = (message_from_chat(chat, f"{where}[{i}]") for i, chat in enumerate(chats))
-    return tuple(message for message in found if message.role != PLACEHOLDER_ROLE)
+    messages = (message_from_chat(chat, f"{where}[{i}]") for i, chat in enumerate(chats))
+    return tuple(message for message in messages if message.role != PLACEHOLDER_ROLE)
 
 
 def message_from_chat(chat: Any, where: str = "message") -> Message:
@@ -199,9 +199,9 @@ def tool_for_template(tool: ToolDefinition | Mapping[str, Any]) -> Mapping[str, 
 def _expect(value: Any, kind: Any, where: str, expected: str) -> Any:
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
-    found = "nothing" if value is None else f"{type(value).__name__} {value!r:.40}"
+    actual = "nothing" if value is None else f"{type(value).__name__} {value!r:.40}"
     raise InvalidHistory(
-        f"{where}: expected {expected}, found {found}.",
+        f"{where}: expected {expected}, found {actual}.",
         reason=Reason.WRONG_TYPE if value is not None else Reason.FIELD_MISSING,
         remedy=f"Give {expected}.",
     )
@@ -216,8 +216,8 @@ def _items(value: Any, where: str) -> Sequence[Any]:
         return ()
     if isinstance(value, str):
         _expect(value, list, where, "a list")
-    found: Sequence[Any] = _expect(value, Sequence, where, "a list")
-    return found
+    items: Sequence[Any] = _expect(value, Sequence, where, "a list")
+    return items
 
 
 def _content(value: Any, where: str) -> str | tuple[ContentPart, ...]:
@@ -241,24 +241,24 @@ def _part(part: Any, where: str) -> ContentPart:
         data = _bytes(audio.get("data"), f"{where}.input_audio.data")
         form = _expect(audio.get("format"), str, f"{where}.input_audio.format", "a string")
         return ContentPart(type="audio", data=data, mime_type=f"audio/{form}")
-    known = {field.name for field in fields(ContentPart)}
-    unknown = [key for key in part if key not in known]
+    names = {field.name for field in fields(ContentPart)}
+    unknown = [key for key in part if key not in names]
     if unknown:
         raise InvalidHistory(
             f"{where} of type {kind} has a field '{unknown[0]}' that a part does not have.",
             reason=Reason.UNKNOWN_FIELD,
-            remedy=f"Use one of: {', '.join(sorted(known))}.",
+            remedy=f"Use one of: {', '.join(sorted(names))}.",
         )
-    given = {
+    values = {
         key: _expect(part[key], expected, f"{where}.{key}", f"{expected.__name__}")
         for key, expected in _PART_KINDS.items()
         if part.get(key) is not None
     }
     if part.get("data") is not None:
-        given["data"] = _bytes(part["data"], f"{where}.data")
-    if kind == "text" and "text" not in given:
+        values["data"] = _bytes(part["data"], f"{where}.data")
+    if kind == "text" and "text" not in values:
         _expect(None, str, f"{where}.text", "a string")
-    return ContentPart(type=kind, **given)
+    return ContentPart(type=kind, **values)
 
 
 def _image(image: Mapping[str, Any], where: str) -> ContentPart:
@@ -284,17 +284,17 @@ def _bytes(value: Any, where: str) -> bytes:
 
 
 def _part_to_chat(part: ContentPart) -> dict[str, Any]:
-    given = {f.name: getattr(part, f.name) for f in fields(part)}
-    given = {key: value for key, value in given.items() if value is not None}
-    if part.type == "image" and given.keys() == {"type", "url"}:
+    values = {f.name: getattr(part, f.name) for f in fields(part)}
+    values = {key: value for key, value in values.items() if value is not None}
+    if part.type == "image" and values.keys() == {"type", "url"}:
         return {"type": "image_url", "image_url": {"url": part.url}}
     if part.data is None:
-        return given
-    given["data"] = base64.b64encode(part.data).decode()
+        return values
+    values["data"] = base64.b64encode(part.data).decode()
     kind, _, form = (part.mime_type or "").partition("/")
-    if part.type == kind == "audio" and given.keys() == {"type", "data", "mime_type"}:
-        return {"type": "input_audio", "input_audio": {"data": given["data"], "format": form}}
-    return given
+    if part.type == kind == "audio" and values.keys() == {"type", "data", "mime_type"}:
+        return {"type": "input_audio", "input_audio": {"data": values["data"], "format": form}}
+    return values
 
 
 def _text_of_part(part: ContentPart, role: str) -> str:
@@ -322,8 +322,8 @@ def _tool_call(call: Any, where: str) -> ToolCall:
 
 
 def _call_to_chat(call: ToolCall, arguments: Any) -> dict[str, Any]:
-    found = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
-    return {"id": call.id, **found} if call.id else found
+    chat = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
+    return {"id": call.id, **chat} if call.id else chat
 
 
 def _arguments(call: ToolCall) -> Any:

@@ -88,7 +88,7 @@ class Segment:
         """Return the index one past the last token."""
         return self.start + self.length
 
-    def shifted(self, offset: int) -> Segment:
+    def shift(self, offset: int) -> Segment:
         """Return the same segment `offset` tokens later."""
         return replace(self, start=self.start + offset)
 
@@ -201,7 +201,7 @@ class Sequence:
         return replace(
             self,
             token_ids=np.concatenate([self.token_ids, appended.token_ids]),
-            segments=self.segments + tuple(s.shifted(len(self)) for s in appended.segments),
+            segments=self.segments + tuple(s.shift(len(self)) for s in appended.segments),
             inference_logprobs=np.concatenate(
                 [self.inference_logprobs, appended.inference_logprobs]
             ),

@@ -57,11 +57,11 @@ def byte_tokenizer() -> Tokenizer:
     vocabulary = {symbol: number for number, symbol in enumerate(alphabet)}
 
     def engine() -> tokenizers.Tokenizer:
-        made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        made.decoder = decoders.ByteLevel()
-        made.add_special_tokens(_SPECIAL_TOKENS)
-        return made
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens(_SPECIAL_TOKENS)
+        return tokenizer
 
     config = {"eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE}
     return Tokenizer(engine(), engine(), config)
@@ -108,7 +108,7 @@ class ScriptedPolicy:
         prompt = self._builder.prompt(
             history, context=context, num_context_messages=num_context_messages, turn=turn
         )
-        ids, stop_reason, stop_string = self._sampled(self._text(history, turn), sampling)
+        ids, stop_reason, stop_string = self._sample_ids(self._text(history, turn), sampling)
         answer = self._builder.answer(
             prompt,
             ids,
@@ -138,11 +138,11 @@ class ScriptedPolicy:
             )
         return self._script[turn]
 
-    def _sampled(self, text: str, sampling: SamplingParams) -> tuple[list[int], StopReason, str]:
+    def _sample_ids(self, text: str, sampling: SamplingParams) -> tuple[list[int], StopReason, str]:
         """Return the answer's token ids, why they end, and the stop string that ended them."""
         tokenizer = self._builder.tokenizer
-        found = [(text.find(stop), stop) for stop in sampling.stop if stop in text]
-        start, stop_string = min(found, default=(len(text), ""))
+        matches = [(text.find(stop), stop) for stop in sampling.stop if stop in text]
+        start, stop_string = min(matches, default=(len(text), ""))
         ids = list(tokenizer.encode(text[: start + len(stop_string)]).ids)
         if not stop_string:
             ids += tokenizer.end_of_turn_ids[:1]

@@ -253,14 +253,14 @@ class Trajectory:
     @property
     def policy_versions(self) -> tuple[PolicyVersion, ...]:
         """Return the versions of its sampled tokens, without repeats."""
-        found = (v for sequence in self.sequences for v in sequence.policy_versions)
-        return tuple(dict.fromkeys(found))
+        versions = (v for sequence in self.sequences for v in sequence.policy_versions)
+        return tuple(dict.fromkeys(versions))
 
     @property
     def is_scorable(self) -> bool:
         """Return whether nothing but the policy failed and there is something to train."""
-        blameless = all(failure.owner is Owner.POLICY for failure in self.failures)
-        return blameless and self.num_model_tokens > 0
+        is_blameless = all(failure.owner is Owner.POLICY for failure in self.failures)
+        return is_blameless and self.num_model_tokens > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,5 +279,5 @@ class Group:
     @property
     def policy_versions(self) -> tuple[PolicyVersion, ...]:
         """Return the versions of all sampled tokens, without repeats."""
-        found = (v for trajectory in self.trajectories for v in trajectory.policy_versions)
-        return tuple(dict.fromkeys(found))
+        versions = (v for trajectory in self.trajectories for v in trajectory.policy_versions)
+        return tuple(dict.fromkeys(versions))

@@ -7,7 +7,7 @@ import pytest
 from dialoop.chat import ChatHistory, History, Message, as_history
 from dialoop.episode import ResetResult, Sample, StepResult, UpdateMode
 from dialoop.errors import InvalidHistory, NotFound, Unavailable
-from dialoop.rollout import play, play_group, seeded
+from dialoop.rollout import play, play_group, sampling_of_member
 from dialoop.sequences import ForkCause, PolicyVersion, Source, sequence_of
 from dialoop.trajectory import (
     DoneReason,
@@ -240,7 +240,7 @@ async def test_members_of_a_seeded_group_have_different_seeds():
     sampling = SamplingParams(seed=5)
     await play_group(TASK, sessions=Script(DONE), policy=policy, group_id="t#1", sampling=sampling)
     assert sorted(policy.seeds) == [5, 6, 7]
-    assert seeded(SamplingParams(), 3).seed is None
+    assert sampling_of_member(SamplingParams(), 3).seed is None
 
 
 async def test_an_environment_may_shorten_the_past():

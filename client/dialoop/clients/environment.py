@@ -164,7 +164,7 @@ class EnvironmentClient:
         split: str = "",
         task_key: str = "",
         seed: int = 0,
-        given: Given | None = None,
+        question: Given | None = None,
     ) -> ResetResult:
         """Start an episode of the session: with a task, or with the caller's `question`."""
         item = ResetItem(
@@ -173,7 +173,7 @@ class EnvironmentClient:
             split=split,
             task_key=task_key,
             seed=seed,
-            given=given or Given(),
+            question=question or Given(),
         )
         return reset_result_from_proto(await self._channel.call(RESET, reset_to_proto(item)))
 

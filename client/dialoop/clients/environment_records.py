@@ -61,7 +61,7 @@ class ResetItem:
     split: str = ""
     task_key: str = ""
     seed: int = 0
-    given: Given = field(default_factory=Given)
+    question: Given = field(default_factory=Given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,14 +110,14 @@ def _field_from_proto(proto: pb.FieldSpec) -> FieldSpec:
 
 def choice_to_proto(choice: TaskChoice) -> pb.TaskChoice:
     """Return the message of a task choice."""
-    given = choice.given
+    question = choice.given
     return pb.TaskChoice(
         split=choice.split,
         task_key=choice.task_key,
         seed=choice.seed,
-        query=given.query,
-        messages=None if given.messages is None else history_to_proto(given.messages),
-        data=dict(given.data),
+        query=question.query,
+        messages=None if question.messages is None else history_to_proto(question.messages),
+        data=dict(question.data),
     )
 
 
@@ -129,23 +129,25 @@ def reset_to_proto(item: ResetItem) -> pb.ResetRequest:
         split=item.split,
         task_key=item.task_key,
         seed=item.seed,
-        query=item.given.query,
-        messages=None if item.given.messages is None else history_to_proto(item.given.messages),
-        data=dict(item.given.data),
+        query=item.question.query,
+        messages=None
+        if item.question.messages is None
+        else history_to_proto(item.question.messages),
+        data=dict(item.question.data),
     )
 
 
 def step_to_proto(item: StepItem) -> pb.StepRequest:
     """Return a step's request."""
-    said: dict[str, Any]
+    answer: dict[str, Any]
     if isinstance(item.history, Text):
-        said = {"text": text_to_proto(item.history)}
+        answer = {"text": text_to_proto(item.history)}
     elif isinstance(item.history, Tokens):
-        said = {"tokens": tokens_to_proto(item.history)}
+        answer = {"tokens": tokens_to_proto(item.history)}
     else:
-        said = {"history": chat_history_to_proto(item.history)}
+        answer = {"history": chat_history_to_proto(item.history)}
     return pb.StepRequest(
-        session_id=item.session_id, episode=item.episode, step_index=item.step_index, **said
+        session_id=item.session_id, episode=item.episode, step_index=item.step_index, **answer
     )
 
 

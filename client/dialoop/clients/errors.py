@@ -55,8 +55,8 @@ def is_worth_retrying(error: DialoopError) -> bool:
 
 
 def _kind_of(code: int) -> type[DialoopError]:
-    known = code in set(Status)
-    return ERRORS_BY_STATUS[Status(code)] if known else InternalError
+    is_known = code in set(Status)
+    return ERRORS_BY_STATUS[Status(code)] if is_known else InternalError
 
 
 def _info_of(failure: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:

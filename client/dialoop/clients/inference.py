@@ -217,7 +217,7 @@ class InferenceClient:
     ) -> PolicyLogProbs:
         """Return log-probs of conversations or texts; `sequences` are the tokens scored."""
         request = pb.LogProbRequest(
-            histories=[chat_history_to_proto(ChatHistory(full=one)) for one in histories],
+            histories=[chat_history_to_proto(ChatHistory(full=history)) for history in histories],
             texts=list(texts),
             adapter=adapter,
         )
@@ -265,7 +265,7 @@ class InferenceClient:
         """Load a published policy: from `manifest.path`, or from chunks when that is empty."""
         requests = weights_requests(manifest, chunks)
         answer = await self._channel.upload(LOAD_WEIGHTS, requests, deadline_s=deadline_s)
-        return _loaded(answer)
+        return _loaded_from_proto(answer)
 
     async def transfer_weights(
         self,
@@ -277,7 +277,7 @@ class InferenceClient:
         """Load a policy over the manifest's data plane (nccl, ipc): `steps` are its control."""
         requests = weights_requests(manifest, steps)
         answer = await self._channel.upload(LOAD_WEIGHTS, requests, deadline_s=deadline_s)
-        return _loaded(answer)
+        return _loaded_from_proto(answer)
 
     async def load_adapter(
         self,
@@ -323,7 +323,7 @@ class InferenceClient:
         await self._channel.call(WAKE, pb.WakeRequest())
 
 
-def _loaded(answer: pb.LoadWeightsResponse) -> LoadedWeights:
+def _loaded_from_proto(answer: pb.LoadWeightsResponse) -> LoadedWeights:
     return LoadedWeights(
         policy_version=policy_version_from_proto(answer.policy_version),
         pause_s=answer.pause_s,

@@ -81,7 +81,7 @@ class InteractiveSessions:
         split: str = "",
         task_key: str = "",
         seed: int = 0,
-        given: Given | None = None,
+        question: Given | None = None,
     ) -> ResetResult:
         """Start an episode of the session: with a task, or with the caller's `question`."""
         item = ResetItem(
@@ -90,7 +90,7 @@ class InteractiveSessions:
             split=split,
             task_key=task_key,
             seed=seed,
-            given=given or Given(),
+            question=question or Given(),
         )
         return reset_result_from_proto((await self._ask(reset=reset_to_proto(item))).reset)
 
@@ -117,14 +117,14 @@ class InteractiveSessions:
         self._outbox.put_nowait(pb.InteractRequest(request_id=request_id, **request))
         try:
             async with asyncio.timeout(self._deadline_s):
-                found: pb.InteractResponse = await answer
+                response: pb.InteractResponse = await answer
         except TimeoutError:
             raise DeadlineExceeded(f"No answer within {self._deadline_s:g} s.") from None
         finally:
             self._waiting.pop(request_id, None)
-        if found.HasField("error"):
-            raise error_of_item(found.error)
-        return found
+        if response.HasField("error"):
+            raise error_of_item(response.error)
+        return response
 
     async def _requests(self) -> AsyncIterator[pb.InteractRequest]:
         while True:

@@ -359,7 +359,7 @@ class ReplayClient:
         ]
         request = pb.AcknowledgeRequest(run=run, items=items)
         answer = await self._channel.call(ACKNOWLEDGE, request)
-        return tuple(found.lease_id for found in answer.outcomes if not found.acknowledged)
+        return tuple(outcome.lease_id for outcome in answer.outcomes if not outcome.acknowledged)
 
     async def give_back(self, run: str, items: Sequence[ReturnItem]) -> Returned:
         """Give leases back: tasks are issued again, groups delivered again or set aside."""
@@ -477,7 +477,7 @@ def _group_leases(leases: Iterable[pb.GroupLease]) -> tuple[GroupLease, ...]:
 
 
 def _stats_from_proto(proto: pb.ReplayStats) -> ReplayStats:
-    values = {one.name: getattr(proto, one.name) for one in fields(ReplayStats)}
+    values = {column.name: getattr(proto, column.name) for column in fields(ReplayStats)}
     has_version = proto.HasField("policy_version")
     return ReplayStats(
         **values
@@ -492,7 +492,7 @@ def _stats_from_proto(proto: pb.ReplayStats) -> ReplayStats:
 
 
 def _counts_from_proto(proto: pb.LedgerCounts) -> LedgerCounts:
-    values = {one.name: getattr(proto, one.name) for one in fields(LedgerCounts)}
+    values = {column.name: getattr(proto, column.name) for column in fields(LedgerCounts)}
     return LedgerCounts(
         **values
         | {

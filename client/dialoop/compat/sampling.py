@@ -65,28 +65,30 @@ class GenerateOptions:
     warnings: tuple[str, ...] = ()
 
 
-def generate_options(**given: Any) -> GenerateOptions:
+def generate_options(**parameters: Any) -> GenerateOptions:
     """Read options as `read_generate_options` does; issue its warnings with Python's `warnings`."""
-    options = read_generate_options(given)
+    options = read_generate_options(parameters)
     for text in options.warnings:
         warnings.warn(text, DialoopWarning, stacklevel=2)
     return options
 
 
-def read_generate_options(given: Mapping[str, Any]) -> GenerateOptions:
+def read_generate_options(parameters: Mapping[str, Any]) -> GenerateOptions:
     """Translate another library's parameters; one that is None counts as absent.
 
     Raises InvalidInput (INVALID_SAMPLING, UNKNOWN_FIELD), and Unsupported (BEAMS_UNSUPPORTED,
     SAMPLING_UNSUPPORTED) for what would change the samples and is not done here.
     """
-    return _Reader({name: value for name, value in given.items() if value is not None}).options()
+    return _Reader(
+        {name: value for name, value in parameters.items() if value is not None}
+    ).options()
 
 
 class _Reader:
     """Takes the names out one by one; what is left is not known."""
 
-    def __init__(self, given: dict[str, Any]) -> None:
-        self._given = given
+    def __init__(self, parameters: dict[str, Any]) -> None:
+        self._parameters = parameters
         self._warnings: list[str] = []
 
     def options(self) -> GenerateOptions:
@@ -96,9 +98,9 @@ class _Reader:
         length = self._oldest(_LENGTHS)
         stop = self._oldest(_STOPS)
         count = self._count()
-        sampling = {n: self._given.pop(n) for n in _PLAIN if n in self._given}
+        sampling = {n: self._parameters.pop(n) for n in _PLAIN if n in self._parameters}
         self._take_do_sample(sampling)
-        skips = self._given.pop("skip_special_tokens", False)
+        skips = self._parameters.pop("skip_special_tokens", False)
         _require(isinstance(skips, bool), "skip_special_tokens", skips, "true or false")
         self._require_nothing_left()
         _require_numbers(sampling | ({} if length is None else {"max_new_tokens": length}))
@@ -110,7 +112,7 @@ class _Reader:
         )
 
     def _refuse_beams(self) -> None:
-        num_beams = self._given.pop("num_beams", 1)
+        num_beams = self._parameters.pop("num_beams", 1)
         _require(_is_count(num_beams), "num_beams", num_beams, "1")
         if num_beams > 1:
             raise Unsupported(
@@ -121,17 +123,17 @@ class _Reader:
                 "temperature 0 for greedy decoding.",
             )
         for name in _BEAM_ONLY:
-            if name in self._given:
-                del self._given[name]
+            if name in self._parameters:
+                del self._parameters[name]
                 self._warnings.append(f"{name} is not used: it is of searches over beams.")
 
     def _refuse_others(self) -> None:
         for name, neutral in _NEUTRAL.items():
-            if name not in self._given:
+            if name not in self._parameters:
                 continue
-            value = self._given.pop(name)
-            if not any(value == one and isinstance(value, bool) <= isinstance(one, bool)
-                       for one in neutral):  # fmt: skip
+            value = self._parameters.pop(name)
+            if not any(value == allowed and isinstance(value, bool) <= isinstance(allowed, bool)
+                       for allowed in neutral):  # fmt: skip
                 raise Unsupported(
                     f"{name} is not done here.",
                     reason=Reason.SAMPLING_UNSUPPORTED,
@@ -140,56 +142,61 @@ class _Reader:
 
     def _take_logprobs(self) -> None:
         """Check `logprobs`: the sampled token's log-prob always comes, so 0 and 1 do nothing."""
-        asked = self._given.pop("logprobs", None)
-        is_number = asked is None or _is_count(asked, least=0)
-        _require(is_number, "logprobs", asked, "a number, 0 or 1, and never true or false")
-        if asked is not None and asked > 1:
+        logprobs = self._parameters.pop("logprobs", None)
+        is_number = logprobs is None or _is_count(logprobs, least=0)
+        _require(is_number, "logprobs", logprobs, "a number, 0 or 1, and never true or false")
+        if logprobs is not None and logprobs > 1:
             raise Unsupported(
-                f"logprobs is {asked}: only the sampled token's log-prob is known here.",
+                f"logprobs is {logprobs}: only the sampled token's log-prob is known here.",
                 reason=Reason.SAMPLING_UNSUPPORTED,
                 remedy="Give 1, or leave it out.",
             )
 
     def _oldest(self, names: tuple[str, ...]) -> Any:
         """Return the value of the first name that is there; warn of others with other values."""
-        found = {name: self._given.pop(name) for name in names if name in self._given}
-        if not found:
+        values = {name: self._parameters.pop(name) for name in names if name in self._parameters}
+        if not values:
             return None
-        name, value = next(iter(found.items()))
+        name, value = next(iter(values.items()))
         self._warnings += [
             f"{name} {value} was taken, {other} {unused} was not: give one of them."
-            for other, unused in found.items()
+            for other, unused in values.items()
             if unused != value
         ]
         return value
 
     def _count(self) -> int:
-        found = {name: self._given.pop(name) for name in _COUNTS if name in self._given}
-        for name, value in found.items():
+        counts = {name: self._parameters.pop(name) for name in _COUNTS if name in self._parameters}
+        for name, value in counts.items():
             _require(_is_count(value), name, value, "a number of samples, 1 or more")
-        if len(set(found.values())) > 1:
-            said = ", ".join(f"{name} is {value}" for name, value in found.items())
-            raise _invalid(f"{said}.", "Give one of them.")
-        return int(next(iter(found.values()), 1))
+        if len(set(counts.values())) > 1:
+            listing = ", ".join(f"{name} is {value}" for name, value in counts.items())
+            raise _invalid(f"{listing}.", "Give one of them.")
+        return int(next(iter(counts.values()), 1))
 
     def _take_do_sample(self, sampling: dict[str, Any]) -> None:
         """Read `do_sample`: False is temperature 0 and contradicts any other."""
-        asked = self._given.pop("do_sample", None)
-        _require(asked is None or isinstance(asked, bool), "do_sample", asked, "true or false")
+        do_sample = self._parameters.pop("do_sample", None)
+        _require(
+            do_sample is None or isinstance(do_sample, bool),
+            "do_sample",
+            do_sample,
+            "true or false",
+        )
         temperature = sampling.get("temperature")
         is_greedy = temperature == 0
-        if asked is False and temperature is None:
+        if do_sample is False and temperature is None:
             sampling["temperature"] = 0.0
-        elif asked is not None and asked == is_greedy:
+        elif do_sample is not None and do_sample == is_greedy:
             raise _invalid(
-                f"do_sample is {asked} and temperature is {temperature}.",
+                f"do_sample is {do_sample} and temperature is {temperature}.",
                 "Greedy decoding is do_sample=False with temperature 0, or without one.",
             )
 
     def _require_nothing_left(self) -> None:
-        if self._given:
+        if self._parameters:
             raise InvalidInput(
-                f"Sampling has no parameter '{next(iter(self._given))[:40]}'.",
+                f"Sampling has no parameter '{next(iter(self._parameters))[:40]}'.",
                 reason=Reason.UNKNOWN_FIELD,
                 remedy="Leave it out.",
             )

@@ -45,15 +45,15 @@ class TrlTextEnvironment(TextEnvironment):
         name, query = parse_call(text, self.syntax)
         limit = self.limits.max_tool_response
         if name is None or query is None:
-            said = f"Unknown tool call: {text}"
+            response = f"Unknown tool call: {text}"
         else:
             try:
                 tool = TextTools.named(self.tools)[name]
-                said = await call(tool, query, timeout_s=self.limits.tool_timeout_s)
+                response = await call(tool, query, timeout_s=self.limits.tool_timeout_s)
             except Exception as error:
-                said = f"Tool error: {error}"
-        said = str(said)
-        return said[: limit - 3] + "..." if len(said) > limit else said
+                response = f"Tool error: {error}"
+        response = str(response)
+        return response[: limit - 3] + "..." if len(response) > limit else response
 
     def run_blocking(self, queries: Sequence[str], **extra: Any) -> TextRun:
         """Run `run` for callers without an event loop."""

@@ -59,12 +59,12 @@ class VerifiersAgent:
         """Run the episode; its errors are failures with their owners."""
         package = self._package
         environment = package.load_environment(self._config)
-        chosen = _task(environment.taskset, task.task.split, task.key)
+        data = _task(environment.taskset, task.task.split, task.key)
         os.environ[_KEY_VARIABLE] = connection.api_key
         client = package.EvalClientConfig(base_url=connection.base_url, api_key_var=_KEY_VARIABLE)
         context = package.ModelContext(model=connection.model, client=client)
         async with environment.serving():
-            episode = await environment.run_episode(chosen, context)
+            episode = await environment.run_episode(data, context)
         return outcome_of(episode)
 
 
@@ -148,8 +148,8 @@ def _several_agents(number: int) -> Failure:
 
 def _task(taskset: Any, split: str, key: str) -> Any:
     """Return the task at a position."""
-    found = islice(taskset, int(key), None) if key.isdecimal() else iter(())
-    task = next(found, None)
+    remaining = islice(taskset, int(key), None) if key.isdecimal() else iter(())
+    task = next(remaining, None)
     if task is None:
         raise task_not_found(split, key)
     return task
@@ -160,9 +160,9 @@ def _data_of(task: Any) -> TaskData:
 
 
 def _config(package: Any, config: Any) -> Any:
-    given = dict(config) if isinstance(config, Mapping) else config
+    fields = dict(config) if isinstance(config, Mapping) else config
     try:
-        return package.resolve_env_config(given)
+        return package.resolve_env_config(fields)
     except ModuleNotFoundError as error:
         raise NotFound(
             f"verifiers cannot load its environment: {error}.",

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dialoop.conformance.play import MAX_TURNS, Bench, Broken, Case, told
+from dialoop.conformance.play import MAX_TURNS, Bench, Broken, Case, comparable
 from dialoop.environments.environment import Environment, Stateless
 from dialoop.environments.modes import InputMode
 from dialoop.errors import DialoopError, NotFound
@@ -56,8 +56,8 @@ async def _finding(name: str, check: Callable[[Bench], Awaitable[str]], bench: B
         return Finding(check=name, problem=broken.problem, remedy=broken.remedy)
     except DialoopError as error:
         cause = error.__cause__
-        said = f"{type(cause).__name__}: {cause}" if cause is not None else error.message
-        return Finding(check=name, problem=f"It raises {said}", remedy=error.remedy)
+        description = f"{type(cause).__name__}: {cause}" if cause is not None else error.message
+        return Finding(check=name, problem=f"It raises {description}", remedy=error.remedy)
     except Exception as error:
         return Finding(check=name, problem=f"It raises {type(error).__name__}: {error}")
 
@@ -65,7 +65,7 @@ async def _finding(name: str, check: Callable[[Bench], Awaitable[str]], bench: B
 async def _tasks(bench: Bench) -> str:
     """Check that splits have tasks, keys are unique and stay, and an unknown one is NotFound."""
     tasks = bench.environment.tasks
-    found = []
+    notes = []
     for split in tasks.splits:
         keys = list(tasks.keys(split)[:_MANY_KEYS])
         if not keys:
@@ -79,7 +79,7 @@ async def _tasks(bench: Bench) -> str:
             )
         if tasks.get(split, keys[0]) != tasks.get(split, keys[0]):
             raise Broken(f"Task '{keys[0]}' is another each time.", "Let the key decide the task.")
-        found.append(f"{split} {tasks.num_tasks(split)}")
+        notes.append(f"{split} {tasks.num_tasks(split)}")
         try:
             tasks.get(split, "no such task: dialoop env check")
         except NotFound:
@@ -87,15 +87,15 @@ async def _tasks(bench: Bench) -> str:
         raise Broken(
             f"Split '{split}' has a task for any key.", "Raise task_not_found for an unknown key."
         )
-    return ", ".join(found) or "questions come from the caller"
+    return ", ".join(notes) or "questions come from the caller"
 
 
 async def _resets(bench: Bench) -> str:
     """Check that the same task and seed open the same episode."""
     for case in bench.cases:
         for seed in (0, 1):
-            first, second = [await bench.opened(case, seed=seed) for _ in "ab"]
-            if told(first) != told(second):
+            first, second = [await bench.open_case(case, seed=seed) for _ in "ab"]
+            if comparable(first) != comparable(second):
                 raise Broken(
                     f"{case}: two resets with seed {seed} open differently.",
                     "Draw chance from the seed alone: random.Random(seed), or episode.rng(...).",
@@ -106,14 +106,14 @@ async def _resets(bench: Bench) -> str:
 async def _retries(bench: Bench) -> str:
     """Check that a retried reset or step works once, also while the first is under way."""
     for case in bench.cases:
-        counted, answers = await bench.retried(case)
+        counted, answers = await bench.retry_first_step(case)
         if counted.num_resets != 1 or counted.num_steps != 1:
             raise Broken(
                 f"{case}: one reset and one step, retried, made {counted.num_resets} resets and "
                 f"{counted.num_steps} steps.",
                 "Answers must equal themselves: give messages as dialoop.chat makes them.",
             )
-        if any(told(answer) != told(answers[0]) for answer in answers):
+        if any(comparable(answer) != comparable(answers[0]) for answer in answers):
             raise Broken(f"{case}: a retry got another answer.", "Return values, not live objects.")
     return f"{len(bench.cases)} episodes; no tool ran twice"
 
@@ -122,31 +122,30 @@ async def _ends(bench: Bench) -> str:
     """Check that every episode ends, and no later than max_turns says."""
     limit = bench.environment.traits.max_turns
     most = 0
-    for played in await bench.plays():
+    for played in await bench.play_all():
         if not played.outcomes[-1].done:
             turns = len(played.outcomes)
-            said = f"max_turns says {limit}" if limit else "it names no max_turns"
+            limit_text = f"max_turns says {limit}" if limit else "it names no max_turns"
             raise Broken(
                 f"{played.case}: it is not over after {turns} turns of "
-                f"{played.case.lines[-1].text!r}; {said}.",
+                f"{played.case.lines[-1].text!r}; {limit_text}.",
                 "Add MaxTurns or StepCounter to the transforms.",
             )
         most = max(most, len(played.outcomes))
-    return (
-        f"{len(await bench.plays())} episodes of at most {most} turns (limit {limit or MAX_TURNS})"
-    )
+    num_episodes = len(await bench.play_all())
+    return f"{num_episodes} episodes of at most {most} turns (limit {limit or MAX_TURNS})"
 
 
 async def _rewards(bench: Bench) -> str:
     """Check that rewards are finite and named as declared, and that their functions do not fail."""
     declared = bench.environment.traits.reward_names
     seen: set[str] = set()
-    for played in await bench.plays():
+    for played in await bench.play_all():
         for outcome in played.outcomes:
             for failure in outcome.failures:
                 if failure.owner is Owner.REWARD:
                     raise Broken(
-                        f"{played.case}: after {played.said!r}: {failure.message}",
+                        f"{played.case}: after {played.last_answer!r}: {failure.message}",
                         "The exception is logged above. Give None where there is no reward.",
                     )
             seen |= {reward.name for reward in outcome.rewards}
@@ -163,7 +162,7 @@ async def _traits(bench: Bench) -> str:
     """Check that the roles and the tools are as declared, and that no tool fails."""
     environment = bench.environment
     roles = {*environment.traits.roles, *_SPEAKERS, *bench.own_roles}
-    for played in await bench.plays():
+    for played in await bench.play_all():
         if strangers := played.speakers - roles:
             raise Broken(
                 f"{played.case}: {', '.join(sorted(strangers))} speaks and is not in traits.roles.",
@@ -176,7 +175,7 @@ async def _traits(bench: Bench) -> str:
         for failure in (f for o in played.outcomes for f in o.failures):
             if failure.owner in (Owner.TOOL, Owner.ENVIRONMENT):
                 raise Broken(
-                    f"{played.case}: after {played.said!r}: {failure.message}",
+                    f"{played.case}: after {played.last_answer!r}: {failure.message}",
                     "The exception is logged above. What is the policy's mistake is a "
                     "ToolInputError; what is yours, mend.",
                 )
@@ -188,13 +187,13 @@ async def _state(bench: Bench) -> str:
     environment = bench.environment
     is_stateless = isinstance(environment, Stateless) and not environment.traits.needs_session
     for case in bench.cases:
-        changed, outcomes = await bench.stepped_twice(case)
+        changed, outcomes = await bench.step_twice(case)
         if changed:
             raise Broken(
                 f"{case}: a step changes state[{changed!r}] of an episode in place.",
                 "Remember a new value: outcome.remember(name=[*old, more]).",
             )
-        if is_stateless and told(outcomes[0]) != told(outcomes[1]):
+        if is_stateless and comparable(outcomes[0]) != comparable(outcomes[1]):
             raise Broken(
                 f"{case}: the same step of the same episode gives another answer the second time.",
                 "Keep what is remembered in the episode, or declare Traits(needs_session=True).",
@@ -204,13 +203,13 @@ async def _state(bench: Bench) -> str:
 
 async def _demonstrations(bench: Bench) -> str:
     """Check that a demonstration shows what the environment says to its answers."""
-    shown = bench.demonstrated
+    shown = bench.demonstrations
     if not shown:
         return "none"
     if bench.mode is not InputMode.HISTORY:
         return "not checked: they are messages"
     for case, history in shown:
-        played = await bench.played(case)
+        played = await bench.play_case(case)
         after = played.outcomes[-1].history.require_prompt()
         for number, (ours, theirs) in enumerate(zip(after, history, strict=False)):
             if (ours.role, ours.text) != (theirs.role, theirs.text):
@@ -229,14 +228,14 @@ async def _demonstrations(bench: Bench) -> str:
 
 async def _sessions(bench: Bench) -> str:
     """Check that episodes played at the same time go as they do alone."""
-    alone = await bench.plays()
+    alone = await bench.play_all()
     async with asyncio.TaskGroup() as playing:
-        tasks = [playing.create_task(bench.played(played.case)) for played in alone]
-    for one, task in zip(alone, tasks, strict=True):
-        beside = task.result()
-        if [told(o) for o in one.outcomes] != [told(o) for o in beside.outcomes]:
+        tasks = [playing.create_task(bench.play_case(played.case)) for played in alone]
+    for expected, task in zip(alone, tasks, strict=True):
+        actual = task.result()
+        if [comparable(o) for o in expected.outcomes] != [comparable(o) for o in actual.outcomes]:
             raise Broken(
-                f"{one.case}: it goes otherwise beside other sessions, or a second time.",
+                f"{expected.case}: it goes otherwise beside other sessions, or a second time.",
                 "Keep what belongs to an episode in its state, and draw chance from its seed.",
             )
     return f"{len(alone)} at the same time"

@@ -51,16 +51,16 @@ def _as_served(
     """Wrap a method so that its errors are those of one that was called on a server."""
 
     @wraps(method)
-    async def called(*arguments: P.args, **given: P.kwargs) -> T:
+    async def wrapper(*arguments: P.args, **options: P.kwargs) -> T:
         try:
-            return await method(*arguments, **given)
+            return await method(*arguments, **options)
         except Exception as error:
-            raise _served(error) from error
+            raise _error_of_service(error) from error
 
-    return called
+    return wrapper
 
 
-def _served(error: Exception) -> DialoopError:
+def _error_of_service(error: Exception) -> DialoopError:
     """Return what a client of a service would get: an error of its status's class."""
     if not isinstance(error, DialoopError) or isinstance(error, InternalError):
         return InternalError(
@@ -141,10 +141,10 @@ class LocalEnvironmentClient(LocalRuns):
         split: str = "",
         task_key: str = "",
         seed: int = 0,
-        given: Given | None = None,
+        question: Given | None = None,
     ) -> ResetResult:
         """Start an episode of the session; a retry gets the first result."""
-        choice = TaskChoice(split=split, task_key=task_key, seed=seed, given=given or Given())
+        choice = TaskChoice(split=split, task_key=task_key, seed=seed, given=question or Given())
         call = ResetCall(session_id=session_id, episode=episode, choice=choice)
         environment = self._sessions.get(session_id).environment
         return reset_result(await self._sessions.reset(call), environment)
@@ -200,7 +200,7 @@ class LocalEnvironmentClient(LocalRuns):
                 split=item.split,
                 task_key=item.task_key,
                 seed=item.seed,
-                given=item.given,
+                question=item.question,
             )
             for item in items
         )
@@ -243,7 +243,9 @@ class LocalEnvironmentClient(LocalRuns):
         )
         return GroupOpening(
             session_ids=tuple(session.session_id for session, _ in members),
-            openings=tuple(reset_result(one, session.environment) for session, one in members),
+            openings=tuple(
+                reset_result(opening, session.environment) for session, opening in members
+            ),
             ttl_s=members[0][0].ttl_s,
         )
 
@@ -276,14 +278,14 @@ Environments = EnvironmentClient | LocalEnvironmentClient
 
 
 async def _each(items: Iterable[Coroutine[Any, Any, T]]) -> tuple[T | DialoopError, ...]:
-    async def one(item: Coroutine[Any, Any, T]) -> T | DialoopError:
+    async def result_or_error(item: Coroutine[Any, Any, T]) -> T | DialoopError:
         try:
             return await item
         except DialoopError as error:
             return error
 
     async with asyncio.TaskGroup() as working:
-        tasks = [working.create_task(one(item)) for item in items]
+        tasks = [working.create_task(result_or_error(item)) for item in items]
     return tuple(task.result() for task in tasks)
 
 

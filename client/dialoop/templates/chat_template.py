@@ -81,10 +81,10 @@ class _GenerationBlock(Extension):
         """Return a call block, so that names set inside stay inside, as with transformers."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_mark_block"), [], [], body).set_lineno(line)
 
     @jinja2.pass_context
-    def _marked(self, context: jinja2.runtime.Context, caller: Callable[[], str]) -> str:
+    def _mark_block(self, context: jinja2.runtime.Context, caller: Callable[[], str]) -> str:
         blocks = context.get("_generation_blocks")
         if not isinstance(blocks, _Blocks):
             return caller()
@@ -141,7 +141,7 @@ def _to_json(
 
 
 @lru_cache(maxsize=256)
-def _compiled(source: str) -> jinja2.Template:
+def _compile(source: str) -> jinja2.Template:
     """Compile a source with the settings and functions that transformers gives to it."""
     environment = TemplateSandbox(
         trim_blocks=True,
@@ -172,7 +172,7 @@ class ChatTemplate:
         name: str = "",
         parser: Parser | None = None,
     ) -> None:
-        self._template = _compiled(source)
+        self._template = _compile(source)
         self._special_tokens = dict(special_tokens or {})
         self._parser = parser
         self._is_parser_known = parser is not None
@@ -196,10 +196,10 @@ class ChatTemplate:
 
     def with_special_tokens_of(self, tokenizer: Tokenizer) -> ChatTemplate:
         """Return this template with the tokenizer's bos_token and so on."""
-        found = {name: tokenizer.special_token(name) for name in SPECIAL_NAMES}
+        tokens = {name: tokenizer.special_token(name) for name in SPECIAL_NAMES}
         return ChatTemplate(
             self.source,
-            special_tokens={k: v for k, v in found.items() if v is not None},
+            special_tokens={k: v for k, v in tokens.items() if v is not None},
             name=self.name,
             parser=self._parser,
         )
@@ -255,8 +255,8 @@ class ChatTemplate:
         opens = _opens(add_generation_prompt, continue_final_message)
         variables = self._variables(history, tools, options)
         if continue_final_message:
-            return self._continued(variables)
-        return self._filled(variables, opens)
+            return self._render_unfinished(variables)
+        return self._fill(variables, opens)
 
     def render_blocks(
         self,
@@ -272,24 +272,26 @@ class ChatTemplate:
         variables = self._variables(history, tools, options)
         if continue_final_message:
             mark = _absent_mark(variables)
-            pieces = self._continued(variables | {"_generation_blocks": _Blocks(mark)}).split(mark)
+            parts = self._render_unfinished(
+                variables | {"_generation_blocks": _Blocks(mark)}
+            ).split(mark)
         else:
-            pieces = self._marked_pieces(variables, opens)
-        spans = _spans(pieces)
-        text = "".join(pieces)
+            parts = self._parts_of_blocks(variables, opens)
+        spans = _spans(parts)
+        text = "".join(parts)
         if opens and spans and not text[spans[-1][1] :].strip():
             # The last block may be the opening's: nobody has written it.
-            spans = spans[: len(self._marked_pieces(variables, opens=False)) // 2]
+            spans = spans[: len(self._parts_of_blocks(variables, opens=False)) // 2]
         return text, spans
 
-    def _marked_pieces(self, variables: dict[str, Any], opens: bool) -> list[str]:
+    def _parts_of_blocks(self, variables: dict[str, Any], opens: bool) -> list[str]:
         """Cut the text at the ends of its generation blocks, by a mark that is not in it."""
         for mark in _MARKS:
             blocks = _Blocks(mark)
             variables["_generation_blocks"] = blocks
-            pieces = self._filled(variables, opens).split(mark)
-            if len(pieces) == 2 * blocks.count + 1:
-                return pieces
+            parts = self._fill(variables, opens).split(mark)
+            if len(parts) == 2 * blocks.count + 1:
+                return parts
         raise Unsupported(
             "The chat template writes its generation blocks more or less than once.",
             reason=Reason.MASK_UNAVAILABLE,
@@ -328,13 +330,13 @@ class ChatTemplate:
             parts = [{"type": "text", "text": "90817263"}]
             variables = {"messages": [{"role": "user", "content": parts}], **self._special_tokens}
             try:
-                text = self._filled(variables, opens=False)
+                text = self._fill(variables, opens=False)
             except DialoopError:
                 text = ""
             self._understands_parts = "90817263" in text and "'text'" not in text
         return self._understands_parts
 
-    def _filled(self, variables: Mapping[str, Any], opens: bool) -> str:
+    def _fill(self, variables: Mapping[str, Any], opens: bool) -> str:
         try:
             return self._template.render(add_generation_prompt=opens, **variables)
         except DialoopError:
@@ -346,7 +348,7 @@ class ChatTemplate:
                 remedy="Give the roles, fields and options that the template reads.",
             ) from error
 
-    def _continued(self, variables: dict[str, Any]) -> str:
+    def _render_unfinished(self, variables: dict[str, Any]) -> str:
         """Return the text up to the end of the last message's content."""
         messages = variables["messages"]
         if not messages:
@@ -357,7 +359,7 @@ class ChatTemplate:
         if not isinstance(last["content"], str):
             last["content"] = "".join(part["text"] for part in last["content"])
         last["content"] += _UNFINISHED
-        text = self._filled(variables | {"messages": [*messages[:-1], last]}, opens=False)
+        text = self._fill(variables | {"messages": [*messages[:-1], last]}, opens=False)
         position = text.rfind(_UNFINISHED.strip())
         if position < 0:
             raise InvalidInput(
@@ -403,12 +405,12 @@ def _absent_mark(variables: Mapping[str, Any]) -> str:
     )
 
 
-def _spans(pieces: list[str]) -> tuple[Span, ...]:
+def _spans(parts: list[str]) -> tuple[Span, ...]:
     """Return the odd parts' ranges in the joined text; an unclosed last one is an open turn's."""
     spans: list[Span] = []
     position = 0
-    for index, piece in enumerate(pieces):
+    for index, part in enumerate(parts):
         if index % 2:
-            spans.append((position, position + len(piece)))
-        position += len(piece)
+            spans.append((position, position + len(part)))
+        position += len(part)
     return tuple(spans)

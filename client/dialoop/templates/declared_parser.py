@@ -88,10 +88,10 @@ class TemplateParser:
     def _messages(self, role: str, content: str, is_complete: bool) -> list[Message]:
         role = self.roles.get(role, role)
         if self.tool_response_start:
-            found = split_responses(content, self.tool_response_start, self.tool_response_end)
-            if found is not None:
-                made = [Message(role=role, content=answer) for answer in found]
-                return [*made[:-1], replace(made[-1], is_complete=is_complete)]
+            responses = split_responses(content, self.tool_response_start, self.tool_response_end)
+            if responses is not None:
+                messages = [Message(role=role, content=answer) for answer in responses]
+                return [*messages[:-1], replace(messages[-1], is_complete=is_complete)]
         message = Message(role=role, content=content, is_complete=is_complete)
         if self.tool_call_start:
             content, calls = split_calls(content, self.tool_call_start, self.tool_call_end)

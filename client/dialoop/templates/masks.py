@@ -19,7 +19,7 @@ import numpy as np
 from dialoop.errors import DialoopError, Unsupported
 from dialoop.messages import Message
 from dialoop.reasons import Reason
-from dialoop.templates.parsing import absent_character, guarded
+from dialoop.templates.parsing import absent_character, guard_special_tokens
 from dialoop.tokens.tokenizer import Encoded
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _MARK = ("\ufdd0", "\ufdd1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rendered:
+class EncodedConversation:
     """A conversation: text, int32 ids [L] and whether the assistant wrote each token, bool [L].
 
     assistant_mask is None when it was not asked for. offsets: the half-open range of characters of
@@ -47,7 +47,7 @@ class Rendered:
     offsets: NDArray[np.int64] | None = None
 
 
-def tokenised(
+def encode_conversation(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     history: Sequence[Message],
@@ -56,14 +56,14 @@ def tokenised(
     with_offsets: bool = False,
     include_eos: bool = False,
     **options: Any,
-) -> Rendered:
+) -> EncodedConversation:
     """Render the conversation with `options` (those of ChatTemplate.render) and tokenise it.
 
     include_eos: the mask also covers the special token that ends each of the assistant's turns, as
     a model that learns by imitation needs it. Raises Unsupported (MASK_UNAVAILABLE) when the
     template does not show where the assistant's text stands.
     """
-    (found,) = tokenised_all(
+    (encoded,) = encode_conversations(
         template,
         tokenizer,
         (history,),
@@ -72,10 +72,10 @@ def tokenised(
         include_eos=include_eos,
         **options,
     )
-    return found
+    return encoded
 
 
-def tokenised_all(
+def encode_conversations(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     histories: Iterable[Sequence[Message]],
@@ -84,15 +84,19 @@ def tokenised_all(
     with_offsets: bool = False,
     include_eos: bool = False,
     **options: Any,
-) -> tuple[Rendered, ...]:
+) -> tuple[EncodedConversation, ...]:
     """Encode each conversation as `encode_conversation` does, all of them in one call."""
     histories = tuple(histories)
-    drawn = [_drawn(template, history, options, with_mask=with_mask) for history in histories]
-    codes = tokenizer.encode_all([text for text, _ in drawn])
-    found: list[Rendered] = []
-    for history, (text, spans), ids in zip(histories, drawn, codes, strict=True):
-        if tokenizer.spells_special(_written(history)):
-            text, spans, tokens = _literal(template, tokenizer, history, options, with_mask)
+    rendered = [
+        _render_with_spans(template, history, options, with_mask=with_mask) for history in histories
+    ]
+    codes = tokenizer.encode_all([text for text, _ in rendered])
+    encoded: list[EncodedConversation] = []
+    for history, (text, spans), ids in zip(histories, rendered, codes, strict=True):
+        if tokenizer.spells_special(_all_text(history)):
+            text, spans, tokens = _encode_with_literals(
+                template, tokenizer, history, options, with_mask
+            )
         elif with_mask or with_offsets:
             fast = None if with_offsets else _in_bytes(text, ids, tokenizer)
             tokens = fast or _in_characters(tokenizer.encode(text, trusted=True))
@@ -100,33 +104,33 @@ def tokenised_all(
             nowhere = np.zeros(0, np.int64)
             tokens = _Tokens(np.array(ids, np.int32), nowhere, nowhere)
         mask = _mask(tokens, spans, tokenizer, include_eos=include_eos) if with_mask else None
-        found.append(
-            Rendered(
+        encoded.append(
+            EncodedConversation(
                 text=text,
                 token_ids=tokens.ids,
                 assistant_mask=mask,
                 offsets=np.stack((tokens.starts, tokens.ends), axis=1) if with_offsets else None,
             )
         )
-    return tuple(found)
+    return tuple(encoded)
 
 
 def assistant_spans(
     template: ChatTemplate, history: Sequence[Message], text: str, **options: Any
 ) -> tuple[Span, ...]:
     """Return where a template without generation blocks writes what the assistant says."""
-    found: list[Span] = []
+    spans: list[Span] = []
     contents = content_spans(template, history, text, **options)
     for index, message in enumerate(history):
         if message.role != "assistant":
             continue
         if message.tool_calls or message.reasoning:
-            found.append(_turn_span(template, history, index, text, options))
+            spans.append(_turn_span(template, history, index, text, options))
         elif contents is None:
             raise _no_mask()
         elif index in contents:
-            found.append(contents[index])
-    return tuple(found)
+            spans.append(contents[index])
+    return tuple(spans)
 
 
 def content_spans(
@@ -151,14 +155,14 @@ def content_spans(
     shown = [i for i, mark in marks.items() if mark in marked]
     glues: list[str] = []
     for i in shown:
-        glue, found, marked = marked.partition(marks[i])
-        if not found:
+        glue, mark, marked = marked.partition(marks[i])
+        if not mark:
             return None  # contents stand in another order
         glues.append(glue)
-    return _aligned(text, [*glues, marked], [history[i].text for i in shown], shown)
+    return _locate_contents(text, [*glues, marked], [history[i].text for i in shown], shown)
 
 
-def _aligned(
+def _locate_contents(
     text: str, glues: list[str], contents: list[str], indices: list[int]
 ) -> dict[int, Span] | None:
     """Return the contents' spans in glue, content, glue, ...; None where that is not the text."""
@@ -185,13 +189,13 @@ def _turn_span(
     options: dict[str, Any],
 ) -> Span:
     """Return the span after the opening of the assistant's turn, without what ends the turn."""
-    given = {k: v for k, v in options.items() if k not in _OPENING}
-    before = template.render(history[:index], add_generation_prompt=True, **given)
-    through = template.render(history[: index + 1], add_generation_prompt=False, **given)
+    others = {k: v for k, v in options.items() if k not in _OPENING}
+    before = template.render(history[:index], add_generation_prompt=True, **others)
+    through = template.render(history[: index + 1], add_generation_prompt=False, **others)
     if not (through.startswith(before) and text.startswith(through)):
         raise _no_mask()
     empty = template.render(
-        (*history[:index], Message(role="assistant")), add_generation_prompt=False, **given
+        (*history[:index], Message(role="assistant")), add_generation_prompt=False, **others
     )
     closing = empty.removeprefix(before)
     end = len(through) - (len(closing) if through.endswith(closing) else 0)
@@ -201,7 +205,7 @@ def _turn_span(
 _OPENING = ("add_generation_prompt", "continue_final_message")
 
 
-def _drawn(
+def _render_with_spans(
     template: ChatTemplate, history: Sequence[Message], options: dict[str, Any], *, with_mask: bool
 ) -> tuple[str, tuple[Span, ...]]:
     if not with_mask:
@@ -212,7 +216,7 @@ def _drawn(
     return text, assistant_spans(template, history, text, **options)
 
 
-def _written(history: Sequence[Message]) -> str:
+def _all_text(history: Sequence[Message]) -> str:
     """Join all texts of the messages."""
     texts: list[str] = []
     for message in history:
@@ -223,7 +227,7 @@ def _written(history: Sequence[Message]) -> str:
     return "\n".join(texts)
 
 
-def _literal(
+def _encode_with_literals(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     history: Sequence[Message],
@@ -231,10 +235,10 @@ def _literal(
     with_mask: bool,
 ) -> tuple[str, tuple[Span, ...], _Tokens]:
     """Return the text, spans and tokens of messages that spell special tokens."""
-    plain, _ = _drawn(template, history, options, with_mask=False)
-    guard = absent_character(plain + _written(history))
+    plain, _ = _render_with_spans(template, history, options, with_mask=False)
+    guard = absent_character(plain + _all_text(history))
     safe = tuple(_guarded_message(message, guard, tokenizer) for message in history)
-    text, spans = _drawn(template, safe, options, with_mask=with_mask)
+    text, spans = _render_with_spans(template, safe, options, with_mask=with_mask)
     if text.replace(guard, "") != plain:
         raise Unsupported(
             "A message spells a special token that the chat template reads for its meaning.",
@@ -245,11 +249,11 @@ def _literal(
     offsets: list[Span] = []
     position = 0
     for start, end in (*tokenizer.special_spans(text), (len(text), len(text))):
-        for piece, trusted in ((text[position:start], False), (text[start:end], True)):
+        for part, trusted in ((text[position:start], False), (text[start:end], True)):
             base = sum(len(p) for p in (text[:position].replace(guard, ""),))
             if trusted:
                 base += len(text[position:start].replace(guard, ""))
-            code = tokenizer.encode(piece.replace(guard, ""), trusted=trusted)
+            code = tokenizer.encode(part.replace(guard, ""), trusted=trusted)
             ids += code.ids
             offsets += [(base + first, base + last) for first, last in code.offsets]
         position = end
@@ -262,7 +266,7 @@ def _literal(
 
 def _guarded_message(message: Message, guard: str, tokenizer: Tokenizer) -> Message:
     def safe(text: str) -> str:
-        return guarded(text, guard, tokenizer)
+        return guard_special_tokens(text, guard, tokenizer)
 
     return replace(
         message,

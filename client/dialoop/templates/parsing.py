@@ -90,8 +90,8 @@ class TurnParser:
             return text[position:], "", len(text), False
         begin = role_end + len(self.after_role)
         search = begin
-        while (found := _first(text, self.ends, search)) is not None:
-            end, search = found
+        while (span := _first(text, self.ends, search)) is not None:
+            end, search = span
             for glue in dict.fromkeys((self.glue, "")):
                 after = search + len(glue)
                 if text.startswith(glue, search) and (
@@ -106,8 +106,8 @@ class TurnParser:
         if role == "tool" and self.tool_response is not None:
             contents = split_responses(f"\n{body}", *self.tool_response)
             if contents is not None:
-                made = [Message(role=role, content=content) for content in contents]
-                return [*made[:-1], replace(made[-1], is_complete=is_complete)]
+                messages = [Message(role=role, content=content) for content in contents]
+                return [*messages[:-1], replace(messages[-1], is_complete=is_complete)]
         message = Message(role=role, content=body, is_complete=is_complete)
         if role == "assistant" and self.tool_call is not None:
             rest, calls = split_calls(f"\n{body}", *self.tool_call)
@@ -123,8 +123,8 @@ class TurnParser:
         if first.role != "system":
             return messages
         if self.tools_start and first.text.endswith(self.tools_end):
-            content, found, _ = first.text.rpartition(self.tools_start)
-            first = replace(first, content=content) if found else first
+            content, marker, _ = first.text.rpartition(self.tools_start)
+            first = replace(first, content=content) if marker else first
         if first.text == self.default_system and first.is_complete:
             return messages[1:]
         return [first, *messages[1:]]
@@ -151,9 +151,9 @@ class PrefixParser:
         position = len(_bos(text, special_tokens))
         messages: list[Message] = []
         while position < len(text):
-            role, begin = self._opened(text, position, is_first=not messages)
+            role, begin = self._find_start(text, position, is_first=not messages)
             ends = (own_end, eos) if role == "assistant" else (self.user_end,)
-            end, position = self._ended(text, begin, tuple(dict.fromkeys(filter(None, ends))))
+            end, position = self._find_end(text, begin, tuple(dict.fromkeys(filter(None, ends))))
             content = text[begin:end]
             if role == "assistant":
                 content = content.removeprefix(" ")
@@ -162,7 +162,7 @@ class PrefixParser:
             raise not_parseable("There is no turn in it.")
         return tuple(messages)
 
-    def _opened(self, text: str, position: int, *, is_first: bool) -> tuple[str, int]:
+    def _find_start(self, text: str, position: int, *, is_first: bool) -> tuple[str, int]:
         for role, prefix in (("user", self.user), ("assistant", self.assistant)):
             if text.startswith(prefix, position):
                 return role, position + len(prefix)
@@ -170,11 +170,11 @@ class PrefixParser:
             raise not_parseable(f"At character {position} no turn begins.")
         return "system", position
 
-    def _ended(self, text: str, begin: int, ends: tuple[str, ...]) -> tuple[int, int]:
+    def _find_end(self, text: str, begin: int, ends: tuple[str, ...]) -> tuple[int, int]:
         """Return where the content ends and the next turn begins; equal when nothing ends it."""
         search = begin
-        while (found := _first(text, ends, search)) is not None:
-            end, after = found
+        while (span := _first(text, ends, search)) is not None:
+            end, after = span
             if after == len(text) or text.startswith((self.user, self.assistant), after):
                 return end, after
             search = end + 1
@@ -214,14 +214,15 @@ def parse_tokens(
     special_tokens: SpecialTokens,
 ) -> tuple[Message, ...]:
     """Read token ids as messages; special tokens that are merely spelled are content."""
-    pieces = _pieces(token_ids, tokenizer)
-    whole = "".join(text for text, _ in pieces)
+    parts = _special_and_other_texts(token_ids, tokenizer)
+    whole = "".join(text for text, _ in parts)
     guard = absent_character(whole)
     text = "".join(
-        piece if is_special else guarded(piece, guard, tokenizer) for piece, is_special in pieces
+        part if is_special else guard_special_tokens(part, guard, tokenizer)
+        for part, is_special in parts
     )
-    found = parser.parse(text, special_tokens)
-    return tuple(_unguarded(message, guard) for message in found)
+    messages = parser.parse(text, special_tokens)
+    return tuple(_remove_guard(message, guard) for message in messages)
 
 
 def absent_character(text: str) -> str:
@@ -277,40 +278,42 @@ def _bos(text: str, special_tokens: SpecialTokens) -> str:
 
 def _first(text: str, markers: tuple[str, ...], position: int) -> tuple[int, int] | None:
     """Start and end of the first of the markers from `position` on."""
-    found = ((text.find(marker, position), marker) for marker in markers)
-    starts = [(start, start + len(marker)) for start, marker in found if start >= 0]
+    positions = ((text.find(marker, position), marker) for marker in markers)
+    starts = [(start, start + len(marker)) for start, marker in positions if start >= 0]
     return min(starts, default=None)
 
 
-def _pieces(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+def _special_and_other_texts(
+    token_ids: Sequence[int], tokenizer: Tokenizer
+) -> list[tuple[str, bool]]:
     """Return the text of each special token, and of each run of other tokens."""
-    pieces: list[tuple[str, bool]] = []
+    parts: list[tuple[str, bool]] = []
     run: list[int] = []
     for token in token_ids:
         if tokenizer.is_special(int(token)):
             if run:
-                pieces.append((tokenizer.decode(run), False))
+                parts.append((tokenizer.decode(run), False))
                 run = []
-            pieces.append((tokenizer.decode([int(token)]), True))
+            parts.append((tokenizer.decode([int(token)]), True))
         else:
             run.append(int(token))
     if run:
-        pieces.append((tokenizer.decode(run), False))
-    return pieces
+        parts.append((tokenizer.decode(run), False))
+    return parts
 
 
-def guarded(text: str, guard: str, tokenizer: Tokenizer) -> str:
+def guard_special_tokens(text: str, guard: str, tokenizer: Tokenizer) -> str:
     """Put a guard inside each special token that the text spells, until it spells none."""
     while spans := tokenizer.special_spans(text):
-        pieces, position = [], 0
+        parts, position = [], 0
         for start, _ in spans:
-            pieces.append(text[position : start + 1])
+            parts.append(text[position : start + 1])
             position = start + 1
-        text = guard.join([*pieces, text[position:]])
+        text = guard.join([*parts, text[position:]])
     return text
 
 
-def _unguarded(message: Message, guard: str) -> Message:
+def _remove_guard(message: Message, guard: str) -> Message:
     return replace(
         message,
         role=message.role.replace(guard, ""),
@@ -332,8 +335,8 @@ def split_reasoning(content: str, start: str, end: str) -> tuple[str, str]:
     """Return the reasoning, and the content after it; no reasoning without the two marks."""
     if not content.startswith(start):
         return "", content
-    reasoning, found, rest = content[len(start) :].partition(end)
-    return (reasoning, rest) if found and reasoning else ("", content)
+    reasoning, marker, rest = content[len(start) :].partition(end)
+    return (reasoning, rest) if marker and reasoning else ("", content)
 
 
 def split_calls(content: str, start: str, end: str) -> tuple[str, tuple[ToolCall, ...]]:

@@ -95,12 +95,12 @@ class TemplateRegistry:
         under the name unless `replace`, which makes it the name's next version.
         """
         name = _ALIASES.get(name, name)
-        made = _checked(name, template)
+        checked = _check(name, template)
         reader, keywords = _parser(parser), tuple(model_family_keywords)
-        known = self._entries.get(name) or _builtin_entry(name)
-        if known is not None:
-            old = (known.template.digest, known.parser, known.keywords)
-            if (made.digest, reader, keywords) == old:
+        existing = self._entries.get(name) or _builtin_entry(name)
+        if existing is not None:
+            old = (existing.template.digest, existing.parser, existing.keywords)
+            if (checked.digest, reader, keywords) == old:
                 return self.info(name)
             if not replace:
                 raise AlreadyExists(
@@ -112,7 +112,7 @@ class TemplateRegistry:
             template=ChatTemplate(template, name=name, parser=reader),
             parser=reader,
             keywords=keywords,
-            version=1 if known is None else known.version + 1,
+            version=1 if existing is None else existing.version + 1,
         )
         return self.info(name)
 
@@ -148,9 +148,9 @@ class TemplateRegistry:
         family, else the named one of its family, else chatml.
         """
         if chat_template is not None:
-            found = ChatTemplate(chat_template)
+            template = ChatTemplate(chat_template)
         elif chat_template_name:
-            found = self.get(chat_template_name)
+            template = self.get(chat_template_name)
         elif tokenizer is None:
             raise InvalidInput(
                 "There is neither a tokenizer nor the name of a template.",
@@ -160,8 +160,8 @@ class TemplateRegistry:
         elif tokenizer.chat_template is not None:
             return ChatTemplate.of(tokenizer)
         else:
-            found = self.get(self._family(tokenizer.name))
-        return found if tokenizer is None else found.with_special_tokens_of(tokenizer)
+            template = self.get(self._family(tokenizer.name))
+        return template if tokenizer is None else template.with_special_tokens_of(tokenizer)
 
     def _family(self, tokenizer_name: str) -> str:
         lowered = tokenizer_name.lower()
@@ -193,7 +193,7 @@ def _parser(parser: Parser | Callable[[str], Iterable[Message]] | None) -> Parse
     return FunctionParser(function=parser)
 
 
-def _checked(name: str, source: str) -> ChatTemplate:
+def _check(name: str, source: str) -> ChatTemplate:
     if not name or "/" in name or len(name) > 128:
         raise _invalid(f"The name '{name[:40]}' is empty, too long or has a slash.")
     if len(source) > MAX_SOURCE:

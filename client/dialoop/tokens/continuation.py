@@ -32,21 +32,21 @@ class Past:
     """
 
     history: History
-    spelled: str
+    text: str
     last: int
     content: str
-    ended: str
-    vouched: Mapping[int, str]
+    ending: str
+    known_sampled: Mapping[int, str]
 
     @property
     def sampled(self) -> str:
         """Return the last message as it was sampled."""
-        return self.content + self.ended
+        return self.content + self.ending
 
     @property
     def before(self) -> str:
         """Return the text before the last message."""
-        return self.spelled[: len(self.spelled) - len(self.sampled)]
+        return self.text[: len(self.text) - len(self.sampled)]
 
     def with_contents(self, contents: Mapping[int, str]) -> History:
         """Return the messages; those in `contents` hold nothing but that text."""
@@ -69,10 +69,10 @@ def continuation(
     """
     past, is_same_before = _as_rendered(past, whole, render, normal)
     is_same = is_same_before and _is_what_was_sampled(past, render)
-    if is_same and whole.startswith(past.spelled):
-        return whole[len(past.spelled) :]
-    if past.vouched:
-        follows = _vouched_continuation(past, whole, render)
+    if is_same and whole.startswith(past.text):
+        return whole[len(past.text) :]
+    if past.known_sampled:
+        follows = _continue_known_sampled(past, whole, render)
         if follows is not None:
             return follows
     return ForkCause.TEMPLATE_REWRITES_PAST if is_same else ForkCause.HISTORY_REWRITTEN
@@ -86,15 +86,17 @@ def _as_rendered(
     A tokenizer may change text (Unicode forms, spaces): then only what it makes of the rendered
     text can be compared.
     """
-    if whole.startswith(past.spelled):
+    if whole.startswith(past.text):
         return past, True
     try:
         before = render(past.history[: past.last])
     except DialoopError:
         return past, False
-    told = past.before
-    is_same = told == before or told == normal(before) or normal(told) == normal(before)
-    return (replace(past, spelled=before + past.sampled) if is_same else past), is_same
+    past_text = past.before
+    is_same = (
+        past_text == before or past_text == normal(before) or normal(past_text) == normal(before)
+    )
+    return (replace(past, text=before + past.sampled) if is_same else past), is_same
 
 
 def _is_what_was_sampled(past: Past, render: Render) -> bool:
@@ -103,35 +105,35 @@ def _is_what_was_sampled(past: Past, render: Render) -> bool:
     is_bare = not message.tool_calls and not message.reasoning
     if is_bare and message.text == past.content:
         return True
-    ending = closing(past.history[: past.last], render)
-    if ending is None or not ending.startswith(past.ended):
+    closing_text = closing(past.history[: past.last], render)
+    if closing_text is None or not closing_text.startswith(past.ending):
         return False
     try:
         through = render(past.history[: past.last + 1], add_generation_prompt=False)
     except DialoopError:
         return False
-    return through == past.spelled + ending[len(past.ended) :]
+    return through == past.text + closing_text[len(past.ending) :]
 
 
-def _vouched_continuation(past: Past, whole: str, render: Render) -> str | ForkCause | None:
+def _continue_known_sampled(past: Past, whole: str, render: Render) -> str | ForkCause | None:
     """Continue as if the messages that are known to be sampled held exactly the sampled text.
 
     The template may space that otherwise; if it leaves out some of it, as it does with thinking,
     then it rewrites the past.
     """
-    marks = {index: _MARK.format(index) for index in past.vouched}
+    marks = {index: _MARK.format(index) for index in past.known_sampled}
     try:
         expected = render(past.with_contents(marks))
-        raw = render(past.with_contents(past.vouched))
+        raw = render(past.with_contents(past.known_sampled))
     except DialoopError:
         return None
     for index, mark in marks.items():
         if expected.count(mark) != 1:
             return None
-        expected = expected.replace(mark, past.vouched[index])
-    if not expected.startswith(past.spelled):
+        expected = expected.replace(mark, past.known_sampled[index])
+    if not expected.startswith(past.text):
         return None
     if "".join(raw.split()) != "".join(expected.split()):
         return ForkCause.TEMPLATE_REWRITES_PAST
-    follows = expected[len(past.spelled) :]
+    follows = expected[len(past.text) :]
     return follows if whole.endswith(follows) else None

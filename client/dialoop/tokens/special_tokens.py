@@ -34,7 +34,7 @@ def only_in_contents(history: History, tokenizer: Tokenizer) -> bool:
     return not spells_special(bare, tokenizer)
 
 
-def contents_literal(pieces: tuple[Piece, ...], tokenizer: Tokenizer) -> tuple[Piece, ...]:
+def mark_literal_contents(pieces: tuple[Piece, ...], tokenizer: Tokenizer) -> tuple[Piece, ...]:
     """Return the same pieces; contents that look like a special token become literal."""
     return tuple(
         replace(p, is_literal=p.message_index is not None and tokenizer.spells_special(p.text))
@@ -42,7 +42,7 @@ def contents_literal(pieces: tuple[Piece, ...], tokenizer: Tokenizer) -> tuple[P
     )
 
 
-def defused(
+def pieces_with_literals(
     whole: str, history: History, render: Render, tokenizer: Tokenizer, source: Source
 ) -> tuple[Piece, ...]:
     """Cut the rendered text into pieces; special tokens that messages spell become literal.
@@ -57,12 +57,12 @@ def defused(
             text = f"{text[:start]}\ufdd6{len(spelled) - 1}\ufdd7{text[end:]}"
         return text
 
-    marked = History(tuple(_mapped(message, safe) for message in history))
+    marked = History(tuple(_map_texts(message, safe) for message in history))
     try:
         parts = _MARK.split(render(marked))
     except DialoopError:
         parts = []
-    texts = [_spelled(spelled, int(p)) if i % 2 else p for i, p in enumerate(parts)]
+    texts = [_text_at(spelled, int(p)) if i % 2 else p for i, p in enumerate(parts)]
     if "".join(texts) != whole:
         raise Unsupported(
             "A message spells a special token, and this template does more than show it.",
@@ -74,7 +74,7 @@ def defused(
     )
 
 
-def _spelled(spelled: list[str], number: int) -> str:
+def _text_at(spelled: list[str], number: int) -> str:
     return spelled[number] if number < len(spelled) else ""
 
 
@@ -86,11 +86,11 @@ def _texts(message: Message) -> Iterator[str]:
         seen.append(text)
         return text
 
-    _mapped(message, keep)
+    _map_texts(message, keep)
     yield from seen
 
 
-def _mapped(message: Message, change: Callable[[str], str]) -> Message:
+def _map_texts(message: Message, change: Callable[[str], str]) -> Message:
     content = message.content
     if not isinstance(content, str):
         content = tuple(replace(p, text=change(p.text)) if p.text else p for p in content)
@@ -107,14 +107,14 @@ def _mapped(message: Message, change: Callable[[str], str]) -> Message:
                 call,
                 name=change(call.name),
                 id=change(call.id),
-                arguments_json=change(_unescaped(call.arguments_json)),
+                arguments_json=change(_unescape(call.arguments_json)),
             )
             for call in message.tool_calls
         ),
     )
 
 
-def _unescaped(arguments_json: str) -> str:
+def _unescape(arguments_json: str) -> str:
     """Return arguments without escapes that hide what they spell, as templates show them."""
     if "\\u" not in arguments_json:
         return arguments_json

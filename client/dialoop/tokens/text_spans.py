@@ -69,8 +69,8 @@ def cut(
     """
     # The last messages alone mostly render alike, and cheaper; whether they do, the fit tells.
     for first in dict.fromkeys((max(0, start - 2), 0)):
-        marked = _marked(history, first, start, render)
-        pieces = None if marked is None else _fitted(text, history, *marked, source)
+        marked = _render_marked(history, first, start, render)
+        pieces = None if marked is None else _fit(text, history, *marked, source)
         if pieces is not None:
             return pieces
     return None
@@ -87,10 +87,14 @@ def uncut(
 def after(pieces: Iterable[Piece], num_chars: int) -> Iterator[Piece]:
     """Yield the pieces without their first `num_chars` characters."""
     for piece in pieces:
-        gone = min(num_chars, len(piece.text))
-        num_chars -= gone
-        start = None if piece.char_start is None else piece.char_start + gone
-        yield replace(piece, text=piece.text[gone:], char_start=start) if gone else piece
+        num_dropped = min(num_chars, len(piece.text))
+        num_chars -= num_dropped
+        start = None if piece.char_start is None else piece.char_start + num_dropped
+        yield (
+            replace(piece, text=piece.text[num_dropped:], char_start=start)
+            if num_dropped
+            else piece
+        )
 
 
 def closing(history: History, render: Render) -> str | None:
@@ -108,7 +112,7 @@ def source_of(message: Message) -> Source:
     return Source.TOOL if message.role == "tool" else Source.ENVIRONMENT
 
 
-def _marked(
+def _render_marked(
     history: History, first: int, start: int, render: Render
 ) -> tuple[list[str], list[_Slot]] | None:
     """Return the template's text around the contents after message `start - 1`, and those."""
@@ -117,9 +121,11 @@ def _marked(
         messages[start - 1 - first] = Message(role=history[start - 1].role, content=ANCHOR)
     slots: list[_Slot] = []
     for index in range(start, len(history)):
-        found = list(_slots(history[index], index))
-        messages[index - first] = _filled(history[index], [slot.mark for slot in found])
-        slots += found
+        message_slots = list(_slots(history[index], index))
+        messages[index - first] = _replace_texts(
+            history[index], [slot.mark for slot in message_slots]
+        )
+        slots += message_slots
     try:
         rest = render(History(tuple(messages)))
     except DialoopError:
@@ -152,7 +158,7 @@ def _slots(message: Message, index: int) -> Iterator[_Slot]:
         position += len(text)
 
 
-def _filled(message: Message, marks: list[str]) -> Message:
+def _replace_texts(message: Message, marks: list[str]) -> Message:
     """Return the message with marks in the place of its texts."""
     if isinstance(message.content, str):
         return replace(message, content=marks[0]) if marks else message
@@ -161,7 +167,7 @@ def _filled(message: Message, marks: list[str]) -> Message:
     return replace(message, content=parts)
 
 
-def _fitted(
+def _fit(
     text: str, history: History, glues: list[str], slots: list[_Slot], source: Source | None
 ) -> tuple[Piece, ...] | None:
     """Cut the text where the template's own text ends; return None where that does not add up."""
@@ -174,7 +180,7 @@ def _fitted(
         end = _end_of(text, position, slot.text, glue, is_last)
         shown = text[position : max(end, 0)]
         start = slot.text.find(shown)
-        if end < position or (start < 0 and shown != _escaped(slot.text)):
+        if end < position or (start < 0 and shown != _escape(slot.text)):
             return None
         pieces.append(
             Piece(
@@ -186,10 +192,10 @@ def _fitted(
         )
         pieces.append(Piece(text=glue, source=Source.TEMPLATE))
         position = end + len(glue)
-    return tuple(_joined(pieces)) if position == len(text) else None
+    return tuple(_join(pieces)) if position == len(text) else None
 
 
-def _joined(pieces: list[Piece]) -> list[Piece]:
+def _join(pieces: list[Piece]) -> list[Piece]:
     """Drop empty pieces, and join parts of one content that touch."""
     joined: list[Piece] = []
     for piece in (piece for piece in pieces if piece.text):
@@ -201,11 +207,11 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
     return joined
 
 
-def _touch(one: Piece, other: Piece) -> bool:
-    if one.message_index is None or one.char_start is None:
+def _touch(first: Piece, second: Piece) -> bool:
+    if first.message_index is None or first.char_start is None:
         return False
-    end = one.char_start + len(one.text)
-    return (one.message_index, end) == (other.message_index, other.char_start)
+    end = first.char_start + len(first.text)
+    return (first.message_index, end) == (second.message_index, second.char_start)
 
 
 def _end_of(text: str, position: int, content: str, glue: str, is_last: bool) -> int:
@@ -217,6 +223,6 @@ def _end_of(text: str, position: int, content: str, glue: str, is_last: bool) ->
     return text.find(glue, position)
 
 
-def _escaped(content: str) -> str:
+def _escape(content: str) -> str:
     """Return the content as templates show a tool's text in JSON."""
     return json.dumps(content, ensure_ascii=False)[1:-1]

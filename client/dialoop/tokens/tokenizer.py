@@ -143,21 +143,21 @@ class Tokenizer:
         Long texts are cut before special tokens, which nothing merges with, and shared by cores.
         """
         cut = [self._cut(text) for text in texts]
-        pieces = [piece for one in cut for piece in one]
-        codes = iter(self._trusting.encode_batch_fast(pieces, add_special_tokens=False))
-        return [[number for _ in one for number in next(codes).ids] for one in cut]
+        flat = [part for parts in cut for part in parts]
+        codes = iter(self._trusting.encode_batch_fast(flat, add_special_tokens=False))
+        return [[number for _ in parts for number in next(codes).ids] for parts in cut]
 
     def _cut(self, text: str) -> list[str]:
         """Cut the text into pieces of some thousand characters."""
-        pieces: list[str] = []
+        parts: list[str] = []
         position = 0
         while self._has_plain_specials and len(text) - position > 2 * _PIECE:
-            found = self._special.search(text, position + _PIECE)
-            if found is None:
+            match = self._special.search(text, position + _PIECE)
+            if match is None:
                 break
-            pieces.append(text[position : found.start()])
-            position = found.start()
-        return [*pieces, text[position:]]
+            parts.append(text[position : match.start()])
+            position = match.start()
+        return [*parts, text[position:]]
 
     @cached_property
     def _has_plain_specials(self) -> bool:
@@ -171,9 +171,9 @@ class Tokenizer:
 
         Only where the tokenizer is byte-level and changes no text but to NFC.
         """
-        described = json.loads(self._trusting.to_str())
-        normalizer = (described.get("normalizer") or {"type": "NFC"}).get("type")
-        if (described.get("decoder") or {}).get("type") != "ByteLevel" or normalizer != "NFC":
+        description = json.loads(self._trusting.to_str())
+        normalizer = (description.get("normalizer") or {"type": "NFC"}).get("type")
+        if (description.get("decoder") or {}).get("type") != "ByteLevel" or normalizer != "NFC":
             return None
         added = self._trusting.get_added_tokens_decoder()
         lengths = np.zeros(self.vocab_size, np.int64)
@@ -193,19 +193,27 @@ class Tokenizer:
     def decode_more(self, text: str, ids: Sequence[int] | Ids, more: Sequence[int]) -> str:
         """Return the text of `ids` and `more`, from that of `ids`; it costs as much as `more`."""
         window = [int(i) for i in ids[-_WINDOW:]]
-        told = self.decode(window)
+        window_text = self.decode(window)
         whole = self.decode([*window, *more])
-        if not told or told.endswith(_REPLACEMENT) or not whole.startswith(told):
+        if (
+            not window_text
+            or window_text.endswith(_REPLACEMENT)
+            or not whole.startswith(window_text)
+        ):
             return self.decode([*(int(i) for i in ids), *more])
-        return text + whole[len(told) :]
+        return text + whole[len(window_text) :]
 
     def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
         """Return what `ids` spell after the tokens `before` them; some decoders look back."""
-        told = self.decode(before)
+        text_before = self.decode(before)
         whole = self.decode([*before, *ids])
-        if not told or told.endswith(_REPLACEMENT) or not whole.startswith(told):
+        if (
+            not text_before
+            or text_before.endswith(_REPLACEMENT)
+            or not whole.startswith(text_before)
+        ):
             return self.decode(ids)
-        return whole[len(told) :]
+        return whole[len(text_before) :]
 
     def single_token(self, text: str) -> int | None:
         """Return the id of `text` when it is one token that nothing can split, else None."""
@@ -234,7 +242,7 @@ class RunningText:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         # What was told last, for decoders that look back, and what has not been told yet.
-        self._told: list[int] = []
+        self._emitted: list[int] = []
         self._waiting: list[int] = []
 
     def add(self, token_ids: Iterable[int]) -> str:
@@ -242,18 +250,18 @@ class RunningText:
         self._waiting.extend(token_ids)
         if not self._waiting or not self._ends_whole():
             return ""
-        told = self._tokenizer.decode(self._told)
-        text = self._tokenizer.decode(self._told + self._waiting)
+        emitted = self._tokenizer.decode(self._emitted)
+        text = self._tokenizer.decode(self._emitted + self._waiting)
         if text.endswith(_REPLACEMENT):
             return ""
-        if not text.startswith(told):  # the new bytes spoilt a character that was told
-            told, text = "", self._tokenizer.decode(self._waiting)
-        self._told, self._waiting = self._waiting, []
-        return text[len(told) :]
+        if not text.startswith(emitted):  # the new bytes spoilt a character that was told
+            emitted, text = "", self._tokenizer.decode(self._waiting)
+        self._emitted, self._waiting = self._waiting, []
+        return text[len(emitted) :]
 
     def _ends_whole(self) -> bool:
         """Return whether the last character is complete, judged by the last tokens alone."""
-        recent = (self._told + self._waiting)[-_MAX_TOKENS_PER_CHARACTER:]
+        recent = (self._emitted + self._waiting)[-_MAX_TOKENS_PER_CHARACTER:]
         return any(
             not self._tokenizer.decode(recent[start:]).endswith(_REPLACEMENT)
             for start in range(len(recent))

@@ -85,7 +85,7 @@ def token_table(row: Row, sequence: Row, tokenizer: Tokenizer | None) -> Table:
                     _number(advantage, 3),
                     f"{segment['lineage']}-{segment['policy_version']}",
                 ]
-            token = _spelled(sequence["token_ids"][index], tokenizer)
+            token = _token_text(sequence["token_ids"][index], tokenizer)
             style = STYLES[source]
             table.add_row(str(index), Text(token, style=style), source.name.lower(), *cells)
     return table
@@ -106,7 +106,7 @@ def legend() -> Text:
     return Text(" ").join(parts)
 
 
-def _spelled(token_id: int, tokenizer: Tokenizer | None) -> str:
+def _token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
     """Return a token's text in Python's notation, which shows spaces and line ends; else its id."""
     return str(token_id) if tokenizer is None else repr(tokenizer.decode([token_id]))[1:-1]
 

@@ -75,7 +75,7 @@ def _turn(row: Any) -> TurnView:
     return TurnView(
         tokens=Tokens(**{p: _ids(getattr(tokens, p)) for p in _PARTS}),
         log_probs=LogProbs(
-            **{p: _known(getattr(log_probs, p)) for p in _PARTS},
+            **{p: _without_unknown(getattr(log_probs, p)) for p in _PARTS},
             temperature_scaled=bool(row["temperature_scaled"]),
             distribution=next((d for d in Distribution if d == int(row["distribution"])), None),
         ),
@@ -97,15 +97,15 @@ def _tokens(torch: Any, tokens: Tokens) -> dict[str, Any]:
 
 
 def _log_probs(torch: Any, view: TurnView) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for part in _PARTS:
         row, ids = getattr(view.log_probs, part), getattr(view.tokens, part)
         if row is not None and ids is not None:
-            found[part] = torch.from_numpy(row.aligned(len(ids)))
-    return found
+            columns[part] = torch.from_numpy(row.align(len(ids)))
+    return columns
 
 
-def _known(values: Any) -> LogProbRow | None:
+def _without_unknown(values: Any) -> LogProbRow | None:
     """Return the values without the unknown ones before them."""
     if values is None:
         return None
@@ -121,11 +121,11 @@ def _known(values: Any) -> LogProbRow | None:
 
 
 def _history(torchrl: Any, history: ChatHistory) -> Any:
-    given = {part: getattr(history, part) for part in _PARTS}
+    parts = {part: getattr(history, part) for part in _PARTS}
     return torchrl.ChatHistory(
         **{
             part: torchrl.History.from_chats(_plain(messages))
-            for part, messages in given.items()
+            for part, messages in parts.items()
             if messages is not None
         }
     )

@@ -20,7 +20,7 @@ from dialoop.environments.modes import Text, Tokens
 from dialoop.errors import InvalidInput, NotFound, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Source
-from dialoop.templates.masks import tokenised
+from dialoop.templates.masks import encode_conversation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as AnySequence
@@ -66,7 +66,7 @@ class LogProbRow:
 
     __hash__ = None  # type: ignore[assignment]  # holds an array
 
-    def aligned(self, length: int) -> Floats:
+    def align(self, length: int) -> Floats:
         """Return a value for each of `length` tokens, float32 [length]; NaN where unknown."""
         if self.start < 0 or self.start + len(self.values) > length:
             raise InvalidInput(
@@ -195,7 +195,7 @@ def tokens_of_text(text: Text, tokenizer: Tokenizer) -> Tokens:
         if text.response is not None:
             response = tokenizer.encode(text.response, trusted=True).ids
         return Tokens(prompt=prompt_ids, response=response, full=full_ids)
-    return _parted(prompt_ids, full_ids)
+    return _tokens_of_parts(prompt_ids, full_ids)
 
 
 def text_of_history(history: ChatHistory, template: ChatTemplate, **options: Any) -> Text:
@@ -221,32 +221,32 @@ def tokens_of_history(
 
     def ids(part: History, opens: bool) -> tuple[int, ...]:
         options["add_generation_prompt"] = opens
-        found = tokenised(template, tokenizer, part, with_mask=False, **options)
-        return tuple(found.token_ids.tolist())
+        encoded = encode_conversation(template, tokenizer, part, with_mask=False, **options)
+        return tuple(encoded.token_ids.tolist())
 
     prompt = None if history.prompt is None else ids(history.prompt, True)
     full = None if history.full is None else ids(history.full, False)
     if prompt is None or full is None:
         return Tokens(prompt=prompt, full=full)
-    return _parted(prompt, full)
+    return _tokens_of_parts(prompt, full)
 
 
 def history_of_text(text: Text, template: ChatTemplate) -> ChatHistory:
     """Parse rendered text; raise PreconditionFailed (NO_PARSER) where the format has no parser."""
-    prompt = None if text.prompt is None else _unopened(History(template.parse(text.prompt)))
+    prompt = None if text.prompt is None else _drop_opening(History(template.parse(text.prompt)))
     full = None if text.full is None else History(template.parse(text.full))
-    return _answered(prompt, full)
+    return _history_of_parts(prompt, full)
 
 
 def history_of_tokens(tokens: Tokens, template: ChatTemplate, tokenizer: Tokenizer) -> ChatHistory:
     """Parse ids: only ids of special tokens open and close turns."""
 
-    def parsed(ids: AnySequence[int]) -> History:
+    def parse(ids: AnySequence[int]) -> History:
         return History(template.parse_tokens(ids, tokenizer))
 
-    prompt = None if tokens.prompt is None else _unopened(parsed(tokens.prompt))
-    full = None if tokens.full is None else parsed(tokens.full)
-    return _answered(prompt, full)
+    prompt = None if tokens.prompt is None else _drop_opening(parse(tokens.prompt))
+    full = None if tokens.full is None else parse(tokens.full)
+    return _history_of_parts(prompt, full)
 
 
 def _view(
@@ -291,20 +291,20 @@ def _turn_history(history: History, index: int | None) -> ChatHistory | None:
     return ChatHistory(prompt=history[:index]).respond(history[index])
 
 
-def _parted(prompt: tuple[int, ...], full: tuple[int, ...]) -> Tokens:
+def _tokens_of_parts(prompt: tuple[int, ...], full: tuple[int, ...]) -> Tokens:
     if full[: len(prompt)] != prompt:
         raise _not_prefix("ids")
     return Tokens(prompt=prompt, response=full[len(prompt) :], full=full)
 
 
-def _unopened(history: History) -> History:
+def _drop_opening(history: History) -> History:
     """Drop a last message that is only the opening of a turn."""
     last = history[-1] if len(history) else None
     is_opening = last is not None and not last.is_complete and not last.text
     return history[:-1] if is_opening else history
 
 
-def _answered(prompt: History | None, full: History | None) -> ChatHistory:
+def _history_of_parts(prompt: History | None, full: History | None) -> ChatHistory:
     if prompt is None or full is None:
         return ChatHistory(prompt=prompt, full=full)
     if not full.starts_with(prompt):
@@ -312,10 +312,10 @@ def _answered(prompt: History | None, full: History | None) -> ChatHistory:
     return ChatHistory(prompt=prompt).respond(*full[len(prompt) :])
 
 
-def _same(one: Mask | None, other: Mask | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return np.array_equal(one, other)
+def _same(left: Mask | None, right: Mask | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return np.array_equal(left, right)
 
 
 def _not_prefix(unit: str) -> PreconditionFailed:

@@ -47,7 +47,7 @@ class FieldRow:
     spreads: bool = False
 
 
-def one(codec: Codec[Any, Any], *, wire: str = "") -> FieldRow:
+def submessage(codec: Codec[Any, Any], *, wire: str = "") -> FieldRow:
     """Return the row of a nested message."""
     return FieldRow(codec.to_proto, codec.from_proto, wire)
 
@@ -57,7 +57,7 @@ def many(codec: Codec[Any, Any], *, wire: str = "") -> FieldRow:
     return FieldRow(codec.to_proto, codec.from_proto, wire, is_many=True)
 
 
-def renamed(wire: str) -> FieldRow:
+def wire_name(wire: str) -> FieldRow:
     """Return the row of a list of numbers or texts that has another name in the message."""
     return FieldRow(_same, tuple, wire)
 
@@ -193,10 +193,10 @@ def _same(value: Any) -> Any:
 
 def _row_of(descriptor: Any) -> FieldRow:
     """Return the row of a field that the table does not list."""
-    nested = descriptor.message_type
-    if nested is not None and nested.GetOptions().map_entry:
+    nested_type = descriptor.message_type
+    if nested_type is not None and nested_type.GetOptions().map_entry:
         return FieldRow(dict, dict)
-    if nested is not None or descriptor.enum_type is not None:
+    if nested_type is not None or descriptor.enum_type is not None:
         raise TypeError(f"{descriptor.full_name} is a message or an enum: its codec needs a row.")
     return FieldRow(_same, tuple if descriptor.is_repeated else _same)
 

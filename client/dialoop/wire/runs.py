@@ -8,7 +8,7 @@ from dialoop.sequences import Source
 from dialoop.text_environment.history import TextHistory, TextSegment
 from dialoop.trials.trial import Action, MaskScope, PlayedEpisode, PlayedStep, Trial, TrialResult
 from dialoop.v1 import environment_service_pb2 as pb
-from dialoop.wire.codec import Codec, FieldRow, enum, many, one, renamed
+from dialoop.wire.codec import Codec, FieldRow, enum, many, submessage, wire_name
 from dialoop.wire.messages import HISTORY, message_to_proto
 from dialoop.wire.records import FAILURE, POLICY_VERSION
 
@@ -49,7 +49,7 @@ TEXT_SEGMENT = Codec(
     TextSegment,
     pb.TextSegment,
     source=enum(Source),
-    logprobs=renamed("inference_logprobs"),
+    logprobs=wire_name("inference_logprobs"),
     versions=FieldRow(_run_to_proto, _run_from_proto, "policy_runs", is_many=True),
 )
 TEXT_HISTORY = Codec(
@@ -58,14 +58,14 @@ TEXT_HISTORY = Codec(
 STEP = Codec(
     PlayedStep,
     pb.TrialStep,
-    prompt_ids=renamed("prompt_token_ids"),
+    prompt_ids=wire_name("prompt_token_ids"),
     action=FieldRow(_action_to_proto, _action_from_proto, spreads=True),
 )
 EPISODE = Codec(
     PlayedEpisode,
     pb.TrialEpisode,
     steps=many(STEP),
-    messages=one(HISTORY),
+    messages=submessage(HISTORY),
     failures=many(FAILURE),
 )
 text_history_from_proto = TEXT_HISTORY.from_proto

@@ -112,7 +112,7 @@ async def test_an_episode_that_cannot_begin_is_unavailable_without_its_text():
         from dialoop.environments import Given
 
         with pytest.raises(Exception, match="error_id") as caught:
-            await client.reset("s", episode=1, given=Given(query="refuse"))
+            await client.reset("s", episode=1, question=Given(query="refuse"))
         assert caught.value.reason == "ENVIRONMENT_UNAVAILABLE"
         assert "secret" not in str(caught.value)
         assert texts(await client.reset("s", episode=1, task_key="3")) == ["seed 3"]

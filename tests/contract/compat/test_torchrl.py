@@ -107,8 +107,8 @@ async def test_what_of_theirs_fails_is_a_failure_without_its_text():
 
 async def test_a_callers_question_is_played_too():
     async with at("sdk", environment()) as client:
-        given = Given(query="What is 1+1?", data={"answer": "2"})
-        assert texts(await opened(client, "theirs", given=given))[1] == "What is 1+1?"
+        question = Given(query="What is 1+1?", data={"answer": "2"})
+        assert texts(await opened(client, "theirs", question=question))[1] == "What is 1+1?"
         (outcome,) = await play(client, "2")
         assert outcome.rewards[0].value == 1.0
 

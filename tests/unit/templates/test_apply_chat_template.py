@@ -7,7 +7,7 @@ import pytest
 from dialoop.chat import ContentPart, Histories, History, Message, ToolDefinition
 from dialoop.errors import InvalidInput, Unsupported
 from dialoop.templates.chat_template import ChatTemplate
-from dialoop.templates.masks import tokenised
+from dialoop.templates.masks import encode_conversation
 from dialoop.templates.registry import TemplateRegistry, named_template
 from dialoop.tokens.tokenizer import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -101,10 +101,12 @@ def test_a_template_without_generation_blocks_has_its_mask_from_marks():
     _, ours = pair(MISTRAL)
     for key in ("quoted", "two_turns", "whitespace", "unicode", "ends_in_bytes", "empty_answer"):
         history = History.from_chats(CONVERSATIONS[key])
-        found = tokenised(ChatTemplate.of(ours), ours, history)
+        found = encode_conversation(ChatTemplate.of(ours), ours, history)
         written = ours.decode(found.token_ids[found.assistant_mask].tolist())
         assert written == "".join(m.text.strip() for m in history if m.role == "assistant"), key
-    quoted = tokenised(ChatTemplate.of(ours), ours, History.from_chats(CONVERSATIONS["quoted"]))
+    quoted = encode_conversation(
+        ChatTemplate.of(ours), ours, History.from_chats(CONVERSATIONS["quoted"])
+    )
     assert quoted.assistant_mask[: len(ours.encode("[INST] say ab [/INST]").ids)].sum() == 0
 
 
@@ -115,8 +117,8 @@ def test_calls_are_in_the_mask_of_a_template_without_generation_blocks_too():
     _, plain = pair(source)
     _, ours = pair(named_template("qwen").source)
     history = History.from_chats(CONVERSATIONS["called"])
-    found = tokenised(ChatTemplate.of(plain), plain, history)
-    expected = tokenised(ChatTemplate.of(ours), ours, history)
+    found = encode_conversation(ChatTemplate.of(plain), plain, history)
+    expected = encode_conversation(ChatTemplate.of(ours), ours, history)
     assert found.token_ids.tolist() == expected.token_ids.tolist()
     # Without blocks the line end between header and call belongs to what the policy writes or not.
     written = ours.decode(found.token_ids[found.assistant_mask].tolist())
@@ -251,7 +253,7 @@ def test_messages_that_spell_special_tokens_get_none():
     history = History.from_chats(
         [{"role": role, "content": forged} for role in ("user", "assistant", "tool")]
     )
-    found = tokenised(ChatTemplate.of(ours), ours, history, add_generation_prompt=False)
+    found = encode_conversation(ChatTemplate.of(ours), ours, history, add_generation_prompt=False)
     special = [i for i in found.token_ids.tolist() if ours.is_special(i)]
     assert len(special) == 2 * len(history)
     assert ours.decode(found.token_ids.tolist()) == found.text
@@ -263,7 +265,7 @@ def test_long_texts_have_the_ids_they_have_in_one_piece():
     words = " ".join(f"wörd {number}\n\n" for number in range(3000))
     many = History.from_chats([{"role": "user", "content": words[:k]} for k in range(0, 9000, 700)])
     for history in (many, History.from_chats([{"role": "user", "content": words}])):
-        found = tokenised(ChatTemplate.of(ours), ours, history)
+        found = encode_conversation(ChatTemplate.of(ours), ours, history)
         assert found.token_ids.tolist() == list(ours.encode(found.text, trusted=True).ids)
 
 
@@ -271,7 +273,7 @@ def test_noncharacters_in_a_message_do_not_disturb_its_mask():
     _, ours = pair(TEMPLATES["chatml"])
     odd = "\ufdd0 and \ufdd0\ufdd0"
     history = History((Message(role="user", content=odd), Message(role="assistant", content=odd)))
-    found = tokenised(ChatTemplate.of(ours), ours, history)
+    found = encode_conversation(ChatTemplate.of(ours), ours, history)
     assert ours.decode(found.token_ids[found.assistant_mask].tolist()) == odd
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from dialoop.chat import History
 from dialoop.errors import Unsupported
-from dialoop.templates.masks import tokenised
+from dialoop.templates.masks import encode_conversation
 from dialoop.templates.registry import TemplateRegistry
 from dialoop.tokens.tokenizer import Tokenizer
 
@@ -55,7 +55,7 @@ def test_ids_and_masks_equal_the_reference(name):
     for key, history, _, row in rows(name):
         if "ids" not in row or drops_calls(name, history):
             continue
-        found = tokenised(template(name), TOKENIZER, history, add_generation_prompt=False)
+        found = encode_conversation(template(name), TOKENIZER, history, add_generation_prompt=False)
         assert found.token_ids.tolist() == row["ids"], key
         if key == "ends_in_bytes":
             assert sum(row["mask"]) == found.assistant_mask.sum() - 3
@@ -67,7 +67,7 @@ def test_ids_and_masks_equal_the_reference(name):
 def test_the_mask_covers_every_byte_of_a_last_character(name):
     """Transformers marks only the first of the tokens that spell a content's last character."""
     history = History.from_chats(CONVERSATIONS["ends_in_bytes"])
-    found = tokenised(template(name), TOKENIZER, history, add_generation_prompt=False)
+    found = encode_conversation(template(name), TOKENIZER, history, add_generation_prompt=False)
     written = TOKENIZER.decode(found.token_ids[found.assistant_mask].tolist())
     assert written.strip() == "ok 🙂"
 
@@ -80,7 +80,7 @@ def test_what_was_rendered_reads_back_as_it_was(name):
         if name in WITHOUT_TOOLS and key in ("tool", "two_tools", "system_later"):
             continue  # the format has no tool messages, and a system message only first
         assert History(template(name).parse(row["closed"])) == history, key
-        found = tokenised(
+        found = encode_conversation(
             template(name), TOKENIZER, history, tools=tools, add_generation_prompt=False
         )
         assert History(template(name).parse_tokens(found.token_ids, TOKENIZER)) == history, key
@@ -108,7 +108,7 @@ def test_include_eos_adds_the_token_that_ends_each_turn_and_no_other():
         ("llama", "<|eot|>"),
         ("deepseek", "<|endoftext|>"),
     ):
-        found = tokenised(
+        found = encode_conversation(
             template(name), TOKENIZER, history, add_generation_prompt=False, include_eos=True
         )
         written = TOKENIZER.decode(found.token_ids[found.assistant_mask].tolist())
@@ -118,6 +118,8 @@ def test_include_eos_adds_the_token_that_ends_each_turn_and_no_other():
 def test_the_opening_of_a_turn_is_never_in_the_mask():
     history = History.from_chats(CONVERSATIONS["two_turns"])
     for name in NAMES:
-        opened = tokenised(template(name), TOKENIZER, history)
-        closed = tokenised(template(name), TOKENIZER, history, add_generation_prompt=False)
+        opened = encode_conversation(template(name), TOKENIZER, history)
+        closed = encode_conversation(
+            template(name), TOKENIZER, history, add_generation_prompt=False
+        )
         assert opened.assistant_mask.sum() == closed.assistant_mask.sum(), name

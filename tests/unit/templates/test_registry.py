@@ -7,7 +7,7 @@ from dialoop.chat import History, Message
 from dialoop.compat import names as compat
 from dialoop.errors import AlreadyExists, InvalidInput, NotFound
 from dialoop.templates.declared_parser import TemplateParser
-from dialoop.templates.masks import tokenised
+from dialoop.templates.masks import encode_conversation
 from dialoop.templates.registry import TemplateRegistry
 from dialoop.tokens.tokenizer import Tokenizer
 
@@ -58,9 +58,11 @@ def test_the_document_s_llama_example_renders_masks_and_reads_back():
     ours = tokenizer("meta-llama/Llama-2-7b-chat-hf")
     template = registry.choose(ours)
     for opens in (True, False):
-        found = tokenised(template, ours, HELLO, add_generation_prompt=opens)
+        found = encode_conversation(template, ours, HELLO, add_generation_prompt=opens)
         assert ours.decode(found.token_ids[found.assistant_mask].tolist()) == "Hi there!"
-        ended = tokenised(template, ours, HELLO, include_eos=True, add_generation_prompt=opens)
+        ended = encode_conversation(
+            template, ours, HELLO, include_eos=True, add_generation_prompt=opens
+        )
         assert ours.decode(ended.token_ids[ended.assistant_mask].tolist()) == "Hi there!</s>"
     text = HELLO.apply_chat_template(ours, registry=registry, add_generation_prompt=False)
     assert History.from_text(text, ours, registry=registry) == HELLO

@@ -276,7 +276,7 @@ def test_a_parsed_message_that_was_changed_forks(end):
     played.client_says(tool_calls=(call,))
     played.hear(("tool", "3"))
     assert played.prompt().fork_cause is ForkCause.HISTORY_REWRITTEN
-    assert played.prompt(vouched={0}).fork_cause is ForkCause.HISTORY_REWRITTEN
+    assert played.prompt(known_sampled={0}).fork_cause is ForkCause.HISTORY_REWRITTEN
 
 
 @pytest.mark.parametrize("added", [" more", "\n"])
@@ -301,35 +301,35 @@ def test_a_message_spelled_otherwise_forks_unless_the_caller_vouches_for_it():
     played = spaced_otherwise()
     played.hear(("tool", "3"))
     assert played.prompt().fork_cause is ForkCause.HISTORY_REWRITTEN
-    prompt = played.prompt(vouched={1})
+    prompt = played.prompt(known_sampled={1})
     assert prompt.fork_cause is ForkCause.NONE
     assert prompt.sequence.token_ids.tolist()[: len(played.sequences[-1])] == (
         played.sequences[-1].token_ids.tolist()
     )
-    played.say("so", vouched={1})
+    played.say("so", known_sampled={1})
     played.hear(("tool", "4"))
-    assert played.prompt(vouched={1}).fork_cause is ForkCause.NONE
+    assert played.prompt(known_sampled={1}).fork_cause is ForkCause.NONE
     assert played.prompt().fork_cause is ForkCause.HISTORY_REWRITTEN
 
 
 def test_a_client_that_drops_the_thinking_continues_when_it_vouches():
     played = spaced_otherwise(reasoning="")
     played.hear(("tool", "3"))
-    assert played.prompt(vouched={1}).fork_cause is ForkCause.NONE
+    assert played.prompt(known_sampled={1}).fork_cause is ForkCause.NONE
 
 
 def test_thinking_that_the_template_strips_forks_whoever_vouches():
     played = spaced_otherwise()
     played.hear(("user", "and?"))
-    cause = played.prompt(vouched={1}).fork_cause
+    cause = played.prompt(known_sampled={1}).fork_cause
     assert cause is ForkCause.TEMPLATE_REWRITES_PAST
 
 
-def test_a_vouched_message_does_not_cover_for_another_that_changed():
+def test_a_message_known_to_be_sampled_does_not_cover_for_another_that_changed():
     played = spaced_otherwise()
     played.hear(("tool", "3"))
     played.history = History((Message(role="user", content="z"), *played.history.messages[1:]))
-    assert played.prompt(vouched={1}).fork_cause is ForkCause.HISTORY_REWRITTEN
+    assert played.prompt(known_sampled={1}).fork_cause is ForkCause.HISTORY_REWRITTEN
 
 
 def test_what_a_builder_remembers_changes_nothing():

@@ -103,7 +103,7 @@ def test_masks_and_log_probs_stand_where_the_sampled_tokens_do():
     start, length = len(view.tokens.prompt), len(view.tokens.response)
     assert view.log_probs.response.start == 0
     assert view.log_probs.full.start == start
-    aligned = view.log_probs.full.aligned(start + length)
+    aligned = view.log_probs.full.align(start + length)
     assert np.isnan(aligned[:start]).all()
     assert aligned[start:] == pytest.approx([-0.2] * length)
 
@@ -130,7 +130,7 @@ def test_the_first_token_of_a_conversation_has_no_log_prob():
 
 def test_log_probs_that_do_not_fit_are_refused():
     with pytest.raises(InvalidInput, match="do not fit 3 tokens"):
-        LogProbRow(values=np.zeros(3, dtype=np.float32), start=1).aligned(3)
+        LogProbRow(values=np.zeros(3, dtype=np.float32), start=1).align(3)
 
 
 def test_a_turn_that_nobody_sampled_is_not_found():
@@ -147,7 +147,7 @@ IDS = st.lists(st.integers(0, 313), max_size=6).map(tuple)
 def test_padding_comes_off_whatever_the_pad_id_is(rows, pad):
     batch = [Tokens(prompt=p, response=r, full=p + r) for p, r in rows]
     padded = pad_tokens(batch, pad_token_id=pad)
-    assert padded.unpadded() == batch
+    assert padded.unpad() == batch
     width = padded.prompt.values.shape[1]
     for index, (prompt, response) in enumerate(rows):
         assert padded.full.values[index, :width].tolist() == padded.prompt.values[index].tolist()
@@ -161,7 +161,7 @@ def test_padding_that_is_also_the_end_of_a_turn_is_safe():
     right = pad_tokens(batch, pad_token_id=END, padding_side="right")
     assert left.full.values.tolist() == [[END, END, 5, END], [5, 6, END, END]]
     assert right.full.values.tolist() == [[5, END, END, END], [5, 6, END, END]]
-    assert left.unpadded() == right.unpadded() == batch
+    assert left.unpad() == right.unpad() == batch
     assert left.full.mask().tolist() == [[False, False, True, True], [True] * 4]
 
 

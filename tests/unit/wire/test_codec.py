@@ -13,7 +13,7 @@ from dialoop.errors import InvalidInput
 from dialoop.sequences import Source
 from dialoop.v1 import chat_pb2, trajectory_pb2
 from dialoop.wire import messages, records, runs, templates
-from dialoop.wire.codec import Codec, enum, many, one, renamed
+from dialoop.wire.codec import Codec, enum, many, submessage, wire_name
 
 ROOT = Path(__file__).parents[3]
 CODECS = [
@@ -90,7 +90,9 @@ def test_defaults_are_left_out_where_that_is_asked_for():
 
 
 def test_a_nested_message_and_an_enum_have_rows():
-    codec = Codec(Stretch, trajectory_pb2.Segment, source=enum(Source), policy_version=one(VERSION))
+    codec = Codec(
+        Stretch, trajectory_pb2.Segment, source=enum(Source), policy_version=submessage(VERSION)
+    )
     for version in (None, Version(lineage="a", number=1)):
         value = Stretch(start=1, length=2, source=Source.TOOL, policy_version=version)
         assert codec.from_proto(codec.to_proto(value)) == value
@@ -104,8 +106,8 @@ def test_a_nested_message_and_an_enum_have_rows():
     ("domain", "rows", "said"),
     [
         (Stretch, {"source": enum(Source)}, "policy_version is a message or an enum"),
-        (Stretch, {"policy_version": one(VERSION)}, "source is a message or an enum"),
-        (Version, {"nunber": renamed("number")}, "nunber"),
+        (Stretch, {"policy_version": submessage(VERSION)}, "source is a message or an enum"),
+        (Version, {"nunber": wire_name("number")}, "nunber"),
         (Record, {}, "trajectory_id"),
     ],
 )

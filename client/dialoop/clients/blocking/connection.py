@@ -66,10 +66,10 @@ class BlockingDialoop:
     @classmethod
     def of_dialoop(cls, dialoop: Dialoop, loop: BackgroundLoop) -> Self:
         """Return the twin of a Dialoop that lives on `loop`; closing the twin closes both."""
-        made = cls.__new__(cls)
-        made._dialoop, made._loop = dialoop, loop
-        made._finalizer = weakref.finalize(made, loop.close)
-        return made
+        twin = cls.__new__(cls)
+        twin._dialoop, twin._loop = dialoop, loop
+        twin._finalizer = weakref.finalize(twin, loop.close)
+        return twin
 
     def __enter__(self) -> Self:
         return self
@@ -147,7 +147,7 @@ class BlockingDialoop:
 
     def _get(self, client: Callable[[Dialoop], T]) -> T:
         # A connection belongs to the loop that it is made in.
-        async def made() -> T:
+        async def make() -> T:
             return client(self._dialoop)
 
-        return self._loop.run(made())
+        return self._loop.run(make())
