@@ -86,8 +86,8 @@ async def test_a_reset_that_is_asked_twice_begins_once():
             await asyncio.sleep(0.01)
         assert await reason_of(client.reset("s", episode=1, task_key="4")) == "SESSION_BUSY"
         driver.gate.set()
-        one, other = await asyncio.gather(*both)
-        assert texts(one) == texts(other) == ["seed 3"]
+        first, second = await asyncio.gather(*both)
+        assert texts(first) == texts(second) == ["seed 3"]
         assert texts(await client.reset("s", episode=1, task_key="3")) == ["seed 3"]
     assert driver.begun == 1
     assert driver.ended == [3]

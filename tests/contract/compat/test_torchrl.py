@@ -26,18 +26,18 @@ def make_chat_env(**options):
 
     class Judge(Transform):
         def _step(self, tensordict, next_tensordict):
-            said = tensordict["history"].full.content[0][-1]
-            if said == "break":
+            last_text = tensordict["history"].full.content[0][-1]
+            if last_text == "break":
                 raise RuntimeError("secret text")
-            is_right = tensordict["answer"][0] in said
-            reward = float("nan") if said == "nan" else float(is_right)
+            is_right = tensordict["answer"][0] in last_text
+            reward = float("nan") if last_text == "nan" else float(is_right)
             next_tensordict["reward"] = torch.tensor([[reward]])
             for name in ("done", "terminated"):
                 next_tensordict[name] = torch.tensor([[is_right]])
             if not is_right:
                 hint = History.from_chats([[{"role": "user", "content": "Again."}]])
-                told = next_tensordict["history"].prompt.extend(hint, inplace=False, dim=-1)
-                next_tensordict["history"].prompt = told
+                prompt = next_tensordict["history"].prompt.extend(hint, inplace=False, dim=-1)
+                next_tensordict["history"].prompt = prompt
             return next_tensordict
 
     base = ChatEnv(system_prompt="Be brief.", **{"batch_size": (1,)} | options)
@@ -50,7 +50,7 @@ def environment(**options):
 
 
 @pytest.fixture(autouse=True)
-def installed(request):
+def installation(request):
     if "package" not in request.node.name:
         pytest.importorskip("torchrl.envs.llm", reason="see infra/test_compat.sh")
 

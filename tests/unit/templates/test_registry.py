@@ -58,8 +58,8 @@ def test_the_document_s_llama_example_renders_masks_and_reads_back():
     ours = tokenizer("meta-llama/Llama-2-7b-chat-hf")
     template = registry.choose(ours)
     for opens in (True, False):
-        found = encode_conversation(template, ours, HELLO, add_generation_prompt=opens)
-        assert ours.decode(found.token_ids[found.assistant_mask].tolist()) == "Hi there!"
+        encoded = encode_conversation(template, ours, HELLO, add_generation_prompt=opens)
+        assert ours.decode(encoded.token_ids[encoded.assistant_mask].tolist()) == "Hi there!"
         ended = encode_conversation(
             template, ours, HELLO, include_eos=True, add_generation_prompt=opens
         )
@@ -164,8 +164,8 @@ def test_the_list_has_every_name_once_with_digest_and_version():
     registry = TemplateRegistry()
     parser = TemplateParser(message_pattern=r"(?P<role>)(?P<content>.*?)\|")
     registry.add_chat_template("plain", PLAIN, parser)
-    found = {info.name: info for info in registry.list()}
+    infos = {info.name: info for info in registry.list()}
     names = {"chatml", "qwen", "falcon", "deepseek", "llama", "dialogpt", "plain"}
-    assert found.keys() == names
-    assert len({info.digest for info in found.values()}) == len(names)
-    assert [name for name, info in found.items() if not info.invertible] == ["dialogpt"]
+    assert infos.keys() == names
+    assert len({info.digest for info in infos.values()}) == len(names)
+    assert [name for name, info in infos.items() if not info.invertible] == ["dialogpt"]
