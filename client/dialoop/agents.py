@@ -7,8 +7,8 @@
 
     trajectory = await play_agent(task, agent=run, host=AgentHost(recordings=recordings))
 
-The agent does not know that it is recorded. What goes wrong is a failure with its owner on the
-trajectory and never reward 0.
+The agent does not know that it is recorded. An error becomes a failure with its owner on the
+trajectory; it never becomes reward 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CONTEXT_FULL = "context_length_exceeded"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConnection:
-    """What the agent's OpenAI client is given; `model` is the policy whatever its name."""
+    """What the agent's OpenAI client connects with; any `model` name means the policy."""
 
     base_url: str
     api_key: str = "none"
@@ -47,7 +47,7 @@ class AgentConnection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentTask:
-    """What the agent is to do: the task, and the messages its environment opens with, if any."""
+    """A task for an agent, and the first messages of its environment, if it has any."""
 
     task: Task
     prompt: History = field(default_factory=History)
@@ -60,7 +60,7 @@ class AgentTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentOutcome:
-    """What an agent says of its run; `failures` of its tools or of others, with their owners."""
+    """An agent's report of its run; `failures` are its tools' or others', with their owners."""
 
     rewards: tuple[Reward, ...] = ()
     failures: tuple[Failure, ...] = ()
@@ -68,7 +68,7 @@ class AgentOutcome:
 
 
 Agent = Callable[[AgentTask, AgentConnection], Awaitable[AgentOutcome | float | None]]
-"""An agent: its reward, more than that, or None where somebody else gives the reward."""
+"""An agent returns its reward, a whole outcome, or None where its environment rewards it."""
 
 
 class Recordings(Protocol):
@@ -94,7 +94,7 @@ class Recordings(Protocol):
         failures: Iterable[Failure] = (),
         labels: Mapping[str, str] | None = None,
     ) -> Trajectory:
-        """End it and take its trajectory."""
+        """End the recording and return its trajectory."""
         ...
 
 
@@ -108,10 +108,10 @@ class Scores(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentHost:
-    """Where agents are played.
+    """Where agents run.
 
-    api_key: the services' token, if they have one. sessions: who opens the task, if the agent wants
-    its messages. scores: who gives the rewards that the agent does not.
+    api_key: the services' token, if they have one. sessions: where the task is opened, if the
+    agent wants its messages. scores: what gives the rewards that the agent does not.
     """
 
     recordings: Recordings
@@ -131,7 +131,7 @@ async def play_agent(
 ) -> Trajectory:
     """Run the agent once under a recording and return the trajectory, whatever happens.
 
-    Only cancellation escapes. `sampling` holds for calls that say nothing of it themselves.
+    Only cancellation escapes. `sampling` applies to calls that do not set it themselves.
     """
     recording_id = uuid.uuid4().hex
     run = _Run(task=task, group_id=group_id, sampling=sampling or task.sampling)
@@ -174,7 +174,7 @@ def load_agent(use: str) -> Agent:
     call = agent if inspect.isroutine(agent) else getattr(agent, "__call__", None)  # noqa: B004
     if not inspect.iscoroutinefunction(call):
         raise InvalidConfig(
-            f"The agent '{use}' is no async function.",
+            f"The agent '{use}' is not an async function.",
             reason=Reason.NOT_AN_AGENT,
             remedy="Write `async def run(task, connection)`.",
         )
@@ -183,7 +183,7 @@ def load_agent(use: str) -> Agent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """What is known before anything was recorded."""
+    """A run before anything is recorded."""
 
     task: Task
     group_id: str
@@ -227,7 +227,7 @@ async def _run_agent(
                     Failure(owner=Owner.ENVIRONMENT, reason=Reason.AGENT_TIMED_OUT, message=text),
                 )
             )
-        if _is_context_full(error):  # the recording says so: the episode was cut, nobody failed
+        if _is_context_full(error):  # the recording marks the episode as cut off; nothing failed
             return AgentOutcome()
         return AgentOutcome(failures=(_failure_of(Owner.ENVIRONMENT, error),))
     if answer is None or isinstance(answer, AgentOutcome):

@@ -173,8 +173,8 @@ class Histories:
         """Return each history followed by its own messages."""
         if len(others) != len(self):
             raise InvalidHistory(
-                f"There are {len(self)} histories and {len(others)} to extend them.",
-                remedy="Give one for each, empty where nothing is added.",
+                f"{len(others)} lists of messages cannot extend {len(self)} histories.",
+                remedy="Give one list for each history; it may be empty.",
             )
         pairs = zip(self.histories, others, strict=True)
         return Histories(tuple(history.extend(messages) for history, messages in pairs))
@@ -207,7 +207,7 @@ class Histories:
 class ChatHistory:
     """Prompt, response and full; where all three are set, full == prompt ++ response.
 
-    `None` is absent, which is not the same as an empty history.
+    `None` means absent, which differs from an empty history.
     """
 
     prompt: History | None = None
@@ -280,7 +280,7 @@ def _promote(chats: Any) -> Any:
     if not isinstance(chats, (Mapping, Message)):
         return chats
     warnings.warn(
-        "A single message stands where a list of messages is expected; it was made one.",
+        "A single message stands where a list of messages is expected; Dialoop made one of it.",
         DialoopWarning,
         stacklevel=3,
     )
@@ -289,7 +289,7 @@ def _promote(chats: Any) -> Any:
 
 def _promote_message(message: Message, where: str) -> History:
     warnings.warn(
-        f"{where} is a single message where a history is expected; it was made one.",
+        f"{where} is a single message where a history is expected; Dialoop made one of it.",
         DialoopWarning,
         stacklevel=4,
     )

@@ -52,7 +52,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionState:
-    """Where a session stands; `history` is what the next step continues."""
+    """The state of a session; `history` is what the next step continues."""
 
     session_id: str
     environment: str
@@ -78,16 +78,16 @@ class UpdateMode(IntEnum):
     """What a load of new weights did to answers that were under way."""
 
     RECOMPUTE = 1
-    """They went on under the new version with their keys computed anew: exact."""
+    """They went on under the new version with recomputed keys: exact."""
     KEEP_KV = 2
-    """They went on with the old version's keys: no one version explains the tokens after it."""
+    """They went on with the old version's keys: no single version explains the later tokens."""
     WAIT = 3
     """They ended under the old version first: exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuedText:
-    """A text prompt and what the policy wrote after it, special tokens and all."""
+    """A text prompt and what the policy wrote after it, special tokens included."""
 
     prompt: str
     response: str
@@ -104,8 +104,8 @@ class Sample:
 
     `sequence` continues the context that was sent (its segments count from 0 of the new tokens)
     when its fork_cause is NONE and a context was sent; else it is a whole new sequence.
-    Asked with text or token ids, `history` is empty and `text` says it in words.
-    Samples of the same prompt tokens have the same `prompt_id`, empty where nobody gave one.
+    For a prompt of text or token ids, `history` is empty and `text` holds both texts.
+    Samples of the same prompt tokens have the same `prompt_id`; a policy may leave it empty.
     """
 
     history: ChatHistory
@@ -126,7 +126,7 @@ class Sample:
 
 
 class Policy(Protocol):
-    """Whoever answers a prompt: an InferenceClient, or a twin from `dialoop.testing`."""
+    """What answers a prompt: an InferenceClient, or a twin from `dialoop.testing`."""
 
     async def generate(
         self,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 PLACEHOLDER_ROLE = "<none>"
-"""Role of the messages that pad rectangular batches elsewhere: the import drops them."""
+"""Role of messages that pad rectangular batches in other libraries; reading drops them."""
 
 _TEXT_FIELDS = ("tool_call_id", "name")
 _KNOWN = frozenset(
@@ -82,7 +82,7 @@ class Message:
 
     def __post_init__(self) -> None:
         if not self.role:
-            raise InvalidHistory("A message has no role.", remedy="Set role, as 'user'.")
+            raise InvalidHistory("A message has no role.", remedy="Set role, for example 'user'.")
 
     @property
     def text(self) -> str:
@@ -266,7 +266,7 @@ def _image(image: Mapping[str, Any], where: str) -> ContentPart:
         raise InvalidHistory(
             f"{where}.image_url.detail is {image['detail']!r:.40}.",
             reason=Reason.UNKNOWN_FIELD,
-            remedy="Leave it out: the detail of an image is the model's processor's.",
+            remedy="Leave it out: the model's processor decides it.",
         )
     url = _expect(image.get("url"), str, f"{where}.image_url.url", "a string")
     return ContentPart(type="image", url=url)

@@ -40,7 +40,7 @@ _CLOSE_S = 2.0
 
 @dataclass(slots=True)
 class _Recorder:
-    """What has been recorded of the running episode; touched by its one task only."""
+    """The record of a running episode; only the task that plays it changes it."""
 
     history: History = field(default_factory=History)
     turns: list[Turn] = field(default_factory=list)

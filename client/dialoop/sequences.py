@@ -1,4 +1,4 @@
-"""Token rows and their segment tables: the truth about who wrote which token.
+"""Token rows and their segment tables, which say who wrote which token.
 
 A sequence of nine tokens, of which the policy sampled three (two of them under version 4):
 

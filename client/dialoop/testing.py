@@ -74,7 +74,7 @@ def byte_builder() -> TokenBuilder:
 
 
 class ScriptedPolicy:
-    """A policy that answers from a list, one text per turn, or with what a function says.
+    """A policy that answers from a list, one text per turn, or with what a function returns.
 
     An answer ends at the first of the sampling's stop strings, at `max_new_tokens`, or with the
     end-of-turn token. Each token has the log-prob `logprob` and the version `policy_version`.
@@ -132,7 +132,7 @@ class ScriptedPolicy:
             return self._script(history)
         if turn >= len(self._script):
             raise InvalidInput(
-                f"The script has {len(self._script)} answers and turn {turn} is asked for.",
+                f"The script has {len(self._script)} answers and none for turn {turn}.",
                 reason=Reason.SCRIPT_ENDED,
                 remedy="Give one answer per turn, or a function of the history.",
             )

@@ -188,7 +188,7 @@ class Reward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Something went wrong while the trajectory was made."""
+    """An error while the trajectory was made, and whose it is."""
 
     owner: Owner
     reason: str

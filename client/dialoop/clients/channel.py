@@ -38,7 +38,7 @@ _ONCE = RetryPolicy(max_attempts=1)
 class Rpc(Generic[Q, A]):
     """One rpc: its path, its messages, and how to call it.
 
-    `is_retried` only where a second call does no harm after a first whose answer was lost.
+    Set `is_retried` only where a second call does no harm when the first one's answer was lost.
     """
 
     path: str
@@ -77,7 +77,7 @@ class Transport(Protocol):
 class Channel:
     """Calls the rpcs of the service at `host:port`; make it inside a running event loop.
 
-    With a `transport` it calls through that, and `address` is what its errors say.
+    With a `transport` it calls through that, and its errors name `address`.
     """
 
     def __init__(
@@ -201,10 +201,10 @@ def _connection(address: str, max_message_bytes: int) -> grpc.aio.Channel:
             ("grpc.keepalive_timeout_ms", 10_000),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", 100),
-            # Also how long a connection may take to come about, over a long way or a busy machine.
+            # Also how long connecting may take, over a long distance or on a busy machine.
             ("grpc.min_reconnect_backoff_ms", 5_000),
             ("grpc.max_reconnect_backoff_ms", 2_000),
-            ("grpc.enable_retries", 0),  # retries are counted here, where they are seen
+            ("grpc.enable_retries", 0),  # `retry` decides and counts them
             ("grpc.use_local_subchannel_pool", 1),
         ],
     )
@@ -228,8 +228,8 @@ class _Translating:
         if isinstance(error, grpc.aio.AioRpcError):
             raise error_of(error, address=self._address) from error
         if isinstance(error, (asyncio.CancelledError, grpc.aio.UsageError)) and not _is_cancelled():
-            # A closed channel cancels its calls. Left alone, that would look to a task group as if
-            # somebody had cancelled the task, and the failure would vanish.
+            # A closed channel cancels its calls. A task group would take that for a cancelled task
+            # and drop the failure.
             raise Unavailable(
                 f"The connection to {self._address} was closed.", reason=Reason.CHANNEL_CLOSED
             ) from error

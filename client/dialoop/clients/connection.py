@@ -56,7 +56,7 @@ C = TypeVar(
 class Dialoop:
     """Clients by service name; each connects when it is first used.
 
-    A service is its host:port, or a Channel to it, which stays the caller's to close.
+    A service is its host:port, or a Channel to it, which the caller closes.
     `environment` may also be an environment to play in this process; `inference` any policy.
     """
 

@@ -85,7 +85,7 @@ STEP = _rpc("Step", pb.StepRequest, pb.StepResponse)
 STEP_AND_RESET = _rpc("StepAndReset", pb.StepAndResetRequest, pb.StepAndResetResponse)
 BATCH_RESET = _rpc("BatchReset", pb.BatchResetRequest, pb.BatchResetResponse, deadline_s=300.0)
 BATCH_STEP = _rpc("BatchStep", pb.BatchStepRequest, pb.BatchStepResponse, deadline_s=300.0)
-# Not safe to repeat: there is no session that would know the first answer.
+# Not safe to repeat: no session keeps the first answer.
 STEP_HISTORY: Rpc[Any, Any] = Rpc(
     "/dialoop.v1.EnvironmentService/StepHistory", pb.StepHistoryRequest, pb.StepHistoryResponse
 )

@@ -97,7 +97,7 @@ RESUME = _rpc("Resume", pb.ResumeRequest, pb.ResumeResponse, is_retried=True)
 SLEEP = _rpc("Sleep", pb.SleepRequest, pb.SleepResponse)
 WAKE = _rpc("Wake", pb.WakeRequest, pb.WakeResponse)
 
-_DRAIN_S = 30.0  # the service's, where nobody says
+_DRAIN_S = 30.0  # the service's default
 _ANSWER_S = 30.0
 
 
@@ -311,8 +311,8 @@ class InferenceClient:
     async def sleep(self, *, drain_s: float = 0.0, deadline_s: float | None = None) -> None:
         """Make the replica give its device to the trainer; requests under way end first.
 
-        What is not done within `drain_s` seconds (0: 30) is sent away, to be asked again. The
-        deadline is 30 s later, where none is given.
+        Requests that are not done within `drain_s` seconds (0 means 30) end and must be sent again.
+        The default deadline is 30 s later.
         """
         if deadline_s is None:
             deadline_s = (drain_s or _DRAIN_S) + _ANSWER_S

@@ -120,7 +120,7 @@ class ReopenedLeases:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnItem:
-    """A lease given back; `num_trajectories` were played under it and are thrown away.
+    """A lease to give back; `num_trajectories` were played under it and are discarded.
 
     `failed` counts towards the limit of attempts; `set_aside` makes a group a dead letter at once.
     """

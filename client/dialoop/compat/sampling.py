@@ -1,11 +1,11 @@
-"""Names that wrappers of transformers and vLLM give to sampling, read into ours.
+"""Sampling parameters by the names of transformers and vLLM, translated to ours.
 
     options = generate_options(max_tokens=8, n=4, do_sample=False)
     await client.generate(history, sampling=options.sampling, num_samples=options.num_samples)
 
-Of two names for one thing the older wins, with a warning; two numbers of samples are an error. What
-changes the samples and is not done here is refused, never ignored: every token's log-prob is that
-of a draw from the policy, under the weights of its version.
+Of two names for one thing the older wins, with a warning; two numbers of samples are an error. A
+parameter that would change the samples and is not supported is an error and never ignored: every
+token's log-prob is that of a draw from the policy, under the weights of its version.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOptions:
-    """What was asked in other names: sampling, how many samples, and what was taken otherwise."""
+    """The translated parameters: sampling, the number of samples, and warnings for the caller."""
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
     num_samples: int = 1
@@ -77,7 +77,7 @@ def read_generate_options(parameters: Mapping[str, Any]) -> GenerateOptions:
     """Translate another library's parameters; one that is None counts as absent.
 
     Raises InvalidInput (INVALID_SAMPLING, UNKNOWN_FIELD), and Unsupported (BEAMS_UNSUPPORTED,
-    SAMPLING_UNSUPPORTED) for what would change the samples and is not done here.
+    SAMPLING_UNSUPPORTED) for what would change the samples and is not supported.
     """
     return _Reader(
         {name: value for name, value in parameters.items() if value is not None}
@@ -85,7 +85,7 @@ def read_generate_options(parameters: Mapping[str, Any]) -> GenerateOptions:
 
 
 class _Reader:
-    """Takes the names out one by one; what is left is not known."""
+    """Takes known parameters out one by one; what is left is unknown."""
 
     def __init__(self, parameters: dict[str, Any]) -> None:
         self._parameters = parameters
@@ -116,8 +116,8 @@ class _Reader:
         _require(_is_count(num_beams), "num_beams", num_beams, "1")
         if num_beams > 1:
             raise Unsupported(
-                f"num_beams is {num_beams}: what a search over beams finds is no sample of the "
-                "policy, and its tokens have no probability of being drawn.",
+                f"num_beams is {num_beams}: what beam search finds is not a sample of the policy, "
+                "and its tokens have no probability of being drawn.",
                 reason=Reason.BEAMS_UNSUPPORTED,
                 remedy="Leave num_beams out; ask for num_samples and keep the likeliest, or give "
                 "temperature 0 for greedy decoding.",
@@ -125,7 +125,7 @@ class _Reader:
         for name in _BEAM_ONLY:
             if name in self._parameters:
                 del self._parameters[name]
-                self._warnings.append(f"{name} is not used: it is of searches over beams.")
+                self._warnings.append(f"{name} is ignored: it is for beam search only.")
 
     def _refuse_others(self) -> None:
         for name, neutral in _NEUTRAL.items():
@@ -135,7 +135,7 @@ class _Reader:
             if not any(value == allowed and isinstance(value, bool) <= isinstance(allowed, bool)
                        for allowed in neutral):  # fmt: skip
                 raise Unsupported(
-                    f"{name} is not done here.",
+                    f"{name} is not supported.",
                     reason=Reason.SAMPLING_UNSUPPORTED,
                     remedy=_REMEDIES.get(name, "Leave it out."),
                 )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrlTextEnvironment(TextEnvironment):
-    """The same arguments; `run_blocking` is the seed's `run`."""
+    """A TextEnvironment with the same arguments; `run_blocking` is TRL's `run`."""
 
     def out_of_turns(self, history: TextHistory) -> TextHistory:
         """Leave it as it is."""

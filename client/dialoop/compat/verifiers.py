@@ -167,7 +167,7 @@ def _config(package: Any, config: Any) -> Any:
         raise NotFound(
             f"verifiers cannot load its environment: {error}.",
             reason=Reason.ENVIRONMENT_NOT_FOUND,
-            remedy="Install the package of the taskset or harness, or mend its id.",
+            remedy="Install the package of the taskset or harness, or correct its id.",
         ) from error
     except ValueError as error:
         raise InvalidConfig(

@@ -1,10 +1,11 @@
-"""What every environment must do, asked of one: a kit for its author, behind `dialoop env check`.
+"""Check what every environment must do: a kit for its author, behind `dialoop env check`.
 
     findings = await check_environment(environment, answers=["[apple]", "Is it alive?"])
     assert all(finding.is_ok for finding in findings)
 
-It is played in this process: by its own demonstrations where it has some, by the given answers, and
-by a few that fit many environments. Exceptions are shown as they are: they are the author's own.
+The kit plays the environment in this process: its own demonstrations where it has some, the
+caller's answers, and a few answers that fit many environments. It shows the environment's
+exceptions as they are.
 """
 
 from __future__ import annotations
@@ -71,14 +72,14 @@ async def _tasks(bench: Bench) -> str:
         if not keys:
             raise Broken(f"Split '{split}' has no task.", "Leave the split out, or fill it.")
         if len(set(keys)) < len(keys):
-            raise Broken(f"Split '{split}' names two tasks alike.", "Make keys unique.")
+            raise Broken(f"Split '{split}' has two tasks of one key.", "Make keys unique.")
         if keys != list(tasks.keys(split)[:_MANY_KEYS]):
             raise Broken(
-                f"The keys of '{split}' are others each time.",
+                f"The keys of '{split}' differ each time.",
                 "Choose keys once, where the source is made, and shuffle with ListTasks.",
             )
         if tasks.get(split, keys[0]) != tasks.get(split, keys[0]):
-            raise Broken(f"Task '{keys[0]}' is another each time.", "Let the key decide the task.")
+            raise Broken(f"Task '{keys[0]}' differs each time.", "Let the key decide the task.")
         notes.append(f"{split} {tasks.num_tasks(split)}")
         try:
             tasks.get(split, "no such task: dialoop env check")
@@ -176,8 +177,8 @@ async def _traits(bench: Bench) -> str:
             if failure.owner in (Owner.TOOL, Owner.ENVIRONMENT):
                 raise Broken(
                     f"{played.case}: after {played.last_answer!r}: {failure.message}",
-                    "The exception is logged above. What is the policy's mistake is a "
-                    "ToolInputError; what is yours, mend.",
+                    "The exception is logged above. Raise ToolInputError for a mistake of the "
+                    "policy, and correct the others.",
                 )
     return f"roles {', '.join(sorted(roles))}; stop {list(environment.traits.stop)}"
 
@@ -235,7 +236,7 @@ async def _sessions(bench: Bench) -> str:
         actual = task.result()
         if [comparable(o) for o in expected.outcomes] != [comparable(o) for o in actual.outcomes]:
             raise Broken(
-                f"{expected.case}: it goes otherwise beside other sessions, or a second time.",
+                f"{expected.case}: it plays differently beside other sessions, or a second time.",
                 "Keep what belongs to an episode in its state, and draw chance from its seed.",
             )
     return f"{len(alone)} at the same time"

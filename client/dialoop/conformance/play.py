@@ -1,4 +1,4 @@
-"""How the conformance kit plays an environment: cases, episodes, and what they told."""
+"""How the conformance kit plays an environment: cases, episodes, and what of them must not vary."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Broken(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A task, and what the policy says to it, the last line again and again."""
+    """A task and the policy's answers; the last one is repeated."""
 
     split: str
     key: str
@@ -224,7 +224,7 @@ class Bench:
         if self.mode is InputMode.TOKENS:
             tokenizer = getattr(self.environment, "tokenizer", None)
             if not isinstance(tokenizer, Tokenizer):
-                raise Broken("Its tokenizer is not at hand.", "Give ChatEnv a Tokenizer.")
+                raise Broken("It has no tokenizer to encode answers.", "Give ChatEnv a Tokenizer.")
             return Tokens(response=tokenizer.encode(message.text).ids)
         return ChatHistory(response=History((message,)))
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 P = ParamSpec("P")
 
-# The service's time-outs. Nobody else shares the places of this process, so they are many.
+# The service's time-outs. No other client shares this process, so its capacity is high.
 LOCAL_LIMITS = SessionLimits(capacity=1_000_000, max_working=1_000_000)
 
 
@@ -73,8 +73,8 @@ def _error_of_service(error: Exception) -> DialoopError:
 class LocalEnvironmentClient(LocalRuns):
     """Plays environments in this process; use one from one event loop.
 
-    What an environment has to take before it can play (a connection, a pool) it takes with its
-    first session; leaving the client as a context gives that back. A step that takes longer than
+    An environment acquires what it needs (a connection, a pool) with its first session; leaving
+    the client's context releases that. A step that takes longer than
     `limits.step_timeout_s` ends its episode with a failure, as on a service.
     """
 

@@ -1,4 +1,4 @@
-"""Runs that need a policy, of environments in this process: there is none here."""
+"""Runs that need a policy, for environments in this process: there is no policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def no_inference(remedy: str) -> PreconditionFailed:
     """Return the error of a run that needs a policy: there is none in this process."""
     return PreconditionFailed(
-        "These environments know no inference service.", reason=Reason.NO_INFERENCE, remedy=remedy
+        "Environments in this process have no inference service.",
+        reason=Reason.NO_INFERENCE,
+        remedy=remedy,
     )
 
 

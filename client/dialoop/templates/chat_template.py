@@ -4,8 +4,9 @@
     template.render(history)          # with the opening of the assistant's turn
     template.render_blocks(history)   # and where the template's generation blocks lie
 
-Tokens and masks of a whole conversation are `dialoop.templates.masks`'s part, templates by name
-`dialoop.templates.registry`'s, and who wrote which token of a rollout `dialoop.tokens.builder`'s.
+`dialoop.templates.masks` makes tokens and masks of a whole conversation,
+`dialoop.templates.registry` holds templates by name, and `dialoop.tokens.builder` knows who wrote
+which token of a rollout.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class _GenerationBlock(Extension):
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """Renders what jinja2's immutable sandbox renders, templates with logic about 3 times as fast.
+    """Renders like jinja2's immutable sandbox, but templates with logic about 3 times as fast.
 
     A template asks for `message.role` and `loop.last` hundreds of times, and jinja2 looks for an
     attribute of the dict first and goes through all its checks for each. None of them applies to a
@@ -157,7 +158,7 @@ def _compile(source: str) -> jinja2.Template:
         raise InvalidConfig(
             f"The chat template does not parse: line {error.lineno}: {error.message}.",
             reason=Reason.TEMPLATE_INVALID,
-            remedy="Mend the template.",
+            remedy="Correct the template.",
         ) from None
 
 
@@ -232,7 +233,7 @@ class ChatTemplate:
     def _require_parser(self) -> Parser:
         if self.parser is None:
             raise PreconditionFailed(
-                f"Nothing reads back what the chat template {self.name} writes.".replace("  ", " "),
+                f"The chat template {self.name} has no parser to read it back.".replace("  ", " "),
                 reason=Reason.NO_PARSER,
                 remedy="Register the template together with a parser.",
             )
@@ -280,7 +281,7 @@ class ChatTemplate:
         spans = _spans(parts)
         text = "".join(parts)
         if opens and spans and not text[spans[-1][1] :].strip():
-            # The last block may be the opening's: nobody has written it.
+            # The last block may belong to the opening, which no message wrote.
             spans = spans[: len(self._parts_of_blocks(variables, opens=False)) // 2]
         return text, spans
 
@@ -293,9 +294,9 @@ class ChatTemplate:
             if len(parts) == 2 * blocks.count + 1:
                 return parts
         raise Unsupported(
-            "The chat template writes its generation blocks more or less than once.",
+            "The chat template does not write each generation block exactly once.",
             reason=Reason.MASK_UNAVAILABLE,
-            remedy="Ask without a mask, or mend the template.",
+            remedy="Ask without a mask, or correct the template.",
         )
 
     def _variables(
@@ -377,16 +378,16 @@ def require_variables(options: Mapping[str, Any]) -> None:
     reserved = sorted(_RESERVED & options.keys())
     if reserved:
         raise InvalidInput(
-            f"{reserved[0]} is no template option.",
+            f"{reserved[0]} is an argument of rendering, not a template option.",
             reason=Reason.OPTION_RESERVED,
-            remedy="Give it as the argument of this name.",
+            remedy="Pass it as that argument.",
         )
 
 
 def _opens(add_generation_prompt: bool | None, continue_final_message: bool) -> bool:
     if add_generation_prompt and continue_final_message:
         raise InvalidInput(
-            "add_generation_prompt and continue_final_message are both asked for.",
+            "add_generation_prompt and continue_final_message are both set.",
             reason=Reason.BAD_OPTIONS,
             remedy="Open a new turn, or continue the last one.",
         )

@@ -1,4 +1,4 @@
-r"""A parser as data, for templates that are registered over the wire: code does not travel.
+r"""A parser as data, for templates that are registered over the wire, which carries no code.
 
 TemplateParser(
     message_pattern=r"<s>\[(?P<role>\w+)\](?P<content>.*?)(?:</s>|$)", end_markers=("</s>",)
@@ -53,12 +53,12 @@ class TemplateParser:
         try:
             groups = re.compile(self.message_pattern).groupindex
         except re.error as error:
-            raise _invalid(f"message_pattern is no regular expression: {error}.") from None
+            raise _invalid(f"message_pattern is not a regular expression: {error}.") from None
         if not {"role", "content"} <= groups.keys() or len(self.message_pattern) > MAX_PATTERN:
             raise _invalid("message_pattern lacks the group role or content, or is too long.")
         for name in ("tool_call", "tool_response", "reasoning"):
             if bool(getattr(self, f"{name}_start")) != bool(getattr(self, f"{name}_end")):
-                raise _invalid(f"{name}_start and {name}_end go together.")
+                raise _invalid(f"{name}_start and {name}_end must be set together.")
 
     def parse(self, text: str, special_tokens: SpecialTokens) -> tuple[Message, ...]:
         """Return the messages that the pattern finds; only special tokens may lie between."""

@@ -1,11 +1,11 @@
 """A whole conversation as token ids and a mask of what the assistant wrote.
 
-    found = tokenised(template, tokenizer, history, add_generation_prompt=False)
-    found.token_ids[found.assistant_mask]      # the assistant's tokens and no others
+encoded = encode_conversation(template, tokenizer, history, add_generation_prompt=False)
+    encoded.token_ids[encoded.assistant_mask]      # the assistant's tokens and no others
 
 The mask comes from where the template writes the assistant's text: from its generation blocks, or,
-when it has none, from marks that stand for the contents in a second rendering. Text is never
-searched for a content. Special tokens that a message merely spells get no special ids.
+when it has none, from marks that stand for the contents in a second rendering. A content is never
+searched for in the text. Special tokens that a message merely spells get no special ids.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `History.apply_chat_template` may be asked, and how it answers."""
+"""The options of `History.apply_chat_template`, and what it returns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class TemplateOptions(TypedDict, total=False):
     """Options of apply_chat_template; all may be left out.
 
-    add_generation_prompt: open the assistant's turn (true unless the final message goes on).
+    add_generation_prompt: open the assistant's turn (true unless the final message is continued).
     continue_final_message: leave the last message open. chat_template: a source, or
     chat_template_name: a name in `registry`; else as `TemplateRegistry.choose` says.
     tokenize: give token ids (true when a mask, a dict or tensors are asked for), else text.
@@ -131,7 +131,7 @@ def apply_to_histories(
         return [template.render(history, **rendering) for history in histories]
     if ours is None:
         raise InvalidInput(
-            "Token ids are asked for and there is no tokenizer.",
+            "Token ids need a tokenizer, and there is none.",
             reason=Reason.TOKENIZER_MISSING,
             remedy="Give tokenizer, or tokenize=False.",
         )
@@ -192,7 +192,7 @@ def _pad_id(tokenizer: Tokenizer) -> int:
     raise InvalidInput(
         "The tokenizer has neither a pad_token nor an eos_token.",
         reason=Reason.BAD_OPTIONS,
-        remedy="Leave padding out: lengths are explicit everywhere.",
+        remedy="Set a pad_token, or leave padding out.",
     )
 
 

@@ -252,7 +252,7 @@ def parser_for(
 def not_parseable(message: str) -> InvalidInput:
     """Return the error for a text that is not what the template renders."""
     return InvalidInput(
-        f"The text is no rendered conversation of this template: {message}",
+        f"The text is not a conversation that this template rendered: {message}",
         reason=Reason.NOT_PARSEABLE,
         remedy="Give what was rendered with the same template, special tokens included.",
     )

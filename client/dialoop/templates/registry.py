@@ -212,7 +212,7 @@ def _check(name: str, source: str) -> ChatTemplate:
 
 def _invalid(message: str) -> InvalidInput:
     return InvalidInput(
-        message, reason=Reason.TEMPLATE_INVALID, remedy="Mend it and register again."
+        message, reason=Reason.TEMPLATE_INVALID, remedy="Correct it and register it again."
     )
 
 

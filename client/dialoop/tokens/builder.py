@@ -5,8 +5,8 @@
     answer = builder.answer(prompt, ids, logprobs, versions)
     prompt = builder.prompt(longer, context=..., num_context_messages=2)   # only the tail
 
-Law: the next prompt's ids are the previous full ids followed by the ids of the added messages.
-Where the template will not have that, a new sequence starts and says why; it keeps the ids up to
+The next prompt's ids are always the previous full ids followed by the ids of the added messages.
+Where the template does not allow that, a new sequence starts and says why. It keeps the ids up to
 where the texts part, as context.
 """
 
@@ -78,7 +78,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Conversation:
-    """A conversation as text, and how it came to be."""
+    """A conversation, its text, and the function that renders it."""
 
     history: History
     text: str
@@ -106,12 +106,12 @@ class TokenBuilder:
         """Return the tokens of `history` and of the opening of the assistant's turn.
 
         `context` holds the tokens of the first `num_context_messages` messages, of which the last
-        is the policy's own; only what follows is tokenised. The messages need not be the objects
-        that were given out: they must render to the text that the tokens spell.
+        is the policy's own; only what follows is tokenised. The messages need not be the
+        same objects; they must render to the text that the tokens spell.
 
-        options: the template's, `tools` among them. vouched: indices of messages that the caller
-        knows to be the sampled ones (by the id of a call it gave out, say), although JSON or spaces
-        in them may be spelled otherwise now: the sampled tokens stand for them.
+        options: the template's, such as `tools`. known_sampled: indices of messages that the caller
+        knows to be the sampled ones (by the id of a call, say), although JSON or spaces in them
+        may be spelled differently now: the sampled tokens stand for them.
         """
         render: Render = partial(self.template.render, **(options or {}))
         whole = _Conversation(history=history, text=render(history), render=render)
@@ -147,8 +147,7 @@ class TokenBuilder:
     ) -> Answer:
         """Return the assistant's message and its tokens; `versions` are (length, version) runs.
 
-        The content is the text of the sampled tokens, all of it; only a final end-of-turn token
-        is left out.
+        The content is the whole text of the sampled tokens, without a final end-of-turn token.
         """
         before = prompt.sequence.token_ids[-_LOOK_BACK:].tolist()
         content, ending = self._content(before, token_ids)
@@ -169,7 +168,7 @@ class TokenBuilder:
             position, char_start = end, char_end
         if position != len(token_ids):
             raise InvalidSequence(
-                f"The versions are of {position} tokens and {len(token_ids)} were sampled.",
+                f"The versions cover {position} tokens and {len(token_ids)} were sampled.",
                 reason=Reason.RAGGED,
                 remedy="Give the version of every sampled token.",
             )
@@ -208,9 +207,7 @@ class TokenBuilder:
             sequence = appended if sequence is None else sequence.extended_by(appended)
             covered = index + 1
         if sequence is None:
-            raise InvalidInput(
-                "The demonstration has no assistant message.", remedy="Show what to say."
-            )
+            raise InvalidInput("The demonstration has no assistant message.", remedy="Add one.")
         return sequence
 
     def forget(self) -> None:
@@ -342,8 +339,7 @@ def _sampled_runs(sequence: Sequence) -> list[tuple[int, int, int]]:
 class _DecodedCache:
     """Decodes rows of ids and remembers the newest texts, up to `max_chars` in all.
 
-    A memory of a pure function: what it has forgotten, or what another process built, is decoded
-    anew with the same result.
+    It caches a pure function: a row that it lacks is decoded anew, with the same result.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, max_chars: int = 8_000_000) -> None:

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
     from dialoop.tokens.text_spans import Render
 
-_MARK = "\ufdd4vouched {}\ufdd5"
+_MARK = "\ufdd4sampled {}\ufdd5"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """What is said to be covered by tokens already.
+    """The messages that the context's tokens cover.
 
-    spelled: what the tokens spell. It ends with the message `last` as it was sampled, which is its
-    content and what it `ended` with. vouched: the contents as sampled of those messages that the
-    caller knows to be the sampled ones, however they are spelled now.
+    text: what the tokens spell. It ends with the message `last` as it was sampled: its content and
+    then its `ending`. known_sampled: the sampled contents of those messages that the caller knows
+    to be the sampled ones, however they are spelled now.
     """
 
     history: History
@@ -65,7 +65,7 @@ def continuation(
 ) -> str | ForkCause:
     """Return what follows the past in `whole`, the rendered conversation, or why nothing can.
 
-    normal: a text as the tokenizer gives it back.
+    normal: returns a text as the tokenizer gives it back.
     """
     past, is_same_before = _as_rendered(past, whole, render, normal)
     is_same = is_same_before and _is_what_was_sampled(past, render)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Noncharacters: no text that is meant for interchange holds them.
 _MARK = "\ufdd4{}\ufdd5"
 ANCHOR = "\ufdd4anchor\ufdd5"
-"""Stands for a content whose surroundings are asked for."""
+"""Stands for a content whose surroundings the caller wants."""
 
 
 class Render(Protocol):
@@ -36,7 +36,7 @@ class Render(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A stretch of rendered text and whose it is.
+    """A stretch of rendered text, and who wrote it.
 
     char_start: where in its message's content it begins; None when it shows the content otherwise.
     is_literal: what looks like a special token in it is only text.
@@ -67,7 +67,7 @@ def cut(
     A content's source is `source`, or by default its role's. None when the template does more with
     contents than to show some part of them.
     """
-    # The last messages alone mostly render alike, and cheaper; whether they do, the fit tells.
+    # The last messages alone mostly render to the same text, and cheaper; `_fit` checks that.
     for first in dict.fromkeys((max(0, start - 2), 0)):
         marked = _render_marked(history, first, start, render)
         pieces = None if marked is None else _fit(text, history, *marked, source)

@@ -38,7 +38,7 @@ class Encoded:
 
 
 class Tokenizer:
-    """Text to ids and back. Ids of special tokens come only from text that we trust."""
+    """Encodes text to ids and decodes ids; only trusted text gives ids of special tokens."""
 
     def __init__(
         self, trusting: tokenizers.Tokenizer, literal: tokenizers.Tokenizer, config: dict[str, Any]
@@ -140,7 +140,7 @@ class Tokenizer:
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode trusted texts to ids without offsets, which is the fastest way.
 
-        Long texts are cut before special tokens, which nothing merges with, and shared by cores.
+        Long texts are cut before special tokens, with which nothing merges, and all cores encode.
         """
         cut = [self._cut(text) for text in texts]
         flat = [part for parts in cut for part in parts]
@@ -234,14 +234,14 @@ class Tokenizer:
 
 
 class RunningText:
-    """The text of a stream's tokens, character by character whole; each token costs the same.
+    """Decodes a stream of tokens to whole characters; each token costs the same.
 
     "世" in three tokens: add([228]) == "", add([184]) == "", add([150]) == "世".
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # What was told last, for decoders that look back, and what has not been told yet.
+        # The tokens decoded last, for decoders that look back, and those still to be decoded.
         self._emitted: list[int] = []
         self._waiting: list[int] = []
 
@@ -254,7 +254,7 @@ class RunningText:
         text = self._tokenizer.decode(self._emitted + self._waiting)
         if text.endswith(_REPLACEMENT):
             return ""
-        if not text.startswith(emitted):  # the new bytes spoilt a character that was told
+        if not text.startswith(emitted):  # the new bytes changed a character that is out
             emitted, text = "", self._tokenizer.decode(self._waiting)
         self._emitted, self._waiting = self._waiting, []
         return text[len(emitted) :]

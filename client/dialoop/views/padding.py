@@ -4,7 +4,7 @@
     padded.prompt.values      # [B, P] padded on the left
     padded.response.values    # [B, R] padded on the right
     padded.full.values        # [B, P + R] on both sides
-    padded.unpadded()         # the rows again, although 2 is a token as well as the padding
+    padded.unpad()            # the rows again, although 2 is a token as well as the padding
     pad_output(views, pad_token_id=2)    # the same with log-probs and masks of whole turns
 
 A length is never recovered by comparing with the pad id.
@@ -93,7 +93,7 @@ def pad_output(
     """
     if not views or pad_token_id < 0:
         raise InvalidInput(
-            f"{len(views)} turns are to be padded with token {pad_token_id}.",
+            f"{len(views)} turns cannot be padded with token {pad_token_id}.",
             reason=Reason.BAD_PADDING,
             remedy="Give at least one turn, and the id of a token (0 or more) to pad with.",
         )
@@ -146,7 +146,7 @@ def pad_masks(batch: Sequence[Masks], tokens: PaddedTokens) -> Masks:
     """Lay masks out as the full tokens, bool [B, W]; False on padding."""
     if tokens.full is None:
         raise InvalidInput(
-            "Masks go with the full tokens, which are absent.", reason=Reason.FULL_MISSING
+            "Masks need the full tokens, which are absent.", reason=Reason.FULL_MISSING
         )
     return Masks(
         all_attention_mask=tokens.full.mask(),

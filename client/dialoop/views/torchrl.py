@@ -67,7 +67,7 @@ def _turn(row: Any) -> TurnView:
     tokens, log_probs, masks = row["tokens"], row["log_probs"], row["masks"]
     if any(bool(part.padded) for part in (tokens, log_probs, masks)):
         raise InvalidInput(
-            "The rows are padded, and nothing says how long they are.",
+            "The rows are padded, and their lengths are unknown.",
             reason=Reason.LENGTHS_MISSING,
             remedy="Give rows of their own lengths (padded=False).",
         )

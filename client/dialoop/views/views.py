@@ -322,6 +322,6 @@ def _not_prefix(unit: str) -> PreconditionFailed:
     return PreconditionFailed(
         f"full does not begin with the prompt's {unit}.",
         reason=Reason.PROMPT_NOT_PREFIX,
-        remedy="The template writes the prompt otherwise once it is answered: use the tokens that "
-        "were sampled.",
+        remedy="The template renders the prompt differently once it is answered: use the "
+        "sampled tokens.",
     )

@@ -72,7 +72,7 @@ LOG_PROBS = Codec(
     prompt=submessage(LOG_PROB_ROW),
     response=submessage(LOG_PROB_ROW),
     full=submessage(LOG_PROB_ROW),
-    # One that this version does not know is as good as unknown.
+    # A distribution that this version does not know becomes None.
     distribution=FieldRow(int, {int(member): member for member in Distribution}.get),
 )
 _MASK = FieldRow(methodcaller("tolist"), _mask)

@@ -156,7 +156,7 @@ def test_the_own_template_renders_and_parses_or_neither_direction_pretends():
         "Qwen/Qwen3", chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     text = HELLO.apply_chat_template(own)
-    with pytest.raises(Exception, match="Nothing reads back"):
+    with pytest.raises(Exception, match="has no parser to read it back"):
         History.from_text(text, own)
 
 

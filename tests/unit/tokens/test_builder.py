@@ -206,7 +206,7 @@ def test_segments_tile_whatever_is_rendered():
 
 def test_versions_that_leave_sampled_tokens_out_are_refused():
     tokens = builder()
-    with pytest.raises(InvalidSequence, match="versions are of 2 tokens and 3"):
+    with pytest.raises(InvalidSequence, match="versions cover 2 tokens and 3"):
         tokens.answer(tokens.prompt(user("1")), [1, 2, 3], versions=[(2, V1)])
 
 

@@ -179,8 +179,8 @@ class BlockingInferenceClient:
     def sleep(self, *, drain_s: float = 0.0, deadline_s: float | None = None) -> None:
         """Make the replica give its device to the trainer; requests under way end first.
 
-        What is not done within `drain_s` seconds (0: 30) is sent away, to be asked again. The
-        deadline is 30 s later, where none is given.
+        Requests that are not done within `drain_s` seconds (0 means 30) end and must be sent again.
+        The default deadline is 30 s later.
         """
         return self._loop.run(self._client.sleep(drain_s=drain_s, deadline_s=deadline_s))
 
