@@ -72,7 +72,7 @@ def test_of_two_names_the_older_wins_and_python_warns():
     with pytest.warns(DialoopWarning, match="max_tokens 5 was taken, max_new_tokens 9 was not"):
         options = generate_options(max_new_tokens=9, max_tokens=5)
     assert options.sampling.max_new_tokens == 5
-    with pytest.warns(DialoopWarning, match="length_penalty is not used"):
+    with pytest.warns(DialoopWarning, match="length_penalty is ignored"):
         assert generate_options(length_penalty=0.5).sampling == SamplingParams()
 
 
