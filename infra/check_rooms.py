@@ -32,9 +32,8 @@ _BEING_MOVED = {
         Action Answer Ask Finding ForkServer LogProbs Piece Player RecordedCall
     """,
     "room": """
-        client/dialoop/cli client/dialoop/clients client/dialoop/clients/blocking
-        client/dialoop/environments client/dialoop/sandbox
-        client/dialoop/sandbox/confined client/dialoop/tasks client/dialoop/wire
+        client/dialoop/cli client/dialoop/environments client/dialoop/sandbox
+        client/dialoop/sandbox/confined client/dialoop/tasks
         services/dialoop_services services/dialoop_services/collector
         services/dialoop_services/environment services/dialoop_services/inference
         services/dialoop_services/learning services/dialoop_services/replay
@@ -45,7 +44,7 @@ _BEING_MOVED = {
     "small": """
         dialoop.text_environment.display dialoop_services.inference.weights.policy_adapters
         dialoop.environments.tools.code_blocks dialoop.sandbox.confined.work
-        dialoop.tokens.decoded_cache dialoop_services.environment.holding
+        dialoop_services.environment.holding
         dialoop_services.inference.rendered_sequence
         dialoop_services.inference.transformers_engine.model
         dialoop_services.inference.vllm_engine.environment
@@ -59,7 +58,24 @@ KNOWN: Mapping[str, str] = {
     for subject in subjects.split()
 }
 # Folders where the rules `word` and `binding` hold, such as "client/dialoop/tokens".
-CLEANED: tuple[str, ...] = ()
+CLEANED: tuple[str, ...] = (
+    "client/dialoop/clients",
+    "client/dialoop/compat",
+    "client/dialoop/conformance",
+    "client/dialoop/local",
+    "client/dialoop/templates",
+    "client/dialoop/tokens",
+    "client/dialoop/views",
+    "client/dialoop/wire",
+    "tests/contract/clients",
+    "tests/contract/compat",
+    "tests/unit/clients",
+    "tests/unit/compat",
+    "tests/unit/templates",
+    "tests/unit/tokens",
+    "tests/unit/views",
+    "tests/unit/wire",
+)
 
 
 def _words(text: str) -> frozenset[str]:

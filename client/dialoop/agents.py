@@ -7,8 +7,8 @@
 
     trajectory = await play_agent(task, agent=run, host=AgentHost(recordings=recordings))
 
-The agent does not know that it is recorded. What goes wrong is a failure with its owner on the
-trajectory and never reward 0.
+The agent does not know that it is recorded. An error becomes a failure with its owner on the
+trajectory; it never becomes reward 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import inspect
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dialoop.chat import History
 from dialoop.errors import DialoopError, InvalidConfig
@@ -38,7 +38,7 @@ _CONTEXT_FULL = "context_length_exceeded"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConnection:
-    """What the agent's OpenAI client is given; `model` is the policy whatever its name."""
+    """What the agent's OpenAI client connects with; any `model` name means the policy."""
 
     base_url: str
     api_key: str = "none"
@@ -47,20 +47,20 @@ class AgentConnection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentTask:
-    """What the agent is to do: the task, and the messages its environment opens with, if any."""
+    """A task for an agent, and the first messages of its environment, if it has any."""
 
     task: Task
     prompt: History = field(default_factory=History)
 
     @property
     def key(self) -> str:
-        """Names the task within its environment and split."""
+        """Return the task's name within its environment and split."""
         return self.task.key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentOutcome:
-    """What an agent says of its run; `failures` of its tools or of others, with their owners."""
+    """An agent's report of its run; `failures` are its tools' or others', with their owners."""
 
     rewards: tuple[Reward, ...] = ()
     failures: tuple[Failure, ...] = ()
@@ -68,7 +68,7 @@ class AgentOutcome:
 
 
 Agent = Callable[[AgentTask, AgentConnection], Awaitable[AgentOutcome | float | None]]
-"""An agent: its reward, more than that, or None where somebody else gives the reward."""
+"""An agent returns its reward, a whole outcome, or None where its environment rewards it."""
 
 
 class Recordings(Protocol):
@@ -83,7 +83,7 @@ class Recordings(Protocol):
         sampling: SamplingParams | None = None,
         time_to_live_s: float = 0.0,
     ) -> str:
-        """Begin a recording; the base URL for OpenAI's clients."""
+        """Begin a recording; return the base URL for OpenAI's clients."""
         ...
 
     async def close(
@@ -94,7 +94,7 @@ class Recordings(Protocol):
         failures: Iterable[Failure] = (),
         labels: Mapping[str, str] | None = None,
     ) -> Trajectory:
-        """End it and take its trajectory."""
+        """End the recording and return its trajectory."""
         ...
 
 
@@ -102,16 +102,16 @@ class Scores(Protocol):
     """Who rewards trajectories: an EnvironmentClient, with its environment's reward functions."""
 
     async def score(self, trajectory: Trajectory, *, split: str) -> tuple[Score, ...]:
-        """One score per turn."""
+        """Return one score for each turn."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentHost:
-    """Where agents are played.
+    """Where agents run.
 
-    api_key: the services' token, if they have one. sessions: who opens the task, if the agent wants
-    its messages. scores: who gives the rewards that the agent does not.
+    api_key: the services' token, if they have one. sessions: where the task is opened, if the
+    agent wants its messages. scores: what gives the rewards that the agent does not.
     """
 
     recordings: Recordings
@@ -131,7 +131,7 @@ async def play_agent(
 ) -> Trajectory:
     """Run the agent once under a recording and return the trajectory, whatever happens.
 
-    Only cancellation escapes. `sampling` holds for calls that say nothing of it themselves.
+    Only cancellation escapes. `sampling` applies to calls that do not set it themselves.
     """
     recording_id = uuid.uuid4().hex
     run = _Run(task=task, group_id=group_id, sampling=sampling or task.sampling)
@@ -144,10 +144,10 @@ async def play_agent(
             time_to_live_s=2 * host.time_limit_s,
         )
     except Exception as error:
-        return run.without_recording(_failed(Owner.INFERENCE, error))
+        return run.without_recording(_failure_of(Owner.INFERENCE, error))
     connection = AgentConnection(base_url=base_url, api_key=host.api_key)
     try:
-        outcome = await _outcome(task, agent, host, connection)
+        outcome = await _run_agent(task, agent, host, connection)
     except BaseException:
         with contextlib.suppress(Exception):
             async with asyncio.timeout(_CLOSE_S):
@@ -162,36 +162,35 @@ async def play_agent(
         )
     except Exception as error:
         if isinstance(error, DialoopError) and error.reason == Reason.RECORDING_EMPTY:
-            never_asked = _failed(Owner.ENVIRONMENT, error)
+            never_asked = _failure_of(Owner.ENVIRONMENT, error)
             return run.without_recording(*(outcome.failures or (never_asked,)))
-        return run.without_recording(*outcome.failures, _failed(Owner.INFERENCE, error))
-    return await _scored(trajectory, task, host, outcome)
+        return run.without_recording(*outcome.failures, _failure_of(Owner.INFERENCE, error))
+    return await _add_scores(trajectory, task, host, outcome)
 
 
 def load_agent(use: str) -> Agent:
-    """The async function `module:function`; InvalidConfig when it is none."""
-    found: Any = load_attribute(use, what="agent", reason=Reason.AGENT_NOT_FOUND)
-    call = found if inspect.isroutine(found) else getattr(found, "__call__", None)  # noqa: B004
+    """Load the async function `module:function`; raise InvalidConfig where it is none."""
+    agent: Agent = load_attribute(use, what="agent", reason=Reason.AGENT_NOT_FOUND)
+    call = agent if inspect.isroutine(agent) else getattr(agent, "__call__", None)  # noqa: B004
     if not inspect.iscoroutinefunction(call):
         raise InvalidConfig(
-            f"The agent '{use}' is no async function.",
+            f"The agent '{use}' is not an async function.",
             reason=Reason.NOT_AN_AGENT,
             remedy="Write `async def run(task, connection)`.",
         )
-    agent: Agent = found
     return agent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """What is known before anything was recorded."""
+    """A run before anything is recorded."""
 
     task: Task
     group_id: str
     sampling: SamplingParams
 
     def without_recording(self, *failures: Failure) -> Trajectory:
-        """The record of a run of which nothing was recorded."""
+        """Return the trajectory of a run of which nothing was recorded."""
         return Trajectory(
             trajectory_id=uuid.uuid4().hex,
             group_id=self.group_id,
@@ -209,17 +208,17 @@ class _Run:
         )
 
 
-async def _outcome(
+async def _run_agent(
     task: Task, agent: Agent, host: AgentHost, connection: AgentConnection
 ) -> AgentOutcome:
-    """What the agent says, or the failure it ended with."""
+    """Run the agent and return its outcome, or the failure that it ended with."""
     try:
-        opened = AgentTask(task=task, prompt=await _opening(task, host))
+        agent_task = AgentTask(task=task, prompt=await _first_messages(task, host))
     except Exception as error:
-        return AgentOutcome(failures=(_failed(Owner.ENVIRONMENT, error),))
+        return AgentOutcome(failures=(_failure_of(Owner.ENVIRONMENT, error),))
     try:
         async with asyncio.timeout(host.time_limit_s) as limit:
-            said = await agent(opened, connection)
+            answer = await agent(agent_task, connection)
     except Exception as error:
         if isinstance(error, TimeoutError) and limit.expired():
             text = f"The agent took longer than {host.time_limit_s:g} s."
@@ -228,43 +227,43 @@ async def _outcome(
                     Failure(owner=Owner.ENVIRONMENT, reason=Reason.AGENT_TIMED_OUT, message=text),
                 )
             )
-        if _is_context_full(error):  # the recording says so: the episode was cut, nobody failed
+        if _is_context_full(error):  # the recording marks the episode as cut off; nothing failed
             return AgentOutcome()
-        return AgentOutcome(failures=(_failed(Owner.ENVIRONMENT, error),))
-    if said is None or isinstance(said, AgentOutcome):
-        return said or AgentOutcome()
+        return AgentOutcome(failures=(_failure_of(Owner.ENVIRONMENT, error),))
+    if answer is None or isinstance(answer, AgentOutcome):
+        return answer or AgentOutcome()
     try:
-        return AgentOutcome(rewards=(Reward(name="agent", value=float(said)),))
+        return AgentOutcome(rewards=(Reward(name="agent", value=float(answer)),))
     except (TypeError, ValueError) as error:
-        return AgentOutcome(failures=(_failed(Owner.REWARD, error),))
+        return AgentOutcome(failures=(_failure_of(Owner.REWARD, error),))
 
 
-async def _opening(task: Task, host: AgentHost) -> History:
-    """The messages that the environment opens the task with."""
+async def _first_messages(task: Task, host: AgentHost) -> History:
+    """Return the messages that the environment opens the task with."""
     if host.sessions is None:
         return History()
     session_id = uuid.uuid4().hex
     await host.sessions.create_session(session_id, task.environment)
     try:
-        opening = await host.sessions.reset(
+        reset = await host.sessions.reset(
             session_id, episode=1, split=task.split, task_key=task.key, seed=task.seed
         )
-        return opening.history.require_prompt()
+        return reset.history.require_prompt()
     finally:
         with contextlib.suppress(Exception):
             await host.sessions.close_session(session_id)
 
 
-async def _scored(
+async def _add_scores(
     trajectory: Trajectory, task: Task, host: AgentHost, outcome: AgentOutcome
 ) -> Trajectory:
-    """The trajectory with the rewards of its environment, where the agent gave none."""
+    """Return the trajectory with its environment's rewards, unless the agent gave some."""
     if host.scores is None or outcome.rewards or trajectory.failures:
         return trajectory
     try:
         scores = await host.scores.score(trajectory, split=task.split)
     except Exception as error:
-        return replace(trajectory, failures=(_failed(Owner.REWARD, error),))
+        return replace(trajectory, failures=(_failure_of(Owner.REWARD, error),))
     turns = tuple(
         replace(turn, rewards=turn.rewards + score.rewards)
         for turn, score in zip(trajectory.turns, scores, strict=True)
@@ -273,15 +272,15 @@ async def _scored(
     return replace(trajectory, turns=turns, failures=failures)
 
 
-def _failed(owner: Owner, error: Exception) -> Failure:
-    """A failure with its owner; an unforeseen error gives its type only."""
+def _failure_of(owner: Owner, error: Exception) -> Failure:
+    """Return a failure with its owner; of an unforeseen error it holds the type alone."""
     if isinstance(error, DialoopError):
         return Failure(owner=owner, reason=error.reason, message=str(error))
     return Failure(owner=owner, reason=type(error).__name__, message="unexpected error")
 
 
 def _is_context_full(error: BaseException) -> bool:
-    """Whether the model's context was full, however the agent's library wraps that."""
+    """Return whether the model's context was full, however the agent's library wraps that."""
     current: BaseException | None = error
     for _ in range(_MAX_CAUSES):
         if current is None:

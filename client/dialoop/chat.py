@@ -58,20 +58,20 @@ class History(Sequence[Message]):
     def from_chats(cls, chats: Iterable[Iterable[Mapping[str, Any]]]) -> Histories: ...
     @classmethod
     def from_chats(cls, chats: Any) -> History | Histories:
-        """A history from chat-API dicts, or histories from lists of them (of any lengths).
+        """Make a history of chat-API dicts, or histories of lists of them (of any lengths).
 
         A single dict is promoted to a history of one message, with a warning.
         """
-        chats = _promoted(chats)
-        listed = list(chats)
-        if listed and not isinstance(listed[0], (Mapping, Message)):
+        chats = _promote(chats)
+        items = list(chats)
+        if items and not isinstance(items[0], (Mapping, Message)):
             return Histories(
                 tuple(
-                    cls(messages_from_chats(_promoted(chat), f"chats[{i}]"))
-                    for i, chat in enumerate(listed)
+                    cls(messages_from_chats(_promote(chat), f"chats[{i}]"))
+                    for i, chat in enumerate(items)
                 )
             )
-        return cls(messages_from_chats(listed))
+        return cls(messages_from_chats(items))
 
     @classmethod
     def from_text(
@@ -87,9 +87,9 @@ class History(Sequence[Message]):
 
         Raises InvalidInput (NOT_PARSEABLE), PreconditionFailed (NO_PARSER).
         """
-        from dialoop.templates.options import chosen
+        from dialoop.templates.options import choose_template
 
-        template = chosen(tokenizer, chat_template, chat_template_name, registry)
+        template = choose_template(tokenizer, chat_template, chat_template_name, registry)
         return cls(template.parse(text))
 
     @classmethod
@@ -103,33 +103,33 @@ class History(Sequence[Message]):
         registry: TemplateRegistry | None = None,
     ) -> History:
         """Read token ids back; text that merely spells a special token opens and closes no turn."""
-        from dialoop.templates.options import chosen
+        from dialoop.templates.options import choose_template
 
-        template = chosen(tokenizer, chat_template, chat_template_name, registry)
+        template = choose_template(tokenizer, chat_template, chat_template_name, registry)
         return cls(template.parse_tokens(token_ids, tokenizer))
 
     def to_chats(self) -> list[dict[str, Any]]:
-        """The chat-API dicts of the messages."""
+        """Return the chat-API dicts of the messages."""
         return [message.to_chat() for message in self.messages]
 
     def apply_chat_template(
         self, tokenizer: Tokenizer | None = None, **options: Unpack[TemplateOptions]
     ) -> Any:
-        """The conversation as text, token ids, or a dict with masks; see TemplateOptions."""
-        from dialoop.templates.options import applied
+        """Return the conversation as text, token ids, or a dict with masks; see TemplateOptions."""
+        from dialoop.templates.options import apply_to_history
 
-        return applied(self, tokenizer, options)
+        return apply_to_history(self, tokenizer, options)
 
     def append(self, message: Message) -> History:
-        """This history followed by one message."""
+        """Return this history followed by one message."""
         return History((*self.messages, message))
 
     def extend(self, messages: History | Iterable[Message]) -> History:
-        """This history followed by others' messages."""
+        """Return this history followed by others' messages."""
         return History((*self.messages, *messages))
 
     def starts_with(self, other: History) -> bool:
-        """Whether the first messages are exactly those of `other`."""
+        """Return whether the first messages are exactly those of `other`."""
         return self.messages[: len(other)] == other.messages
 
     def __iter__(self) -> Iterator[Message]:
@@ -158,23 +158,23 @@ class Histories:
     def from_texts(
         cls, texts: Iterable[str], tokenizer: Tokenizer | None = None, **selection: Any
     ) -> Histories:
-        """Each text read back as `History.from_text` reads it."""
+        """Read each text back as `History.from_text` does."""
         return cls(tuple(History.from_text(text, tokenizer, **selection) for text in texts))
 
     def to_chats(self) -> list[list[dict[str, Any]]]:
-        """The chat-API dicts of each history."""
+        """Return the chat-API dicts of each history."""
         return [history.to_chats() for history in self.histories]
 
     def append(self, messages: Sequence[Message]) -> Histories:
-        """Each history followed by its own message."""
+        """Return each history followed by its own message."""
         return self.extend([(message,) for message in messages])
 
     def extend(self, others: Histories | Sequence[Iterable[Message]]) -> Histories:
-        """Each history followed by its own messages."""
+        """Return each history followed by its own messages."""
         if len(others) != len(self):
             raise InvalidHistory(
-                f"There are {len(self)} histories and {len(others)} to extend them.",
-                remedy="Give one for each, empty where nothing is added.",
+                f"{len(others)} lists of messages cannot extend {len(self)} histories.",
+                remedy="Give one list for each history; it may be empty.",
             )
         pairs = zip(self.histories, others, strict=True)
         return Histories(tuple(history.extend(messages) for history, messages in pairs))
@@ -182,10 +182,10 @@ class Histories:
     def apply_chat_template(
         self, tokenizer: Tokenizer | None = None, **options: Unpack[TemplateOptions]
     ) -> Any:
-        """A list of what each history gives, or one dict of padded rows; see TemplateOptions."""
-        from dialoop.templates.options import applied_to_all
+        """Return each history's result in a list, or a dict of padded rows; see TemplateOptions."""
+        from dialoop.templates.options import apply_to_histories
 
-        return applied_to_all(self, tokenizer, options)
+        return apply_to_histories(self, tokenizer, options)
 
     def __iter__(self) -> Iterator[History]:
         return iter(self.histories)
@@ -207,7 +207,7 @@ class Histories:
 class ChatHistory:
     """Prompt, response and full; where all three are set, full == prompt ++ response.
 
-    `None` is absent, which is not the same as an empty history.
+    `None` means absent, which differs from an empty history.
     """
 
     prompt: History | None = None
@@ -217,7 +217,7 @@ class ChatHistory:
     def __post_init__(self) -> None:
         for name in ("prompt", "response", "full"):
             if isinstance(getattr(self, name), Message):
-                object.__setattr__(self, name, _promoted_message(getattr(self, name), name))
+                object.__setattr__(self, name, _promote_message(getattr(self, name), name))
         if self.prompt is None or self.response is None or self.full is None:
             return
         if self.full.messages != self.prompt.messages + self.response.messages:
@@ -229,7 +229,7 @@ class ChatHistory:
             )
 
     def respond(self, *response: Message) -> ChatHistory:
-        """This history answered: prompt, response and full, together."""
+        """Return this history with the response: prompt, response and full are all set."""
         if self.prompt is None:
             raise InvalidHistory(
                 "There is no prompt to respond to.",
@@ -240,7 +240,7 @@ class ChatHistory:
         return replace(self, response=answer, full=self.prompt.extend(answer))
 
     def require_full(self) -> History:
-        """The whole conversation; an error when the policy did not set it."""
+        """Return the whole conversation; InvalidHistory (FULL_MISSING) where it is not set."""
         if self.full is None:
             raise InvalidHistory(
                 "full is missing.",
@@ -250,7 +250,7 @@ class ChatHistory:
         return self.full
 
     def require_prompt(self) -> History:
-        """The prompt; an error when it is absent."""
+        """Return the prompt; raise InvalidHistory (PROMPT_MISSING) where it is absent."""
         if self.prompt is None:
             raise InvalidHistory(
                 "prompt is missing.", reason=Reason.PROMPT_MISSING, remedy="Send history.prompt."
@@ -258,7 +258,7 @@ class ChatHistory:
         return self.prompt
 
     def completed_from(self, prompt: History) -> ChatHistory:
-        """This answer to `prompt`, with `full` built where the caller sent `response` alone.
+        """Return this answer to `prompt`; build `full` where the caller sent `response` alone.
 
         Raises InvalidHistory (FULL_MISSING) when neither is there, and PreconditionFailed
         (HISTORY_REWRITTEN) when `full` does not begin with `prompt`.
@@ -275,21 +275,21 @@ class ChatHistory:
         return ChatHistory(prompt=prompt).respond(*full[len(prompt) :])
 
 
-def _promoted(chats: Any) -> Any:
-    """A list where a single message was given for one."""
+def _promote(chats: Any) -> Any:
+    """Return a list, also of a single message; that gets a warning."""
     if not isinstance(chats, (Mapping, Message)):
         return chats
     warnings.warn(
-        "A single message stands where a list of messages is expected; it was made one.",
+        "A single message stands where a list of messages is expected; Dialoop made one of it.",
         DialoopWarning,
         stacklevel=3,
     )
     return [chats]
 
 
-def _promoted_message(message: Message, where: str) -> History:
+def _promote_message(message: Message, where: str) -> History:
     warnings.warn(
-        f"{where} is a single message where a history is expected; it was made one.",
+        f"{where} is a single message where a history is expected; Dialoop made one of it.",
         DialoopWarning,
         stacklevel=4,
     )
@@ -297,7 +297,7 @@ def _promoted_message(message: Message, where: str) -> History:
 
 
 def as_history(messages: History | Sequence[Mapping[str, Any]] | str) -> History:
-    """A history from what a user has at hand: a history, chat dicts or one user text."""
+    """Make a history of what a user has at hand: a history, chat dicts or one user text."""
     if isinstance(messages, History):
         return messages
     if isinstance(messages, str):

@@ -25,7 +25,7 @@ class Report:
 
     @property
     def is_sound(self) -> bool:
-        """Whether there is no problem."""
+        """Return whether there is no problem."""
         return not self.problems
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Report:
 
 
 def check(chat_history: ChatHistory) -> Report:
-    """Whether a policy's answer keeps the contract: full is set, and it is prompt and response."""
+    """Report where a policy's answer breaks the contract (full is prompt and response)."""
     parts: dict[str, History] = {
         name: part
         for name in ("prompt", "response", "full")
@@ -52,23 +52,23 @@ def check(chat_history: ChatHistory) -> Report:
 
 
 def _problems(parts: dict[str, History]) -> list[str]:
-    found: list[str] = []
+    problems: list[str] = []
     if "prompt" not in parts:
-        found.append("prompt is missing: reset the environment first.")
+        problems.append("prompt is missing: reset the environment first.")
     if "full" not in parts:
-        found.append("full is missing: a policy must answer with prompt, response and full.")
-    found += [f"{name} has no messages." for name, part in parts.items() if not len(part)]
+        problems.append("full is missing: a policy must answer with prompt, response and full.")
+    problems += [f"{name} has no messages." for name, part in parts.items() if not len(part)]
     full, prompt = parts.get("full"), parts.get("prompt")
     if full is not None and prompt is not None and not full.starts_with(prompt):
-        found.append("full does not begin with the messages of prompt.")
+        problems.append("full does not begin with the messages of prompt.")
     for name in ("response", "full"):
         part = parts.get(name)
         if part is not None and len(part) and part[-1].role != _POLICY_ROLE:
-            found.append(f"{name} ends with role {part[-1].role}, not with {_POLICY_ROLE}.")
+            problems.append(f"{name} ends with role {part[-1].role}, not with {_POLICY_ROLE}.")
     for index, message in enumerate(full or ()):
         if not message.is_complete:
-            found.append(f"full[{index}] is incomplete: it was cut short.")
+            problems.append(f"full[{index}] is incomplete: it was cut short.")
         is_empty = not (message.content or message.tool_calls or message.tool_responses)
         if is_empty:
-            found.append(f"full[{index}] of role {message.role} is empty.")
-    return found
+            problems.append(f"full[{index}] of role {message.role} is empty.")
+    return problems

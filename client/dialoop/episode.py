@@ -46,13 +46,13 @@ class StepResult:
 
     @property
     def done(self) -> bool:
-        """Whether the episode ended."""
+        """Return whether the episode ended."""
         return self.terminated or self.truncated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionState:
-    """Where a session stands; `history` is what the next step continues."""
+    """The state of a session; `history` is what the next step continues."""
 
     session_id: str
     environment: str
@@ -78,23 +78,23 @@ class UpdateMode(IntEnum):
     """What a load of new weights did to answers that were under way."""
 
     RECOMPUTE = 1
-    """They went on under the new version with their keys computed anew: exact."""
+    """They went on under the new version with recomputed keys: exact."""
     KEEP_KV = 2
-    """They went on with the old version's keys: no one version explains the tokens after it."""
+    """They went on with the old version's keys: no single version explains the later tokens."""
     WAIT = 3
     """They ended under the old version first: exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuedText:
-    """A text prompt and what the policy wrote after it, special tokens and all."""
+    """A text prompt and what the policy wrote after it, special tokens included."""
 
     prompt: str
     response: str
 
     @property
     def full(self) -> str:
-        """Both."""
+        """Return prompt and response together."""
         return self.prompt + self.response
 
 
@@ -104,8 +104,8 @@ class Sample:
 
     `sequence` continues the context that was sent (its segments count from 0 of the new tokens)
     when its fork_cause is NONE and a context was sent; else it is a whole new sequence.
-    Asked with text or token ids, `history` is empty and `text` says it in words.
-    Samples of the same prompt tokens have the same `prompt_id`, empty where nobody gave one.
+    For a prompt of text or token ids, `history` is empty and `text` holds both texts.
+    Samples of the same prompt tokens have the same `prompt_id`; a policy may leave it empty.
     """
 
     history: ChatHistory
@@ -126,7 +126,7 @@ class Sample:
 
 
 class Policy(Protocol):
-    """Whoever answers a prompt: an InferenceClient, or a twin from `dialoop.testing`."""
+    """What answers a prompt: an InferenceClient, or a twin from `dialoop.testing`."""
 
     async def generate(
         self,
@@ -146,7 +146,7 @@ class Sessions(Protocol):
     """Where episodes are played: an EnvironmentClient, or a twin from `dialoop.testing`."""
 
     async def create_session(self, session_id: str, environment: str) -> float:
-        """Open a session under the caller's id; its time to live in seconds."""
+        """Open a session under the caller's id; return its time to live in seconds."""
         ...
 
     async def reset(
@@ -158,9 +158,9 @@ class Sessions(Protocol):
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: ChatHistory
     ) -> StepResult:
-        """Take the policy's answer; a retry gets the first answer."""
+        """Step with the policy's answer; a retry gets the first result."""
         ...
 
     async def close_session(self, session_id: str) -> bool:
-        """Forget the session; whether there was one."""
+        """Forget the session; return whether there was one."""
         ...

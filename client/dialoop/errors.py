@@ -8,7 +8,7 @@
       NotFound                NOT_FOUND           404
       AlreadyExists           ALREADY_EXISTS      409
       PreconditionFailed      FAILED_PRECONDITION 409  right request, wrong moment
-      Busy                    ABORTED             409  somebody else is at it: try again
+      Busy                    ABORTED             409  another request is at work: try again
       CapacityExhausted       RESOURCE_EXHAUSTED  429
       Unauthenticated         UNAUTHENTICATED     401
       PermissionDenied        PERMISSION_DENIED   403
@@ -16,7 +16,7 @@
       Unavailable             UNAVAILABLE         503  not now: try again
       DeadlineExceeded        DEADLINE_EXCEEDED   504
       DataLost                DATA_LOSS           500  a checksum does not match
-      InternalError           INTERNAL            500  carries an error_id, never a text of ours
+      InternalError           INTERNAL            500  carries an error_id and no details
 
 `reason` is the machine-readable name, a member of `dialoop.reasons.Reason`; match on it, never on
 the message. Errors of your own environment take `OtherReason("BOARD_LOCKED")`.
@@ -49,7 +49,7 @@ class Status(IntEnum):
 
 
 class DialoopWarning(UserWarning):
-    """Something was taken otherwise than it was asked for; the text says what."""
+    """Dialoop did something else than the caller asked for; the text says what."""
 
 
 class DialoopError(Exception):
@@ -200,7 +200,7 @@ class DataLost(DialoopError):
 
 
 class InternalError(DialoopError):
-    """Our fault: the message holds an error_id to look up in the service's log, nothing else."""
+    """A bug in Dialoop: the message holds only an error_id to look up in the service's log."""
 
 
 ERRORS_BY_STATUS: dict[Status, type[DialoopError]] = {

@@ -60,6 +60,6 @@ def _raised_at(error: Exception) -> str:
     ]
     if not frames:
         return ""
-    # What the module calls may be deep in a library: its own last line is what its author knows.
+    # The error may come from deep in a library: show the last line of the user's own module.
     own = [frame for frame in frames if frame.filename == frames[0].filename][-1]
     return f"{own.filename}, line {own.lineno}"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 PLACEHOLDER_ROLE = "<none>"
-"""Role of the messages that pad rectangular batches elsewhere: the import drops them."""
+"""Role of messages that pad rectangular batches in other libraries; reading drops them."""
 
 _TEXT_FIELDS = ("tool_call_id", "name")
 _KNOWN = frozenset(
@@ -82,11 +82,11 @@ class Message:
 
     def __post_init__(self) -> None:
         if not self.role:
-            raise InvalidHistory("A message has no role.", remedy="Set role, as 'user'.")
+            raise InvalidHistory("A message has no role.", remedy="Set role, for example 'user'.")
 
     @property
     def text(self) -> str:
-        """The content as text; parts that are not text contribute nothing."""
+        """Return the content as text; parts that are not text contribute nothing."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text or "" for part in self.content)
@@ -97,18 +97,18 @@ class Message:
         return message_from_chat(chat)
 
     def to_chat(self) -> dict[str, Any]:
-        """The chat-API dict that `from_chat` makes into this message again."""
+        """Return the chat-API dict that `from_chat` makes into this message again."""
         return message_to_chat(self)
 
 
 def messages_from_chats(chats: Iterable[Any], where: str = "messages") -> tuple[Message, ...]:
-    """The messages of a list of dicts, without placeholders; errors name the index and field."""
-    found = (message_from_chat(chat, f"{where}[{i}]") for i, chat in enumerate(chats))
-    return tuple(message for message in found if message.role != PLACEHOLDER_ROLE)
+    """Read a list of dicts as messages, without placeholders; errors name the index and field."""
+    messages = (message_from_chat(chat, f"{where}[{i}]") for i, chat in enumerate(chats))
+    return tuple(message for message in messages if message.role != PLACEHOLDER_ROLE)
 
 
 def message_from_chat(chat: Any, where: str = "message") -> Message:
-    """One message of a dict; a Message stays as it is."""
+    """Read a dict as a message; a Message stays as it is."""
     if isinstance(chat, Message):
         return chat
     _expect(chat, Mapping, where, "a message with role and content")
@@ -143,7 +143,7 @@ def message_from_chat(chat: Any, where: str = "message") -> Message:
 
 
 def message_to_chat(message: Message) -> dict[str, Any]:
-    """The dict that `message_from_chat` makes into an equal message; what is empty is left out."""
+    """Return the dict that `message_from_chat` reads as an equal message, without empty fields."""
     content: Any = message.content
     if not isinstance(content, str):
         content = [_part_to_chat(part) for part in content]
@@ -160,7 +160,7 @@ def message_to_chat(message: Message) -> dict[str, Any]:
 
 
 def chat_for_template(message: Message, *, as_parts: bool = False) -> dict[str, Any]:
-    """The dict a chat template reads: arguments are objects, contents text (or text parts)."""
+    """Return the dict a chat template reads: arguments as objects, contents as text or parts."""
     content: Any = message.content
     if not isinstance(content, str):
         texts = [_text_of_part(part, message.role) for part in content]
@@ -180,7 +180,7 @@ def chat_for_template(message: Message, *, as_parts: bool = False) -> dict[str, 
 
 
 def tool_for_template(tool: ToolDefinition | Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool as chat templates and chat APIs know it."""
+    """Return a tool as chat templates and chat APIs know it."""
     if not isinstance(tool, ToolDefinition):
         _expect(tool, Mapping, "tools", "a ToolDefinition or a dict")
         return tool
@@ -199,9 +199,9 @@ def tool_for_template(tool: ToolDefinition | Mapping[str, Any]) -> Mapping[str, 
 def _expect(value: Any, kind: Any, where: str, expected: str) -> Any:
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
-    found = "nothing" if value is None else f"{type(value).__name__} {value!r:.40}"
+    actual = "nothing" if value is None else f"{type(value).__name__} {value!r:.40}"
     raise InvalidHistory(
-        f"{where}: expected {expected}, found {found}.",
+        f"{where}: expected {expected}, found {actual}.",
         reason=Reason.WRONG_TYPE if value is not None else Reason.FIELD_MISSING,
         remedy=f"Give {expected}.",
     )
@@ -216,8 +216,8 @@ def _items(value: Any, where: str) -> Sequence[Any]:
         return ()
     if isinstance(value, str):
         _expect(value, list, where, "a list")
-    found: Sequence[Any] = _expect(value, Sequence, where, "a list")
-    return found
+    items: Sequence[Any] = _expect(value, Sequence, where, "a list")
+    return items
 
 
 def _content(value: Any, where: str) -> str | tuple[ContentPart, ...]:
@@ -241,24 +241,24 @@ def _part(part: Any, where: str) -> ContentPart:
         data = _bytes(audio.get("data"), f"{where}.input_audio.data")
         form = _expect(audio.get("format"), str, f"{where}.input_audio.format", "a string")
         return ContentPart(type="audio", data=data, mime_type=f"audio/{form}")
-    known = {field.name for field in fields(ContentPart)}
-    unknown = [key for key in part if key not in known]
+    names = {field.name for field in fields(ContentPart)}
+    unknown = [key for key in part if key not in names]
     if unknown:
         raise InvalidHistory(
             f"{where} of type {kind} has a field '{unknown[0]}' that a part does not have.",
             reason=Reason.UNKNOWN_FIELD,
-            remedy=f"Use one of: {', '.join(sorted(known))}.",
+            remedy=f"Use one of: {', '.join(sorted(names))}.",
         )
-    given = {
+    values = {
         key: _expect(part[key], expected, f"{where}.{key}", f"{expected.__name__}")
         for key, expected in _PART_KINDS.items()
         if part.get(key) is not None
     }
     if part.get("data") is not None:
-        given["data"] = _bytes(part["data"], f"{where}.data")
-    if kind == "text" and "text" not in given:
+        values["data"] = _bytes(part["data"], f"{where}.data")
+    if kind == "text" and "text" not in values:
         _expect(None, str, f"{where}.text", "a string")
-    return ContentPart(type=kind, **given)
+    return ContentPart(type=kind, **values)
 
 
 def _image(image: Mapping[str, Any], where: str) -> ContentPart:
@@ -266,7 +266,7 @@ def _image(image: Mapping[str, Any], where: str) -> ContentPart:
         raise InvalidHistory(
             f"{where}.image_url.detail is {image['detail']!r:.40}.",
             reason=Reason.UNKNOWN_FIELD,
-            remedy="Leave it out: the detail of an image is the model's processor's.",
+            remedy="Leave it out: the model's processor decides it.",
         )
     url = _expect(image.get("url"), str, f"{where}.image_url.url", "a string")
     return ContentPart(type="image", url=url)
@@ -284,17 +284,17 @@ def _bytes(value: Any, where: str) -> bytes:
 
 
 def _part_to_chat(part: ContentPart) -> dict[str, Any]:
-    given = {f.name: getattr(part, f.name) for f in fields(part)}
-    given = {key: value for key, value in given.items() if value is not None}
-    if part.type == "image" and given.keys() == {"type", "url"}:
+    values = {f.name: getattr(part, f.name) for f in fields(part)}
+    values = {key: value for key, value in values.items() if value is not None}
+    if part.type == "image" and values.keys() == {"type", "url"}:
         return {"type": "image_url", "image_url": {"url": part.url}}
     if part.data is None:
-        return given
-    given["data"] = base64.b64encode(part.data).decode()
+        return values
+    values["data"] = base64.b64encode(part.data).decode()
     kind, _, form = (part.mime_type or "").partition("/")
-    if part.type == kind == "audio" and given.keys() == {"type", "data", "mime_type"}:
-        return {"type": "input_audio", "input_audio": {"data": given["data"], "format": form}}
-    return given
+    if part.type == kind == "audio" and values.keys() == {"type", "data", "mime_type"}:
+        return {"type": "input_audio", "input_audio": {"data": values["data"], "format": form}}
+    return values
 
 
 def _text_of_part(part: ContentPart, role: str) -> str:
@@ -322,12 +322,12 @@ def _tool_call(call: Any, where: str) -> ToolCall:
 
 
 def _call_to_chat(call: ToolCall, arguments: Any) -> dict[str, Any]:
-    found = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
-    return {"id": call.id, **found} if call.id else found
+    chat = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
+    return {"id": call.id, **chat} if call.id else chat
 
 
 def _arguments(call: ToolCall) -> Any:
-    """The object that the JSON text spells; a text that spells none stays as the model wrote it."""
+    """Return the object in the JSON text; a text without one stays as the model wrote it."""
     try:
         value = json.loads(call.arguments_json)
     except json.JSONDecodeError:

@@ -39,14 +39,14 @@ _CLOSE_S = 2.0
 
 
 @dataclass(slots=True)
-class _Tape:
-    """What has been recorded of the running episode; touched by its one task only."""
+class _Recorder:
+    """The record of a running episode; only the task that plays it changes it."""
 
     history: History = field(default_factory=History)
     turns: list[Turn] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    covered: int = 0
+    num_covered_messages: int = 0
     environment_version: str = ""
     sample: Sample | None = None
     update_modes: set[UpdateMode] = field(default_factory=set)
@@ -58,29 +58,29 @@ class _Tape:
 
     @property
     def is_lost(self) -> bool:
-        """Whether something failed that was not the policy's: going on would be for nothing."""
+        """Return whether something other than the policy failed, so that playing on is useless."""
         return any(failure.owner is not Owner.POLICY for failure in self.failures)
 
     @property
     def done_reason(self) -> DoneReason:
-        """Why it ended; the policy's own mistakes do not hide the environment's reason."""
+        """Return why it ended; the policy's own mistakes do not hide the environment's reason."""
         if self.outcome is not None and self.outcome.done:
             return self.outcome.done_reason
         return DoneReason.ERROR if self.is_lost else DoneReason.MAX_TURNS
 
     @property
     def labels(self) -> dict[str, str]:
-        """How loads treated its answers, where that was not by computing keys anew."""
+        """Return how loads of weights treated its answers, unless they computed keys anew."""
         modes = (UpdateMode.KEEP_KV, UpdateMode.WAIT)
-        found = next((mode for mode in modes if mode in self.update_modes), None)
-        return {"update_mode": found.name} if found else {}
+        update_mode = next((mode for mode in modes if mode in self.update_modes), None)
+        return {"update_mode": update_mode.name} if update_mode else {}
 
-    def opened(self, opening: ResetResult) -> None:
-        """Keep what the environment begins with."""
+    def begin(self, opening: ResetResult) -> None:
+        """Keep the environment's first messages and its version."""
         self.history = opening.history.require_prompt()
         self.environment_version = opening.environment_version
 
-    def answered(self, sample: Sample) -> None:
+    def add_sample(self, sample: Sample) -> None:
         """Keep the sampled tokens: appended to the running sequence, or as a fork of it."""
         full = sample.history.require_full()
         continues = self.sequences and sample.sequence.fork_cause is ForkCause.NONE
@@ -89,11 +89,11 @@ class _Tape:
         else:
             self.sequences.append(sample.sequence)
         self.history = full
-        self.covered = len(self.history)
+        self.num_covered_messages = len(self.history)
         self.sample = sample
         self.update_modes.add(sample.update_mode)
 
-    def stepped(self, outcome: StepResult, step_s: float) -> None:
+    def add_step(self, outcome: StepResult, step_s: float) -> None:
         """Keep what the environment answered."""
         sample = self.sample
         assert sample is not None
@@ -113,11 +113,11 @@ class _Tape:
         self.history = after
         self.outcome = outcome
 
-    def failed(self, owner: Owner, error: Exception) -> None:
+    def add_failure(self, owner: Owner, error: Exception) -> None:
         """Keep a failure with its owner; an unforeseen error gives its type only."""
-        known = isinstance(error, DialoopError)
+        is_ours = isinstance(error, DialoopError)
         reason = error.reason if isinstance(error, DialoopError) else type(error).__name__
-        message = str(error) if known else "unexpected error"
+        message = str(error) if is_ours else "unexpected error"
         self.failures.append(Failure(owner=owner, reason=reason, message=message))
 
 
@@ -134,56 +134,56 @@ async def play(
 
     Only cancellation escapes. `max_turns` bounds an environment that never ends its episodes.
     """
-    tape = _Tape()
+    recorder = _Recorder()
     session_id = uuid.uuid4().hex
     sampling = sampling or task.sampling
     try:
-        if await _open(task, sessions, session_id, tape):
+        if await _open(task, sessions, session_id, recorder):
             for turn in range(max_turns):
-                if not await _turn(tape, sessions, policy, session_id, sampling, turn):
+                if not await _turn(recorder, sessions, policy, session_id, sampling, turn):
                     break
     finally:
         await _close(sessions, session_id)
-    return _record(task, tape, group_id=group_id, sampling=sampling)
+    return _trajectory_of(task, recorder, group_id=group_id, sampling=sampling)
 
 
-async def _open(task: Task, sessions: Sessions, session_id: str, tape: _Tape) -> bool:
-    """Whether the episode has begun."""
+async def _open(task: Task, sessions: Sessions, session_id: str, recorder: _Recorder) -> bool:
+    """Open the episode; return False where it did not begin."""
     try:
         await sessions.create_session(session_id, task.environment)
         opening = await sessions.reset(
             session_id, episode=1, split=task.split, task_key=task.key, seed=task.seed
         )
-        tape.opened(opening)
+        recorder.begin(opening)
     except Exception as error:
-        tape.failed(Owner.ENVIRONMENT, error)
+        recorder.add_failure(Owner.ENVIRONMENT, error)
         return False
     return True
 
 
 async def _turn(
-    tape: _Tape,
+    recorder: _Recorder,
     sessions: Sessions,
     policy: Policy,
     session_id: str,
     sampling: SamplingParams,
     turn: int,
 ) -> bool:
-    """One generate and one step; whether the episode goes on."""
+    """Play one turn (generate, then step); return whether the episode goes on."""
     try:
         (sample,) = await policy.generate(
-            tape.history,
-            context=tape.context,
-            num_context_messages=tape.covered,
+            recorder.history,
+            context=recorder.context,
+            num_context_messages=recorder.num_covered_messages,
             sampling=sampling,
             turn=turn,
         )
-        tape.answered(sample)
+        recorder.add_sample(sample)
     except Exception as error:
-        tape.failed(Owner.INFERENCE, error)
+        recorder.add_failure(Owner.INFERENCE, error)
         return False
     if sample.stop_reason is StopReason.CANCELLED:
-        tape.failures.append(
+        recorder.failures.append(
             Failure(
                 owner=Owner.INFERENCE, reason=Reason.CANCELLED, message="Sampling was cancelled."
             )
@@ -194,11 +194,11 @@ async def _turn(
         outcome = await sessions.step(
             session_id, episode=1, step_index=turn, history=sample.history
         )
-        tape.stepped(outcome, time.perf_counter() - started)
+        recorder.add_step(outcome, time.perf_counter() - started)
     except Exception as error:
-        tape.failed(Owner.ENVIRONMENT, error)
+        recorder.add_failure(Owner.ENVIRONMENT, error)
         return False
-    return not (outcome.done or tape.is_lost)
+    return not (outcome.done or recorder.is_lost)
 
 
 async def _close(sessions: Sessions, session_id: str) -> None:
@@ -208,27 +208,29 @@ async def _close(sessions: Sessions, session_id: str) -> None:
             await sessions.close_session(session_id)
 
 
-def _record(task: Task, tape: _Tape, *, group_id: str, sampling: SamplingParams) -> Trajectory:
-    sample = tape.sample
-    terminated = tape.outcome is not None and tape.outcome.terminated
+def _trajectory_of(
+    task: Task, recorder: _Recorder, *, group_id: str, sampling: SamplingParams
+) -> Trajectory:
+    sample = recorder.sample
+    terminated = recorder.outcome is not None and recorder.outcome.terminated
     return Trajectory(
         trajectory_id=uuid.uuid4().hex,
         group_id=group_id,
         task_key=task.key,
         seed=task.seed,
         environment=task.environment,
-        environment_version=tape.environment_version,
-        history=tape.history,
-        turns=tuple(tape.turns),
-        sequences=tuple(tape.sequences),
-        failures=tuple(tape.failures),
+        environment_version=recorder.environment_version,
+        history=recorder.history,
+        turns=tuple(recorder.turns),
+        sequences=tuple(recorder.sequences),
+        failures=tuple(recorder.failures),
         sampling=sample.sampling if sample else sampling,
         tokenizer_digest=sample.tokenizer_digest if sample else "",
         template_digest=sample.template_digest if sample else "",
         terminated=terminated,
         truncated=not terminated,  # by the environment, by max_turns or by a failure
-        done_reason=tape.done_reason,
-        labels=tape.labels,
+        done_reason=recorder.done_reason,
+        labels=recorder.labels,
     )
 
 
@@ -250,7 +252,7 @@ async def play_group(
                     sessions=sessions,
                     policy=policy,
                     group_id=group_id,
-                    sampling=seeded(sampling or task.sampling, member),
+                    sampling=sampling_of_member(sampling or task.sampling, member),
                     max_turns=max_turns,
                 )
             )
@@ -261,8 +263,8 @@ async def play_group(
     )
 
 
-def seeded(sampling: SamplingParams, member: int) -> SamplingParams:
-    """The sampling of one member: members of a seeded group must differ to carry a signal."""
+def sampling_of_member(sampling: SamplingParams, member: int) -> SamplingParams:
+    """Return one member's sampling: members of a seeded group need different seeds to differ."""
     if sampling.seed is None:
         return sampling
     return replace(sampling, seed=sampling.seed + member)

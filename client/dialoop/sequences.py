@@ -1,4 +1,4 @@
-"""Token rows and their segment tables: the truth about who wrote which token.
+"""Token rows and their segment tables, which say who wrote which token.
 
 A sequence of nine tokens, of which the policy sampled three (two of them under version 4):
 
@@ -60,7 +60,7 @@ class PolicyVersion:
         return f"{self.lineage}-{self.number}"
 
     def staleness_of(self, older: PolicyVersion) -> int:
-        """How many versions `older` lags behind this one; an error across lineages."""
+        """Return how many versions `older` lags behind this one; both must be of one lineage."""
         if older.lineage != self.lineage:
             raise InvalidSequence(
                 f"Policy {older} is of another lineage than {self}.",
@@ -85,11 +85,11 @@ class Segment:
 
     @property
     def end(self) -> int:
-        """One past the last token."""
+        """Return the index one past the last token."""
         return self.start + self.length
 
-    def shifted(self, offset: int) -> Segment:
-        """The same segment `offset` tokens later."""
+    def shift(self, offset: int) -> Segment:
+        """Return the same segment `offset` tokens later."""
         return replace(self, start=self.start + offset)
 
 
@@ -171,17 +171,17 @@ class Sequence:
 
     @property
     def num_model_tokens(self) -> int:
-        """How many tokens the policy sampled and this sequence owns."""
+        """Return how many tokens the policy sampled and this sequence owns."""
         return sum(s.length for s in self.segments if s.source is Source.MODEL)
 
     @property
     def policy_versions(self) -> tuple[PolicyVersion, ...]:
-        """The versions of the sampled tokens, without repeats, in order of first use."""
+        """Return the versions of the sampled tokens, without repeats, in order of first use."""
         versions = (s.policy_version for s in self.segments if s.policy_version is not None)
         return tuple(dict.fromkeys(versions))
 
     def response_mask(self) -> Mask:
-        """Bool [L]: the policy wrote this token (a fact)."""
+        """Return bool [L]: whether the policy wrote the token."""
         mask = np.zeros(len(self), dtype=np.bool_)
         for segment in self.segments:
             if segment.source is Source.MODEL:
@@ -189,7 +189,7 @@ class Sequence:
         return mask
 
     def token_versions(self) -> tuple[PolicyVersion, ...]:
-        """The policy version of each MODEL token, in order."""
+        """Return the policy version of each MODEL token, in order."""
         versions: list[PolicyVersion] = []
         for segment in self.segments:
             if segment.policy_version is not None:
@@ -197,18 +197,18 @@ class Sequence:
         return tuple(versions)
 
     def extended_by(self, appended: Sequence) -> Sequence:
-        """This sequence followed by new tokens, whose segments count from 0."""
+        """Return this sequence followed by new tokens, whose segments count from 0."""
         return replace(
             self,
             token_ids=np.concatenate([self.token_ids, appended.token_ids]),
-            segments=self.segments + tuple(s.shifted(len(self)) for s in appended.segments),
+            segments=self.segments + tuple(s.shift(len(self)) for s in appended.segments),
             inference_logprobs=np.concatenate(
                 [self.inference_logprobs, appended.inference_logprobs]
             ),
         )
 
     def as_context(self, num_tokens: int | None = None) -> Sequence:
-        """The same (or the first) tokens as context in a fork: nothing here is trained again."""
+        """Return the same (or the first) tokens as a fork's context, which is not trained again."""
         end = len(self) if num_tokens is None else num_tokens
         segments = tuple(
             replace(

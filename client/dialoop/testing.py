@@ -52,29 +52,29 @@ _SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>"]
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token per byte and the two tokens of a ChatML template: 258 ids, nothing to download."""
+    """Make a tokenizer with a token per byte and ChatML's two: 258 ids, nothing to download."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: number for number, symbol in enumerate(alphabet)}
 
     def engine() -> tokenizers.Tokenizer:
-        made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        made.decoder = decoders.ByteLevel()
-        made.add_special_tokens(_SPECIAL_TOKENS)
-        return made
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens(_SPECIAL_TOKENS)
+        return tokenizer
 
     config = {"eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE}
     return Tokenizer(engine(), engine(), config)
 
 
 def byte_builder() -> TokenBuilder:
-    """Tokens of conversations by `byte_tokenizer`."""
+    """Make a TokenBuilder on `byte_tokenizer`."""
     tokenizer = byte_tokenizer()
     return TokenBuilder(tokenizer, ChatTemplate.of(tokenizer))
 
 
 class ScriptedPolicy:
-    """A policy that answers from a list, one text per turn, or with what a function says.
+    """A policy that answers from a list, one text per turn, or with what a function returns.
 
     An answer ends at the first of the sampling's stop strings, at `max_new_tokens`, or with the
     end-of-turn token. Each token has the log-prob `logprob` and the version `policy_version`.
@@ -108,7 +108,7 @@ class ScriptedPolicy:
         prompt = self._builder.prompt(
             history, context=context, num_context_messages=num_context_messages, turn=turn
         )
-        ids, stop_reason, stop_string = self._sampled(self._text(history, turn), sampling)
+        ids, stop_reason, stop_string = self._sample_ids(self._text(history, turn), sampling)
         answer = self._builder.answer(
             prompt,
             ids,
@@ -132,17 +132,17 @@ class ScriptedPolicy:
             return self._script(history)
         if turn >= len(self._script):
             raise InvalidInput(
-                f"The script has {len(self._script)} answers and turn {turn} is asked for.",
+                f"The script has {len(self._script)} answers and none for turn {turn}.",
                 reason=Reason.SCRIPT_ENDED,
                 remedy="Give one answer per turn, or a function of the history.",
             )
         return self._script[turn]
 
-    def _sampled(self, text: str, sampling: SamplingParams) -> tuple[list[int], StopReason, str]:
-        """Token ids of the answer, why they end, and the stop string that ended them."""
+    def _sample_ids(self, text: str, sampling: SamplingParams) -> tuple[list[int], StopReason, str]:
+        """Return the answer's token ids, why they end, and the stop string that ended them."""
         tokenizer = self._builder.tokenizer
-        found = [(text.find(stop), stop) for stop in sampling.stop if stop in text]
-        start, stop_string = min(found, default=(len(text), ""))
+        matches = [(text.find(stop), stop) for stop in sampling.stop if stop in text]
+        start, stop_string = min(matches, default=(len(text), ""))
         ids = list(tokenizer.encode(text[: start + len(stop_string)]).ids)
         if not stop_string:
             ids += tokenizer.end_of_turn_ids[:1]

@@ -118,23 +118,23 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether the sampler cut the distribution, so that log-probs are not the policy's."""
+        """Return whether sampling cut the distribution, so that log-probs are not the policy's."""
         is_neutral = self.top_p in (None, 1.0) and self.min_p in (None, 0.0)
         return not is_neutral or self.top_k is not None
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens that are there already are made less likely, or likelier."""
+        """Return whether sampling made tokens that are there already less likely, or likelier."""
         return self.repetition_penalty not in (None, 1.0)
 
     @property
     def alters(self) -> bool:
-        """Whether no temperature explains the log-probs: the trainer cannot compute them."""
+        """Return whether no temperature explains the log-probs: the trainer cannot compute them."""
         return self.truncates or self.penalizes
 
     @property
     def distribution(self) -> Distribution:
-        """What the log-probs of the sampled tokens are of; greedy ones are at temperature 1."""
+        """Return what the sampled tokens' log-probs are of; greedy ones are at temperature 1."""
         is_greedy = self.temperature == 0
         is_scaled = self.temperature not in (None, 0, 1)
         is_changed = self.penalizes or is_scaled or (self.truncates and not is_greedy)
@@ -181,14 +181,14 @@ class Reward:
 
     @classmethod
     def dense(cls, name: str, per_token: Iterable[float], *, weight: float = 1.0) -> Reward:
-        """A reward with one number per token of the response."""
+        """Make a reward with one number per token of the response."""
         values = tuple(map(float, per_token))
         return cls(name=name, value=sum(values), weight=weight, per_token=values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Something went wrong while the trajectory was made."""
+    """An error while the trajectory was made, and whose it is."""
 
     owner: Owner
     reason: str
@@ -209,7 +209,7 @@ class Turn:
 
     @property
     def reward(self) -> float:
-        """The sum of value * weight."""
+        """Return the sum of value * weight."""
         return sum(r.value * r.weight for r in self.rewards)
 
 
@@ -237,30 +237,30 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        """The sum of the turns' rewards."""
+        """Return the sum of the turns' rewards."""
         return sum(turn.reward for turn in self.turns)
 
     @property
     def num_model_tokens(self) -> int:
-        """How many tokens the policy sampled."""
+        """Return how many tokens the policy sampled."""
         return sum(sequence.num_model_tokens for sequence in self.sequences)
 
     @property
     def num_tool_calls(self) -> int:
-        """How many tool calls were run."""
+        """Return how many tool calls were run."""
         return sum(turn.num_tool_calls for turn in self.turns)
 
     @property
     def policy_versions(self) -> tuple[PolicyVersion, ...]:
-        """The versions of its sampled tokens, without repeats."""
-        found = (v for sequence in self.sequences for v in sequence.policy_versions)
-        return tuple(dict.fromkeys(found))
+        """Return the versions of its sampled tokens, without repeats."""
+        versions = (v for sequence in self.sequences for v in sequence.policy_versions)
+        return tuple(dict.fromkeys(versions))
 
     @property
     def is_scorable(self) -> bool:
-        """Whether nothing but the policy failed and there is something to train."""
-        blameless = all(failure.owner is Owner.POLICY for failure in self.failures)
-        return blameless and self.num_model_tokens > 0
+        """Return whether nothing but the policy failed and there is something to train."""
+        is_blameless = all(failure.owner is Owner.POLICY for failure in self.failures)
+        return is_blameless and self.num_model_tokens > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,11 +273,11 @@ class Group:
 
     @property
     def num_trajectories(self) -> int:
-        """How many trajectories it holds."""
+        """Return how many trajectories it holds."""
         return len(self.trajectories)
 
     @property
     def policy_versions(self) -> tuple[PolicyVersion, ...]:
-        """The versions of all sampled tokens, without repeats."""
-        found = (v for trajectory in self.trajectories for v in trajectory.policy_versions)
-        return tuple(dict.fromkeys(found))
+        """Return the versions of all sampled tokens, without repeats."""
+        versions = (v for trajectory in self.trajectories for v in trajectory.policy_versions)
+        return tuple(dict.fromkeys(versions))

@@ -29,8 +29,8 @@ print(json.dumps([spent, loaded]))
 """
 
 
-def imported(module: str) -> tuple[float, set[str]]:
-    """CPU seconds, and the top-level names of the modules that were loaded."""
+def modules_after(module: str) -> tuple[float, set[str]]:
+    """Return CPU seconds, and the top-level names of the modules that were loaded."""
     done = subprocess.run(
         [sys.executable, "-c", MEASURE.format(module=module)],
         capture_output=True,
@@ -43,13 +43,13 @@ def imported(module: str) -> tuple[float, set[str]]:
 
 
 def test_import_dialoop_loads_nothing_heavy_and_is_quick():
-    tries = [imported("dialoop") for _ in range(5)]
+    tries = [modules_after("dialoop") for _ in range(5)]
     assert not tries[0][1] & HEAVY
     assert min(spent for spent, _ in tries) < 0.1
 
 
 def test_the_command_loads_nothing_heavy():
-    _, loaded = imported("dialoop.cli.main")
+    _, loaded = modules_after("dialoop.cli.main")
     assert not loaded & HEAVY
 
 
@@ -62,12 +62,12 @@ def test_the_command_loads_nothing_heavy():
     ],
 )
 def test_services_without_a_model_load_no_torch(module):
-    _, loaded = imported(module)
+    _, loaded = modules_after(module)
     assert not loaded & MODELS
 
 
 def test_pydantic_comes_with_the_first_tool_and_not_before():
-    _, loaded = imported("dialoop.environments")
+    _, loaded = modules_after("dialoop.environments")
     assert "pydantic" not in loaded
 
 

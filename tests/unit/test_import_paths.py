@@ -29,6 +29,7 @@ IMPORT_BY_NAME = {
     "client/dialoop/sandbox/killed.py",
     "services/dialoop_services/learning/model/fused_head.py",
     "services/dialoop_services/stack/in_process.py",
+    "services/dialoop_services/stack/layout.py",
     "services/dialoop_services/trainer/records/trackers.py",
 }
 MODULES = {
@@ -58,7 +59,7 @@ def test_an_attribute_is_found_also_within_another(modules):
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "text"),
     [
         ("sound", "There is no thing 'sound'."),
         (":value", "There is no thing ':value'."),
@@ -66,17 +67,17 @@ def test_an_attribute_is_found_also_within_another(modules):
         ("sound:other", "cannot be loaded: module 'sound' has no attribute 'other'."),
     ],
 )
-def test_a_path_that_leads_nowhere_is_answered_with_what_would(modules, path, said):
+def test_a_path_that_leads_nowhere_is_answered_with_what_would(modules, path, text):
     with pytest.raises(InvalidConfig) as caught:
         load(path, reason="THING_NOT_FOUND", built_in=["one", "two"])
     assert path in caught.value.message
-    assert caught.value.message.endswith(said)
+    assert caught.value.message.endswith(text)
     assert caught.value.reason == "THING_NOT_FOUND"
     assert caught.value.remedy.startswith("Use one, two or module:attribute;")
 
 
 @pytest.mark.parametrize(
-    ("name", "line", "said"),
+    ("name", "line", "text"),
     [
         ("raises_deeper", 2, "KeyError: 'boom'"),
         ("raises_in_a_library", 3, "JSONDecodeError: Expecting property name"),
@@ -84,10 +85,10 @@ def test_a_path_that_leads_nowhere_is_answered_with_what_would(modules, path, sa
         ("no_python", 2, "SyntaxError: invalid syntax"),
     ],
 )
-def test_an_exception_of_the_module_is_named_by_type_and_line(modules, name, line, said):
+def test_an_exception_of_the_module_is_named_by_type_and_line(modules, name, line, text):
     with pytest.raises(InvalidConfig) as caught:
         load(f"{name}:x")
-    assert f"{modules / name}.py, line {line}: {said}" in caught.value.message
+    assert f"{modules / name}.py, line {line}: {text}" in caught.value.message
     assert "PYTHONPATH" not in caught.value.remedy
 
 
@@ -103,7 +104,7 @@ def test_every_loader_names_the_line(modules, loader):
 
 
 def test_no_other_module_imports_by_a_name():
-    found = set()
+    paths = set()
     for path in PRODUCT:
         names = {
             node.attr if isinstance(node, ast.Attribute) else node.id
@@ -111,5 +112,5 @@ def test_no_other_module_imports_by_a_name():
             if isinstance(node, (ast.Attribute, ast.Name))
         }
         if names & {"import_module", "resolve_name", "__import__", "run_path", "run_module"}:
-            found.add(path.relative_to(ROOT).as_posix())
-    assert found == IMPORT_BY_NAME, "load what a user names with dialoop.import_paths"
+            paths.add(path.relative_to(ROOT).as_posix())
+    assert paths == IMPORT_BY_NAME, "load what a user names with dialoop.import_paths"

@@ -60,15 +60,15 @@ def test_chat_dicts_lose_nothing_in_either_direction():
 
 def test_arguments_as_an_object_become_json_text_with_unicode():
     call = {"name": "add", "arguments": {"a": 3, "b": "ä"}}
-    (found,) = Message.from_chat({"role": "assistant", "tool_calls": [call]}).tool_calls
-    assert found == ToolCall(name="add", arguments_json='{"a": 3, "b": "ä"}')
+    (tool_call,) = Message.from_chat({"role": "assistant", "tool_calls": [call]}).tool_calls
+    assert tool_call == ToolCall(name="add", arguments_json='{"a": 3, "b": "ä"}')
 
 
 def test_templates_get_arguments_as_an_object_or_as_the_model_wrote_them():
     calls = tuple(ToolCall(name="f", arguments_json=text) for text in ('{"a": 3}', "{oops", '"x"'))
     chat = chat_for_template(Message(role="assistant", tool_calls=calls))
-    found = [call["function"]["arguments"] for call in chat["tool_calls"]]
-    assert found == [{"a": 3}, "{oops", '"x"']
+    arguments = [call["function"]["arguments"] for call in chat["tool_calls"]]
+    assert arguments == [{"a": 3}, "{oops", '"x"']
 
 
 def test_text_parts_are_joined_and_others_refused_by_the_text_renderer():
@@ -94,17 +94,17 @@ def test_a_single_message_is_promoted_with_a_warning():
 
 
 def test_nested_chats_are_histories_of_their_own_lengths():
-    found = History.from_chats([CHATS[:1], CHATS[:4], []])
-    assert isinstance(found, Histories)
-    assert [len(history) for history in found] == [1, 4, 0]
-    assert found.to_chats() == [CHATS[:1], CHATS[:4], []]
-    assert found[:1] == Histories((found[0],))
+    histories = History.from_chats([CHATS[:1], CHATS[:4], []])
+    assert isinstance(histories, Histories)
+    assert [len(history) for history in histories] == [1, 4, 0]
+    assert histories.to_chats() == [CHATS[:1], CHATS[:4], []]
+    assert histories[:1] == Histories((histories[0],))
     hello = Message(role="user", content="hello")
-    longer = found.append([hello] * 3)
+    longer = histories.append([hello] * 3)
     assert [len(history) for history in longer] == [2, 5, 1]
-    assert [len(history) for history in found] == [1, 4, 0]
+    assert [len(history) for history in histories] == [1, 4, 0]
     with pytest.raises(InvalidHistory):
-        found.append([hello])
+        histories.append([hello])
 
 
 def test_histories_are_values():
@@ -179,8 +179,8 @@ def test_a_tool_whose_parameters_are_no_json_is_refused():
 
 
 def test_the_check_of_a_sound_answer_shows_roles_and_contents():
-    asked = ChatHistory(prompt=History.from_chats([{"role": "user", "content": "1+2"}]))
-    report = debug.check(asked.respond(Message(role="assistant", content="3")))
+    prompt = ChatHistory(prompt=History.from_chats([{"role": "user", "content": "1+2"}]))
+    report = debug.check(prompt.respond(Message(role="assistant", content="3")))
     assert report.is_sound
     assert report.roles["full"] == ("user", "assistant")
     assert report.contents["response"] == ("3",)
@@ -192,8 +192,8 @@ def test_the_check_names_what_a_policy_forgot():
     assert "full is missing" in str(debug.check(ChatHistory(prompt=prompt)))
     cut = Message(role="assistant", is_complete=False)
     other = History((Message(role="user", content="x"), cut))
-    found = debug.check(ChatHistory(prompt=prompt, full=other)).problems
-    assert len(found) == 3
-    assert "does not begin" in found[0]
+    problems = debug.check(ChatHistory(prompt=prompt, full=other)).problems
+    assert len(problems) == 3
+    assert "does not begin" in problems[0]
     ended = debug.check(ChatHistory(full=prompt, response=History()))
     assert {p.partition(" ")[0] for p in ended.problems} == {"prompt", "response", "full"}

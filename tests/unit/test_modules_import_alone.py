@@ -60,7 +60,7 @@ import_in_forks("")
 
 
 def modules() -> list[str]:
-    """The SDK's modules and the services' packages, without what only runs inside a sandbox."""
+    """List the SDK's modules and the services' packages; leave out what only a sandbox runs."""
     paths = [
         path.relative_to(ROOT / folder).with_suffix("")
         for folder, pattern in (("client", "dialoop/**/*.py"), ("services", "**/__init__.py"))
@@ -71,8 +71,8 @@ def modules() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def imported() -> dict[str, tuple[str, str]]:
-    """Per module: the error, and the package that is not installed or shut out."""
+def import_results() -> dict[str, tuple[str, str]]:
+    """Return per module the error, and the package that is not installed or shut out."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_EACH],
         input="\n".join(modules()),
@@ -86,8 +86,8 @@ def imported() -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("module", [name for name in modules() if ".v1" not in name])
-def test_a_process_can_import_it_first(module, imported):
-    error, missing = imported[module]
+def test_a_process_can_import_it_first(module, import_results):
+    error, missing = import_results[module]
     assert not error
     if missing:
         pytest.skip(f"needs {missing}")

@@ -27,7 +27,7 @@ def product_files() -> Iterator[Path]:
 
 
 def written_reasons(tree: ast.AST) -> Iterator[ast.Constant]:
-    """Texts that stand where a reason belongs, and texts that are a reason of several words."""
+    """Return texts in the place of a reason, and texts that are a reason of several words."""
     several_words = {reason for reason in Reason if "_" in reason}
     # gRPC's own names of statuses, which two reasons share.
     several_words -= {Reason.DEADLINE_EXCEEDED, Reason.FAILED_PRECONDITION}
@@ -41,20 +41,20 @@ def written_reasons(tree: ast.AST) -> Iterator[ast.Constant]:
             places = list(node.comparators)
         for place in places:
             # Of `a if b else c` the reasons are a and c.
-            found = [place.body, place.orelse] if isinstance(place, ast.IfExp) else [place]
-            yield from (text for text in found if isinstance(text, ast.Constant) and text.value)
+            branches = [place.body, place.orelse] if isinstance(place, ast.IfExp) else [place]
+            yield from (text for text in branches if isinstance(text, ast.Constant) and text.value)
         if isinstance(node, ast.Constant) and node.value in several_words:
             yield node
 
 
 def test_no_reason_is_written_out_in_product_code() -> None:
-    found = [
+    places = [
         f"{path}:{text.lineno}: {text.value!r}"
         for path in product_files()
         for text in written_reasons(ast.parse(path.read_text("utf-8")))
         if isinstance(text.value, str) and re.fullmatch("[A-Za-z]+(_[A-Za-z]+)*", text.value)
     ]
-    assert not found
+    assert not places
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_the_scripts_know_no_other_reason() -> None:
         text = path.read_text("utf-8")
         refusals |= set(re.findall(r"(?:refused\(|return |and |or )'([A-Z]+(?:_[A-Z]+)+)'", text))
         calls = r"(?:drop\(\w+|reissue\(\w+|redeliver\(\w+, \w+), '(\w+)'|dropped:(\w+)'"
-        drops |= {one or other for one, other in re.findall(calls, text)}
+        drops |= {first or second for first, second in re.findall(calls, text)}
     statuses = {text for text in refusals if text.startswith("EMPTY_REASON_")}
     assert refusals - statuses <= set(Reason)
     assert {"LEASE_LOST", "TOO_LARGE", "DIGEST_MISMATCH", "FUTURE_VERSION"} <= refusals

@@ -7,7 +7,7 @@ import pytest
 from dialoop.chat import ChatHistory, History, Message, as_history
 from dialoop.episode import ResetResult, Sample, StepResult, UpdateMode
 from dialoop.errors import InvalidHistory, NotFound, Unavailable
-from dialoop.rollout import play, play_group, seeded
+from dialoop.rollout import play, play_group, sampling_of_member
 from dialoop.sequences import ForkCause, PolicyVersion, Source, sequence_of
 from dialoop.trajectory import (
     DoneReason,
@@ -77,9 +77,9 @@ class Script:
         return ResetResult(history=ChatHistory(prompt=as_history("q")), environment_version="7")
 
     async def step(self, session_id, *, episode, step_index, history):
-        told = history.require_full().append(Message(role="tool", content="r"))
-        given = self.outcomes[min(step_index, len(self.outcomes) - 1)]
-        return StepResult(**{"history": ChatHistory(prompt=told)} | given)
+        longer = history.require_full().append(Message(role="tool", content="r"))
+        outcome = self.outcomes[min(step_index, len(self.outcomes) - 1)]
+        return StepResult(**{"history": ChatHistory(prompt=longer)} | outcome)
 
     async def close_session(self, session_id):
         self.closed.append(session_id)
@@ -179,8 +179,8 @@ async def test_whatever_fails_is_a_value_with_its_owner(method, owner, error, re
 
 async def test_an_answer_without_full_is_the_inferences_failure():
     class Halfway(Echo):
-        async def generate(self, history, **given):
-            (sample,) = await super().generate(history, **given)
+        async def generate(self, history, **options):
+            (sample,) = await super().generate(history, **options)
             return (replace(sample, history=ChatHistory(prompt=history)),)
 
     trajectory = await play(TASK, sessions=Script(DONE), policy=Halfway())
@@ -212,16 +212,16 @@ async def test_a_session_that_cannot_be_closed_spoils_nothing(error):
 
 
 async def test_cancelling_closes_the_session():
-    script, asked = Script(DONE), asyncio.Event()
+    script, was_asked = Script(DONE), asyncio.Event()
 
     async def never(*_, **__):
-        asked.set()
+        was_asked.set()
         await asyncio.Event().wait()
 
     policy = Echo()
     policy.generate = never
     playing = asyncio.create_task(play(TASK, sessions=script, policy=policy))
-    await asked.wait()
+    await was_asked.wait()
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await playing
@@ -240,7 +240,7 @@ async def test_members_of_a_seeded_group_have_different_seeds():
     sampling = SamplingParams(seed=5)
     await play_group(TASK, sessions=Script(DONE), policy=policy, group_id="t#1", sampling=sampling)
     assert sorted(policy.seeds) == [5, 6, 7]
-    assert seeded(SamplingParams(), 3).seed is None
+    assert sampling_of_member(SamplingParams(), 3).seed is None
 
 
 async def test_an_environment_may_shorten_the_past():

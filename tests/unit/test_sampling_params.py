@@ -10,7 +10,7 @@ from dialoop.wire import sampling_from_proto, sampling_to_proto
 
 
 @pytest.mark.parametrize(
-    ("given", "distribution", "alters"),
+    ("parameters", "distribution", "alters"),
     [
         ({}, Distribution.RAW, False),
         ({"temperature": 1.0}, Distribution.RAW, False),
@@ -23,8 +23,8 @@ from dialoop.wire import sampling_from_proto, sampling_to_proto
         ({"repetition_penalty": 0.5, "temperature": 0.0}, Distribution.PROCESSED, True),
     ],
 )
-def test_log_probs_are_raw_only_where_sampling_changes_nothing(given, distribution, alters):
-    sampling = SamplingParams(**given)
+def test_log_probs_are_raw_only_where_sampling_changes_nothing(parameters, distribution, alters):
+    sampling = SamplingParams(**parameters)
     assert (sampling.distribution, sampling.alters) == (distribution, alters)
 
 

@@ -38,7 +38,7 @@ _ONCE = RetryPolicy(max_attempts=1)
 class Rpc(Generic[Q, A]):
     """One rpc: its path, its messages, and how to call it.
 
-    `is_retried` only where a second call does no harm after a first whose answer was lost.
+    Set `is_retried` only where a second call does no harm when the first one's answer was lost.
     """
 
     path: str
@@ -53,19 +53,19 @@ class Transport(Protocol):
 
     @property
     def unary_unary(self) -> Callable[..., Any]:
-        """Makes the function that calls a rpc of one request and one answer."""
+        """Return what makes the function that calls an rpc of one request and one answer."""
 
     @property
     def unary_stream(self) -> Callable[..., Any]:
-        """The same of one request and many answers."""
+        """Return the same for one request and many answers."""
 
     @property
     def stream_unary(self) -> Callable[..., Any]:
-        """The same of many requests and one answer."""
+        """Return the same for many requests and one answer."""
 
     @property
     def stream_stream(self) -> Callable[..., Any]:
-        """The same of many requests and many answers."""
+        """Return the same for many requests and many answers."""
 
     async def channel_ready(self) -> None:
         """Wait until the server listens."""
@@ -77,7 +77,7 @@ class Transport(Protocol):
 class Channel:
     """Calls the rpcs of the service at `host:port`; make it inside a running event loop.
 
-    With a `transport` it calls through that, and `address` is what its errors say.
+    With a `transport` it calls through that, and its errors name `address`.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Channel:
             ) from None
 
     async def call(self, rpc: Rpc[Q, A], request: Q, *, deadline_s: float | None = None) -> A:
-        """One request, one answer; the deadline covers all attempts."""
+        """Send one request and return its answer; the deadline covers all attempts."""
         method = self._channel.unary_unary(
             rpc.path,
             request_serializer=rpc.request.SerializeToString,
@@ -139,7 +139,7 @@ class Channel:
     async def stream(
         self, rpc: Rpc[Q, A], request: Q, *, deadline_s: float | None = None
     ) -> AsyncIterator[A]:
-        """One request, many answers; without a deadline unless one is given."""
+        """Send one request and yield its answers; there is no deadline by default."""
         method = self._channel.unary_stream(
             rpc.path,
             request_serializer=rpc.request.SerializeToString,
@@ -156,7 +156,7 @@ class Channel:
     async def upload(
         self, rpc: Rpc[Q, A], requests: AsyncIterator[Q], *, deadline_s: float | None = None
     ) -> A:
-        """Many requests, one answer; never repeated, because the requests are used up."""
+        """Send many requests and return the answer; not retried: the requests are used up."""
         method = self._channel.stream_unary(
             rpc.path,
             request_serializer=rpc.request.SerializeToString,
@@ -168,7 +168,7 @@ class Channel:
             return answer
 
     async def exchange(self, rpc: Rpc[Q, A], requests: AsyncIterator[Q]) -> AsyncIterator[A]:
-        """Many requests, many answers, until either side ends; without a deadline."""
+        """Send requests and yield answers until either side ends; there is no deadline."""
         method = self._channel.stream_stream(
             rpc.path,
             request_serializer=rpc.request.SerializeToString,
@@ -184,7 +184,7 @@ class Channel:
 
 
 def tell_warnings(answer: Message) -> None:
-    """Say with Python's `warnings` what a service says of a request; nothing where it says none."""
+    """Issue the warnings of a service's answer with Python's `warnings`."""
     for text in getattr(answer, "warnings", ()):
         warnings.warn(text, DialoopWarning, stacklevel=3)
 
@@ -201,10 +201,10 @@ def _connection(address: str, max_message_bytes: int) -> grpc.aio.Channel:
             ("grpc.keepalive_timeout_ms", 10_000),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", 100),
-            # Also how long a connection may take to come about, over a long way or a busy machine.
+            # Also how long connecting may take, over a long distance or on a busy machine.
             ("grpc.min_reconnect_backoff_ms", 5_000),
             ("grpc.max_reconnect_backoff_ms", 2_000),
-            ("grpc.enable_retries", 0),  # retries are counted here, where they are seen
+            ("grpc.enable_retries", 0),  # `retry` decides and counts them
             ("grpc.use_local_subchannel_pool", 1),
         ],
     )
@@ -228,8 +228,8 @@ class _Translating:
         if isinstance(error, grpc.aio.AioRpcError):
             raise error_of(error, address=self._address) from error
         if isinstance(error, (asyncio.CancelledError, grpc.aio.UsageError)) and not _is_cancelled():
-            # A closed channel cancels its calls. Left alone, that would look to a task group as if
-            # somebody had cancelled the task, and the failure would vanish.
+            # A closed channel cancels its calls. A task group would take that for a cancelled task
+            # and drop the failure.
             raise Unavailable(
                 f"The connection to {self._address} was closed.", reason=Reason.CHANNEL_CLOSED
             ) from error

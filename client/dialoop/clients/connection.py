@@ -56,7 +56,7 @@ C = TypeVar(
 class Dialoop:
     """Clients by service name; each connects when it is first used.
 
-    A service is its host:port, or a Channel to it, which stays the caller's to close.
+    A service is its host:port, or a Channel to it, which the caller closes.
     `environment` may also be an environment to play in this process; `inference` any policy.
     """
 
@@ -93,7 +93,7 @@ class Dialoop:
 
     @classmethod
     def of_run(cls, run_dir: str | Path, *, token: str = "") -> Self:
-        """The stack that `dialoop up` or `dialoop train` runs in `runs/<name>` on this machine."""
+        """Connect to the stack that `dialoop up` or `dialoop train` runs in `run_dir` here."""
         addresses = require_addresses(Path(run_dir))
         names = ("environment", "inference", "replay", "scorer", "trainer")
         return cls(**{name: addresses[name] for name in names}, token=token)
@@ -111,41 +111,41 @@ class Dialoop:
 
     @property
     def environment(self) -> Environments:
-        """Environments, tasks, sessions and episodes."""
+        """Return the client of environments, tasks, sessions and episodes."""
         return self._local or self._client("environment", EnvironmentClient)
 
     @property
     def inference(self) -> InferenceClient:
-        """The inference service; InvalidConfig where the policy is in this process."""
+        """Return the inference client; InvalidConfig where the policy is in this process."""
         return self._client("inference", InferenceClient)
 
     @property
     def templates(self) -> TemplateClient:
-        """The chat templates of the inference service."""
+        """Return the client of the inference service's chat templates."""
         return self._client("inference", TemplateClient)
 
     def recordings(self, rest_url: str) -> RecordingClient:
-        """Recordings of agents at the inference service; `rest_url` is that of its REST door."""
+        """Return the client of agents' recordings; `rest_url` is the inference's REST door."""
         return self._client("inference", partial(RecordingClient, rest_url=rest_url))
 
     @property
     def policy(self) -> Policy:
-        """Whoever answers prompts: the inference service, or the policy in this process."""
+        """Return what answers prompts: the inference client, or the policy in this process."""
         return self._policy or self.inference
 
     @property
     def replay(self) -> ReplayClient:
-        """The task ledger and the queue of groups."""
+        """Return the client of the task ledger and the queue of groups."""
         return self._client("replay", ReplayClient)
 
     @property
     def scorer(self) -> ScorerClient:
-        """Reference log-probs and scored groups."""
+        """Return the client of reference log-probs and scored groups."""
         return self._client("scorer", ScorerClient)
 
     @property
     def trainer(self) -> TrainerClient:
-        """The state of training and its controls."""
+        """Return the client of training's state and controls."""
         return self._client("trainer", TrainerClient)
 
     async def task(
@@ -157,7 +157,7 @@ class Dialoop:
         num_trajectories: int = 1,
         sampling: SamplingParams | None = None,
     ) -> Task:
-        """A task to play, the split's first without a key; answers stop as its environment says."""
+        """Return a task to play (without a key, the split's first) with its stop texts."""
         info = await self.environment.get_environment(environment)
         if not key:
             page = await self.environment.list_tasks(environment, split=split, page_size=1)

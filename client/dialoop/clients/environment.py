@@ -85,7 +85,7 @@ STEP = _rpc("Step", pb.StepRequest, pb.StepResponse)
 STEP_AND_RESET = _rpc("StepAndReset", pb.StepAndResetRequest, pb.StepAndResetResponse)
 BATCH_RESET = _rpc("BatchReset", pb.BatchResetRequest, pb.BatchResetResponse, deadline_s=300.0)
 BATCH_STEP = _rpc("BatchStep", pb.BatchStepRequest, pb.BatchStepResponse, deadline_s=300.0)
-# Not safe to repeat: there is no session that would know the first answer.
+# Not safe to repeat: no session keeps the first answer.
 STEP_HISTORY: Rpc[Any, Any] = Rpc(
     "/dialoop.v1.EnvironmentService/StepHistory", pb.StepHistoryRequest, pb.StepHistoryResponse
 )
@@ -115,12 +115,12 @@ class EnvironmentClient:
         self._channel = channel
 
     async def list_environments(self) -> tuple[EnvironmentInfo, ...]:
-        """All environments the service has."""
+        """Return all environments the service has."""
         answer = await self._channel.call(LIST_ENVIRONMENTS, pb.ListEnvironmentsRequest())
         return tuple(info_from_proto(info) for info in answer.environments)
 
     async def get_environment(self, environment: str) -> EnvironmentInfo:
-        """One environment; NotFound (ENVIRONMENT_NOT_FOUND) when there is none of that name."""
+        """Describe an environment; NotFound (ENVIRONMENT_NOT_FOUND) where none has that name."""
         request = pb.GetEnvironmentRequest(environment=environment)
         return info_from_proto((await self._channel.call(GET_ENVIRONMENT, request)).environment)
 
@@ -134,7 +134,7 @@ class EnvironmentClient:
         one_epoch: bool = False,
         shuffle_seed: int = 0,
     ) -> TaskPage:
-        """One page of tasks; pages run on through epochs unless `one_epoch`."""
+        """Return one page of tasks; pages run on through epochs unless `one_epoch`."""
         request = pb.ListTasksRequest(
             environment=environment,
             split=split,
@@ -150,7 +150,7 @@ class EnvironmentClient:
     async def create_session(
         self, session_id: str, environment: str, *, ttl_s: float | None = None
     ) -> float:
-        """Open a session under the caller's id; its time to live in seconds."""
+        """Open a session under the caller's id; return its time to live in seconds."""
         request = pb.CreateSessionRequest(
             session_id=session_id, environment=environment, ttl_s=ttl_s
         )
@@ -164,23 +164,23 @@ class EnvironmentClient:
         split: str = "",
         task_key: str = "",
         seed: int = 0,
-        given: Given | None = None,
+        question: Given | None = None,
     ) -> ResetResult:
-        """Start an episode of the session: with a task, or with the question in `given`."""
+        """Start an episode of the session: with a task, or with the caller's `question`."""
         item = ResetItem(
             session_id=session_id,
             episode=episode,
             split=split,
             task_key=task_key,
             seed=seed,
-            given=given or Given(),
+            question=question or Given(),
         )
         return reset_result_from_proto(await self._channel.call(RESET, reset_to_proto(item)))
 
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: Answered
     ) -> StepResult:
-        """Take the policy's answer; a retry gets the first answer.
+        """Step with the policy's answer; a retry gets the first result.
 
         `history` is a ChatHistory, or Text or Tokens where that is the environment's input mode.
         """
@@ -230,7 +230,7 @@ class EnvironmentClient:
     async def step_history(
         self, environment: str, choice: TaskChoice, history: ChatHistory
     ) -> StepResult:
-        """A step without a session, from the whole history; a retry runs its tools again."""
+        """Step without a session, from the whole history; a retry runs its tools again."""
         request = pb.StepHistoryRequest(
             environment=environment,
             task=choice_to_proto(choice),
@@ -263,7 +263,7 @@ class EnvironmentClient:
         )
 
     async def get_session(self, session_id: str) -> SessionState:
-        """Where the session stands; NotFound (SESSION_LOST, SESSION_EXPIRED) when it is gone."""
+        """Return the session's state; NotFound (SESSION_LOST, SESSION_EXPIRED) when it is gone."""
         answer = await self._channel.call(GET_SESSION, pb.GetSessionRequest(session_id=session_id))
         return SessionState(
             session_id=answer.session_id,
@@ -278,7 +278,7 @@ class EnvironmentClient:
         )
 
     async def close_session(self, session_id: str) -> bool:
-        """Forget the session; whether there was one."""
+        """Forget the session; return whether there was one."""
         request = pb.CloseSessionRequest(session_id=session_id)
         return bool((await self._channel.call(CLOSE_SESSION, request)).closed)
 

@@ -61,7 +61,7 @@ class ResetItem:
     split: str = ""
     task_key: str = ""
     seed: int = 0
-    given: Given = field(default_factory=Given)
+    question: Given = field(default_factory=Given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class StepItem:
 
 
 def info_from_proto(proto: pb.EnvironmentInfo) -> EnvironmentInfo:
-    """What an environment is."""
+    """Return an environment's description."""
     return EnvironmentInfo(
         name=proto.name,
         version=proto.version,
@@ -109,48 +109,50 @@ def _field_from_proto(proto: pb.FieldSpec) -> FieldSpec:
 
 
 def choice_to_proto(choice: TaskChoice) -> pb.TaskChoice:
-    """What is to be played."""
-    given = choice.given
+    """Return the message of a task choice."""
+    question = choice.given
     return pb.TaskChoice(
         split=choice.split,
         task_key=choice.task_key,
         seed=choice.seed,
-        query=given.query,
-        messages=None if given.messages is None else history_to_proto(given.messages),
-        data=dict(given.data),
+        query=question.query,
+        messages=None if question.messages is None else history_to_proto(question.messages),
+        data=dict(question.data),
     )
 
 
 def reset_to_proto(item: ResetItem) -> pb.ResetRequest:
-    """A reset's request."""
+    """Return a reset's request."""
     return pb.ResetRequest(
         session_id=item.session_id,
         episode=item.episode,
         split=item.split,
         task_key=item.task_key,
         seed=item.seed,
-        query=item.given.query,
-        messages=None if item.given.messages is None else history_to_proto(item.given.messages),
-        data=dict(item.given.data),
+        query=item.question.query,
+        messages=None
+        if item.question.messages is None
+        else history_to_proto(item.question.messages),
+        data=dict(item.question.data),
     )
 
 
 def step_to_proto(item: StepItem) -> pb.StepRequest:
-    """A step's request."""
-    said: dict[str, Any]
+    """Return a step's request."""
+    answer: dict[str, Any]
     if isinstance(item.history, Text):
-        said = {"text": text_to_proto(item.history)}
+        answer = {"text": text_to_proto(item.history)}
     elif isinstance(item.history, Tokens):
-        said = {"tokens": tokens_to_proto(item.history)}
+        answer = {"tokens": tokens_to_proto(item.history)}
     else:
-        said = {"history": chat_history_to_proto(item.history)}
+        answer = {"history": chat_history_to_proto(item.history)}
     return pb.StepRequest(
-        session_id=item.session_id, episode=item.episode, step_index=item.step_index, **said
+        session_id=item.session_id, episode=item.episode, step_index=item.step_index, **answer
     )
 
 
 def reset_result_from_proto(proto: pb.ResetResponse) -> ResetResult:
-    """A reset's answer."""
+    """Return a reset's result."""
     return ResetResult(
         history=chat_history_from_proto(proto.history),
         info=dict(proto.info),
@@ -161,7 +163,7 @@ def reset_result_from_proto(proto: pb.ResetResponse) -> ResetResult:
 
 
 def step_result_from_proto(proto: pb.StepResponse) -> StepResult:
-    """A step's answer."""
+    """Return a step's result."""
     return StepResult(
         history=chat_history_from_proto(proto.history),
         rewards=tuple(reward_from_proto(r) for r in proto.rewards),

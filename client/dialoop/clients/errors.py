@@ -27,7 +27,7 @@ _HOPELESS = frozenset({Reason.MESSAGE_TOO_LARGE, Reason.CURSOR_MOVED})
 
 
 def error_of(failure: grpc.aio.AioRpcError, *, address: str) -> DialoopError:
-    """The error a service raised, or the nearest one when gRPC itself failed."""
+    """Return the error a service raised, or the nearest one when gRPC itself failed."""
     code = failure.code()
     text = failure.details() or f"{address} answered {code.name}."
     info = _info_of(failure)
@@ -45,18 +45,18 @@ def error_of(failure: grpc.aio.AioRpcError, *, address: str) -> DialoopError:
 
 
 def error_of_item(item: ItemError) -> DialoopError:
-    """The error of one item of a batch or stream."""
+    """Return the error of one item of a batch or stream."""
     return _kind_of(item.code)(item.message, reason=reason_of(item.reason) if item.reason else None)
 
 
 def is_worth_retrying(error: DialoopError) -> bool:
-    """Whether the same request may succeed later."""
+    """Return whether the same request may succeed later."""
     return error.retryable and error.reason not in _HOPELESS
 
 
 def _kind_of(code: int) -> type[DialoopError]:
-    known = code in set(Status)
-    return ERRORS_BY_STATUS[Status(code)] if known else InternalError
+    is_known = code in set(Status)
+    return ERRORS_BY_STATUS[Status(code)] if is_known else InternalError
 
 
 def _info_of(failure: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:

@@ -97,7 +97,7 @@ RESUME = _rpc("Resume", pb.ResumeRequest, pb.ResumeResponse, is_retried=True)
 SLEEP = _rpc("Sleep", pb.SleepRequest, pb.SleepResponse)
 WAKE = _rpc("Wake", pb.WakeRequest, pb.WakeResponse)
 
-_DRAIN_S = 30.0  # the service's, where nobody says
+_DRAIN_S = 30.0  # the service's default
 _ANSWER_S = 30.0
 
 
@@ -170,7 +170,7 @@ class InferenceClient:
         skip_special_tokens: bool = False,
         deadline_s: float | None = None,
     ) -> AsyncIterator[SampleChunk]:
-        """As `generate`, tokens as they are sampled; the last chunk carries the whole sample."""
+        """Generate as `generate` does; yield tokens as they come, and last the whole sample."""
         question = Question(
             history=history,
             text=text,
@@ -203,7 +203,7 @@ class InferenceClient:
     async def logprobs(
         self, rows: Iterable[Iterable[int]], *, adapter: str = "", deadline_s: float | None = None
     ) -> PolicyLogProbs:
-        """Log-probs of given token ids under the loaded policy."""
+        """Return log-probs of token ids under the loaded policy."""
         request = pb.LogProbRequest(token_ids=token_ids_to_proto(rows), adapter=adapter)
         return await self._logprobs(request, deadline_s)
 
@@ -215,9 +215,9 @@ class InferenceClient:
         adapter: str = "",
         deadline_s: float | None = None,
     ) -> PolicyLogProbs:
-        """Log-probs of whole conversations, or of texts; `sequences` are the tokens scored."""
+        """Return log-probs of conversations or texts; `sequences` are the tokens scored."""
         request = pb.LogProbRequest(
-            histories=[chat_history_to_proto(ChatHistory(full=one)) for one in histories],
+            histories=[chat_history_to_proto(ChatHistory(full=history)) for history in histories],
             texts=list(texts),
             adapter=adapter,
         )
@@ -234,7 +234,7 @@ class InferenceClient:
         )
 
     async def get_policy(self) -> PolicyStatus:
-        """Which policy the replica serves and whether it is ready."""
+        """Return which policy the replica serves and whether it is ready."""
         answer = await self._channel.call(GET_POLICY, pb.GetPolicyRequest())
         return PolicyStatus(
             policy_version=_version_of(answer),
@@ -265,7 +265,7 @@ class InferenceClient:
         """Load a published policy: from `manifest.path`, or from chunks when that is empty."""
         requests = weights_requests(manifest, chunks)
         answer = await self._channel.upload(LOAD_WEIGHTS, requests, deadline_s=deadline_s)
-        return _loaded(answer)
+        return _loaded_from_proto(answer)
 
     async def transfer_weights(
         self,
@@ -277,7 +277,7 @@ class InferenceClient:
         """Load a policy over the manifest's data plane (nccl, ipc): `steps` are its control."""
         requests = weights_requests(manifest, steps)
         answer = await self._channel.upload(LOAD_WEIGHTS, requests, deadline_s=deadline_s)
-        return _loaded(answer)
+        return _loaded_from_proto(answer)
 
     async def load_adapter(
         self,
@@ -296,7 +296,7 @@ class InferenceClient:
         return await self.load_weights(manifest, chunks, deadline_s=deadline_s)
 
     async def unload_adapter(self, name: str) -> bool:
-        """Forget an adapter; False when there was none."""
+        """Unload an adapter; return False where there was none."""
         request = pb.UnloadAdapterRequest(adapter=name)
         return bool((await self._channel.call(UNLOAD_ADAPTER, request)).unloaded)
 
@@ -305,25 +305,25 @@ class InferenceClient:
         await self._channel.call(PAUSE, pb.PauseRequest())
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Resume sampling."""
         await self._channel.call(RESUME, pb.ResumeRequest())
 
     async def sleep(self, *, drain_s: float = 0.0, deadline_s: float | None = None) -> None:
-        """Make it give up the device it shares with a trainer; what it has under way ends first.
+        """Make the replica give its device to the trainer; requests under way end first.
 
-        What is not done within `drain_s` seconds (0: 30) is sent away, to be asked again. The
-        deadline is 30 s later, where none is given.
+        Requests that are not done within `drain_s` seconds (0 means 30) end and must be sent again.
+        The default deadline is 30 s later.
         """
         if deadline_s is None:
             deadline_s = (drain_s or _DRAIN_S) + _ANSWER_S
         await self._channel.call(SLEEP, pb.SleepRequest(drain_s=drain_s), deadline_s=deadline_s)
 
     async def wake(self) -> None:
-        """Make it take the device again; Unavailable (ASLEEP) while the trainer has it."""
+        """Make the replica take its device again; Unavailable (ASLEEP) while the trainer has it."""
         await self._channel.call(WAKE, pb.WakeRequest())
 
 
-def _loaded(answer: pb.LoadWeightsResponse) -> LoadedWeights:
+def _loaded_from_proto(answer: pb.LoadWeightsResponse) -> LoadedWeights:
     return LoadedWeights(
         policy_version=policy_version_from_proto(answer.policy_version),
         pause_s=answer.pause_s,

@@ -50,7 +50,7 @@ class Question:
     skip_special_tokens: bool = False
 
     def to_proto(self) -> pb.GenerateRequest:
-        """The request; the service names what it misses."""
+        """Return the request; the service names missing fields."""
         request = pb.GenerateRequest(
             context=None if self.context is None else sequence_to_proto(self.context),
             num_context_messages=self.num_context_messages,
@@ -78,7 +78,7 @@ class Question:
 
 
 def samples_from_proto(answer: pb.GenerateResponse) -> tuple[Sample, ...]:
-    """The samples, each with what the answer says of all."""
+    """Return the samples, each with what the answer says of all."""
     shared: dict[str, Any] = {
         "sampling": sampling_from_proto(answer.sampling),
         "tokenizer_digest": answer.tokenizer_digest,
@@ -93,7 +93,7 @@ def samples_from_proto(answer: pb.GenerateResponse) -> tuple[Sample, ...]:
 
 
 def sample_from_proto(sample: pb.Sample, shared: Mapping[str, Any]) -> Sample:
-    """One sample; `shared` is what it does not carry itself."""
+    """Return one sample; `shared` holds the fields that it does not carry itself."""
     has_text = sample.HasField("text")
     return Sample(
         history=ChatHistory() if has_text else chat_history_from_proto(sample.history),

@@ -67,7 +67,7 @@ class InteractiveSessions:
     async def create_session(
         self, session_id: str, environment: str, *, ttl_s: float | None = None
     ) -> float:
-        """Open a session under the caller's id; its time to live in seconds."""
+        """Open a session under the caller's id; return its time to live in seconds."""
         request = pb.CreateSessionRequest(
             session_id=session_id, environment=environment, ttl_s=ttl_s
         )
@@ -81,30 +81,30 @@ class InteractiveSessions:
         split: str = "",
         task_key: str = "",
         seed: int = 0,
-        given: Given | None = None,
+        question: Given | None = None,
     ) -> ResetResult:
-        """Start an episode of the session: with a task, or with the question in `given`."""
+        """Start an episode of the session: with a task, or with the caller's `question`."""
         item = ResetItem(
             session_id=session_id,
             episode=episode,
             split=split,
             task_key=task_key,
             seed=seed,
-            given=given or Given(),
+            question=question or Given(),
         )
         return reset_result_from_proto((await self._ask(reset=reset_to_proto(item))).reset)
 
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: Answered
     ) -> StepResult:
-        """Take the policy's answer; a retry gets the first answer."""
+        """Step with the policy's answer; a retry gets the first result."""
         item = StepItem(
             session_id=session_id, episode=episode, step_index=step_index, history=history
         )
         return step_result_from_proto((await self._ask(step=step_to_proto(item))).step)
 
     async def close_session(self, session_id: str) -> bool:
-        """Forget the session; whether there was one."""
+        """Forget the session; return whether there was one."""
         request = pb.CloseSessionRequest(session_id=session_id)
         return (await self._ask(close_session=request)).close_session.closed
 
@@ -117,14 +117,14 @@ class InteractiveSessions:
         self._outbox.put_nowait(pb.InteractRequest(request_id=request_id, **request))
         try:
             async with asyncio.timeout(self._deadline_s):
-                found: pb.InteractResponse = await answer
+                response: pb.InteractResponse = await answer
         except TimeoutError:
             raise DeadlineExceeded(f"No answer within {self._deadline_s:g} s.") from None
         finally:
             self._waiting.pop(request_id, None)
-        if found.HasField("error"):
-            raise error_of_item(found.error)
-        return found
+        if response.HasField("error"):
+            raise error_of_item(response.error)
+        return response
 
     async def _requests(self) -> AsyncIterator[pb.InteractRequest]:
         while True:

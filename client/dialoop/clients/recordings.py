@@ -91,7 +91,7 @@ class RecordingClient:
         sampling: SamplingParams | None = None,
         time_to_live_s: float = 0.0,
     ) -> str:
-        """Begin a recording; the base URL for OpenAI's clients.
+        """Begin a recording; return the base URL for OpenAI's clients.
 
         `sampling` holds where a call says nothing. Raises InvalidInput (BAD_RECORDING_ID),
         AlreadyExists (RECORDING_EXISTS), CapacityExhausted (TOO_MANY_RECORDINGS).
@@ -107,7 +107,7 @@ class RecordingClient:
         return f"{self._rest_url}{answer.base_path}"
 
     async def get(self, recording_id: str) -> RecordingState:
-        """The calls so far; NotFound (RECORDING_NOT_FOUND)."""
+        """Return the calls so far; NotFound (RECORDING_NOT_FOUND) without the recording."""
         answer = await self._channel.call(GET, pb.GetRecordingRequest(recording_id=recording_id))
         return RecordingState(
             recording_id=answer.recording_id,

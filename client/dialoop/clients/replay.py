@@ -58,7 +58,7 @@ class TaskLease:
 
     @property
     def group_id(self) -> str:
-        """`<task_id>#<attempt>`."""
+        """Return `<task_id>#<attempt>`."""
         return f"{self.task.task_id}#{self.attempt}"
 
 
@@ -120,7 +120,7 @@ class ReopenedLeases:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnItem:
-    """A lease given back; `num_trajectories` were played under it and are thrown away.
+    """A lease to give back; `num_trajectories` were played under it and are discarded.
 
     `failed` counts towards the limit of attempts; `set_aside` makes a group a dead letter at once.
     """
@@ -159,7 +159,7 @@ class LedgerCounts:
 
     @property
     def num_open(self) -> int:
-        """Tasks and groups that are neither consumed nor dropped."""
+        """Return the number of tasks and groups that are neither consumed nor dropped."""
         return (
             self.num_tasks_offered
             + self.num_groups_leased
@@ -239,7 +239,7 @@ class ReplayClient:
         expected_cursor: str = "",
         next_cursor: str = "",
     ) -> Offered:
-        """Put tasks on offer, once each; raises Busy (CURSOR_MOVED) when another was first."""
+        """Offer tasks, once each; raise Busy (CURSOR_MOVED) where another collector was first."""
         request = pb.OfferTasksRequest(
             run=run,
             tasks=[task_to_proto(task) for task in tasks],
@@ -252,7 +252,7 @@ class ReplayClient:
     async def lease_tasks(
         self, run: str, *, worker: str, max_tasks: int, lease_s: float = 60.0, wait_s: float = 0.0
     ) -> LeasedTasks:
-        """Take up to `max_tasks` tasks to play; waits up to `wait_s` for a first one."""
+        """Lease up to `max_tasks` tasks to play; wait up to `wait_s` for a first one."""
         request = pb.LeaseTasksRequest(
             run=run, worker=worker, max_tasks=max_tasks, lease_s=lease_s, wait_s=wait_s
         )
@@ -276,7 +276,7 @@ class ReplayClient:
     async def append_groups(
         self, run: str, stage: Stage, items: Sequence[AppendItem]
     ) -> tuple[Appended, ...]:
-        """Hand groups on, each with its own outcome; repeating it does no harm."""
+        """Append groups to the queue, each with its own outcome; repeating it does no harm."""
         request = pb.AppendGroupsRequest(
             run=run,
             stage=trajectory_pb2.Stage.Name(int(stage)),
@@ -303,7 +303,7 @@ class ReplayClient:
     async def append_group(
         self, run: str, stage: Stage, group: Group, *, lease_id: str
     ) -> Appended:
-        """Hand one group on."""
+        """Append one group to the queue."""
         items = [AppendItem(group=group, lease_id=lease_id)]
         (outcome,) = await self.append_groups(run, stage, items)
         return outcome
@@ -321,7 +321,7 @@ class ReplayClient:
         max_staleness: int | None = None,
         task_id_prefix: str = "",
     ) -> LeasedGroups:
-        """Take groups, `min_groups` at least or none; waits up to `wait_s` for them."""
+        """Lease groups, `min_groups` at least or none; wait up to `wait_s` for them."""
         request = pb.LeaseGroupsRequest(
             run=run,
             stage=trajectory_pb2.Stage.Name(int(stage)),
@@ -341,11 +341,11 @@ class ReplayClient:
         )
 
     async def acknowledge(self, run: str, lease_ids: Sequence[str]) -> tuple[str, ...]:
-        """Say that the groups are consumed for good; returns the leases that were lost."""
+        """Mark groups as consumed for good; return the leases that were lost."""
         return await self._acknowledge(run, lease_ids, pb.OUTCOME_CONSUMED, "")
 
     async def drop(self, run: str, lease_ids: Sequence[str], reason: str) -> tuple[str, ...]:
-        """Give groups up under a snake_case reason; returns the leases that were lost."""
+        """Drop groups under a snake_case reason; return the leases that were lost."""
         return await self._acknowledge(run, lease_ids, pb.OUTCOME_DROPPED, reason)
 
     async def _acknowledge(
@@ -359,10 +359,10 @@ class ReplayClient:
         ]
         request = pb.AcknowledgeRequest(run=run, items=items)
         answer = await self._channel.call(ACKNOWLEDGE, request)
-        return tuple(found.lease_id for found in answer.outcomes if not found.acknowledged)
+        return tuple(outcome.lease_id for outcome in answer.outcomes if not outcome.acknowledged)
 
     async def give_back(self, run: str, items: Sequence[ReturnItem]) -> Returned:
-        """Return leases: tasks are re-issued, groups delivered again or set aside."""
+        """Give leases back: tasks are issued again, groups delivered again or set aside."""
         request = pb.ReturnRequest(
             run=run,
             items=[
@@ -382,12 +382,12 @@ class ReplayClient:
     async def extend(
         self, run: str, lease_ids: Sequence[str], *, lease_s: float
     ) -> tuple[str, ...]:
-        """Keep leases for `lease_s` more from now; returns those that were lost."""
+        """Extend leases to `lease_s` from now; return those that were lost."""
         request = pb.ExtendRequest(run=run, lease_ids=lease_ids, lease_s=lease_s)
         return tuple((await self._channel.call(EXTEND, request)).lost_lease_ids)
 
     async def list_leases(self, run: str, stage: Stage, *, worker: str) -> tuple[str, ...]:
-        """The leases of groups that a worker holds, oldest group first."""
+        """Return the leases of groups that a worker holds, oldest group first."""
         request = pb.ListLeasesRequest(
             run=run, stage=trajectory_pb2.Stage.Name(int(stage)), worker=worker
         )
@@ -396,7 +396,7 @@ class ReplayClient:
     async def reopen_leases(
         self, run: str, lease_ids: Sequence[str], *, lease_s: float
     ) -> ReopenedLeases:
-        """The groups of leases that an earlier process took, under the same leases; all or none."""
+        """Take over leases of an earlier process, all or none, and return their groups."""
         request = pb.ReopenLeasesRequest(run=run, lease_ids=lease_ids, lease_s=lease_s)
         answer = await self._channel.call(REOPEN_LEASES, request)
         return ReopenedLeases(
@@ -411,7 +411,7 @@ class ReplayClient:
         trained_lease_ids: Sequence[str] = (),
         max_outstanding_groups: int,
     ) -> int:
-        """Say which policy is live and what it was trained on; returns the credits left."""
+        """Announce the live policy and what it was trained on; return the credits left."""
         request = pb.AdvancePolicyRequest(
             run=run,
             policy_version=policy_version_to_proto(policy_version),
@@ -421,13 +421,13 @@ class ReplayClient:
         return int((await self._channel.call(ADVANCE_POLICY, request)).credits)
 
     async def watch(self, run: str, *, interval_s: float = 1.0) -> AsyncIterator[ReplayStats]:
-        """The stats at once and after changes, at most every `interval_s`."""
+        """Yield the stats at once and after changes, at most every `interval_s`."""
         request = pb.WatchRequest(run=run, interval_s=interval_s)
         async for answer in self._channel.stream(WATCH, request):
             yield _stats_from_proto(answer.stats)
 
     async def get_stats(self, run: str) -> ReplayStats:
-        """The ledger's counts."""
+        """Return the ledger's counts."""
         answer = await self._channel.call(GET_STATS, pb.GetStatsRequest(run=run))
         return _stats_from_proto(answer.stats)
 
@@ -440,7 +440,7 @@ class ReplayClient:
         return tuple(group_from_proto(group) for group in answer.groups)
 
     async def list_dead_letters(self, run: str, *, max_groups: int = 100) -> tuple[DeadLetter, ...]:
-        """Groups that were given up after too many deliveries."""
+        """Return groups that were given up after too many deliveries."""
         request = pb.ListDeadLettersRequest(run=run, max_groups=max_groups)
         answer = await self._channel.call(LIST_DEAD_LETTERS, request)
         return tuple(
@@ -455,7 +455,7 @@ class ReplayClient:
         )
 
     async def requeue(self, run: str, group_ids: Sequence[str]) -> int:
-        """Put dead letters back; returns how many."""
+        """Put dead letters back into the queue; return how many."""
         request = pb.RequeueRequest(run=run, group_ids=group_ids)
         return int((await self._channel.call(REQUEUE, request)).num_requeued)
 
@@ -477,7 +477,7 @@ def _group_leases(leases: Iterable[pb.GroupLease]) -> tuple[GroupLease, ...]:
 
 
 def _stats_from_proto(proto: pb.ReplayStats) -> ReplayStats:
-    values = {one.name: getattr(proto, one.name) for one in fields(ReplayStats)}
+    values = {column.name: getattr(proto, column.name) for column in fields(ReplayStats)}
     has_version = proto.HasField("policy_version")
     return ReplayStats(
         **values
@@ -492,7 +492,7 @@ def _stats_from_proto(proto: pb.ReplayStats) -> ReplayStats:
 
 
 def _counts_from_proto(proto: pb.LedgerCounts) -> LedgerCounts:
-    values = {one.name: getattr(proto, one.name) for one in fields(LedgerCounts)}
+    values = {column.name: getattr(proto, column.name) for column in fields(LedgerCounts)}
     return LedgerCounts(
         **values
         | {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SERVICE_AWAY = Reason.SERVICE_AWAY
-# The trainer has the replica's device, for as long as its step takes: that is no outage.
+# The trainer holds the replica's device while its step runs: that is not an outage.
 _ASLEEP = "ASLEEP"
 _MOST_DOUBLINGS = 30
 
@@ -46,7 +46,7 @@ class RetryPolicy:
         `chance` in [0, 1] replaces the random number: 1 is the longest wait.
         """
         longest = min(self.max_wait_s, self.first_wait_s * 2.0 ** min(attempt - 1, _MOST_DOUBLINGS))
-        # Jitter, so that those who lost the service together do not return together.
+        # With jitter, clients that lost the service together do not all return at once.
         return longest * (0.5 + 0.5 * (random.random() if chance is None else chance))
 
 
@@ -57,9 +57,9 @@ async def retry(
     within_s: float = math.inf,
     wait_s: Callable[[int], float] | None = None,
 ) -> T:
-    """Return what `call` returns at last; it must be safe to repeat.
+    """Call until it succeeds and return the result; `call` must be safe to repeat.
 
-    An error that would only repeat itself is raised at once. The last error is raised after
+    An error that a retry cannot mend is raised at once. The last error is raised after
     `max_attempts`, or when the next attempt would begin later than `within_s` from now. `wait_s`
     takes the place of the policy's.
     """
@@ -82,6 +82,6 @@ async def retry(
                 raise Unavailable(
                     f"No answer within {policy.total_s:g} s: {error.message}",
                     reason=SERVICE_AWAY,
-                    remedy="The work is given back and done when the service is there again.",
+                    remedy="The work goes back and is done when the service is there again.",
                 ) from error
         await asyncio.sleep(pause_s)

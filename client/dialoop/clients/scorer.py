@@ -38,11 +38,11 @@ class ScorerClient:
         self._channel = channel
 
     async def logprobs(self, rows: Iterable[Iterable[int]]) -> tuple[Floats, ...]:
-        """Log-probs in nats under the reference model, float32 [L - 1] per row."""
+        """Return log-probs in nats under the reference model, float32 [L - 1] per row."""
         request = pb.ScorerServiceLogProbRequest(token_ids=token_ids_to_proto(rows))
         return logprobs_from_proto((await self._channel.call(LOG_PROB, request)).logprobs)
 
     async def score(self, group: Group) -> Group:
-        """The group with rewards, reference log-probs and advantages."""
+        """Score a group: return it with rewards, reference log-probs and advantages."""
         request = pb.ScorerServiceScoreRequest(group=group_to_proto(group))
         return group_from_proto((await self._channel.call(SCORE, request)).group)

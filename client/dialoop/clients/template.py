@@ -78,7 +78,7 @@ class TemplateClient:
         return template_info_from_proto(answer.template)
 
     async def list_templates(self) -> tuple[TemplateInfo, ...]:
-        """All templates, the default one first."""
+        """Return all templates, the default one first."""
         answer = await self._channel.call(LIST_TEMPLATES, pb.ListTemplatesRequest())
         return tuple(template_info_from_proto(info) for info in answer.templates)
 
@@ -92,7 +92,7 @@ class TemplateClient:
         tools: Iterable[ToolDefinition] = (),
         template_options: Mapping[str, Any] | None = None,
     ) -> RenderedConversation:
-        """The conversation with the named template, by default the one Generate renders with."""
+        """Render a conversation with the named template, by default the one Generate uses."""
         request = pb.RenderRequest(
             history=history_to_proto(history),
             template_name=template_name,
@@ -117,7 +117,7 @@ class TemplateClient:
         token_ids: Iterable[int] | None = None,
         template_name: str = "",
     ) -> History:
-        """What was rendered, read back; PreconditionFailed (NO_PARSER) where nothing can."""
+        """Read rendered text or ids back; PreconditionFailed (NO_PARSER) where nothing can."""
         if (text is None) == (token_ids is None):
             raise InvalidInput(
                 "Either text or token_ids is to be parsed.",

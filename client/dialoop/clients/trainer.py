@@ -115,7 +115,7 @@ class TrainerClient:
         self._channel = channel
 
     async def get_status(self) -> TrainerStatus:
-        """How far training is."""
+        """Return how far training is."""
         answer = await self._channel.call(GET_STATUS, pb.GetStatusRequest())
         version = answer.policy_version if answer.HasField("policy_version") else None
         return TrainerStatus(
@@ -132,7 +132,7 @@ class TrainerClient:
         )
 
     async def watch_policy(self) -> AsyncIterator[PublishedPolicy]:
-        """The current policy at once, then every publish."""
+        """Yield the current policy at once, then every publish."""
         async for answer in self._channel.stream(WATCH_POLICY, pb.WatchPolicyRequest()):
             yield PublishedPolicy(
                 policy_version=policy_version_from_proto(answer.policy_version),
@@ -162,7 +162,7 @@ class TrainerClient:
         await self._channel.call(PAUSE, pb.TrainerServicePauseRequest())
 
     async def resume(self) -> None:
-        """Go on training."""
+        """Resume training."""
         await self._channel.call(RESUME, pb.TrainerServiceResumeRequest())
 
     async def evaluate(

@@ -88,7 +88,7 @@ Content = bytes | TransferStep
 async def weights_requests(
     manifest: WeightsManifest, contents: AsyncIterable[Content] | Iterable[Content]
 ) -> AsyncIterator[pb.LoadWeightsRequest]:
-    """The stream of one LoadWeights."""
+    """Yield the requests of one LoadWeights."""
     yield pb.LoadWeightsRequest(manifest=_manifest_to_proto(manifest))
     if isinstance(contents, AsyncIterable):
         async for content in contents:

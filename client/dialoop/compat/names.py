@@ -26,7 +26,7 @@ def add_chat_template(
     inverse_parser: Callable[[str], Iterable[Message]] | None = None,
     model_family_keywords: Iterable[str] | None = None,
 ) -> TemplateInfo:
-    """The older spelling of `TemplateRegistry.add_chat_template`, which replaces what is there."""
+    """Add a template with the older parameter names; replace one of the same name."""
     return registry.add_chat_template(
         template_name,
         template,
@@ -45,16 +45,16 @@ MASK_ALIASES: Mapping[str, str] = MappingProxyType(
 """Other names of the masks."""
 
 
-def masks_of(given: Mapping[str, Any]) -> Masks:
-    """Masks under their names or the older ones; InvalidInput for others, or for both at once."""
-    found: dict[str, Any] = {}
-    for name, values in given.items():
-        known = MASK_ALIASES.get(name, name)
-        if known not in MASK_ALIASES.values() or known in found:
+def masks_of(named: Mapping[str, Any]) -> Masks:
+    """Read masks by their names or the older ones; InvalidInput for others, or for both at once."""
+    masks: dict[str, Any] = {}
+    for name, values in named.items():
+        mask = MASK_ALIASES.get(name, name)
+        if mask not in MASK_ALIASES.values() or mask in masks:
             raise InvalidInput(
                 f"There is no mask '{name[:40]}', or it is given twice.",
                 reason=Reason.UNKNOWN_FIELD,
                 remedy=f"Give each of {', '.join(MASK_ALIASES.values())} once.",
             )
-        found[known] = np.array(values, dtype=np.bool_)
-    return Masks(**found)
+        masks[mask] = np.array(values, dtype=np.bool_)
+    return Masks(**masks)

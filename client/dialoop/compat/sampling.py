@@ -1,11 +1,11 @@
-"""Names that wrappers of transformers and vLLM give to sampling, read into ours.
+"""Sampling parameters by the names of transformers and vLLM, translated to ours.
 
     options = generate_options(max_tokens=8, n=4, do_sample=False)
     await client.generate(history, sampling=options.sampling, num_samples=options.num_samples)
 
-Of two names for one thing the older wins, with a warning; two numbers of samples are an error. What
-changes the samples and is not done here is refused, never ignored: every token's log-prob is that
-of a draw from the policy, under the weights of its version.
+Of two names for one thing the older wins, with a warning; two numbers of samples are an error. A
+parameter that would change the samples and is not supported is an error and never ignored: every
+token's log-prob is that of a draw from the policy, under the weights of its version.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOptions:
-    """What was asked in other names: sampling, how many samples, and what was taken otherwise."""
+    """The translated parameters: sampling, the number of samples, and warnings for the caller."""
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
     num_samples: int = 1
@@ -65,28 +65,30 @@ class GenerateOptions:
     warnings: tuple[str, ...] = ()
 
 
-def generate_options(**given: Any) -> GenerateOptions:
-    """`read_generate_options`, with its warnings said by Python's `warnings`."""
-    options = read_generate_options(given)
+def generate_options(**parameters: Any) -> GenerateOptions:
+    """Read options as `read_generate_options` does; issue its warnings with Python's `warnings`."""
+    options = read_generate_options(parameters)
     for text in options.warnings:
         warnings.warn(text, DialoopWarning, stacklevel=2)
     return options
 
 
-def read_generate_options(given: Mapping[str, Any]) -> GenerateOptions:
-    """Our options of theirs; a name that is None counts as absent.
+def read_generate_options(parameters: Mapping[str, Any]) -> GenerateOptions:
+    """Translate another library's parameters; one that is None counts as absent.
 
     Raises InvalidInput (INVALID_SAMPLING, UNKNOWN_FIELD), and Unsupported (BEAMS_UNSUPPORTED,
-    SAMPLING_UNSUPPORTED) for what would change the samples and is not done here.
+    SAMPLING_UNSUPPORTED) for what would change the samples and is not supported.
     """
-    return _Reader({name: value for name, value in given.items() if value is not None}).options()
+    return _Reader(
+        {name: value for name, value in parameters.items() if value is not None}
+    ).options()
 
 
 class _Reader:
-    """Takes the names out one by one; what is left is not known."""
+    """Takes known parameters out one by one; what is left is unknown."""
 
-    def __init__(self, given: dict[str, Any]) -> None:
-        self._given = given
+    def __init__(self, parameters: dict[str, Any]) -> None:
+        self._parameters = parameters
         self._warnings: list[str] = []
 
     def options(self) -> GenerateOptions:
@@ -96,9 +98,9 @@ class _Reader:
         length = self._oldest(_LENGTHS)
         stop = self._oldest(_STOPS)
         count = self._count()
-        sampling = {n: self._given.pop(n) for n in _PLAIN if n in self._given}
+        sampling = {n: self._parameters.pop(n) for n in _PLAIN if n in self._parameters}
         self._take_do_sample(sampling)
-        skips = self._given.pop("skip_special_tokens", False)
+        skips = self._parameters.pop("skip_special_tokens", False)
         _require(isinstance(skips, bool), "skip_special_tokens", skips, "true or false")
         self._require_nothing_left()
         _require_numbers(sampling | ({} if length is None else {"max_new_tokens": length}))
@@ -110,86 +112,91 @@ class _Reader:
         )
 
     def _refuse_beams(self) -> None:
-        num_beams = self._given.pop("num_beams", 1)
+        num_beams = self._parameters.pop("num_beams", 1)
         _require(_is_count(num_beams), "num_beams", num_beams, "1")
         if num_beams > 1:
             raise Unsupported(
-                f"num_beams is {num_beams}: what a search over beams finds is no sample of the "
-                "policy, and its tokens have no probability of being drawn.",
+                f"num_beams is {num_beams}: what beam search finds is not a sample of the policy, "
+                "and its tokens have no probability of being drawn.",
                 reason=Reason.BEAMS_UNSUPPORTED,
                 remedy="Leave num_beams out; ask for num_samples and keep the likeliest, or give "
                 "temperature 0 for greedy decoding.",
             )
         for name in _BEAM_ONLY:
-            if name in self._given:
-                del self._given[name]
-                self._warnings.append(f"{name} is not used: it is of searches over beams.")
+            if name in self._parameters:
+                del self._parameters[name]
+                self._warnings.append(f"{name} is ignored: it is for beam search only.")
 
     def _refuse_others(self) -> None:
         for name, neutral in _NEUTRAL.items():
-            if name not in self._given:
+            if name not in self._parameters:
                 continue
-            value = self._given.pop(name)
-            if not any(value == one and isinstance(value, bool) <= isinstance(one, bool)
-                       for one in neutral):  # fmt: skip
+            value = self._parameters.pop(name)
+            if not any(value == allowed and isinstance(value, bool) <= isinstance(allowed, bool)
+                       for allowed in neutral):  # fmt: skip
                 raise Unsupported(
-                    f"{name} is not done here.",
+                    f"{name} is not supported.",
                     reason=Reason.SAMPLING_UNSUPPORTED,
                     remedy=_REMEDIES.get(name, "Leave it out."),
                 )
 
     def _take_logprobs(self) -> None:
-        """The sampled token's log-prob is always told: 0 and 1 ask for it."""
-        asked = self._given.pop("logprobs", None)
-        is_number = asked is None or _is_count(asked, least=0)
-        _require(is_number, "logprobs", asked, "a number, 0 or 1, and never true or false")
-        if asked is not None and asked > 1:
+        """Check `logprobs`: the sampled token's log-prob always comes, so 0 and 1 do nothing."""
+        logprobs = self._parameters.pop("logprobs", None)
+        is_number = logprobs is None or _is_count(logprobs, least=0)
+        _require(is_number, "logprobs", logprobs, "a number, 0 or 1, and never true or false")
+        if logprobs is not None and logprobs > 1:
             raise Unsupported(
-                f"logprobs is {asked}: only the sampled token's log-prob is known here.",
+                f"logprobs is {logprobs}: only the sampled token's log-prob is known here.",
                 reason=Reason.SAMPLING_UNSUPPORTED,
                 remedy="Give 1, or leave it out.",
             )
 
     def _oldest(self, names: tuple[str, ...]) -> Any:
-        """The value of the first of some names that is given; others that differ are told of."""
-        found = {name: self._given.pop(name) for name in names if name in self._given}
-        if not found:
+        """Return the value of the first name that is there; warn of others with other values."""
+        values = {name: self._parameters.pop(name) for name in names if name in self._parameters}
+        if not values:
             return None
-        name, value = next(iter(found.items()))
+        name, value = next(iter(values.items()))
         self._warnings += [
             f"{name} {value} was taken, {other} {unused} was not: give one of them."
-            for other, unused in found.items()
+            for other, unused in values.items()
             if unused != value
         ]
         return value
 
     def _count(self) -> int:
-        found = {name: self._given.pop(name) for name in _COUNTS if name in self._given}
-        for name, value in found.items():
+        counts = {name: self._parameters.pop(name) for name in _COUNTS if name in self._parameters}
+        for name, value in counts.items():
             _require(_is_count(value), name, value, "a number of samples, 1 or more")
-        if len(set(found.values())) > 1:
-            said = ", ".join(f"{name} is {value}" for name, value in found.items())
-            raise _invalid(f"{said}.", "Give one of them.")
-        return int(next(iter(found.values()), 1))
+        if len(set(counts.values())) > 1:
+            listing = ", ".join(f"{name} is {value}" for name, value in counts.items())
+            raise _invalid(f"{listing}.", "Give one of them.")
+        return int(next(iter(counts.values()), 1))
 
     def _take_do_sample(self, sampling: dict[str, Any]) -> None:
-        """do_sample=False is temperature 0, and contradicts any other."""
-        asked = self._given.pop("do_sample", None)
-        _require(asked is None or isinstance(asked, bool), "do_sample", asked, "true or false")
+        """Read `do_sample`: False is temperature 0 and contradicts any other."""
+        do_sample = self._parameters.pop("do_sample", None)
+        _require(
+            do_sample is None or isinstance(do_sample, bool),
+            "do_sample",
+            do_sample,
+            "true or false",
+        )
         temperature = sampling.get("temperature")
         is_greedy = temperature == 0
-        if asked is False and temperature is None:
+        if do_sample is False and temperature is None:
             sampling["temperature"] = 0.0
-        elif asked is not None and asked == is_greedy:
+        elif do_sample is not None and do_sample == is_greedy:
             raise _invalid(
-                f"do_sample is {asked} and temperature is {temperature}.",
+                f"do_sample is {do_sample} and temperature is {temperature}.",
                 "Greedy decoding is do_sample=False with temperature 0, or without one.",
             )
 
     def _require_nothing_left(self) -> None:
-        if self._given:
+        if self._parameters:
             raise InvalidInput(
-                f"Sampling has no parameter '{next(iter(self._given))[:40]}'.",
+                f"Sampling has no parameter '{next(iter(self._parameters))[:40]}'.",
                 reason=Reason.UNKNOWN_FIELD,
                 remedy="Leave it out.",
             )

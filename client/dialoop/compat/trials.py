@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def trial_keys(result: TrialResult) -> dict[str, Any]:
-    """Every key of `run_trial` and its alias: ids, messages, mask, session_ids."""
+    """Return every key of `run_trial` and its alias: ids, messages, mask, session_ids."""
     return {
         "full_token_ids": result.full_token_ids,
         "full_attention_mask": result.full_attention_mask,

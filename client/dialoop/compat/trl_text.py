@@ -25,37 +25,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrlTextEnvironment(TextEnvironment):
-    """The same arguments; `run_blocking` is the seed's `run`."""
+    """A TextEnvironment with the same arguments; `run_blocking` is TRL's `run`."""
 
     def out_of_turns(self, history: TextHistory) -> TextHistory:
-        """Left as it is."""
+        """Leave it as it is."""
         return history
 
     def rewarded_text(self, history: TextHistory) -> str:
-        """The last segment, whoever wrote it."""
+        """Return the last segment, whoever wrote it."""
         return history.last_text_segment
 
     def is_over(self, history: TextHistory, text: str, last_id: int) -> bool:
-        """Whether the whole text, the prompt included, holds an end."""
+        """Return whether the whole text, the prompt included, holds an end."""
         end = self.tokenizer.special_token("eos_token")
         return self.syntax.submit in text or (end is not None and end in history.text)
 
     async def answer(self, text: str) -> str:
-        """What the first call gives, or what it raises."""
+        """Return what the first call gives, or what it raises."""
         name, query = parse_call(text, self.syntax)
         limit = self.limits.max_tool_response
         if name is None or query is None:
-            said = f"Unknown tool call: {text}"
+            response = f"Unknown tool call: {text}"
         else:
             try:
                 tool = TextTools.named(self.tools)[name]
-                said = await call(tool, query, timeout_s=self.limits.tool_timeout_s)
+                response = await call(tool, query, timeout_s=self.limits.tool_timeout_s)
             except Exception as error:
-                said = f"Tool error: {error}"
-        said = str(said)
-        return said[: limit - 3] + "..." if len(said) > limit else said
+                response = f"Tool error: {error}"
+        response = str(response)
+        return response[: limit - 3] + "..." if len(response) > limit else response
 
     def run_blocking(self, queries: Sequence[str], **extra: Any) -> TextRun:
-        """`run` for callers without an event loop."""
+        """Run `run` for callers without an event loop."""
         with BackgroundLoop() as loop:
             return loop.run(self.run(queries, **extra))

@@ -59,12 +59,12 @@ class VerifiersAgent:
         """Run the episode; its errors are failures with their owners."""
         package = self._package
         environment = package.load_environment(self._config)
-        chosen = _task(environment.taskset, task.task.split, task.key)
+        data = _task(environment.taskset, task.task.split, task.key)
         os.environ[_KEY_VARIABLE] = connection.api_key
         client = package.EvalClientConfig(base_url=connection.base_url, api_key_var=_KEY_VARIABLE)
         context = package.ModelContext(model=connection.model, client=client)
         async with environment.serving():
-            episode = await environment.run_episode(chosen, context)
+            episode = await environment.run_episode(data, context)
         return outcome_of(episode)
 
 
@@ -83,16 +83,16 @@ class VerifiersTasks(TaskSource):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """One: a taskset has no splits of its own."""
+        """Return one split: a taskset has none of its own."""
         return ("train",)
 
     def keys(self, split: str) -> Sequence[str]:
-        """Positions."""
+        """Return the tasks' positions in the taskset."""
         self.require_split(split)
         return [data.key for data in self._tasks]
 
     def get(self, split: str, key: str) -> TaskData:
-        """The prompt alone: what solves the task stays with verifiers."""
+        """Return the prompt alone: what solves the task stays with verifiers."""
         split = self.require_split(split)
         if not key.isdecimal() or int(key) >= len(self._tasks):
             raise task_not_found(split, key)
@@ -100,7 +100,7 @@ class VerifiersTasks(TaskSource):
 
 
 def outcome_of(episode: Any) -> AgentOutcome:
-    """What a verifiers Episode says; only one whose single trace is the policy's has rewards."""
+    """Read a verifiers Episode; only one whose single trace is the policy's has rewards."""
     if len(episode.traces) > 1:
         return AgentOutcome(failures=(_several_agents(len(episode.traces)),))
     failures = tuple(_failures(episode))
@@ -119,7 +119,7 @@ def outcome_of(episode: Any) -> AgentOutcome:
 
 
 def _failures(episode: Any) -> Iterator[Failure]:
-    """One for each error that ended the episode; a full context only cut it."""
+    """Yield a failure for each error that ended the episode; a full context only cut it."""
     if episode.ok:
         return
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
@@ -147,9 +147,9 @@ def _several_agents(number: int) -> Failure:
 
 
 def _task(taskset: Any, split: str, key: str) -> Any:
-    """The task at a position."""
-    found = islice(taskset, int(key), None) if key.isdecimal() else iter(())
-    task = next(found, None)
+    """Return the task at a position."""
+    remaining = islice(taskset, int(key), None) if key.isdecimal() else iter(())
+    task = next(remaining, None)
     if task is None:
         raise task_not_found(split, key)
     return task
@@ -160,14 +160,14 @@ def _data_of(task: Any) -> TaskData:
 
 
 def _config(package: Any, config: Any) -> Any:
-    given = dict(config) if isinstance(config, Mapping) else config
+    fields = dict(config) if isinstance(config, Mapping) else config
     try:
-        return package.resolve_env_config(given)
+        return package.resolve_env_config(fields)
     except ModuleNotFoundError as error:
         raise NotFound(
             f"verifiers cannot load its environment: {error}.",
             reason=Reason.ENVIRONMENT_NOT_FOUND,
-            remedy="Install the package of the taskset or harness, or mend its id.",
+            remedy="Install the package of the taskset or harness, or correct its id.",
         ) from error
     except ValueError as error:
         raise InvalidConfig(

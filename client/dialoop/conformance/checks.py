@@ -1,10 +1,11 @@
-"""What every environment must do, asked of one: a kit for its author, behind `dialoop env check`.
+"""Check what every environment must do: a kit for its author, behind `dialoop env check`.
 
     findings = await check_environment(environment, answers=["[apple]", "Is it alive?"])
     assert all(finding.is_ok for finding in findings)
 
-It is played in this process: by its own demonstrations where it has some, by the given answers, and
-by a few that fit many environments. Exceptions are shown as they are: they are the author's own.
+The kit plays the environment in this process: its own demonstrations where it has some, the
+caller's answers, and a few answers that fit many environments. It shows the environment's
+exceptions as they are.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dialoop.conformance.play import MAX_TURNS, Bench, Broken, Case, told
+from dialoop.conformance.play import MAX_TURNS, Bench, Broken, Case, comparable
 from dialoop.environments.environment import Environment, Stateless
 from dialoop.environments.modes import InputMode
 from dialoop.errors import DialoopError, NotFound
@@ -37,14 +38,14 @@ class Finding:
 
     @property
     def is_ok(self) -> bool:
-        """Whether the environment does what it must."""
+        """Return whether the environment does what it must."""
         return not self.problem
 
 
 async def check_environment(
     environment: Environment, *, answers: Sequence[str] = (), num_tasks: int = 3
 ) -> tuple[Finding, ...]:
-    """Every check in order; `answers` are further things to say to it."""
+    """Run every check in order; `answers` are further texts to send to the environment."""
     async with Bench(environment, answers=answers, num_tasks=num_tasks) as bench:
         return tuple([await _finding(name, check, bench) for name, check in CHECKS.items()])
 
@@ -56,30 +57,30 @@ async def _finding(name: str, check: Callable[[Bench], Awaitable[str]], bench: B
         return Finding(check=name, problem=broken.problem, remedy=broken.remedy)
     except DialoopError as error:
         cause = error.__cause__
-        said = f"{type(cause).__name__}: {cause}" if cause is not None else error.message
-        return Finding(check=name, problem=f"It raises {said}", remedy=error.remedy)
+        description = f"{type(cause).__name__}: {cause}" if cause is not None else error.message
+        return Finding(check=name, problem=f"It raises {description}", remedy=error.remedy)
     except Exception as error:
         return Finding(check=name, problem=f"It raises {type(error).__name__}: {error}")
 
 
 async def _tasks(bench: Bench) -> str:
-    """Splits have tasks, keys are unique and stay, and an unknown one is NotFound."""
+    """Check that splits have tasks, keys are unique and stay, and an unknown one is NotFound."""
     tasks = bench.environment.tasks
-    found = []
+    notes = []
     for split in tasks.splits:
         keys = list(tasks.keys(split)[:_MANY_KEYS])
         if not keys:
             raise Broken(f"Split '{split}' has no task.", "Leave the split out, or fill it.")
         if len(set(keys)) < len(keys):
-            raise Broken(f"Split '{split}' names two tasks alike.", "Make keys unique.")
+            raise Broken(f"Split '{split}' has two tasks of one key.", "Make keys unique.")
         if keys != list(tasks.keys(split)[:_MANY_KEYS]):
             raise Broken(
-                f"The keys of '{split}' are others each time.",
+                f"The keys of '{split}' differ each time.",
                 "Choose keys once, where the source is made, and shuffle with ListTasks.",
             )
         if tasks.get(split, keys[0]) != tasks.get(split, keys[0]):
-            raise Broken(f"Task '{keys[0]}' is another each time.", "Let the key decide the task.")
-        found.append(f"{split} {tasks.num_tasks(split)}")
+            raise Broken(f"Task '{keys[0]}' differs each time.", "Let the key decide the task.")
+        notes.append(f"{split} {tasks.num_tasks(split)}")
         try:
             tasks.get(split, "no such task: dialoop env check")
         except NotFound:
@@ -87,15 +88,15 @@ async def _tasks(bench: Bench) -> str:
         raise Broken(
             f"Split '{split}' has a task for any key.", "Raise task_not_found for an unknown key."
         )
-    return ", ".join(found) or "questions come from the caller"
+    return ", ".join(notes) or "questions come from the caller"
 
 
 async def _resets(bench: Bench) -> str:
-    """The same task and seed open alike."""
+    """Check that the same task and seed open the same episode."""
     for case in bench.cases:
         for seed in (0, 1):
-            first, second = [await bench.opened(case, seed=seed) for _ in "ab"]
-            if told(first) != told(second):
+            first, second = [await bench.open_case(case, seed=seed) for _ in "ab"]
+            if comparable(first) != comparable(second):
                 raise Broken(
                     f"{case}: two resets with seed {seed} open differently.",
                     "Draw chance from the seed alone: random.Random(seed), or episode.rng(...).",
@@ -104,49 +105,48 @@ async def _resets(bench: Bench) -> str:
 
 
 async def _retries(bench: Bench) -> str:
-    """A retried reset or step, also while the first is under way, does its work once."""
+    """Check that a retried reset or step works once, also while the first is under way."""
     for case in bench.cases:
-        counted, answers = await bench.retried(case)
+        counted, answers = await bench.retry_first_step(case)
         if counted.num_resets != 1 or counted.num_steps != 1:
             raise Broken(
                 f"{case}: one reset and one step, retried, made {counted.num_resets} resets and "
                 f"{counted.num_steps} steps.",
                 "Answers must equal themselves: give messages as dialoop.chat makes them.",
             )
-        if any(told(answer) != told(answers[0]) for answer in answers):
+        if any(comparable(answer) != comparable(answers[0]) for answer in answers):
             raise Broken(f"{case}: a retry got another answer.", "Return values, not live objects.")
     return f"{len(bench.cases)} episodes; no tool ran twice"
 
 
 async def _ends(bench: Bench) -> str:
-    """Every episode ends, and no later than max_turns says."""
+    """Check that every episode ends, and no later than max_turns says."""
     limit = bench.environment.traits.max_turns
     most = 0
-    for played in await bench.plays():
+    for played in await bench.play_all():
         if not played.outcomes[-1].done:
             turns = len(played.outcomes)
-            said = f"max_turns says {limit}" if limit else "it names no max_turns"
+            limit_text = f"max_turns says {limit}" if limit else "it names no max_turns"
             raise Broken(
                 f"{played.case}: it is not over after {turns} turns of "
-                f"{played.case.lines[-1].text!r}; {said}.",
+                f"{played.case.lines[-1].text!r}; {limit_text}.",
                 "Add MaxTurns or StepCounter to the transforms.",
             )
         most = max(most, len(played.outcomes))
-    return (
-        f"{len(await bench.plays())} episodes of at most {most} turns (limit {limit or MAX_TURNS})"
-    )
+    num_episodes = len(await bench.play_all())
+    return f"{num_episodes} episodes of at most {most} turns (limit {limit or MAX_TURNS})"
 
 
 async def _rewards(bench: Bench) -> str:
-    """Rewards are finite, named as declared, and their functions do not fail."""
+    """Check that rewards are finite and named as declared, and that their functions do not fail."""
     declared = bench.environment.traits.reward_names
     seen: set[str] = set()
-    for played in await bench.plays():
+    for played in await bench.play_all():
         for outcome in played.outcomes:
             for failure in outcome.failures:
                 if failure.owner is Owner.REWARD:
                     raise Broken(
-                        f"{played.case}: after {played.said!r}: {failure.message}",
+                        f"{played.case}: after {played.last_answer!r}: {failure.message}",
                         "The exception is logged above. Give None where there is no reward.",
                     )
             seen |= {reward.name for reward in outcome.rewards}
@@ -160,10 +160,10 @@ async def _rewards(bench: Bench) -> str:
 
 
 async def _traits(bench: Bench) -> str:
-    """Who speaks, which tools run and whether a step needs its session are as declared."""
+    """Check that the roles and the tools are as declared, and that no tool fails."""
     environment = bench.environment
     roles = {*environment.traits.roles, *_SPEAKERS, *bench.own_roles}
-    for played in await bench.plays():
+    for played in await bench.play_all():
         if strangers := played.speakers - roles:
             raise Broken(
                 f"{played.case}: {', '.join(sorted(strangers))} speaks and is not in traits.roles.",
@@ -176,25 +176,25 @@ async def _traits(bench: Bench) -> str:
         for failure in (f for o in played.outcomes for f in o.failures):
             if failure.owner in (Owner.TOOL, Owner.ENVIRONMENT):
                 raise Broken(
-                    f"{played.case}: after {played.said!r}: {failure.message}",
-                    "The exception is logged above. What is the policy's mistake is a "
-                    "ToolInputError; what is yours, mend.",
+                    f"{played.case}: after {played.last_answer!r}: {failure.message}",
+                    "The exception is logged above. Raise ToolInputError for a mistake of the "
+                    "policy, and correct the others.",
                 )
     return f"roles {', '.join(sorted(roles))}; stop {list(environment.traits.stop)}"
 
 
 async def _state(bench: Bench) -> str:
-    """What an episode remembers lies in its state, and is never changed in place."""
+    """Check that an episode remembers in its state alone, and never changes that in place."""
     environment = bench.environment
     is_stateless = isinstance(environment, Stateless) and not environment.traits.needs_session
     for case in bench.cases:
-        changed, outcomes = await bench.stepped_twice(case)
+        changed, outcomes = await bench.step_twice(case)
         if changed:
             raise Broken(
                 f"{case}: a step changes state[{changed!r}] of an episode in place.",
                 "Remember a new value: outcome.remember(name=[*old, more]).",
             )
-        if is_stateless and told(outcomes[0]) != told(outcomes[1]):
+        if is_stateless and comparable(outcomes[0]) != comparable(outcomes[1]):
             raise Broken(
                 f"{case}: the same step of the same episode gives another answer the second time.",
                 "Keep what is remembered in the episode, or declare Traits(needs_session=True).",
@@ -203,14 +203,14 @@ async def _state(bench: Bench) -> str:
 
 
 async def _demonstrations(bench: Bench) -> str:
-    """A demonstration is what the environment would have said to its answers."""
-    shown = bench.demonstrated
+    """Check that a demonstration shows what the environment says to its answers."""
+    shown = bench.demonstrations
     if not shown:
         return "none"
     if bench.mode is not InputMode.HISTORY:
         return "not checked: they are messages"
     for case, history in shown:
-        played = await bench.played(case)
+        played = await bench.play_case(case)
         after = played.outcomes[-1].history.require_prompt()
         for number, (ours, theirs) in enumerate(zip(after, history, strict=False)):
             if (ours.role, ours.text) != (theirs.role, theirs.text):
@@ -228,15 +228,15 @@ async def _demonstrations(bench: Bench) -> str:
 
 
 async def _sessions(bench: Bench) -> str:
-    """Episodes played at the same time go as they do alone."""
-    alone = await bench.plays()
+    """Check that episodes played at the same time go as they do alone."""
+    alone = await bench.play_all()
     async with asyncio.TaskGroup() as playing:
-        tasks = [playing.create_task(bench.played(played.case)) for played in alone]
-    for one, task in zip(alone, tasks, strict=True):
-        beside = task.result()
-        if [told(o) for o in one.outcomes] != [told(o) for o in beside.outcomes]:
+        tasks = [playing.create_task(bench.play_case(played.case)) for played in alone]
+    for expected, task in zip(alone, tasks, strict=True):
+        actual = task.result()
+        if [comparable(o) for o in expected.outcomes] != [comparable(o) for o in actual.outcomes]:
             raise Broken(
-                f"{one.case}: it goes otherwise beside other sessions, or a second time.",
+                f"{expected.case}: it plays differently beside other sessions, or a second time.",
                 "Keep what belongs to an episode in its state, and draw chance from its seed.",
             )
     return f"{len(alone)} at the same time"

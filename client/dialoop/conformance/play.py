@@ -1,4 +1,4 @@
-"""How the conformance kit plays an environment: cases, episodes, and what they told."""
+"""How the conformance kit plays an environment: cases, episodes, and what of them must not vary."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Broken(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A task, and what the policy says to it, the last line again and again."""
+    """A task and the policy's answers; the last one is repeated."""
 
     split: str
     key: str
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def choice(self) -> TaskChoice:
-        """What a reset asks for."""
+        """Return what a reset asks for."""
         if self.key:
             return TaskChoice(split=self.split, task_key=self.key)
         return TaskChoice(given=Given(query=_QUESTION, data={"answer": "3"}))
@@ -68,20 +68,20 @@ class Played:
     outcomes: tuple[StepResult, ...]
 
     @property
-    def said(self) -> str:
-        """What the policy said last."""
+    def last_answer(self) -> str:
+        """Return what the policy said last."""
         lines = self.case.lines
         return lines[min(len(self.outcomes), len(lines)) - 1].text
 
     @property
     def speakers(self) -> set[str]:
-        """Roles of all messages."""
+        """Return the roles of all messages."""
         history = self.outcomes[-1].history.prompt or ()
         return {message.role for message in history}
 
 
 @dataclass(slots=True)
-class Counted:
+class CountingEnvironment:
     """An environment whose resets and steps are counted."""
 
     environment: Any
@@ -89,28 +89,28 @@ class Counted:
     num_steps: int = 0
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.environment, name)
-        return self._opened if name == "open" else found
+        attribute = getattr(self.environment, name)
+        return self._open if name == "open" else attribute
 
-    async def _opened(self, task: Any, seed: int) -> Opening:
+    async def _open(self, task: Any, seed: int) -> Opening:
         self.num_resets += 1
         opening: Opening = await self.environment.open(task, seed)
         return opening
 
     async def acquire(self) -> None:
-        """Held by the bench already."""
+        """Do nothing: the bench holds the environment."""
 
     async def release(self) -> None:
-        """Held by the bench still."""
+        """Do nothing: the bench still holds the environment."""
 
     def reset(self, task: Any, seed: int) -> Opening:
-        """Count, and reset."""
+        """Count and reset."""
         self.num_resets += 1
         opening: Opening = self.environment.reset(task, seed)
         return opening
 
     async def step(self, episode: Any, answered: Any) -> Outcome:
-        """Count, and step."""
+        """Count and step."""
         self.num_steps += 1
         outcome: Outcome = await self.environment.step(episode, answered)
         return outcome
@@ -132,27 +132,27 @@ class Bench:
         self._numbers = count()
         self._plays: tuple[Played, ...] = ()
         self._answers, self._num_tasks = answers, num_tasks
-        self.demonstrated: list[tuple[Case, History]] = []
+        self.demonstrations: list[tuple[Case, History]] = []
         self.cases: list[Case] = []
 
     async def __aenter__(self) -> Self:
         await self._client.__aenter__()
-        self.demonstrated = self._demonstrated()
-        self.cases = [case for case, _ in self.demonstrated] + self._canned()
+        self.demonstrations = self._find_demonstrations()
+        self.cases = [case for case, _ in self.demonstrations] + self._usual_cases()
         return self
 
     async def __aexit__(self, *ended: Any) -> None:
         await self._client.__aexit__(*ended)
 
-    async def opened(self, case: Case, *, seed: int = 0) -> ResetResult:
-        """The opening of an episode in a session of its own."""
+    async def open_case(self, case: Case, *, seed: int = 0) -> ResetResult:
+        """Open an episode in a session of its own."""
         session_id = f"check-{next(self._numbers)}"
         opening = await self._open(self._client, case, session_id, seed)
         await self._client.close_session(session_id)
         return opening
 
-    async def played(self, case: Case) -> Played:
-        """The whole episode, in a session of its own."""
+    async def play_case(self, case: Case) -> Played:
+        """Play a whole episode in a session of its own."""
         session_id = f"check-{next(self._numbers)}"
         opening = await self._open(self._client, case, session_id, 0)
         outcomes: list[StepResult] = []
@@ -160,36 +160,36 @@ class Bench:
         while len(outcomes) < limit and not (outcomes and outcomes[-1].done):
             line = case.lines[min(len(outcomes), len(case.lines) - 1)]
             outcome = await self._client.step(
-                session_id, episode=1, step_index=len(outcomes), history=self._said(line)
+                session_id, episode=1, step_index=len(outcomes), history=self._answer_of(line)
             )
             outcomes.append(outcome)
         await self._client.close_session(session_id)
         return Played(case=case, opening=opening, outcomes=tuple(outcomes))
 
-    async def plays(self) -> tuple[Played, ...]:
-        """Every case, one after the other; played once."""
+    async def play_all(self) -> tuple[Played, ...]:
+        """Play every case, one after the other; a second call returns the same episodes."""
         if not self._plays:
-            self._plays = tuple([await self.played(case) for case in self.cases])
+            self._plays = tuple([await self.play_case(case) for case in self.cases])
         return self._plays
 
-    async def retried(self, case: Case) -> tuple[Counted, list[StepResult]]:
-        """The first step, asked for twice at once and once more, and what was done for it."""
-        counted = Counted(self.environment)
+    async def retry_first_step(self, case: Case) -> tuple[CountingEnvironment, list[StepResult]]:
+        """Send the first step twice at once and once more; return the counts and the answers."""
+        counted = CountingEnvironment(self.environment)
         async with LocalEnvironmentClient(counted) as client:
             await self._open(client, case, "s", 0)
             choice = case.choice
-            fields = {"split": choice.split, "task_key": choice.task_key, "given": choice.given}
+            fields = {"split": choice.split, "task_key": choice.task_key, "question": choice.given}
             await client.reset("s", episode=1, **fields)  # type: ignore[arg-type]
 
             async def step() -> StepResult:
-                said = self._said(case.lines[0])
-                return await client.step("s", episode=1, step_index=0, history=said)
+                answer = self._answer_of(case.lines[0])
+                return await client.step("s", episode=1, step_index=0, history=answer)
 
             answers = [*await asyncio.gather(step(), step()), await step()]
         return counted, answers
 
-    async def stepped_twice(self, case: Case) -> tuple[str, list[Outcome]]:
-        """The same step of the same episode twice; which of its state changed, if any."""
+    async def step_twice(self, case: Case) -> tuple[str, list[Outcome]]:
+        """Take a step of one episode twice; return which of its state changed, and the outcomes."""
         task, seed = chosen_task(self.environment, case.choice)
         if isinstance(self.environment, OpensSlowly):
             episode = (await self.environment.open(task, seed)).episode
@@ -197,7 +197,9 @@ class Bench:
             episode = self.environment.reset(task, seed).episode
         held = {k: v for k, v in episode.state.items() if isinstance(v, _CONTAINERS)}
         kept = copy.deepcopy(held)
-        outcomes = [await self.environment.step(episode, self._said(case.lines[0])) for _ in "ab"]
+        outcomes = [
+            await self.environment.step(episode, self._answer_of(case.lines[0])) for _ in "ab"
+        ]
         if isinstance(self.environment, Managed):
             await self.environment.close(outcomes[-1].episode)
         return next((name for name, old in kept.items() if held[name] != old), ""), outcomes
@@ -213,27 +215,27 @@ class Bench:
             split=choice.split,
             task_key=choice.task_key,
             seed=seed,
-            given=choice.given,
+            question=choice.given,
         )
 
-    def _said(self, message: Message) -> Answered:
+    def _answer_of(self, message: Message) -> Answered:
         if self.mode is InputMode.TEXT:
             return Text(response=message.text)
         if self.mode is InputMode.TOKENS:
             tokenizer = getattr(self.environment, "tokenizer", None)
             if not isinstance(tokenizer, Tokenizer):
-                raise Broken("Its tokenizer is not at hand.", "Give ChatEnv a Tokenizer.")
+                raise Broken("It has no tokenizer to encode answers.", "Give ChatEnv a Tokenizer.")
             return Tokens(response=tokenizer.encode(message.text).ids)
         return ChatHistory(response=History((message,)))
 
     def _tasks(self) -> list[tuple[str, str]]:
         source = self.environment.tasks
-        found = [(s, key) for s in source.splits for key in source.keys(s)[: self._num_tasks]]
-        return found or [("", "")]
+        tasks = [(s, key) for s in source.splits for key in source.keys(s)[: self._num_tasks]]
+        return tasks or [("", "")]
 
-    def _demonstrated(self) -> list[tuple[Case, History]]:
+    def _find_demonstrations(self) -> list[tuple[Case, History]]:
         demonstrate = getattr(self.environment, "demonstration", None)
-        found: list[tuple[Case, History]] = []
+        demonstrations: list[tuple[Case, History]] = []
         for number, (split, key) in enumerate(self._tasks()):
             if demonstrate is None or not key:
                 break
@@ -243,14 +245,14 @@ class Bench:
             except Unsupported:
                 break
             lines = tuple(message for message in history if message.role == self.policy_role)
-            found.append((Case(split=split, key=key, lines=lines), history))
-        return found
+            demonstrations.append((Case(split=split, key=key, lines=lines), history))
+        return demonstrations
 
-    def _canned(self) -> list[Case]:
+    def _usual_cases(self) -> list[Case]:
         cases = []
         for split, key in self._tasks():
             answer = self.environment.tasks.get(split, key).answer if key else "3"
-            said = (
+            texts = (
                 *self._answers,
                 "I do not know.",
                 f"<answer>{answer}</answer>",
@@ -258,7 +260,7 @@ class Bench:
                 f"Result={answer}<submit>",
             )
             role = self.policy_role
-            lines = [Message(role=role, content=text) for text in said]
+            lines = [Message(role=role, content=text) for text in texts]
             cases += [Case(split=split, key=key, lines=(line,)) for line in lines]
             cases.append(Case(split=split, key=key, lines=tuple(reversed(lines))))
         return cases
@@ -268,8 +270,8 @@ class Bench:
 _CONTAINERS = (list, dict, set, bytearray)
 
 
-def told(answer: Any) -> Any:
-    """What must be the same each time; failures by owner and reason, as messages carry ids."""
+def comparable(answer: Any) -> Any:
+    """Return what must be the same each time; of failures owner and reason: messages carry ids."""
     if not hasattr(answer, "rewards"):
         return (answer.history, answer.text, answer.tokens, dict(answer.info))
     done = getattr(answer, "episode", answer)

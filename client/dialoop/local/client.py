@@ -41,27 +41,27 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 P = ParamSpec("P")
 
-# The service's time-outs. Nobody else shares the places of this process, so they are many.
+# The service's time-outs. No other client shares this process, so its capacity is high.
 LOCAL_LIMITS = SessionLimits(capacity=1_000_000, max_working=1_000_000)
 
 
 def _as_served(
     method: Callable[P, Coroutine[Any, Any, T]],
 ) -> Callable[P, Coroutine[Any, Any, T]]:
-    """The method with the errors of one that was called on a server."""
+    """Wrap a method so that its errors are those of one that was called on a server."""
 
     @wraps(method)
-    async def called(*arguments: P.args, **given: P.kwargs) -> T:
+    async def wrapper(*arguments: P.args, **options: P.kwargs) -> T:
         try:
-            return await method(*arguments, **given)
+            return await method(*arguments, **options)
         except Exception as error:
-            raise _served(error) from error
+            raise _error_of_service(error) from error
 
-    return called
+    return wrapper
 
 
-def _served(error: Exception) -> DialoopError:
-    """What a client of a service would get: the class of its status, never one of our own."""
+def _error_of_service(error: Exception) -> DialoopError:
+    """Return what a client of a service would get: an error of its status's class."""
     if not isinstance(error, DialoopError) or isinstance(error, InternalError):
         return InternalError(
             f"The environment raised {type(error).__name__}: {error}.", remedy="See the cause."
@@ -73,8 +73,8 @@ def _served(error: Exception) -> DialoopError:
 class LocalEnvironmentClient(LocalRuns):
     """Plays environments in this process; use one from one event loop.
 
-    What an environment has to take before it can play (a connection, a pool) it takes with its
-    first session; leaving the client as a context gives that back. A step that takes longer than
+    An environment acquires what it needs (a connection, a pool) with its first session; leaving
+    the client's context releases that. A step that takes longer than
     `limits.step_timeout_s` ends its episode with a failure, as on a service.
     """
 
@@ -96,12 +96,12 @@ class LocalEnvironmentClient(LocalRuns):
 
     @_as_served
     async def list_environments(self) -> tuple[EnvironmentInfo, ...]:
-        """All environments there are."""
+        """Return all environments."""
         return tuple(_info(environment) for environment in self._catalogue)
 
     @_as_served
     async def get_environment(self, environment: str) -> EnvironmentInfo:
-        """One environment; NotFound (ENVIRONMENT_NOT_FOUND) when there is none of that name."""
+        """Describe an environment; NotFound (ENVIRONMENT_NOT_FOUND) where none has that name."""
         return _info(self._catalogue.get(environment))
 
     @_as_served
@@ -115,7 +115,7 @@ class LocalEnvironmentClient(LocalRuns):
         one_epoch: bool = False,
         shuffle_seed: int = 0,
     ) -> TaskPage:
-        """One page of tasks; pages run on through epochs unless `one_epoch`."""
+        """Return one page of tasks; pages run on through epochs unless `one_epoch`."""
         return self._catalogue.get(environment).tasks.page(
             split,
             page_token=page_token,
@@ -128,7 +128,7 @@ class LocalEnvironmentClient(LocalRuns):
     async def create_session(
         self, session_id: str, environment: str, *, ttl_s: float | None = None
     ) -> float:
-        """Open a session under the caller's id; its time to live in seconds."""
+        """Open a session under the caller's id; return its time to live in seconds."""
         await self._acquire(self._catalogue.get(environment))
         return self._sessions.create(session_id, environment, ttl_s).ttl_s
 
@@ -141,10 +141,10 @@ class LocalEnvironmentClient(LocalRuns):
         split: str = "",
         task_key: str = "",
         seed: int = 0,
-        given: Given | None = None,
+        question: Given | None = None,
     ) -> ResetResult:
-        """Start an episode of the session; a retry gets the first opening."""
-        choice = TaskChoice(split=split, task_key=task_key, seed=seed, given=given or Given())
+        """Start an episode of the session; a retry gets the first result."""
+        choice = TaskChoice(split=split, task_key=task_key, seed=seed, given=question or Given())
         call = ResetCall(session_id=session_id, episode=episode, choice=choice)
         environment = self._sessions.get(session_id).environment
         return reset_result(await self._sessions.reset(call), environment)
@@ -153,7 +153,7 @@ class LocalEnvironmentClient(LocalRuns):
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: Answered
     ) -> StepResult:
-        """Take the policy's answer; a retry gets the first answer."""
+        """Step with the policy's answer; a retry gets the first result."""
         played = await self._sessions.step(
             StepCall(
                 session_id=session_id,
@@ -200,7 +200,7 @@ class LocalEnvironmentClient(LocalRuns):
                 split=item.split,
                 task_key=item.task_key,
                 seed=item.seed,
-                given=item.given,
+                question=item.question,
             )
             for item in items
         )
@@ -222,7 +222,7 @@ class LocalEnvironmentClient(LocalRuns):
     async def step_history(
         self, environment: str, choice: TaskChoice, history: ChatHistory
     ) -> StepResult:
-        """A step without a session, from the whole history; a retry runs its tools again."""
+        """Step without a session, from the whole history; a retry runs its tools again."""
         await self._acquire(self._catalogue.get(environment))
         return step_result(await self._sessions.step_history(environment, choice, history))
 
@@ -243,18 +243,20 @@ class LocalEnvironmentClient(LocalRuns):
         )
         return GroupOpening(
             session_ids=tuple(session.session_id for session, _ in members),
-            openings=tuple(reset_result(one, session.environment) for session, one in members),
+            openings=tuple(
+                reset_result(opening, session.environment) for session, opening in members
+            ),
             ttl_s=members[0][0].ttl_s,
         )
 
     @_as_served
     async def get_session(self, session_id: str) -> SessionState:
-        """Where the session stands; NotFound (SESSION_LOST) when it is gone."""
+        """Return the session's state; NotFound (SESSION_LOST) when it is gone."""
         return self._sessions.state(session_id)
 
     @_as_served
     async def close_session(self, session_id: str) -> bool:
-        """Forget the session; whether there was one."""
+        """Forget the session; return whether there was one."""
         return self._sessions.close(session_id)
 
     @_as_served
@@ -276,14 +278,14 @@ Environments = EnvironmentClient | LocalEnvironmentClient
 
 
 async def _each(items: Iterable[Coroutine[Any, Any, T]]) -> tuple[T | DialoopError, ...]:
-    async def one(item: Coroutine[Any, Any, T]) -> T | DialoopError:
+    async def result_or_error(item: Coroutine[Any, Any, T]) -> T | DialoopError:
         try:
             return await item
         except DialoopError as error:
             return error
 
     async with asyncio.TaskGroup() as working:
-        tasks = [working.create_task(one(item)) for item in items]
+        tasks = [working.create_task(result_or_error(item)) for item in items]
     return tuple(task.result() for task in tasks)
 
 

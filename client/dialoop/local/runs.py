@@ -1,4 +1,4 @@
-"""Runs that need a policy, of environments in this process: there is none here."""
+"""Runs that need a policy, for environments in this process: there is no policy."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
 
 def no_inference(remedy: str) -> PreconditionFailed:
-    """Nobody here samples."""
+    """Return the error of a run that needs a policy: there is none in this process."""
     return PreconditionFailed(
-        "These environments know no inference service.", reason=Reason.NO_INFERENCE, remedy=remedy
+        "Environments in this process have no inference service.",
+        reason=Reason.NO_INFERENCE,
+        remedy=remedy,
     )
 
 
@@ -34,7 +36,7 @@ class LocalRuns:
         sampling: SamplingParams | None = None,
         compat: str = "",
     ) -> TextRun:
-        """Not without a service."""
+        """Raise PreconditionFailed (NO_INFERENCE): this needs a service."""
         raise no_inference("Run a TextEnvironment with a policy of yours.")
 
     async def run_trial(
@@ -45,5 +47,5 @@ class LocalRuns:
         options: TrialOptions | None = None,
         sampling: SamplingParams | None = None,
     ) -> TrialResult:
-        """Not without a service."""
+        """Raise PreconditionFailed (NO_INFERENCE): this needs a service."""
         raise no_inference("Call dialoop.trials.run_trial with an agent of yours.")

@@ -6,14 +6,14 @@ here.
 
 from dialoop.templates.chat_template import ChatTemplate
 from dialoop.templates.declared_parser import TemplateParser
-from dialoop.templates.masks import Rendered, tokenised
+from dialoop.templates.masks import EncodedConversation, encode_conversation
 from dialoop.templates.registry import TemplateInfo, TemplateRegistry
 
 __all__ = [
     "ChatTemplate",
-    "Rendered",
+    "EncodedConversation",
     "TemplateInfo",
     "TemplateParser",
     "TemplateRegistry",
-    "tokenised",
+    "encode_conversation",
 ]

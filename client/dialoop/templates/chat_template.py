@@ -4,8 +4,9 @@
     template.render(history)          # with the opening of the assistant's turn
     template.render_blocks(history)   # and where the template's generation blocks lie
 
-Tokens and masks of a whole conversation are `dialoop.templates.masks`'s part, templates by name
-`dialoop.templates.registry`'s, and who wrote which token of a rollout `dialoop.tokens.builder`'s.
+`dialoop.templates.masks` makes tokens and masks of a whole conversation,
+`dialoop.templates.registry` holds templates by name, and `dialoop.tokens.builder` knows who wrote
+which token of a rollout.
 """
 
 from __future__ import annotations
@@ -78,13 +79,13 @@ class _GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012  (jinja2's own contract)
 
     def parse(self, parser: JinjaParser) -> nodes.Node:
-        """A call block, so that names set inside stay inside, as with transformers."""
+        """Return a call block, so that names set inside stay inside, as with transformers."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_mark_block"), [], [], body).set_lineno(line)
 
     @jinja2.pass_context
-    def _marked(self, context: jinja2.runtime.Context, caller: Callable[[], str]) -> str:
+    def _mark_block(self, context: jinja2.runtime.Context, caller: Callable[[], str]) -> str:
         blocks = context.get("_generation_blocks")
         if not isinstance(blocks, _Blocks):
             return caller()
@@ -93,7 +94,7 @@ class _GenerationBlock(Extension):
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """Renders what jinja2's immutable sandbox renders, templates with logic about 3 times as fast.
+    """Renders like jinja2's immutable sandbox, but templates with logic about 3 times as fast.
 
     A template asks for `message.role` and `loop.last` hundreds of times, and jinja2 looks for an
     attribute of the dict first and goes through all its checks for each. None of them applies to a
@@ -101,7 +102,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     """
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """`obj.attribute` of a template."""
+        """Return `obj.attribute` for a template."""
         kind = type(obj)
         if kind is dict and attribute not in _DICT_ATTRIBUTES:
             try:
@@ -141,8 +142,8 @@ def _to_json(
 
 
 @lru_cache(maxsize=256)
-def _compiled(source: str) -> jinja2.Template:
-    """The template with the settings and functions that transformers gives to it."""
+def _compile(source: str) -> jinja2.Template:
+    """Compile a source with the settings and functions that transformers gives to it."""
     environment = TemplateSandbox(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -157,7 +158,7 @@ def _compiled(source: str) -> jinja2.Template:
         raise InvalidConfig(
             f"The chat template does not parse: line {error.lineno}: {error.message}.",
             reason=Reason.TEMPLATE_INVALID,
-            remedy="Mend the template.",
+            remedy="Correct the template.",
         ) from None
 
 
@@ -172,7 +173,7 @@ class ChatTemplate:
         name: str = "",
         parser: Parser | None = None,
     ) -> None:
-        self._template = _compiled(source)
+        self._template = _compile(source)
         self._special_tokens = dict(special_tokens or {})
         self._parser = parser
         self._is_parser_known = parser is not None
@@ -184,7 +185,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
-        """The tokenizer's own template; InvalidConfig when it has none."""
+        """Return the tokenizer's own template; raise InvalidConfig where it has none."""
         source = tokenizer.chat_template
         if source is None:
             raise InvalidConfig(
@@ -195,23 +196,23 @@ class ChatTemplate:
         return cls(source, name=tokenizer.name).with_special_tokens_of(tokenizer)
 
     def with_special_tokens_of(self, tokenizer: Tokenizer) -> ChatTemplate:
-        """This template, which writes the tokenizer's bos_token and so on."""
-        found = {name: tokenizer.special_token(name) for name in SPECIAL_NAMES}
+        """Return this template with the tokenizer's bos_token and so on."""
+        tokens = {name: tokenizer.special_token(name) for name in SPECIAL_NAMES}
         return ChatTemplate(
             self.source,
-            special_tokens={k: v for k, v in found.items() if v is not None},
+            special_tokens={k: v for k, v in tokens.items() if v is not None},
             name=self.name,
             parser=self._parser,
         )
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
-        """What the template knows as bos_token, eos_token and so on."""
+        """Return the texts that the template reads as bos_token, eos_token and so on."""
         return self._special_tokens
 
     @property
     def parser(self) -> Parser | None:
-        """What reads the rendered text back: the one given, or a built-in one that provably does.
+        """Return what reads the rendered text back: the caller's parser, or a built-in one.
 
         None when neither is there. Proven means: it read back what this template rendered.
         """
@@ -222,17 +223,17 @@ class ChatTemplate:
         return self._parser
 
     def parse(self, text: str) -> tuple[Message, ...]:
-        """The messages of a rendered text; PreconditionFailed (NO_PARSER) without a parser."""
+        """Read a rendered text as messages; PreconditionFailed (NO_PARSER) without a parser."""
         return self._require_parser().parse(text, self._special_tokens)
 
     def parse_tokens(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[Message, ...]:
-        """The messages of token ids: only ids of special tokens open and close turns."""
+        """Read token ids as messages: only ids of special tokens open and close turns."""
         return parse_tokens(self._require_parser(), token_ids, tokenizer, self._special_tokens)
 
     def _require_parser(self) -> Parser:
         if self.parser is None:
             raise PreconditionFailed(
-                f"Nothing reads back what the chat template {self.name} writes.".replace("  ", " "),
+                f"The chat template {self.name} has no parser to read it back.".replace("  ", " "),
                 reason=Reason.NO_PARSER,
                 remedy="Register the template together with a parser.",
             )
@@ -247,7 +248,7 @@ class ChatTemplate:
         tools: Tools | None = None,
         **options: Any,
     ) -> str:
-        """The conversation as text; with the opening of the assistant's turn by default.
+        """Return the conversation as text, by default with the opening of the assistant's turn.
 
         continue_final_message: leave the last message open, so that the policy continues it.
         options: further variables of the template, such as enable_thinking.
@@ -255,8 +256,8 @@ class ChatTemplate:
         opens = _opens(add_generation_prompt, continue_final_message)
         variables = self._variables(history, tools, options)
         if continue_final_message:
-            return self._continued(variables)
-        return self._filled(variables, opens)
+            return self._render_unfinished(variables)
+        return self._fill(variables, opens)
 
     def render_blocks(
         self,
@@ -267,33 +268,35 @@ class ChatTemplate:
         tools: Tools | None = None,
         **options: Any,
     ) -> tuple[str, tuple[Span, ...]]:
-        """The text, and the spans of the generation blocks that messages filled."""
+        """Return the text, and the spans of the generation blocks that messages filled."""
         opens = _opens(add_generation_prompt, continue_final_message)
         variables = self._variables(history, tools, options)
         if continue_final_message:
             mark = _absent_mark(variables)
-            pieces = self._continued(variables | {"_generation_blocks": _Blocks(mark)}).split(mark)
+            parts = self._render_unfinished(
+                variables | {"_generation_blocks": _Blocks(mark)}
+            ).split(mark)
         else:
-            pieces = self._marked_pieces(variables, opens)
-        spans = _spans(pieces)
-        text = "".join(pieces)
+            parts = self._parts_of_blocks(variables, opens)
+        spans = _spans(parts)
+        text = "".join(parts)
         if opens and spans and not text[spans[-1][1] :].strip():
-            # The last block may be the opening's: nobody has written it.
-            spans = spans[: len(self._marked_pieces(variables, opens=False)) // 2]
+            # The last block may belong to the opening, which no message wrote.
+            spans = spans[: len(self._parts_of_blocks(variables, opens=False)) // 2]
         return text, spans
 
-    def _marked_pieces(self, variables: dict[str, Any], opens: bool) -> list[str]:
-        """The text cut at the ends of its generation blocks, by a mark that is not in it."""
+    def _parts_of_blocks(self, variables: dict[str, Any], opens: bool) -> list[str]:
+        """Cut the text at the ends of its generation blocks, by a mark that is not in it."""
         for mark in _MARKS:
             blocks = _Blocks(mark)
             variables["_generation_blocks"] = blocks
-            pieces = self._filled(variables, opens).split(mark)
-            if len(pieces) == 2 * blocks.count + 1:
-                return pieces
+            parts = self._fill(variables, opens).split(mark)
+            if len(parts) == 2 * blocks.count + 1:
+                return parts
         raise Unsupported(
-            "The chat template writes its generation blocks more or less than once.",
+            "The chat template does not write each generation block exactly once.",
             reason=Reason.MASK_UNAVAILABLE,
-            remedy="Ask without a mask, or mend the template.",
+            remedy="Ask without a mask, or correct the template.",
         )
 
     def _variables(
@@ -323,18 +326,18 @@ class ChatTemplate:
             )
 
     def _reads_parts(self) -> bool:
-        """Whether the template writes the text of content parts, rather than a list of them."""
+        """Return whether the template writes the text of content parts, not a list of them."""
         if self._understands_parts is None:
             parts = [{"type": "text", "text": "90817263"}]
             variables = {"messages": [{"role": "user", "content": parts}], **self._special_tokens}
             try:
-                text = self._filled(variables, opens=False)
+                text = self._fill(variables, opens=False)
             except DialoopError:
                 text = ""
             self._understands_parts = "90817263" in text and "'text'" not in text
         return self._understands_parts
 
-    def _filled(self, variables: Mapping[str, Any], opens: bool) -> str:
+    def _fill(self, variables: Mapping[str, Any], opens: bool) -> str:
         try:
             return self._template.render(add_generation_prompt=opens, **variables)
         except DialoopError:
@@ -346,8 +349,8 @@ class ChatTemplate:
                 remedy="Give the roles, fields and options that the template reads.",
             ) from error
 
-    def _continued(self, variables: dict[str, Any]) -> str:
-        """The text up to the end of the last message's content."""
+    def _render_unfinished(self, variables: dict[str, Any]) -> str:
+        """Return the text up to the end of the last message's content."""
         messages = variables["messages"]
         if not messages:
             raise InvalidInput(
@@ -357,7 +360,7 @@ class ChatTemplate:
         if not isinstance(last["content"], str):
             last["content"] = "".join(part["text"] for part in last["content"])
         last["content"] += _UNFINISHED
-        text = self._filled(variables | {"messages": [*messages[:-1], last]}, opens=False)
+        text = self._fill(variables | {"messages": [*messages[:-1], last]}, opens=False)
         position = text.rfind(_UNFINISHED.strip())
         if position < 0:
             raise InvalidInput(
@@ -375,16 +378,16 @@ def require_variables(options: Mapping[str, Any]) -> None:
     reserved = sorted(_RESERVED & options.keys())
     if reserved:
         raise InvalidInput(
-            f"{reserved[0]} is no template option.",
+            f"{reserved[0]} is an argument of rendering, not a template option.",
             reason=Reason.OPTION_RESERVED,
-            remedy="Give it as the argument of this name.",
+            remedy="Pass it as that argument.",
         )
 
 
 def _opens(add_generation_prompt: bool | None, continue_final_message: bool) -> bool:
     if add_generation_prompt and continue_final_message:
         raise InvalidInput(
-            "add_generation_prompt and continue_final_message are both asked for.",
+            "add_generation_prompt and continue_final_message are both set.",
             reason=Reason.BAD_OPTIONS,
             remedy="Open a new turn, or continue the last one.",
         )
@@ -403,12 +406,12 @@ def _absent_mark(variables: Mapping[str, Any]) -> str:
     )
 
 
-def _spans(pieces: list[str]) -> tuple[Span, ...]:
-    """Ranges of the odd pieces in the joined text; an unclosed last one is an open turn's."""
+def _spans(parts: list[str]) -> tuple[Span, ...]:
+    """Return the odd parts' ranges in the joined text; an unclosed last one is an open turn's."""
     spans: list[Span] = []
     position = 0
-    for index, piece in enumerate(pieces):
+    for index, part in enumerate(parts):
         if index % 2:
-            spans.append((position, position + len(piece)))
-        position += len(piece)
+            spans.append((position, position + len(part)))
+        position += len(part)
     return tuple(spans)

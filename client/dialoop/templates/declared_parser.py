@@ -1,4 +1,4 @@
-r"""A parser as data, for templates that are registered over the wire: code does not travel.
+r"""A parser as data, for templates that are registered over the wire, which carries no code.
 
 TemplateParser(
     message_pattern=r"<s>\[(?P<role>\w+)\](?P<content>.*?)(?:</s>|$)", end_markers=("</s>",)
@@ -53,15 +53,15 @@ class TemplateParser:
         try:
             groups = re.compile(self.message_pattern).groupindex
         except re.error as error:
-            raise _invalid(f"message_pattern is no regular expression: {error}.") from None
+            raise _invalid(f"message_pattern is not a regular expression: {error}.") from None
         if not {"role", "content"} <= groups.keys() or len(self.message_pattern) > MAX_PATTERN:
             raise _invalid("message_pattern lacks the group role or content, or is too long.")
         for name in ("tool_call", "tool_response", "reasoning"):
             if bool(getattr(self, f"{name}_start")) != bool(getattr(self, f"{name}_end")):
-                raise _invalid(f"{name}_start and {name}_end go together.")
+                raise _invalid(f"{name}_start and {name}_end must be set together.")
 
     def parse(self, text: str, special_tokens: SpecialTokens) -> tuple[Message, ...]:
-        """The messages that the pattern finds; other text than special tokens is an error."""
+        """Return the messages that the pattern finds; only special tokens may lie between."""
         messages: list[Message] = []
         position = 0
         for match in re.finditer(self.message_pattern, text, re.DOTALL):
@@ -88,10 +88,10 @@ class TemplateParser:
     def _messages(self, role: str, content: str, is_complete: bool) -> list[Message]:
         role = self.roles.get(role, role)
         if self.tool_response_start:
-            found = split_responses(content, self.tool_response_start, self.tool_response_end)
-            if found is not None:
-                made = [Message(role=role, content=answer) for answer in found]
-                return [*made[:-1], replace(made[-1], is_complete=is_complete)]
+            responses = split_responses(content, self.tool_response_start, self.tool_response_end)
+            if responses is not None:
+                messages = [Message(role=role, content=answer) for answer in responses]
+                return [*messages[:-1], replace(messages[-1], is_complete=is_complete)]
         message = Message(role=role, content=content, is_complete=is_complete)
         if self.tool_call_start:
             content, calls = split_calls(content, self.tool_call_start, self.tool_call_end)

@@ -1,11 +1,11 @@
 """A whole conversation as token ids and a mask of what the assistant wrote.
 
-    found = tokenised(template, tokenizer, history, add_generation_prompt=False)
-    found.token_ids[found.assistant_mask]      # the assistant's tokens and no others
+encoded = encode_conversation(template, tokenizer, history, add_generation_prompt=False)
+    encoded.token_ids[encoded.assistant_mask]      # the assistant's tokens and no others
 
 The mask comes from where the template writes the assistant's text: from its generation blocks, or,
-when it has none, from marks that stand for the contents in a second rendering. Text is never
-searched for a content. Special tokens that a message merely spells get no special ids.
+when it has none, from marks that stand for the contents in a second rendering. A content is never
+searched for in the text. Special tokens that a message merely spells get no special ids.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from dialoop.errors import DialoopError, Unsupported
 from dialoop.messages import Message
 from dialoop.reasons import Reason
-from dialoop.templates.parsing import absent_character, guarded
+from dialoop.templates.parsing import absent_character, guard_special_tokens
 from dialoop.tokens.tokenizer import Encoded
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _MARK = ("\ufdd0", "\ufdd1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rendered:
+class EncodedConversation:
     """A conversation: text, int32 ids [L] and whether the assistant wrote each token, bool [L].
 
     assistant_mask is None when it was not asked for. offsets: the half-open range of characters of
@@ -47,7 +47,7 @@ class Rendered:
     offsets: NDArray[np.int64] | None = None
 
 
-def tokenised(
+def encode_conversation(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     history: Sequence[Message],
@@ -56,14 +56,14 @@ def tokenised(
     with_offsets: bool = False,
     include_eos: bool = False,
     **options: Any,
-) -> Rendered:
-    """The conversation rendered with `options` (those of ChatTemplate.render) and tokenised.
+) -> EncodedConversation:
+    """Render the conversation with `options` (those of ChatTemplate.render) and tokenise it.
 
     include_eos: the mask also covers the special token that ends each of the assistant's turns, as
     a model that learns by imitation needs it. Raises Unsupported (MASK_UNAVAILABLE) when the
     template does not show where the assistant's text stands.
     """
-    (found,) = tokenised_all(
+    (encoded,) = encode_conversations(
         template,
         tokenizer,
         (history,),
@@ -72,10 +72,10 @@ def tokenised(
         include_eos=include_eos,
         **options,
     )
-    return found
+    return encoded
 
 
-def tokenised_all(
+def encode_conversations(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     histories: Iterable[Sequence[Message]],
@@ -84,15 +84,19 @@ def tokenised_all(
     with_offsets: bool = False,
     include_eos: bool = False,
     **options: Any,
-) -> tuple[Rendered, ...]:
-    """Each conversation as `tokenised` has it, tokenised side by side."""
+) -> tuple[EncodedConversation, ...]:
+    """Encode each conversation as `encode_conversation` does, all of them in one call."""
     histories = tuple(histories)
-    drawn = [_drawn(template, history, options, with_mask=with_mask) for history in histories]
-    codes = tokenizer.encode_all([text for text, _ in drawn])
-    found: list[Rendered] = []
-    for history, (text, spans), ids in zip(histories, drawn, codes, strict=True):
-        if tokenizer.spells_special(_written(history)):
-            text, spans, tokens = _literal(template, tokenizer, history, options, with_mask)
+    rendered = [
+        _render_with_spans(template, history, options, with_mask=with_mask) for history in histories
+    ]
+    codes = tokenizer.encode_all([text for text, _ in rendered])
+    encoded: list[EncodedConversation] = []
+    for history, (text, spans), ids in zip(histories, rendered, codes, strict=True):
+        if tokenizer.spells_special(_all_text(history)):
+            text, spans, tokens = _encode_with_literals(
+                template, tokenizer, history, options, with_mask
+            )
         elif with_mask or with_offsets:
             fast = None if with_offsets else _in_bytes(text, ids, tokenizer)
             tokens = fast or _in_characters(tokenizer.encode(text, trusted=True))
@@ -100,39 +104,39 @@ def tokenised_all(
             nowhere = np.zeros(0, np.int64)
             tokens = _Tokens(np.array(ids, np.int32), nowhere, nowhere)
         mask = _mask(tokens, spans, tokenizer, include_eos=include_eos) if with_mask else None
-        found.append(
-            Rendered(
+        encoded.append(
+            EncodedConversation(
                 text=text,
                 token_ids=tokens.ids,
                 assistant_mask=mask,
                 offsets=np.stack((tokens.starts, tokens.ends), axis=1) if with_offsets else None,
             )
         )
-    return tuple(found)
+    return tuple(encoded)
 
 
 def assistant_spans(
     template: ChatTemplate, history: Sequence[Message], text: str, **options: Any
 ) -> tuple[Span, ...]:
-    """Where a template without generation blocks writes what the assistant says."""
-    found: list[Span] = []
+    """Return where a template without generation blocks writes what the assistant says."""
+    spans: list[Span] = []
     contents = content_spans(template, history, text, **options)
     for index, message in enumerate(history):
         if message.role != "assistant":
             continue
         if message.tool_calls or message.reasoning:
-            found.append(_turn_span(template, history, index, text, options))
+            spans.append(_turn_span(template, history, index, text, options))
         elif contents is None:
             raise _no_mask()
         elif index in contents:
-            found.append(contents[index])
-    return tuple(found)
+            spans.append(contents[index])
+    return tuple(spans)
 
 
 def content_spans(
     template: ChatTemplate, history: Sequence[Message], text: str, **options: Any
 ) -> dict[int, Span] | None:
-    """Where the content of each message stands in the rendered text, by its index.
+    """Return where each message's content stands in the rendered text, by the message's index.
 
     Contents that the template leaves out are left out here. None when it changes them otherwise
     than by trimming.
@@ -151,17 +155,17 @@ def content_spans(
     shown = [i for i, mark in marks.items() if mark in marked]
     glues: list[str] = []
     for i in shown:
-        glue, found, marked = marked.partition(marks[i])
-        if not found:
+        glue, mark, marked = marked.partition(marks[i])
+        if not mark:
             return None  # contents stand in another order
         glues.append(glue)
-    return _aligned(text, [*glues, marked], [history[i].text for i in shown], shown)
+    return _locate_contents(text, [*glues, marked], [history[i].text for i in shown], shown)
 
 
-def _aligned(
+def _locate_contents(
     text: str, glues: list[str], contents: list[str], indices: list[int]
 ) -> dict[int, Span] | None:
-    """The spans of the contents in glue, content, glue, ... or None when that is not the text."""
+    """Return the contents' spans in glue, content, glue, ...; None where that is not the text."""
     if not text.startswith(glues[0]):
         return None
     position = len(glues[0])
@@ -184,14 +188,14 @@ def _turn_span(
     text: str,
     options: dict[str, Any],
 ) -> Span:
-    """What follows the opening of the assistant's turn; the mask leaves out what ends it."""
-    given = {k: v for k, v in options.items() if k not in _OPENING}
-    before = template.render(history[:index], add_generation_prompt=True, **given)
-    through = template.render(history[: index + 1], add_generation_prompt=False, **given)
+    """Return the span after the opening of the assistant's turn, without what ends the turn."""
+    others = {k: v for k, v in options.items() if k not in _OPENING}
+    before = template.render(history[:index], add_generation_prompt=True, **others)
+    through = template.render(history[: index + 1], add_generation_prompt=False, **others)
     if not (through.startswith(before) and text.startswith(through)):
         raise _no_mask()
     empty = template.render(
-        (*history[:index], Message(role="assistant")), add_generation_prompt=False, **given
+        (*history[:index], Message(role="assistant")), add_generation_prompt=False, **others
     )
     closing = empty.removeprefix(before)
     end = len(through) - (len(closing) if through.endswith(closing) else 0)
@@ -201,7 +205,7 @@ def _turn_span(
 _OPENING = ("add_generation_prompt", "continue_final_message")
 
 
-def _drawn(
+def _render_with_spans(
     template: ChatTemplate, history: Sequence[Message], options: dict[str, Any], *, with_mask: bool
 ) -> tuple[str, tuple[Span, ...]]:
     if not with_mask:
@@ -212,8 +216,8 @@ def _drawn(
     return text, assistant_spans(template, history, text, **options)
 
 
-def _written(history: Sequence[Message]) -> str:
-    """All that messages say, in one text."""
+def _all_text(history: Sequence[Message]) -> str:
+    """Join all texts of the messages."""
     texts: list[str] = []
     for message in history:
         texts += (message.role, message.text, message.reasoning, message.name)
@@ -223,18 +227,18 @@ def _written(history: Sequence[Message]) -> str:
     return "\n".join(texts)
 
 
-def _literal(
+def _encode_with_literals(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     history: Sequence[Message],
     options: dict[str, Any],
     with_mask: bool,
 ) -> tuple[str, tuple[Span, ...], _Tokens]:
-    """The text, spans and tokens of messages that spell special tokens."""
-    plain, _ = _drawn(template, history, options, with_mask=False)
-    guard = absent_character(plain + _written(history))
+    """Return the text, spans and tokens of messages that spell special tokens."""
+    plain, _ = _render_with_spans(template, history, options, with_mask=False)
+    guard = absent_character(plain + _all_text(history))
     safe = tuple(_guarded_message(message, guard, tokenizer) for message in history)
-    text, spans = _drawn(template, safe, options, with_mask=with_mask)
+    text, spans = _render_with_spans(template, safe, options, with_mask=with_mask)
     if text.replace(guard, "") != plain:
         raise Unsupported(
             "A message spells a special token that the chat template reads for its meaning.",
@@ -245,11 +249,11 @@ def _literal(
     offsets: list[Span] = []
     position = 0
     for start, end in (*tokenizer.special_spans(text), (len(text), len(text))):
-        for piece, trusted in ((text[position:start], False), (text[start:end], True)):
+        for part, trusted in ((text[position:start], False), (text[start:end], True)):
             base = sum(len(p) for p in (text[:position].replace(guard, ""),))
             if trusted:
                 base += len(text[position:start].replace(guard, ""))
-            code = tokenizer.encode(piece.replace(guard, ""), trusted=trusted)
+            code = tokenizer.encode(part.replace(guard, ""), trusted=trusted)
             ids += code.ids
             offsets += [(base + first, base + last) for first, last in code.offsets]
         position = end
@@ -262,7 +266,7 @@ def _literal(
 
 def _guarded_message(message: Message, guard: str, tokenizer: Tokenizer) -> Message:
     def safe(text: str) -> str:
-        return guarded(text, guard, tokenizer)
+        return guard_special_tokens(text, guard, tokenizer)
 
     return replace(
         message,
@@ -289,7 +293,7 @@ class _Tokens:
     in_bytes: bool = False
 
     def positions(self, spans: Iterable[Span]) -> Iterable[Span]:
-        """The spans of characters in the unit of the offsets."""
+        """Return the spans of characters in the unit of the offsets."""
         if not self.in_bytes or self.text.isascii():
             return spans
         moved: list[Span] = []
@@ -305,7 +309,7 @@ class _Tokens:
 
 
 def _in_bytes(text: str, ids: list[int], tokenizer: Tokenizer) -> _Tokens | None:
-    """Where each token stands, from the bytes it spells; None where that is not the text."""
+    """Return where each token stands, by the bytes it spells; None if these are not the text."""
     table = tokenizer.byte_lengths
     is_plain = text.isascii()
     if table is None or not (is_plain or unicodedata.is_normalized("NFC", text)):
@@ -326,7 +330,7 @@ def _in_characters(code: Encoded) -> _Tokens:
 def _mask(
     tokens: _Tokens, spans: Iterable[Span], tokenizer: Tokenizer, *, include_eos: bool
 ) -> NDArray[np.bool_]:
-    """True on each token that spells a character of the spans, and on no special token after."""
+    """Return a mask that is True on the tokens of the spans, and on no special token after them."""
     size = len(tokens.ids)
     mask = np.zeros(size, dtype=np.bool_)
     starts, ends = tokens.starts, tokens.ends

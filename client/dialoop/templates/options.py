@@ -1,4 +1,4 @@
-"""What `History.apply_chat_template` may be asked, and how it answers."""
+"""The options of `History.apply_chat_template`, and what it returns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.templates.chat_template import require_variables
-from dialoop.templates.masks import tokenised_all
+from dialoop.templates.masks import encode_conversations
 from dialoop.templates.registry import TemplateRegistry
 from dialoop.tokens.tokenizer import Tokenizer
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from dialoop.messages import Message
     from dialoop.templates.chat_template import ChatTemplate, Tools
-    from dialoop.templates.masks import Rendered
+    from dialoop.templates.masks import EncodedConversation
 
 
 class TemplateOptions(TypedDict, total=False):
     """Options of apply_chat_template; all may be left out.
 
-    add_generation_prompt: open the assistant's turn (true unless the final message goes on).
+    add_generation_prompt: open the assistant's turn (true unless the final message is continued).
     continue_final_message: leave the last message open. chat_template: a source, or
     chat_template_name: a name in `registry`; else as `TemplateRegistry.choose` says.
     tokenize: give token ids (true when a mask, a dict or tensors are asked for), else text.
@@ -58,13 +58,13 @@ class TemplateOptions(TypedDict, total=False):
 _NAMES = frozenset(TemplateOptions.__annotations__)
 
 
-def chosen(
+def choose_template(
     tokenizer: Any,
     chat_template: str | None = None,
     chat_template_name: str | None = None,
     registry: TemplateRegistry | None = None,
 ) -> ChatTemplate:
-    """The template for a tokenizer, ours or a fast one of transformers."""
+    """Choose the template for a tokenizer, ours or a fast one of transformers."""
     return (registry or TemplateRegistry()).choose(
         as_tokenizer(tokenizer),
         chat_template=chat_template,
@@ -73,7 +73,7 @@ def chosen(
 
 
 def as_tokenizer(tokenizer: Any) -> Tokenizer | None:
-    """Our tokenizer; one of transformers is read as it is now."""
+    """Return our tokenizer; one of transformers is read as it is now."""
     if tokenizer is None or isinstance(tokenizer, Tokenizer):
         return tokenizer
     if not hasattr(tokenizer, "backend_tokenizer"):
@@ -91,18 +91,18 @@ def _read(tokenizer: Any, chat_template: str) -> Tokenizer:
     return Tokenizer.from_transformers(tokenizer)
 
 
-def applied(history: Sequence[Message], tokenizer: Any, options: TemplateOptions) -> Any:
-    """What `History.apply_chat_template` answers: text, ids, or a dict of one row."""
-    found = applied_to_all((history,), tokenizer, options)
-    if not isinstance(found, dict):
-        return found[0]
-    return {name: rows[0] for name, rows in found.items()}
+def apply_to_history(history: Sequence[Message], tokenizer: Any, options: TemplateOptions) -> Any:
+    """Return what `History.apply_chat_template` answers: text, ids, or a dict of one row."""
+    answer = apply_to_histories((history,), tokenizer, options)
+    if not isinstance(answer, dict):
+        return answer[0]
+    return {name: rows[0] for name, rows in answer.items()}
 
 
-def applied_to_all(
+def apply_to_histories(
     histories: Iterable[Sequence[Message]], tokenizer: Any, options: TemplateOptions
 ) -> Any:
-    """What `Histories.apply_chat_template` answers: a list, or a dict of rows."""
+    """Return what `Histories.apply_chat_template` answers: a list, or a dict of rows."""
     unknown = sorted(options.keys() - _NAMES)
     if unknown:
         raise InvalidInput(
@@ -111,14 +111,14 @@ def applied_to_all(
             remedy="Give variables of the template in template_kwargs.",
         )
     ours = as_tokenizer(tokenizer)
-    template = chosen(
+    template = choose_template(
         ours,
         options.get("chat_template"),
         options.get("chat_template_name"),
         options.get("registry"),
     )
     require_variables(options.get("template_kwargs", {}))
-    drawing = {
+    rendering = {
         "add_generation_prompt": options.get("add_generation_prompt"),
         "continue_final_message": options.get("continue_final_message", False),
         "tools": options.get("tools"),
@@ -128,20 +128,20 @@ def applied_to_all(
     arrays = options.get("return_tensors") is not None
     as_dict = options.get("return_dict", with_mask)
     if not options.get("tokenize", with_mask or arrays or as_dict):
-        return [template.render(history, **drawing) for history in histories]
+        return [template.render(history, **rendering) for history in histories]
     if ours is None:
         raise InvalidInput(
-            "Token ids are asked for and there is no tokenizer.",
+            "Token ids need a tokenizer, and there is none.",
             reason=Reason.TOKENIZER_MISSING,
             remedy="Give tokenizer, or tokenize=False.",
         )
     include_eos = options.get("include_eos", False)
-    found = tokenised_all(
-        template, ours, histories, with_mask=with_mask, include_eos=include_eos, **drawing
+    encoded = encode_conversations(
+        template, ours, histories, with_mask=with_mask, include_eos=include_eos, **rendering
     )
-    columns = _columns(found, ours, options)
+    columns = _columns(encoded, ours, options)
     if arrays:
-        stacked = {name: _stacked(rows) for name, rows in columns.items()}
+        stacked = {name: _stack(rows) for name, rows in columns.items()}
         return stacked if as_dict else stacked["input_ids"]
     if not as_dict:
         return [row.tolist() for row in columns["input_ids"]]
@@ -149,9 +149,9 @@ def applied_to_all(
 
 
 def _columns(
-    found: Sequence[Rendered], tokenizer: Tokenizer, options: TemplateOptions
+    encoded: Sequence[EncodedConversation], tokenizer: Tokenizer, options: TemplateOptions
 ) -> dict[str, list[NDArray[np.int32]]]:
-    """Truncated and padded rows of ids, attention mask and assistant mask."""
+    """Return truncated and padded rows of ids, attention mask and assistant mask."""
     limit = options.get("max_length", tokenizer.model_max_length)
     cut = limit if options.get("truncation") else None
     padding = options.get("padding", False)
@@ -161,10 +161,14 @@ def _columns(
             reason=Reason.BAD_OPTIONS,
             remedy="Give max_length.",
         )
-    ids = [one.token_ids[:cut] for one in found]
+    ids = [conversation.token_ids[:cut] for conversation in encoded]
     columns = {"input_ids": ids, "attention_mask": [np.ones(len(row), np.int32) for row in ids]}
     if options.get("return_assistant_tokens_mask"):
-        masks = [one.assistant_mask for one in found if one.assistant_mask is not None]
+        masks = [
+            conversation.assistant_mask
+            for conversation in encoded
+            if conversation.assistant_mask is not None
+        ]
         columns["assistant_masks"] = [mask[:cut].astype(np.int32) for mask in masks]
     if not padding:
         return columns
@@ -174,7 +178,7 @@ def _columns(
     fills = {"input_ids": _pad_id(tokenizer)}
     side = options.get("padding_side", "left")
     return {
-        name: [_padded(row, width, fills.get(name, 0), side) for row in rows]
+        name: [_pad(row, width, fills.get(name, 0), side) for row in rows]
         for name, rows in columns.items()
     }
 
@@ -188,16 +192,16 @@ def _pad_id(tokenizer: Tokenizer) -> int:
     raise InvalidInput(
         "The tokenizer has neither a pad_token nor an eos_token.",
         reason=Reason.BAD_OPTIONS,
-        remedy="Leave padding out: lengths are explicit everywhere.",
+        remedy="Set a pad_token, or leave padding out.",
     )
 
 
-def _padded(row: NDArray[np.int32], width: int, fill: int, side: str) -> NDArray[np.int32]:
+def _pad(row: NDArray[np.int32], width: int, fill: int, side: str) -> NDArray[np.int32]:
     lacking = width - len(row)
     return np.pad(row, (lacking, 0) if side == "left" else (0, lacking), constant_values=fill)
 
 
-def _stacked(rows: list[NDArray[np.int32]]) -> NDArray[np.int32]:
+def _stack(rows: list[NDArray[np.int32]]) -> NDArray[np.int32]:
     if len({len(row) for row in rows}) > 1:
         raise InvalidInput(
             "The conversations have different lengths, which one array cannot hold.",

@@ -36,7 +36,7 @@ class Parser(Protocol):
     """Reads a rendered conversation back."""
 
     def parse(self, text: str, special_tokens: SpecialTokens) -> tuple[Message, ...]:
-        """The messages; InvalidInput (NOT_PARSEABLE) when there are none."""
+        """Return the messages; raise InvalidInput (NOT_PARSEABLE) where there are none."""
         ...
 
 
@@ -47,7 +47,7 @@ class FunctionParser:
     function: Callable[[str], Iterable[Message]]
 
     def parse(self, text: str, special_tokens: SpecialTokens) -> tuple[Message, ...]:
-        """What the function finds."""
+        """Return what the function finds."""
         return tuple(self.function(text))
 
 
@@ -71,7 +71,7 @@ class TurnParser:
     tools_end: str = ""
 
     def parse(self, text: str, special_tokens: SpecialTokens) -> tuple[Message, ...]:
-        """The turns, the last one incomplete where nothing ends it."""
+        """Return the turns, the last one incomplete where nothing ends it."""
         position = len(_bos(text, special_tokens))
         messages: list[Message] = []
         while position < len(text):
@@ -84,14 +84,14 @@ class TurnParser:
         return tuple(self._without_additions(messages))
 
     def _turn(self, text: str, position: int) -> tuple[str, str, int, bool]:
-        """Role, body, where the next turn begins, and whether this one has ended."""
+        """Return role, body, where the next turn begins, and whether this one has ended."""
         role_end = text.find(self.after_role, position)
         if role_end < 0:
             return text[position:], "", len(text), False
         begin = role_end + len(self.after_role)
         search = begin
-        while (found := _first(text, self.ends, search)) is not None:
-            end, search = found
+        while (span := _first(text, self.ends, search)) is not None:
+            end, search = span
             for glue in dict.fromkeys((self.glue, "")):
                 after = search + len(glue)
                 if text.startswith(glue, search) and (
@@ -106,8 +106,8 @@ class TurnParser:
         if role == "tool" and self.tool_response is not None:
             contents = split_responses(f"\n{body}", *self.tool_response)
             if contents is not None:
-                made = [Message(role=role, content=content) for content in contents]
-                return [*made[:-1], replace(made[-1], is_complete=is_complete)]
+                messages = [Message(role=role, content=content) for content in contents]
+                return [*messages[:-1], replace(messages[-1], is_complete=is_complete)]
         message = Message(role=role, content=body, is_complete=is_complete)
         if role == "assistant" and self.tool_call is not None:
             rest, calls = split_calls(f"\n{body}", *self.tool_call)
@@ -118,13 +118,13 @@ class TurnParser:
         return [message]
 
     def _without_additions(self, messages: list[Message]) -> list[Message]:
-        """Without the tools and the system message that the template adds of itself."""
+        """Drop the tools and the system message that the template itself adds."""
         first = messages[0]
         if first.role != "system":
             return messages
         if self.tools_start and first.text.endswith(self.tools_end):
-            content, found, _ = first.text.rpartition(self.tools_start)
-            first = replace(first, content=content) if found else first
+            content, marker, _ = first.text.rpartition(self.tools_start)
+            first = replace(first, content=content) if marker else first
         if first.text == self.default_system and first.is_complete:
             return messages[1:]
         return [first, *messages[1:]]
@@ -145,15 +145,15 @@ class PrefixParser:
     assistant_end: str | None = None
 
     def parse(self, text: str, special_tokens: SpecialTokens) -> tuple[Message, ...]:
-        """The turns, the last one incomplete where nothing ends it."""
+        """Return the turns, the last one incomplete where nothing ends it."""
         eos = special_tokens.get("eos_token", "")
         own_end = eos if self.assistant_end is None else self.assistant_end
         position = len(_bos(text, special_tokens))
         messages: list[Message] = []
         while position < len(text):
-            role, begin = self._opened(text, position, is_first=not messages)
+            role, begin = self._find_start(text, position, is_first=not messages)
             ends = (own_end, eos) if role == "assistant" else (self.user_end,)
-            end, position = self._ended(text, begin, tuple(dict.fromkeys(filter(None, ends))))
+            end, position = self._find_end(text, begin, tuple(dict.fromkeys(filter(None, ends))))
             content = text[begin:end]
             if role == "assistant":
                 content = content.removeprefix(" ")
@@ -162,7 +162,7 @@ class PrefixParser:
             raise not_parseable("There is no turn in it.")
         return tuple(messages)
 
-    def _opened(self, text: str, position: int, *, is_first: bool) -> tuple[str, int]:
+    def _find_start(self, text: str, position: int, *, is_first: bool) -> tuple[str, int]:
         for role, prefix in (("user", self.user), ("assistant", self.assistant)):
             if text.startswith(prefix, position):
                 return role, position + len(prefix)
@@ -170,11 +170,11 @@ class PrefixParser:
             raise not_parseable(f"At character {position} no turn begins.")
         return "system", position
 
-    def _ended(self, text: str, begin: int, ends: tuple[str, ...]) -> tuple[int, int]:
-        """Where the content ends and where the next turn begins; equal when nothing ends it."""
+    def _find_end(self, text: str, begin: int, ends: tuple[str, ...]) -> tuple[int, int]:
+        """Return where the content ends and the next turn begins; equal when nothing ends it."""
         search = begin
-        while (found := _first(text, ends, search)) is not None:
-            end, after = found
+        while (span := _first(text, ends, search)) is not None:
+            end, after = span
             if after == len(text) or text.startswith((self.user, self.assistant), after):
                 return end, after
             search = end + 1
@@ -213,19 +213,20 @@ def parse_tokens(
     tokenizer: Tokenizer,
     special_tokens: SpecialTokens,
 ) -> tuple[Message, ...]:
-    """The messages of token ids; special tokens that are merely spelled are content."""
-    pieces = _pieces(token_ids, tokenizer)
-    whole = "".join(text for text, _ in pieces)
+    """Read token ids as messages; special tokens that are merely spelled are content."""
+    parts = _special_and_other_texts(token_ids, tokenizer)
+    whole = "".join(text for text, _ in parts)
     guard = absent_character(whole)
     text = "".join(
-        piece if is_special else guarded(piece, guard, tokenizer) for piece, is_special in pieces
+        part if is_special else guard_special_tokens(part, guard, tokenizer)
+        for part, is_special in parts
     )
-    found = parser.parse(text, special_tokens)
-    return tuple(_unguarded(message, guard) for message in found)
+    messages = parser.parse(text, special_tokens)
+    return tuple(_remove_guard(message, guard) for message in messages)
 
 
 def absent_character(text: str) -> str:
-    """A noncharacter that the text does not hold."""
+    """Return a noncharacter that the text does not hold."""
     for char in _NONCHARACTERS:
         if char not in text:
             return char
@@ -235,7 +236,7 @@ def absent_character(text: str) -> str:
 def parser_for(
     render: Callable[[Sequence[Message]], str], special_tokens: SpecialTokens
 ) -> Parser | None:
-    """A built-in parser that reads back what a template renders, tried on small conversations.
+    """Return a built-in parser that reads back what `render` writes, tried on small examples.
 
     render: writes a whole conversation, without the opening of another turn.
     """
@@ -249,9 +250,9 @@ def parser_for(
 
 
 def not_parseable(message: str) -> InvalidInput:
-    """The error of a text that is not what the template renders."""
+    """Return the error for a text that is not what the template renders."""
     return InvalidInput(
-        f"The text is no rendered conversation of this template: {message}",
+        f"The text is not a conversation that this template rendered: {message}",
         reason=Reason.NOT_PARSEABLE,
         remedy="Give what was rendered with the same template, special tokens included.",
     )
@@ -277,40 +278,42 @@ def _bos(text: str, special_tokens: SpecialTokens) -> str:
 
 def _first(text: str, markers: tuple[str, ...], position: int) -> tuple[int, int] | None:
     """Start and end of the first of the markers from `position` on."""
-    found = ((text.find(marker, position), marker) for marker in markers)
-    starts = [(start, start + len(marker)) for start, marker in found if start >= 0]
+    positions = ((text.find(marker, position), marker) for marker in markers)
+    starts = [(start, start + len(marker)) for start, marker in positions if start >= 0]
     return min(starts, default=None)
 
 
-def _pieces(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """The text of each special token, and of each run of others."""
-    pieces: list[tuple[str, bool]] = []
+def _special_and_other_texts(
+    token_ids: Sequence[int], tokenizer: Tokenizer
+) -> list[tuple[str, bool]]:
+    """Return the text of each special token, and of each run of other tokens."""
+    parts: list[tuple[str, bool]] = []
     run: list[int] = []
     for token in token_ids:
         if tokenizer.is_special(int(token)):
             if run:
-                pieces.append((tokenizer.decode(run), False))
+                parts.append((tokenizer.decode(run), False))
                 run = []
-            pieces.append((tokenizer.decode([int(token)]), True))
+            parts.append((tokenizer.decode([int(token)]), True))
         else:
             run.append(int(token))
     if run:
-        pieces.append((tokenizer.decode(run), False))
-    return pieces
+        parts.append((tokenizer.decode(run), False))
+    return parts
 
 
-def guarded(text: str, guard: str, tokenizer: Tokenizer) -> str:
-    """The text with a guard inside each special token that it spells, until it spells none."""
+def guard_special_tokens(text: str, guard: str, tokenizer: Tokenizer) -> str:
+    """Put a guard inside each special token that the text spells, until it spells none."""
     while spans := tokenizer.special_spans(text):
-        pieces, position = [], 0
+        parts, position = [], 0
         for start, _ in spans:
-            pieces.append(text[position : start + 1])
+            parts.append(text[position : start + 1])
             position = start + 1
-        text = guard.join([*pieces, text[position:]])
+        text = guard.join([*parts, text[position:]])
     return text
 
 
-def _unguarded(message: Message, guard: str) -> Message:
+def _remove_guard(message: Message, guard: str) -> Message:
     return replace(
         message,
         role=message.role.replace(guard, ""),
@@ -329,15 +332,15 @@ def _unguarded(message: Message, guard: str) -> Message:
 
 
 def split_reasoning(content: str, start: str, end: str) -> tuple[str, str]:
-    """Reasoning and the content after it; no reasoning where the two marks are not there."""
+    """Return the reasoning, and the content after it; no reasoning without the two marks."""
     if not content.startswith(start):
         return "", content
-    reasoning, found, rest = content[len(start) :].partition(end)
-    return (reasoning, rest) if found and reasoning else ("", content)
+    reasoning, marker, rest = content[len(start) :].partition(end)
+    return (reasoning, rest) if marker and reasoning else ("", content)
 
 
 def split_calls(content: str, start: str, end: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """The content and the tool calls that end it; what is no call of a tool stays content."""
+    """Return the content, and the tool calls that end it; what is no tool call stays content."""
     calls: list[ToolCall] = []
     while content.endswith(end):
         begin = content.rfind(start)
@@ -350,7 +353,7 @@ def split_calls(content: str, start: str, end: str) -> tuple[str, tuple[ToolCall
 
 
 def split_responses(content: str, start: str, end: str) -> tuple[str, ...] | None:
-    """The answers of tools that the content consists of; None when it is something else."""
+    """Return the answers of tools that the content consists of; None when it is something else."""
     if not content.startswith(start):
         return None
     return tuple(content[len(start) :].removesuffix(end).split(end + start))

@@ -63,7 +63,7 @@ class _Entry:
 
 @lru_cache(maxsize=16)
 def named_template(name: str) -> ChatTemplate:
-    """A template that comes with Dialoop; NotFound (TEMPLATE_NOT_FOUND) for another name."""
+    """Return a template that comes with Dialoop; NotFound (TEMPLATE_NOT_FOUND) for other names."""
     if name not in _PARSERS:
         raise _not_found(name, _PARSERS)
     file = resources.files("dialoop.templates") / "named" / f"{name}.jinja"
@@ -95,12 +95,12 @@ class TemplateRegistry:
         under the name unless `replace`, which makes it the name's next version.
         """
         name = _ALIASES.get(name, name)
-        made = _checked(name, template)
+        checked = _check(name, template)
         reader, keywords = _parser(parser), tuple(model_family_keywords)
-        known = self._entries.get(name) or _builtin_entry(name)
-        if known is not None:
-            old = (known.template.digest, known.parser, known.keywords)
-            if (made.digest, reader, keywords) == old:
+        existing = self._entries.get(name) or _builtin_entry(name)
+        if existing is not None:
+            old = (existing.template.digest, existing.parser, existing.keywords)
+            if (checked.digest, reader, keywords) == old:
                 return self.info(name)
             if not replace:
                 raise AlreadyExists(
@@ -112,16 +112,16 @@ class TemplateRegistry:
             template=ChatTemplate(template, name=name, parser=reader),
             parser=reader,
             keywords=keywords,
-            version=1 if known is None else known.version + 1,
+            version=1 if existing is None else existing.version + 1,
         )
         return self.info(name)
 
     def get(self, name: str) -> ChatTemplate:
-        """The template of this name; NotFound (TEMPLATE_NOT_FOUND)."""
+        """Return the template of this name; raise NotFound (TEMPLATE_NOT_FOUND) without one."""
         return self._entry(name).template
 
     def info(self, name: str) -> TemplateInfo:
-        """What is known of a template; NotFound (TEMPLATE_NOT_FOUND)."""
+        """Describe a template; raise NotFound (TEMPLATE_NOT_FOUND) where there is none."""
         entry = self._entry(name)
         return TemplateInfo(
             name=entry.template.name,
@@ -132,7 +132,7 @@ class TemplateRegistry:
         )
 
     def list(self) -> tuple[TemplateInfo, ...]:
-        """All templates, by name."""
+        """Return all templates, by name."""
         return tuple(self.info(name) for name in sorted(self._entries.keys() | _PARSERS.keys()))
 
     def choose(
@@ -142,15 +142,15 @@ class TemplateRegistry:
         chat_template: str | None = None,
         chat_template_name: str | None = None,
     ) -> ChatTemplate:
-        """The template that renders and parses, with the tokenizer's special tokens.
+        """Choose the template that renders and parses, with the tokenizer's special tokens.
 
         The source given, else the name given, else the tokenizer's own, else one added for its
         family, else the named one of its family, else chatml.
         """
         if chat_template is not None:
-            found = ChatTemplate(chat_template)
+            template = ChatTemplate(chat_template)
         elif chat_template_name:
-            found = self.get(chat_template_name)
+            template = self.get(chat_template_name)
         elif tokenizer is None:
             raise InvalidInput(
                 "There is neither a tokenizer nor the name of a template.",
@@ -160,8 +160,8 @@ class TemplateRegistry:
         elif tokenizer.chat_template is not None:
             return ChatTemplate.of(tokenizer)
         else:
-            found = self.get(self._family(tokenizer.name))
-        return found if tokenizer is None else found.with_special_tokens_of(tokenizer)
+            template = self.get(self._family(tokenizer.name))
+        return template if tokenizer is None else template.with_special_tokens_of(tokenizer)
 
     def _family(self, tokenizer_name: str) -> str:
         lowered = tokenizer_name.lower()
@@ -193,7 +193,7 @@ def _parser(parser: Parser | Callable[[str], Iterable[Message]] | None) -> Parse
     return FunctionParser(function=parser)
 
 
-def _checked(name: str, source: str) -> ChatTemplate:
+def _check(name: str, source: str) -> ChatTemplate:
     if not name or "/" in name or len(name) > 128:
         raise _invalid(f"The name '{name[:40]}' is empty, too long or has a slash.")
     if len(source) > MAX_SOURCE:
@@ -212,7 +212,7 @@ def _checked(name: str, source: str) -> ChatTemplate:
 
 def _invalid(message: str) -> InvalidInput:
     return InvalidInput(
-        message, reason=Reason.TEMPLATE_INVALID, remedy="Mend it and register again."
+        message, reason=Reason.TEMPLATE_INVALID, remedy="Correct it and register it again."
     )
 
 

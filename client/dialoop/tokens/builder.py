@@ -5,28 +5,31 @@
     answer = builder.answer(prompt, ids, logprobs, versions)
     prompt = builder.prompt(longer, context=..., num_context_messages=2)   # only the tail
 
-Law: the next prompt's ids are the previous full ids followed by the ids of the added messages.
-Where the template will not have that, a new sequence starts and says why; it keeps the ids up to
+The next prompt's ids are always the previous full ids followed by the ids of the added messages.
+Where the template does not allow that, a new sequence starts and says why. It keeps the ids up to
 where the texts part, as context.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from dialoop.chat import History, Message
 from dialoop.errors import InvalidInput, InvalidSequence, Unsupported
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, PolicyVersion, Sequence, Source, sequence_of
 from dialoop.tokens.continuation import Past, continuation
-from dialoop.tokens.decoded_cache import SpelledTexts
 from dialoop.tokens.encoding import tokens_of
 from dialoop.tokens.special_tokens import (
-    contents_literal,
-    defused,
+    mark_literal_contents,
     only_in_contents,
+    pieces_with_literals,
     spells_special,
 )
 from dialoop.tokens.text_spans import after, closing, cut, uncut
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from collections.abc import Sequence as AnySequence
 
+    from dialoop.sequences import Ids
     from dialoop.templates.chat_template import ChatTemplate
     from dialoop.tokens.text_spans import Piece, Render
     from dialoop.tokens.tokenizer import Tokenizer
@@ -57,7 +61,7 @@ class Prompt:
 
     @property
     def fork_cause(self) -> ForkCause:
-        """Why the tokens do not continue those given; NONE where they do.
+        """Return why the tokens do not continue the context's; NONE where they do.
 
         (`sequence.fork_cause` says why the sequence was started, at this turn or before.)
         """
@@ -73,8 +77,8 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rendered:
-    """A conversation as text, and how it came to be."""
+class _Conversation:
+    """A conversation, its text, and the function that renders it."""
 
     history: History
     text: str
@@ -87,7 +91,7 @@ class TokenBuilder:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self._spelled = SpelledTexts(tokenizer)
+        self._decoded = _DecodedCache(tokenizer)
 
     def prompt(
         self,
@@ -97,39 +101,39 @@ class TokenBuilder:
         num_context_messages: int = 0,
         turn: int = 0,
         options: Mapping[str, Any] | None = None,
-        vouched: Iterable[int] = (),
+        known_sampled: Iterable[int] = (),
     ) -> Prompt:
-        """Tokens of `history` up to and with the opening of the assistant's turn.
+        """Return the tokens of `history` and of the opening of the assistant's turn.
 
         `context` holds the tokens of the first `num_context_messages` messages, of which the last
-        is the policy's own; only what follows is tokenised. The messages need not be the objects
-        that were given out: they must render to the text that the tokens spell.
+        is the policy's own; only what follows is tokenised. The messages need not be the
+        same objects; they must render to the text that the tokens spell.
 
-        options: the template's, `tools` among them. vouched: indices of messages that the caller
-        knows to be the sampled ones (by the id of a call it gave out, say), although JSON or spaces
-        in them may be spelled otherwise now: the sampled tokens stand for them.
+        options: the template's, such as `tools`. known_sampled: indices of messages that the caller
+        knows to be the sampled ones (by the id of a call, say), although JSON or spaces in them
+        may be spelled differently now: the sampled tokens stand for them.
         """
         render: Render = partial(self.template.render, **(options or {}))
-        whole = _Rendered(history=history, text=render(history), render=render)
+        whole = _Conversation(history=history, text=render(history), render=render)
         if context is None:
-            opening = self._tokens(self._pieces(whole, 0, "", whole.text, Source.PROMPT), turn)
-            return Prompt(history=history, sequence=opening, appended=opening, turn=turn)
+            sequence = self._tokens(self._cut(whole, 0, "", whole.text, Source.PROMPT), turn)
+            return Prompt(history=history, sequence=sequence, appended=sequence, turn=turn)
         if num_context_messages <= 0:
             raise InvalidInput(
                 f"num_context_messages is {num_context_messages}.",
                 reason=Reason.BAD_CONTEXT,
                 remedy="Say how many of the prompt's messages the context's tokens cover.",
             )
-        past = self._past(history, context, num_context_messages, frozenset(vouched))
+        past = self._past(history, context, num_context_messages, frozenset(known_sampled))
         if past is None:
-            return self._forked(whole, context, ForkCause.HISTORY_REWRITTEN, turn)
+            return self._fork(whole, context, ForkCause.HISTORY_REWRITTEN, turn)
         follows = continuation(past, whole.text, render, normal=self._normal)
         if isinstance(follows, ForkCause):
-            return self._forked(whole, context, follows, turn)
-        pieces = self._pieces(whole, num_context_messages, past.ended, follows, None)
+            return self._fork(whole, context, follows, turn)
+        pieces = self._cut(whole, num_context_messages, past.ending, follows, None)
         added = self._tokens(pieces, turn, follows=context)
         sequence = context.extended_by(added)
-        self._spelled.grown(context.token_ids, added.token_ids)
+        self._decoded.extend(context.token_ids, added.token_ids)
         return Prompt(history=history, sequence=sequence, appended=added, turn=turn)
 
     def answer(
@@ -141,18 +145,17 @@ class TokenBuilder:
         versions: Iterable[tuple[int, PolicyVersion]],
         is_complete: bool = True,
     ) -> Answer:
-        """The assistant's message and its tokens; `versions` are (length, version) runs.
+        """Return the assistant's message and its tokens; `versions` are (length, version) runs.
 
-        The content is the text of the sampled tokens, all of it; only a final end-of-turn token
-        is left out.
+        The content is the whole text of the sampled tokens, without a final end-of-turn token.
         """
         before = prompt.sequence.token_ids[-_LOOK_BACK:].tolist()
-        content, ended = self._content(before, token_ids)
+        content, ending = self._content(before, token_ids)
         pieces: list[tuple[AnySequence[int], dict[str, Any]]] = []
         position, char_start = 0, 0
         for length, version in versions:
             end = position + length
-            char_end = self._num_chars(before, token_ids[:end], content + ended, len(content))
+            char_end = self._num_chars(before, token_ids[:end], content + ending, len(content))
             fields = {
                 "source": Source.MODEL,
                 "turn": prompt.turn,
@@ -165,17 +168,17 @@ class TokenBuilder:
             position, char_start = end, char_end
         if position != len(token_ids):
             raise InvalidSequence(
-                f"The versions are of {position} tokens and {len(token_ids)} were sampled.",
+                f"The versions cover {position} tokens and {len(token_ids)} were sampled.",
                 reason=Reason.RAGGED,
                 remedy="Give the version of every sampled token.",
             )
         sampled = sequence_of(pieces, logprobs=logprobs)
-        self._spelled.grown(prompt.sequence.token_ids, sampled.token_ids)
+        self._decoded.extend(prompt.sequence.token_ids, sampled.token_ids)
         message = Message(role="assistant", content=content, is_complete=is_complete)
         return Answer(message=message, appended=prompt.appended.extended_by(sampled))
 
     def demonstration(self, history: History, *, stop: Iterable[str] = ()) -> Sequence:
-        """A whole conversation as if its assistant messages had been sampled (no log-probs).
+        """Return a conversation's tokens as if its assistant messages were sampled (no log-probs).
 
         A message that ends with one of `stop` ends there, as the sampler would end it; others end
         with the end-of-turn token that the template writes.
@@ -199,22 +202,20 @@ class TokenBuilder:
                 )
             ids = self.tokenizer.encode(message.text).ids
             if not message.text.endswith(tuple(stop)):
-                ids += self._ending(history[:index])
+                ids += self._end_of_turn_ids(history[:index])
             appended = self.answer(prompt, ids, versions=[(len(ids), DEMONSTRATION)]).appended
             sequence = appended if sequence is None else sequence.extended_by(appended)
             covered = index + 1
         if sequence is None:
-            raise InvalidInput(
-                "The demonstration has no assistant message.", remedy="Show what to say."
-            )
+            raise InvalidInput("The demonstration has no assistant message.", remedy="Add one.")
         return sequence
 
     def forget(self) -> None:
-        """Drop what was remembered to save time; nothing else changes."""
-        self._spelled = SpelledTexts(self.tokenizer)
+        """Drop the cache of decoded texts; nothing else changes."""
+        self._decoded = _DecodedCache(self.tokenizer)
 
-    def _ending(self, history: History) -> tuple[int, ...]:
-        """The end-of-turn token with which the template ends the answer to `history`."""
+    def _end_of_turn_ids(self, history: History) -> tuple[int, ...]:
+        """Return the end-of-turn token with which the template ends the answer to `history`."""
         ends = self.tokenizer.end_of_turn_ids
         if len(ends) > 1:
             written = closing(history, self.template.render) or ""
@@ -222,7 +223,7 @@ class TokenBuilder:
         return ends[:1]
 
     def _content(self, before: AnySequence[int], token_ids: AnySequence[int]) -> tuple[str, str]:
-        """The text of sampled ids, and of a final end-of-turn token."""
+        """Return the text of sampled ids, and of a final end-of-turn token."""
         ends = len(token_ids) > 0 and token_ids[-1] in self.tokenizer.end_of_turn_ids
         content = self.tokenizer.decode_after(before, token_ids[:-1] if ends else token_ids)
         whole = self.tokenizer.decode_after(before, token_ids) if ends else content
@@ -231,16 +232,16 @@ class TokenBuilder:
     def _num_chars(
         self, before: AnySequence[int], ids: AnySequence[int], text: str, most: int
     ) -> int:
-        """How many characters of the content these first ids spell wholly."""
-        told = self.tokenizer.decode_after(before, ids)
-        pairs = enumerate(zip(told, text, strict=False))
-        shared = next((n for n, (one, other) in pairs if one != other), len(told))
+        """Return how many characters of the content these first ids spell wholly."""
+        decoded = self.tokenizer.decode_after(before, ids)
+        pairs = enumerate(zip(decoded, text, strict=False))
+        shared = next((n for n, (ours, theirs) in pairs if ours != theirs), len(decoded))
         return min(most, shared)
 
     def _past(
-        self, history: History, context: Sequence, covered: int, vouched: frozenset[int]
+        self, history: History, context: Sequence, covered: int, known_sampled: frozenset[int]
     ) -> Past | None:
-        """What the context covers; None when that cannot be the first messages of `history`."""
+        """Return what the context covers; None if that cannot begin `history`."""
         runs = _sampled_runs(context)
         ends = context.segments[-1].end if runs else 0
         if not runs or runs[-1][1:] != (ends, covered - 1):
@@ -248,31 +249,35 @@ class TokenBuilder:
         if any(i >= len(history) or history[i].role != "assistant" for _, _, i in runs):
             return None
         contents: dict[int, str] = {}
-        ended = ""
+        ending = ""
         for start, end, index in runs:
-            if index == covered - 1 or index in vouched:
+            if index == covered - 1 or index in known_sampled:
                 before = context.token_ids[max(0, start - _LOOK_BACK) : start].tolist()
                 sampled = context.token_ids[start:end].tolist()
-                contents[index], ended = self._content(before, sampled)
+                contents[index], ending = self._content(before, sampled)
         return Past(
             history=history,
-            spelled=self._spelled.of(context.token_ids),
+            text=self._decoded.of(context.token_ids),
             last=covered - 1,
             content=contents[covered - 1],
-            ended=ended,
-            vouched={index: text for index, text in contents.items() if index in vouched},
+            ending=ending,
+            known_sampled={
+                index: text for index, text in contents.items() if index in known_sampled
+            },
         )
 
-    def _forked(self, whole: _Rendered, context: Sequence, cause: ForkCause, turn: int) -> Prompt:
-        """The whole conversation anew, with the context's tokens up to where the texts part."""
-        kept, num_chars = self._kept(whole, context, cause)
-        pieces = after(self._pieces(whole, 0, "", whole.text, Source.PROMPT), num_chars)
+    def _fork(self, whole: _Conversation, context: Sequence, cause: ForkCause, turn: int) -> Prompt:
+        """Start a new sequence, which keeps the context's tokens up to where the texts part."""
+        kept, num_chars = self._keep_shared(whole, context, cause)
+        pieces = after(self._cut(whole, 0, "", whole.text, Source.PROMPT), num_chars)
         added = self._tokens(pieces, turn, follows=kept)
         sequence = replace(kept.extended_by(added), fork_cause=cause)
         return Prompt(history=whole.history, sequence=sequence, appended=sequence, turn=turn)
 
-    def _kept(self, whole: _Rendered, context: Sequence, cause: ForkCause) -> tuple[Sequence, int]:
-        """The tokens that still hold, to where sampling began or ended, and their text's length."""
+    def _keep_shared(
+        self, whole: _Conversation, context: Sequence, cause: ForkCause
+    ) -> tuple[Sequence, int]:
+        """Return the tokens to keep, up to an edge of sampled ones, and their text's length."""
         text, num_chars, position, num_kept = "", 0, 0, 0
         is_other = cause is ForkCause.HISTORY_REWRITTEN
         if is_other and spells_special(whole.history, self.tokenizer):
@@ -286,24 +291,26 @@ class TokenBuilder:
         return context.as_context(num_kept), num_chars
 
     def _normal(self, text: str) -> str:
-        """A text as this tokenizer gives it back."""
+        """Return a text as this tokenizer gives it back."""
         return self.tokenizer.decode(self.tokenizer.encode(text, trusted=True).ids)
 
-    def _pieces(
-        self, whole: _Rendered, start: int, ended: str, text: str, source: Source | None
+    def _cut(
+        self, whole: _Conversation, start: int, ending: str, text: str, source: Source | None
     ) -> tuple[Piece, ...]:
-        """The text from message `start` on in pieces; `ended` stands before it (start > 0)."""
+        """Cut the text from message `start` on; `ending` stands before it (start > 0)."""
         history, new = whole.history, whole.history[start:]
-        pieces = cut(ended + text, history, start, whole.render, source=source)
+        pieces = cut(ending + text, history, start, whole.render, source=source)
         if spells_special(new, self.tokenizer):
             if pieces is None or not only_in_contents(new, self.tokenizer):
                 owner = uncut(text, history, start, source=source)[0].source
-                pieces = defused(whole.text, history, whole.render, self.tokenizer, owner)
+                pieces = pieces_with_literals(
+                    whole.text, history, whole.render, self.tokenizer, owner
+                )
                 return tuple(after(pieces, len(whole.text) - len(text)))
-            pieces = contents_literal(pieces, self.tokenizer)
+            pieces = mark_literal_contents(pieces, self.tokenizer)
         if pieces is None:
             return uncut(text, history, start, source=source)
-        return tuple(after(pieces, len(ended)))
+        return tuple(after(pieces, len(ending)))
 
     def _tokens(
         self, pieces: Iterable[Piece], turn: int, *, follows: Sequence | None = None
@@ -317,7 +324,7 @@ _LOOK_BACK = 8
 
 
 def _sampled_runs(sequence: Sequence) -> list[tuple[int, int, int]]:
-    """(start, end, message index) of the tokens sampled for each message, in order."""
+    """Return (start, end, message index) of the tokens sampled for each message, in order."""
     runs: list[tuple[int, int, int]] = []
     for segment in sequence.segments:
         if segment.source is not Source.MODEL or segment.message_index is None:
@@ -327,3 +334,47 @@ def _sampled_runs(sequence: Sequence) -> list[tuple[int, int, int]]:
         else:
             runs.append((segment.start, segment.end, segment.message_index))
     return runs
+
+
+class _DecodedCache:
+    """Decodes rows of ids and remembers the newest texts, up to `max_chars` in all.
+
+    It caches a pure function: a row that it lacks is decoded anew, with the same result.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, max_chars: int = 8_000_000) -> None:
+        self._tokenizer = tokenizer
+        self._max_chars = max_chars
+        self._num_chars = 0
+        self._texts: OrderedDict[bytes, str] = OrderedDict()
+
+    def of(self, ids: Ids) -> str:
+        """Return the text of the ids [L]."""
+        key = _digest(ids)
+        text = self._texts.get(key)
+        if text is None:
+            text = self._tokenizer.decode(ids.tolist())
+            self._keep(key, text)
+        else:
+            self._texts.move_to_end(key)
+        return text
+
+    def extend(self, ids: Ids, more: Ids) -> None:
+        """Remember the text of `ids` followed by `more`, where that of `ids` is known."""
+        text = self._texts.get(_digest(ids))
+        if text is not None:
+            text = self._tokenizer.decode_more(text, ids, more.tolist())
+            self._keep(_digest(np.concatenate([ids, more])), text)
+
+    def _keep(self, key: bytes, text: str) -> None:
+        if key in self._texts:
+            return
+        self._texts[key] = text
+        self._num_chars += len(text)
+        while self._num_chars > self._max_chars:
+            _, oldest = self._texts.popitem(last=False)
+            self._num_chars -= len(oldest)
+
+
+def _digest(ids: Ids) -> bytes:
+    return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()

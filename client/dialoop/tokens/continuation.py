@@ -19,37 +19,37 @@ if TYPE_CHECKING:
 
     from dialoop.tokens.text_spans import Render
 
-_MARK = "\ufdd4vouched {}\ufdd5"
+_MARK = "\ufdd4sampled {}\ufdd5"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """What is said to be covered by tokens already.
+    """The messages that the context's tokens cover.
 
-    spelled: what the tokens spell. It ends with the message `last` as it was sampled, which is its
-    content and what it `ended` with. vouched: the contents as sampled of those messages that the
-    caller knows to be the sampled ones, however they are spelled now.
+    text: what the tokens spell. It ends with the message `last` as it was sampled: its content and
+    then its `ending`. known_sampled: the sampled contents of those messages that the caller knows
+    to be the sampled ones, however they are spelled now.
     """
 
     history: History
-    spelled: str
+    text: str
     last: int
     content: str
-    ended: str
-    vouched: Mapping[int, str]
+    ending: str
+    known_sampled: Mapping[int, str]
 
     @property
     def sampled(self) -> str:
-        """The last message as it was sampled."""
-        return self.content + self.ended
+        """Return the last message as it was sampled."""
+        return self.content + self.ending
 
     @property
     def before(self) -> str:
-        """What stands before it."""
-        return self.spelled[: len(self.spelled) - len(self.sampled)]
+        """Return the text before the last message."""
+        return self.text[: len(self.text) - len(self.sampled)]
 
     def with_contents(self, contents: Mapping[int, str]) -> History:
-        """The messages, of which some hold nothing but these contents."""
+        """Return the messages; those in `contents` hold nothing but that text."""
         return History(
             tuple(
                 Message(role=message.role, content=contents[index])
@@ -63,16 +63,16 @@ class Past:
 def continuation(
     past: Past, whole: str, render: Render, *, normal: Callable[[str], str]
 ) -> str | ForkCause:
-    """What follows the past in `whole`, the rendered conversation, or why nothing can.
+    """Return what follows the past in `whole`, the rendered conversation, or why nothing can.
 
-    normal: a text as the tokenizer gives it back.
+    normal: returns a text as the tokenizer gives it back.
     """
     past, is_same_before = _as_rendered(past, whole, render, normal)
     is_same = is_same_before and _is_what_was_sampled(past, render)
-    if is_same and whole.startswith(past.spelled):
-        return whole[len(past.spelled) :]
-    if past.vouched:
-        follows = _vouched_continuation(past, whole, render)
+    if is_same and whole.startswith(past.text):
+        return whole[len(past.text) :]
+    if past.known_sampled:
+        follows = _continue_known_sampled(past, whole, render)
         if follows is not None:
             return follows
     return ForkCause.TEMPLATE_REWRITES_PAST if is_same else ForkCause.HISTORY_REWRITTEN
@@ -81,57 +81,59 @@ def continuation(
 def _as_rendered(
     past: Past, whole: str, render: Render, normal: Callable[[str], str]
 ) -> tuple[Past, bool]:
-    """The past as the template spells it, and whether that is what the tokens spell.
+    """Return the past as the template spells it, and whether that is what the tokens spell.
 
     A tokenizer may change text (Unicode forms, spaces): then only what it makes of the rendered
     text can be compared.
     """
-    if whole.startswith(past.spelled):
+    if whole.startswith(past.text):
         return past, True
     try:
         before = render(past.history[: past.last])
     except DialoopError:
         return past, False
-    told = past.before
-    is_same = told == before or told == normal(before) or normal(told) == normal(before)
-    return (replace(past, spelled=before + past.sampled) if is_same else past), is_same
+    past_text = past.before
+    is_same = (
+        past_text == before or past_text == normal(before) or normal(past_text) == normal(before)
+    )
+    return (replace(past, text=before + past.sampled) if is_same else past), is_same
 
 
 def _is_what_was_sampled(past: Past, render: Render) -> bool:
-    """Whether the last message says what was sampled, as it stands or as the template writes it."""
+    """Return whether the last message is what was sampled, as it stands or as it is rendered."""
     message = past.history[past.last]
     is_bare = not message.tool_calls and not message.reasoning
     if is_bare and message.text == past.content:
         return True
-    ending = closing(past.history[: past.last], render)
-    if ending is None or not ending.startswith(past.ended):
+    closing_text = closing(past.history[: past.last], render)
+    if closing_text is None or not closing_text.startswith(past.ending):
         return False
     try:
         through = render(past.history[: past.last + 1], add_generation_prompt=False)
     except DialoopError:
         return False
-    return through == past.spelled + ending[len(past.ended) :]
+    return through == past.text + closing_text[len(past.ending) :]
 
 
-def _vouched_continuation(past: Past, whole: str, render: Render) -> str | ForkCause | None:
-    """As if the vouched messages held exactly what was sampled.
+def _continue_known_sampled(past: Past, whole: str, render: Render) -> str | ForkCause | None:
+    """Continue as if the messages that are known to be sampled held exactly the sampled text.
 
     The template may space that otherwise; if it leaves out some of it, as it does with thinking,
     then it rewrites the past.
     """
-    marks = {index: _MARK.format(index) for index in past.vouched}
+    marks = {index: _MARK.format(index) for index in past.known_sampled}
     try:
         expected = render(past.with_contents(marks))
-        raw = render(past.with_contents(past.vouched))
+        raw = render(past.with_contents(past.known_sampled))
     except DialoopError:
         return None
     for index, mark in marks.items():
         if expected.count(mark) != 1:
             return None
-        expected = expected.replace(mark, past.vouched[index])
-    if not expected.startswith(past.spelled):
+        expected = expected.replace(mark, past.known_sampled[index])
+    if not expected.startswith(past.text):
         return None
     if "".join(raw.split()) != "".join(expected.split()):
         return ForkCause.TEMPLATE_REWRITES_PAST
-    follows = expected[len(past.spelled) :]
+    follows = expected[len(past.text) :]
     return follows if whole.endswith(follows) else None

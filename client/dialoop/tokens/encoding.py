@@ -21,7 +21,7 @@ _Run = tuple[list[int], dict[str, Any]]
 def tokens_of(
     pieces: Iterable[Piece], tokenizer: Tokenizer, *, turn: int, before: int | None
 ) -> Sequence:
-    """Pieces between literal ones are tokenised as one text; `before` is the token they follow.
+    """Tokenise pieces, those between literal ones as one text; `before` is the token they follow.
 
     The ids are those of one text wherever no piece is literal.
     """
@@ -30,14 +30,16 @@ def tokens_of(
     for is_literal, group in groupby(shown, key=lambda piece: piece.is_literal):
         for part in ([piece] for piece in group) if is_literal else [list(group)]:
             text = "".join(piece.text for piece in part)
-            encoded = tokenizer.encode(text) if is_literal else _encoded(text, tokenizer, before)
-            runs += _parted(encoded, part, turn)
+            encoded = (
+                tokenizer.encode(text) if is_literal else _encode_after(text, tokenizer, before)
+            )
+            runs += _assign(encoded, part, turn)
             before = encoded.ids[-1] if encoded.ids else before
     return sequence_of(runs)
 
 
-def _encoded(text: str, tokenizer: Tokenizer, before: int | None) -> Encoded:
-    """The ids as they are in a text where a special token goes before; some add a space without."""
+def _encode_after(text: str, tokenizer: Tokenizer, before: int | None) -> Encoded:
+    """Encode a text as after a special token; some tokenizers add a space otherwise."""
     if before is None or not tokenizer.is_special(before):
         return tokenizer.encode(text, trusted=True)
     anchor = tokenizer.decode([before])
@@ -51,7 +53,7 @@ def _encoded(text: str, tokenizer: Tokenizer, before: int | None) -> Encoded:
     )
 
 
-def _parted(encoded: Encoded, pieces: list[Piece], turn: int) -> Iterator[_Run]:
+def _assign(encoded: Encoded, pieces: list[Piece], turn: int) -> Iterator[_Run]:
     """Give each token to the piece its first character lies in."""
     position, index = 0, 0
     for piece in pieces:

@@ -24,28 +24,28 @@ _MARK = re.compile("\ufdd6([0-9]+)\ufdd7")
 
 
 def spells_special(history: History, tokenizer: Tokenizer) -> bool:
-    """Whether any text of these messages looks like a special token."""
+    """Return whether any text of these messages looks like a special token."""
     return any(tokenizer.spells_special(text) for message in history for text in _texts(message))
 
 
 def only_in_contents(history: History, tokenizer: Tokenizer) -> bool:
-    """Whether no text but the messages' contents looks like a special token."""
+    """Return whether no text but the messages' contents looks like a special token."""
     bare = History(tuple(replace(message, content="") for message in history))
     return not spells_special(bare, tokenizer)
 
 
-def contents_literal(pieces: tuple[Piece, ...], tokenizer: Tokenizer) -> tuple[Piece, ...]:
-    """The same pieces; contents that look like a special token are literal."""
+def mark_literal_contents(pieces: tuple[Piece, ...], tokenizer: Tokenizer) -> tuple[Piece, ...]:
+    """Return the same pieces; contents that look like a special token become literal."""
     return tuple(
         replace(p, is_literal=p.message_index is not None and tokenizer.spells_special(p.text))
         for p in pieces
     )
 
 
-def defused(
+def pieces_with_literals(
     whole: str, history: History, render: Render, tokenizer: Tokenizer, source: Source
 ) -> tuple[Piece, ...]:
-    """All the rendered text as pieces; what messages spell of special tokens is literal.
+    """Cut the rendered text into pieces; special tokens that messages spell become literal.
 
     Raises Unsupported (TEMPLATE_UNSUPPORTED) when the template does more with it than to show it.
     """
@@ -57,12 +57,12 @@ def defused(
             text = f"{text[:start]}\ufdd6{len(spelled) - 1}\ufdd7{text[end:]}"
         return text
 
-    marked = History(tuple(_mapped(message, safe) for message in history))
+    marked = History(tuple(_map_texts(message, safe) for message in history))
     try:
         parts = _MARK.split(render(marked))
     except DialoopError:
         parts = []
-    texts = [_spelled(spelled, int(p)) if i % 2 else p for i, p in enumerate(parts)]
+    texts = [_text_at(spelled, int(p)) if i % 2 else p for i, p in enumerate(parts)]
     if "".join(texts) != whole:
         raise Unsupported(
             "A message spells a special token, and this template does more than show it.",
@@ -74,23 +74,23 @@ def defused(
     )
 
 
-def _spelled(spelled: list[str], number: int) -> str:
+def _text_at(spelled: list[str], number: int) -> str:
     return spelled[number] if number < len(spelled) else ""
 
 
 def _texts(message: Message) -> Iterator[str]:
-    """Every text of a message that a template may show."""
+    """Yield every text of a message that a template may show."""
     seen: list[str] = []
 
     def keep(text: str) -> str:
         seen.append(text)
         return text
 
-    _mapped(message, keep)
+    _map_texts(message, keep)
     yield from seen
 
 
-def _mapped(message: Message, change: Callable[[str], str]) -> Message:
+def _map_texts(message: Message, change: Callable[[str], str]) -> Message:
     content = message.content
     if not isinstance(content, str):
         content = tuple(replace(p, text=change(p.text)) if p.text else p for p in content)
@@ -107,15 +107,15 @@ def _mapped(message: Message, change: Callable[[str], str]) -> Message:
                 call,
                 name=change(call.name),
                 id=change(call.id),
-                arguments_json=change(_unescaped(call.arguments_json)),
+                arguments_json=change(_unescape(call.arguments_json)),
             )
             for call in message.tool_calls
         ),
     )
 
 
-def _unescaped(arguments_json: str) -> str:
-    """Arguments without escapes that hide what they spell, as templates show them."""
+def _unescape(arguments_json: str) -> str:
+    """Return arguments without escapes that hide what they spell, as templates show them."""
     if "\\u" not in arguments_json:
         return arguments_json
     try:

@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 # Noncharacters: no text that is meant for interchange holds them.
 _MARK = "\ufdd4{}\ufdd5"
 ANCHOR = "\ufdd4anchor\ufdd5"
-"""Stands for a content whose surroundings are asked for."""
+"""Stands for a content whose surroundings the caller wants."""
 
 
 class Render(Protocol):
     """A template with its options."""
 
     def __call__(self, history: History, *, add_generation_prompt: bool = True) -> str:
-        """The conversation as text."""
+        """Return the conversation as text."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A stretch of rendered text and whose it is.
+    """A stretch of rendered text, and who wrote it.
 
     char_start: where in its message's content it begins; None when it shows the content otherwise.
     is_literal: what looks like a special token in it is only text.
@@ -62,15 +62,15 @@ class _Slot:
 def cut(
     text: str, history: History, start: int, render: Render, *, source: Source | None = None
 ) -> tuple[Piece, ...] | None:
-    """Pieces of the text that follows the content of message `start - 1` (0: of all the text).
+    """Cut the text that follows the content of message `start - 1` (0: all the text).
 
     A content's source is `source`, or by default its role's. None when the template does more with
     contents than to show some part of them.
     """
-    # The last messages alone mostly render alike, and cheaper; whether they do, the fit tells.
+    # The last messages alone mostly render to the same text, and cheaper; `_fit` checks that.
     for first in dict.fromkeys((max(0, start - 2), 0)):
-        marked = _marked(history, first, start, render)
-        pieces = None if marked is None else _fitted(text, history, *marked, source)
+        marked = _render_marked(history, first, start, render)
+        pieces = None if marked is None else _fit(text, history, *marked, source)
         if pieces is not None:
             return pieces
     return None
@@ -79,22 +79,26 @@ def cut(
 def uncut(
     text: str, history: History, start: int, *, source: Source | None = None
 ) -> tuple[Piece, ...]:
-    """The same text as one piece, of whoever wrote the first message in it."""
+    """Return the text as one piece, of whoever wrote the first message in it."""
     owner = source or (source_of(history[start]) if start < len(history) else Source.TEMPLATE)
     return (Piece(text=text, source=owner),)
 
 
 def after(pieces: Iterable[Piece], num_chars: int) -> Iterator[Piece]:
-    """What is left of the pieces without their first characters."""
+    """Yield the pieces without their first `num_chars` characters."""
     for piece in pieces:
-        gone = min(num_chars, len(piece.text))
-        num_chars -= gone
-        start = None if piece.char_start is None else piece.char_start + gone
-        yield replace(piece, text=piece.text[gone:], char_start=start) if gone else piece
+        num_dropped = min(num_chars, len(piece.text))
+        num_chars -= num_dropped
+        start = None if piece.char_start is None else piece.char_start + num_dropped
+        yield (
+            replace(piece, text=piece.text[num_dropped:], char_start=start)
+            if num_dropped
+            else piece
+        )
 
 
 def closing(history: History, render: Render) -> str | None:
-    """What the template writes after an assistant's message that answers `history`."""
+    """Return what the template writes after an assistant's message that answers `history`."""
     answered = history.append(Message(role="assistant", content=ANCHOR))
     try:
         _, _, text = render(answered, add_generation_prompt=False).rpartition(ANCHOR)
@@ -104,22 +108,24 @@ def closing(history: History, render: Render) -> str | None:
 
 
 def source_of(message: Message) -> Source:
-    """Who writes messages of this role during an episode."""
+    """Return who writes messages of this role during an episode."""
     return Source.TOOL if message.role == "tool" else Source.ENVIRONMENT
 
 
-def _marked(
+def _render_marked(
     history: History, first: int, start: int, render: Render
 ) -> tuple[list[str], list[_Slot]] | None:
-    """The template's text around the contents that follow message `start - 1`, and the contents."""
+    """Return the template's text around the contents after message `start - 1`, and those."""
     messages = list(history[first:])
     if start:
         messages[start - 1 - first] = Message(role=history[start - 1].role, content=ANCHOR)
     slots: list[_Slot] = []
     for index in range(start, len(history)):
-        found = list(_slots(history[index], index))
-        messages[index - first] = _filled(history[index], [slot.mark for slot in found])
-        slots += found
+        message_slots = list(_slots(history[index], index))
+        messages[index - first] = _replace_texts(
+            history[index], [slot.mark for slot in message_slots]
+        )
+        slots += message_slots
     try:
         rest = render(History(tuple(messages)))
     except DialoopError:
@@ -152,8 +158,8 @@ def _slots(message: Message, index: int) -> Iterator[_Slot]:
         position += len(text)
 
 
-def _filled(message: Message, marks: list[str]) -> Message:
-    """The message with marks in the place of its texts."""
+def _replace_texts(message: Message, marks: list[str]) -> Message:
+    """Return the message with marks in the place of its texts."""
     if isinstance(message.content, str):
         return replace(message, content=marks[0]) if marks else message
     left = iter(marks)
@@ -161,10 +167,10 @@ def _filled(message: Message, marks: list[str]) -> Message:
     return replace(message, content=parts)
 
 
-def _fitted(
+def _fit(
     text: str, history: History, glues: list[str], slots: list[_Slot], source: Source | None
 ) -> tuple[Piece, ...] | None:
-    """The text cut where the template's own text ends; None when that does not add up to it."""
+    """Cut the text where the template's own text ends; return None where that does not add up."""
     if not text.startswith(glues[0]):
         return None
     pieces = [Piece(text=glues[0], source=Source.TEMPLATE)]
@@ -174,7 +180,7 @@ def _fitted(
         end = _end_of(text, position, slot.text, glue, is_last)
         shown = text[position : max(end, 0)]
         start = slot.text.find(shown)
-        if end < position or (start < 0 and shown != _escaped(slot.text)):
+        if end < position or (start < 0 and shown != _escape(slot.text)):
             return None
         pieces.append(
             Piece(
@@ -186,11 +192,11 @@ def _fitted(
         )
         pieces.append(Piece(text=glue, source=Source.TEMPLATE))
         position = end + len(glue)
-    return tuple(_joined(pieces)) if position == len(text) else None
+    return tuple(_join(pieces)) if position == len(text) else None
 
 
-def _joined(pieces: list[Piece]) -> list[Piece]:
-    """The pieces that say something; parts of one content that touch are one piece."""
+def _join(pieces: list[Piece]) -> list[Piece]:
+    """Drop empty pieces, and join parts of one content that touch."""
     joined: list[Piece] = []
     for piece in (piece for piece in pieces if piece.text):
         last = joined[-1] if joined else None
@@ -201,15 +207,15 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
     return joined
 
 
-def _touch(one: Piece, other: Piece) -> bool:
-    if one.message_index is None or one.char_start is None:
+def _touch(first: Piece, second: Piece) -> bool:
+    if first.message_index is None or first.char_start is None:
         return False
-    end = one.char_start + len(one.text)
-    return (one.message_index, end) == (other.message_index, other.char_start)
+    end = first.char_start + len(first.text)
+    return (first.message_index, end) == (second.message_index, second.char_start)
 
 
 def _end_of(text: str, position: int, content: str, glue: str, is_last: bool) -> int:
-    """Where the shown content ends and the template's text goes on; -1 where it does not."""
+    """Return where the shown content ends and the template's text goes on; -1 where it does not."""
     if text.startswith(content + glue, position):
         return position + len(content)
     if is_last:
@@ -217,6 +223,6 @@ def _end_of(text: str, position: int, content: str, glue: str, is_last: bool) ->
     return text.find(glue, position)
 
 
-def _escaped(content: str) -> str:
-    """As templates show a tool's text in JSON."""
+def _escape(content: str) -> str:
+    """Return the content as templates show a tool's text in JSON."""
     return json.dumps(content, ensure_ascii=False)[1:-1]

@@ -38,7 +38,7 @@ class Encoded:
 
 
 class Tokenizer:
-    """Text to ids and back. Ids of special tokens come only from text that we trust."""
+    """Encodes text to ids and decodes ids; only trusted text gives ids of special tokens."""
 
     def __init__(
         self, trusting: tokenizers.Tokenizer, literal: tokenizers.Tokenizer, config: dict[str, Any]
@@ -85,7 +85,7 @@ class Tokenizer:
 
     @classmethod
     def from_transformers(cls, tokenizer: Any) -> Tokenizer:
-        """The same tokenizer as a fast one of transformers, as it is now."""
+        """Make the same tokenizer as a fast one of transformers, as that is now."""
         import tokenizers
 
         text = tokenizer.backend_tokenizer.to_str()
@@ -97,25 +97,25 @@ class Tokenizer:
 
     @property
     def name(self) -> str:
-        """The model's name or directory, which tells its family; empty when unknown."""
+        """Return the model's name or directory, which tells its family; empty when unknown."""
         return str(self._config.get("name_or_path") or "")
 
     @property
     def model_max_length(self) -> int | None:
-        """The most tokens the tokenizer's config allows, where it says."""
+        """Return the most tokens that the tokenizer's config allows; None where it does not say."""
         length = self._config.get("model_max_length")
         return int(length) if length is not None and length < 1 << 40 else None
 
     @property
     def chat_template(self) -> str | None:
-        """The tokenizer's own chat template, when it has one."""
+        """Return the tokenizer's own chat template; None where it has none."""
         template = self._config.get("chat_template")
         if isinstance(template, list):
             template = {item["name"]: item["template"] for item in template}
         return template.get("default") if isinstance(template, dict) else template
 
     def special_token(self, name: str) -> str | None:
-        """The text of bos_token, eos_token, pad_token or unk_token."""
+        """Return the text of bos_token, eos_token, pad_token or unk_token."""
         token = self._config.get(name)
         return token["content"] if isinstance(token, dict) else token
 
@@ -128,52 +128,52 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
+        """Return the number of ids, added tokens included."""
         return self._trusting.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, trusted: bool = False) -> Encoded:
-        """Ids without an automatic BOS. Untrusted text cannot spell a special token."""
+        """Encode without an automatic BOS. Untrusted text cannot spell a special token."""
         engine = self._trusting if trusted else self._literal
         encoding = engine.encode(text, add_special_tokens=False)
         return Encoded(ids=tuple(encoding.ids), offsets=tuple(encoding.offsets))
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of trusted texts, without where they stand: the fastest there is.
+        """Encode trusted texts to ids without offsets, which is the fastest way.
 
-        Long texts are cut before special tokens, which nothing merges with, and shared by cores.
+        Long texts are cut before special tokens, with which nothing merges, and all cores encode.
         """
         cut = [self._cut(text) for text in texts]
-        pieces = [piece for one in cut for piece in one]
-        codes = iter(self._trusting.encode_batch_fast(pieces, add_special_tokens=False))
-        return [[number for _ in one for number in next(codes).ids] for one in cut]
+        flat = [part for parts in cut for part in parts]
+        codes = iter(self._trusting.encode_batch_fast(flat, add_special_tokens=False))
+        return [[number for _ in parts for number in next(codes).ids] for parts in cut]
 
     def _cut(self, text: str) -> list[str]:
-        """The text in pieces of some thousand characters."""
-        pieces: list[str] = []
+        """Cut the text into pieces of some thousand characters."""
+        parts: list[str] = []
         position = 0
         while self._has_plain_specials and len(text) - position > 2 * _PIECE:
-            found = self._special.search(text, position + _PIECE)
-            if found is None:
+            match = self._special.search(text, position + _PIECE)
+            if match is None:
                 break
-            pieces.append(text[position : found.start()])
-            position = found.start()
-        return [*pieces, text[position:]]
+            parts.append(text[position : match.start()])
+            position = match.start()
+        return [*parts, text[position:]]
 
     @cached_property
     def _has_plain_specials(self) -> bool:
-        """Whether special tokens stand alone, taking no blanks beside them."""
+        """Return whether special tokens stand alone, taking no blanks beside them."""
         added = self._trusting.get_added_tokens_decoder().values()
         return not any(t.lstrip or t.rstrip or t.single_word or t.normalized for t in added)
 
     @cached_property
     def byte_lengths(self) -> NDArray[np.int64] | None:
-        """How many bytes of text each id spells, int64 [V]; None unless each id spells bytes.
+        """Return how many bytes each id spells, int64 [V]; None unless each id spells bytes.
 
         Only where the tokenizer is byte-level and changes no text but to NFC.
         """
-        described = json.loads(self._trusting.to_str())
-        normalizer = (described.get("normalizer") or {"type": "NFC"}).get("type")
-        if (described.get("decoder") or {}).get("type") != "ByteLevel" or normalizer != "NFC":
+        description = json.loads(self._trusting.to_str())
+        normalizer = (description.get("normalizer") or {"type": "NFC"}).get("type")
+        if (description.get("decoder") or {}).get("type") != "ByteLevel" or normalizer != "NFC":
             return None
         added = self._trusting.get_added_tokens_decoder()
         lengths = np.zeros(self.vocab_size, np.int64)
@@ -183,77 +183,85 @@ class Tokenizer:
         return lengths
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text with special tokens kept; invalid UTF-8 becomes replacement characters."""
+        """Decode ids. Special tokens stay, and invalid UTF-8 becomes replacement characters."""
         return self._trusting.decode(list(ids), skip_special_tokens=False)
 
     def decode_plain(self, ids: Iterable[int]) -> str:
-        """What ids spell without the special tokens among them."""
+        """Decode ids without the special tokens among them."""
         return self.decode([token for token in ids if not self.is_special(token)])
 
     def decode_more(self, text: str, ids: Sequence[int] | Ids, more: Sequence[int]) -> str:
-        """The text of `ids` and `more`, given the text of `ids`; costs as much as `more`."""
+        """Return the text of `ids` and `more`, from that of `ids`; it costs as much as `more`."""
         window = [int(i) for i in ids[-_WINDOW:]]
-        told = self.decode(window)
+        window_text = self.decode(window)
         whole = self.decode([*window, *more])
-        if not told or told.endswith(_REPLACEMENT) or not whole.startswith(told):
+        if (
+            not window_text
+            or window_text.endswith(_REPLACEMENT)
+            or not whole.startswith(window_text)
+        ):
             return self.decode([*(int(i) for i in ids), *more])
-        return text + whole[len(told) :]
+        return text + whole[len(window_text) :]
 
     def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
-        """What `ids` spell after the last tokens `before` them; some decoders look back."""
-        told = self.decode(before)
+        """Return what `ids` spell after the tokens `before` them; some decoders look back."""
+        text_before = self.decode(before)
         whole = self.decode([*before, *ids])
-        if not told or told.endswith(_REPLACEMENT) or not whole.startswith(told):
+        if (
+            not text_before
+            or text_before.endswith(_REPLACEMENT)
+            or not whole.startswith(text_before)
+        ):
             return self.decode(ids)
-        return whole[len(told) :]
+        return whole[len(text_before) :]
 
     def single_token(self, text: str) -> int | None:
-        """The id of `text` when it is one token that nothing can split, else None."""
+        """Return the id of `text` when it is one token that nothing can split, else None."""
         ids = self.encode(text, trusted=True).ids
         return ids[0] if len(ids) == 1 and self.decode(ids) == text else None
 
     def spells_special(self, text: str) -> bool:
-        """Whether the text contains the spelling of a special token."""
+        """Return whether the text contains the spelling of a special token."""
         return self._special.search(text) is not None
 
     def special_spans(self, text: str) -> tuple[tuple[int, int], ...]:
-        """Where the text spells special tokens, as half-open ranges of characters."""
+        """Return where the text spells special tokens, as half-open ranges of characters."""
         return tuple(match.span() for match in self._special.finditer(text))
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the id is a special token's."""
+        """Return whether the id is a special token's."""
         return token_id in self._special_ids
 
 
 class RunningText:
-    """The text of a stream's tokens, character by character whole; each token costs the same.
+    """Decodes a stream of tokens to whole characters; each token costs the same.
 
     "世" in three tokens: add([228]) == "", add([184]) == "", add([150]) == "世".
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # What was told last, for decoders that look back, and what has not been told yet.
-        self._told: list[int] = []
+        # The tokens decoded last, for decoders that look back, and those still to be decoded.
+        self._emitted: list[int] = []
         self._waiting: list[int] = []
 
     def add(self, token_ids: Iterable[int]) -> str:
-        """What these tokens add; empty while a character's bytes are not all there."""
+        """Return the text that these tokens add; empty while bytes of a character are missing."""
         self._waiting.extend(token_ids)
         if not self._waiting or not self._ends_whole():
             return ""
-        told = self._tokenizer.decode(self._told)
-        text = self._tokenizer.decode(self._told + self._waiting)
+        emitted = self._tokenizer.decode(self._emitted)
+        text = self._tokenizer.decode(self._emitted + self._waiting)
         if text.endswith(_REPLACEMENT):
             return ""
-        if not text.startswith(told):  # the new bytes spoilt a character that was told
-            told, text = "", self._tokenizer.decode(self._waiting)
-        self._told, self._waiting = self._waiting, []
-        return text[len(told) :]
+        if not text.startswith(emitted):  # the new bytes changed a character that is out
+            emitted, text = "", self._tokenizer.decode(self._waiting)
+        self._emitted, self._waiting = self._waiting, []
+        return text[len(emitted) :]
 
     def _ends_whole(self) -> bool:
-        """Whether the last character's bytes are all there, told from the last tokens alone."""
-        recent = (self._told + self._waiting)[-_MAX_TOKENS_PER_CHARACTER:]
+        """Return whether the last character is complete, judged by the last tokens alone."""
+        recent = (self._emitted + self._waiting)[-_MAX_TOKENS_PER_CHARACTER:]
         return any(
             not self._tokenizer.decode(recent[start:]).endswith(_REPLACEMENT)
             for start in range(len(recent))

@@ -32,7 +32,7 @@ Row = Mapping[str, Any]
 
 
 def read_rows(*paths: Path) -> Iterator[Row]:
-    """The rows of the files, one at a time; a last line that is being written is left out."""
+    """Yield the rows of the files; leave out a last line that is still being written."""
     for path in paths:
         with path.open(encoding="utf-8") as lines:
             for line in lines:
@@ -41,7 +41,7 @@ def read_rows(*paths: Path) -> Iterator[Row]:
 
 
 def transcript(row: Row, tokenizer: Tokenizer) -> Text:
-    """All sequences of a trajectory; a fork is announced by its cause."""
+    """Return the text of all sequences of a trajectory; the cause of each fork stands before it."""
     text = Text()
     for index, sequence in enumerate(row["sequences"]):
         if index:
@@ -54,7 +54,7 @@ def transcript(row: Row, tokenizer: Tokenizer) -> Text:
 
 
 def messages_of(row: Row) -> Text:
-    """The conversation by role, for a run whose tokenizer is not at hand."""
+    """Return the conversation by role, for a run whose tokenizer is not at hand."""
     text = Text()
     styles = {"assistant": STYLES[Source.MODEL], "tool": STYLES[Source.TOOL]}
     for message in row["messages"]:
@@ -65,7 +65,7 @@ def messages_of(row: Row) -> Text:
 
 
 def token_table(row: Row, sequence: Row, tokenizer: Tokenizer | None) -> Table:
-    """One line per token: text, writer, log-prob, whether it was trained, advantage, version.
+    """Return a line per token: text, writer, log-prob, whether it was trained, advantage, version.
 
     A dash is a token that nobody sampled, which has neither.
     """
@@ -85,14 +85,14 @@ def token_table(row: Row, sequence: Row, tokenizer: Tokenizer | None) -> Table:
                     _number(advantage, 3),
                     f"{segment['lineage']}-{segment['policy_version']}",
                 ]
-            token = _spelled(sequence["token_ids"][index], tokenizer)
+            token = _token_text(sequence["token_ids"][index], tokenizer)
             style = STYLES[source]
             table.add_row(str(index), Text(token, style=style), source.name.lower(), *cells)
     return table
 
 
 def policy_of(row: Row) -> str:
-    """The policy versions that sampled a trajectory: "main-1", or "main-4, main-5"."""
+    """Return the policy versions that sampled a trajectory: "main-1", or "main-4, main-5"."""
     segments = (segment for sequence in row["sequences"] for segment in sequence["segments"])
     names = (
         f"{s['lineage']}-{s['policy_version']}" for s in segments if s["policy_version"] is not None
@@ -101,13 +101,13 @@ def policy_of(row: Row) -> str:
 
 
 def legend() -> Text:
-    """Which colour is whose."""
+    """Return which colour stands for which writer."""
     parts = (Text(source.name.lower(), style=style) for source, style in STYLES.items())
     return Text(" ").join(parts)
 
 
-def _spelled(token_id: int, tokenizer: Tokenizer | None) -> str:
-    """A token's text in Python's notation, so that spaces and line ends show; else its id."""
+def _token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
+    """Return a token's text in Python's notation, which shows spaces and line ends; else its id."""
     return str(token_id) if tokenizer is None else repr(tokenizer.decode([token_id]))[1:-1]
 
 

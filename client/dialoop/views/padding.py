@@ -4,7 +4,7 @@
     padded.prompt.values      # [B, P] padded on the left
     padded.response.values    # [B, R] padded on the right
     padded.full.values        # [B, P + R] on both sides
-    padded.unpadded()         # the rows again, although 2 is a token as well as the padding
+    padded.unpad()            # the rows again, although 2 is a token as well as the padding
     pad_output(views, pad_token_id=2)    # the same with log-probs and masks of whole turns
 
 A length is never recovered by comparing with the pad id.
@@ -43,12 +43,12 @@ class PaddedRows:
     lengths: Numbers
 
     def rows(self) -> list[Array]:
-        """The rows without padding."""
+        """Return the rows without padding."""
         spans = zip(self.values, self.starts, self.lengths, strict=True)
         return [row[start : start + length] for row, start, length in spans]
 
     def mask(self) -> NDArray[np.bool_]:
-        """Bool [B, W]: what is not padding."""
+        """Return bool [B, W]: what is not padding."""
         places = np.arange(self.values.shape[1])[None, :]
         starts, lengths = self.starts[:, None], self.lengths[:, None]
         return (places >= starts) & (places < starts + lengths)
@@ -62,13 +62,13 @@ class PaddedTokens:
     response: PaddedRows | None = None
     full: PaddedRows | None = None
 
-    def unpadded(self) -> list[Tokens]:
-        """The conversations again, by their lengths."""
+    def unpad(self) -> list[Tokens]:
+        """Return the conversations without padding, by their lengths."""
         parts = {name: getattr(self, name) for name in ("prompt", "response", "full")}
         rows = {name: part.rows() for name, part in parts.items() if part is not None}
-        count = max((len(found) for found in rows.values()), default=0)
+        count = max((len(part_rows) for part_rows in rows.values()), default=0)
         return [
-            Tokens(**{name: tuple(found[i].tolist()) for name, found in rows.items()})
+            Tokens(**{name: tuple(part_rows[i].tolist()) for name, part_rows in rows.items()})
             for i in range(count)
         ]
 
@@ -87,13 +87,13 @@ class PaddedOutput:
 def pad_output(
     views: Sequence[TurnView], *, pad_token_id: int, padding_side: PaddingSide = "left"
 ) -> PaddedOutput:
-    """Turns of different lengths as arrays, as `pad_tokens`, `pad_masks` and `pad_logprobs` say.
+    """Pad turns to arrays, as `pad_tokens`, `pad_masks` and `pad_logprobs` do.
 
     Raises InvalidInput without turns, or with a pad id that is no id.
     """
     if not views or pad_token_id < 0:
         raise InvalidInput(
-            f"{len(views)} turns are to be padded with token {pad_token_id}.",
+            f"{len(views)} turns cannot be padded with token {pad_token_id}.",
             reason=Reason.BAD_PADDING,
             remedy="Give at least one turn, and the id of a token (0 or more) to pad with.",
         )
@@ -112,7 +112,7 @@ def pad_output(
 def pad_tokens(
     batch: Sequence[Tokens], *, pad_token_id: int, padding_side: PaddingSide = "left"
 ) -> PaddedTokens:
-    """Prompts padded left, responses right, full on both sides so that responses begin together.
+    """Pad prompts left, responses right, full on both sides so that responses begin together.
 
     padding_side: where `full` is padded when its parts are not known.
     """
@@ -126,38 +126,38 @@ def pad_tokens(
 
 
 def pad_logprobs(batch: Sequence[LogProbs], tokens: PaddedTokens) -> dict[str, PaddedRows]:
-    """Log-probs laid out as their tokens, float32 [B, W] by part; NaN is unknown or padding.
+    """Lay log-probs out as their tokens, float32 [B, W] by part; NaN is unknown or padding.
 
     A part is left out where it is unknown in every conversation.
     """
-    found: dict[str, PaddedRows] = {}
+    padded: dict[str, PaddedRows] = {}
     for name in ("prompt", "response", "full"):
-        rows, places = [getattr(one, name) for one in batch], getattr(tokens, name)
+        rows, places = [getattr(log_probs, name) for log_probs in batch], getattr(tokens, name)
         if places is not None and any(row is not None for row in rows):
             aligned = [
-                np.full(length, np.nan, np.float32) if row is None else row.aligned(int(length))
+                np.full(length, np.nan, np.float32) if row is None else row.align(int(length))
                 for row, length in zip(rows, places.lengths, strict=True)
             ]
-            found[name] = _placed(aligned, places, np.float32(np.nan))
-    return found
+            padded[name] = _place(aligned, places, np.float32(np.nan))
+    return padded
 
 
 def pad_masks(batch: Sequence[Masks], tokens: PaddedTokens) -> Masks:
-    """Masks laid out as the full tokens, bool [B, W]; False on padding."""
+    """Lay masks out as the full tokens, bool [B, W]; False on padding."""
     if tokens.full is None:
         raise InvalidInput(
-            "Masks go with the full tokens, which are absent.", reason=Reason.FULL_MISSING
+            "Masks need the full tokens, which are absent.", reason=Reason.FULL_MISSING
         )
     return Masks(
         all_attention_mask=tokens.full.mask(),
-        all_assistant_mask=_assistant(batch, tokens.full),
+        all_assistant_mask=_assistant_mask(batch, tokens.full),
     )
 
 
 def padded_rows(
     values: Array, lengths: Iterable[int] | None, *, padding_side: PaddingSide
 ) -> PaddedRows:
-    """Somebody's padded array [B, W] with its lengths; InvalidInput (LENGTHS_MISSING) without.
+    """Read a padded array [B, W] by its lengths; raise InvalidInput (LENGTHS_MISSING) without.
 
     Only the lengths tell padding from tokens: many models pad with the token that ends a turn.
     """
@@ -167,33 +167,33 @@ def padded_rows(
             reason=Reason.LENGTHS_MISSING,
             remedy="Give the length of each row, or unpadded rows.",
         )
-    known = np.array(list(lengths), dtype=np.int32)
-    if values.ndim != 2 or len(known) != len(values) or np.any(known > values.shape[1]):
+    counts = np.array(list(lengths), dtype=np.int32)
+    if values.ndim != 2 or len(counts) != len(values) or np.any(counts > values.shape[1]):
         raise InvalidInput(
-            f"{len(known)} lengths up to {known.max(initial=0)} do not fit values of shape "
+            f"{len(counts)} lengths up to {counts.max(initial=0)} do not fit values of shape "
             f"{values.shape}.",
             reason=Reason.RAGGED,
             remedy="Give values [B, W] and one length up to W for each row.",
         )
-    starts = values.shape[1] - known if padding_side == "left" else np.zeros_like(known)
-    return PaddedRows(values=values, starts=starts.astype(np.int32), lengths=known)
+    starts = values.shape[1] - counts if padding_side == "left" else np.zeros_like(counts)
+    return PaddedRows(values=values, starts=starts.astype(np.int32), lengths=counts)
 
 
 def _column(
     rows: list[tuple[int, ...] | None], side: PaddingSide, pad_token_id: int
 ) -> PaddedRows | None:
-    known = [np.array(row, dtype=np.int32) for row in rows if row is not None]
-    if not known or len(known) != len(rows):
+    arrays = [np.array(row, dtype=np.int32) for row in rows if row is not None]
+    if not arrays or len(arrays) != len(rows):
         return None
-    lengths = np.array([len(row) for row in known], dtype=np.int32)
+    lengths = np.array([len(row) for row in arrays], dtype=np.int32)
     width = int(lengths.max())
     starts = width - lengths if side == "left" else np.zeros_like(lengths)
-    empty = np.empty((len(known), width), dtype=np.int32)
+    empty = np.empty((len(arrays), width), dtype=np.int32)
     places = PaddedRows(values=empty, starts=starts.astype(np.int32), lengths=lengths)
-    return _placed(known, places, np.int32(pad_token_id))
+    return _place(arrays, places, np.int32(pad_token_id))
 
 
-def _placed(rows: Sequence[Array], places: PaddedRows, fill: Any) -> PaddedRows:
+def _place(rows: Sequence[Array], places: PaddedRows, fill: Any) -> PaddedRows:
     values = np.full(places.values.shape, fill)
     for index, row in enumerate(rows):
         start = places.starts[index]
@@ -201,9 +201,9 @@ def _placed(rows: Sequence[Array], places: PaddedRows, fill: Any) -> PaddedRows:
     return PaddedRows(values=values, starts=places.starts, lengths=places.lengths)
 
 
-def _assistant(batch: Sequence[Masks], full: PaddedRows) -> NDArray[np.bool_] | None:
-    rows = [one.all_assistant_mask for one in batch if one.all_assistant_mask is not None]
+def _assistant_mask(batch: Sequence[Masks], full: PaddedRows) -> NDArray[np.bool_] | None:
+    rows = [masks.all_assistant_mask for masks in batch if masks.all_assistant_mask is not None]
     if len(rows) != len(batch):
         return None
-    values: NDArray[np.bool_] = _placed(rows, full, np.False_).values
+    values: NDArray[np.bool_] = _place(rows, full, np.False_).values
     return values

@@ -11,12 +11,12 @@ TRAJECTORIES = "trajectories.jsonl"
 
 
 def trajectory_files(run_dir: Path) -> tuple[Path, ...]:
-    """The parts of trajectories.jsonl, oldest first: .000001.jsonl, ..., and the one in use."""
+    """Return the parts of trajectories.jsonl, oldest first: .000001.jsonl, ..., the one in use."""
     older = sorted(run_dir.glob("trajectories.[0-9]*.jsonl"), key=number_of)
     newest = run_dir / TRAJECTORIES
     return (*older, newest) if newest.is_file() else tuple(older)
 
 
 def number_of(part: Path) -> int:
-    """The number of a part that is full."""
+    """Return the number of a part that is full."""
     return int(part.name.split(".")[1])

@@ -26,7 +26,7 @@ _PARTS = ("prompt", "response", "full")
 
 
 def to_torchrl(views: Sequence[TurnView]) -> Any:
-    """A TensorDict [B] with torchrl's Tokens, LogProbs, Masks, and Text and ChatHistory if present.
+    """Make a TensorDict [B] of torchrl's Tokens, LogProbs, Masks, and Text and ChatHistory if any.
 
     Rows keep their own lengths. Unknown log-probs are NaN, on tokens of a row that has some; a part
     that is unknown in any turn is absent.
@@ -58,7 +58,7 @@ def to_torchrl(views: Sequence[TurnView]) -> Any:
 
 
 def from_torchrl(batch: Any) -> list[TurnView]:
-    """Turns of what `to_torchrl` makes; padded rows are refused, as their lengths are not known."""
+    """Read what `to_torchrl` makes; raise InvalidInput for padded rows, which have no lengths."""
     _libraries()
     return [_turn(row) for row in batch.unbind(0)]
 
@@ -67,7 +67,7 @@ def _turn(row: Any) -> TurnView:
     tokens, log_probs, masks = row["tokens"], row["log_probs"], row["masks"]
     if any(bool(part.padded) for part in (tokens, log_probs, masks)):
         raise InvalidInput(
-            "The rows are padded, and nothing says how long they are.",
+            "The rows are padded, and their lengths are unknown.",
             reason=Reason.LENGTHS_MISSING,
             remedy="Give rows of their own lengths (padded=False).",
         )
@@ -75,7 +75,7 @@ def _turn(row: Any) -> TurnView:
     return TurnView(
         tokens=Tokens(**{p: _ids(getattr(tokens, p)) for p in _PARTS}),
         log_probs=LogProbs(
-            **{p: _known(getattr(log_probs, p)) for p in _PARTS},
+            **{p: _without_unknown(getattr(log_probs, p)) for p in _PARTS},
             temperature_scaled=bool(row["temperature_scaled"]),
             distribution=next((d for d in Distribution if d == int(row["distribution"])), None),
         ),
@@ -97,16 +97,16 @@ def _tokens(torch: Any, tokens: Tokens) -> dict[str, Any]:
 
 
 def _log_probs(torch: Any, view: TurnView) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for part in _PARTS:
         row, ids = getattr(view.log_probs, part), getattr(view.tokens, part)
         if row is not None and ids is not None:
-            found[part] = torch.from_numpy(row.aligned(len(ids)))
-    return found
+            columns[part] = torch.from_numpy(row.align(len(ids)))
+    return columns
 
 
-def _known(values: Any) -> LogProbRow | None:
-    """The values without the unknown ones before them."""
+def _without_unknown(values: Any) -> LogProbRow | None:
+    """Return the values without the unknown ones before them."""
     if values is None:
         return None
     row = values.numpy().astype(np.float32)
@@ -121,18 +121,18 @@ def _known(values: Any) -> LogProbRow | None:
 
 
 def _history(torchrl: Any, history: ChatHistory) -> Any:
-    given = {part: getattr(history, part) for part in _PARTS}
+    parts = {part: getattr(history, part) for part in _PARTS}
     return torchrl.ChatHistory(
         **{
             part: torchrl.History.from_chats(_plain(messages))
-            for part, messages in given.items()
+            for part, messages in parts.items()
             if messages is not None
         }
     )
 
 
 def _plain(history: History) -> list[dict[str, Any]]:
-    """Messages of text alone: what torchrl's History holds without loss."""
+    """Return messages of text alone: what torchrl's History holds without loss."""
     for message in history:
         if message.tool_calls or message.reasoning or not isinstance(message.content, str):
             raise InvalidInput(
@@ -173,7 +173,7 @@ def _whole(values: Iterable[Any]) -> Iterable[int]:
 
 
 def _libraries() -> tuple[Any, Any, Any]:
-    """torch, tensordict, and torchrl's containers in one namespace; InvalidConfig without them."""
+    """Import torch, tensordict and, in one namespace, torchrl's containers; else InvalidConfig."""
     try:
         import tensordict
         import torch

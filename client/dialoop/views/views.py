@@ -20,7 +20,7 @@ from dialoop.environments.modes import Text, Tokens
 from dialoop.errors import InvalidInput, NotFound, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Source
-from dialoop.templates.masks import tokenised
+from dialoop.templates.masks import encode_conversation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as AnySequence
@@ -66,8 +66,8 @@ class LogProbRow:
 
     __hash__ = None  # type: ignore[assignment]  # holds an array
 
-    def aligned(self, length: int) -> Floats:
-        """One value for each of `length` tokens, float32 [length]; NaN where it is unknown."""
+    def align(self, length: int) -> Floats:
+        """Return a value for each of `length` tokens, float32 [length]; NaN where unknown."""
         if self.start < 0 or self.start + len(self.values) > length:
             raise InvalidInput(
                 f"{len(self.values)} log-probs from position {self.start} on do not fit "
@@ -144,7 +144,7 @@ class TurnView:
         context: Sequence | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> TurnView:
-        """A policy's answer; `context` is what was sent with the question."""
+        """Make the view of a policy's answer; `context` is what was sent with the prompt."""
         whole = sample.sequence
         if context is not None and whole.fork_cause is ForkCause.NONE:
             whole = context.extended_by(whole)
@@ -157,7 +157,7 @@ class TurnView:
     def of_turn(
         cls, trajectory: Trajectory, turn: int, tokenizer: Tokenizer | None = None
     ) -> TurnView:
-        """A turn of a trajectory, from the sequence that owns its tokens; NotFound without one."""
+        """Make the view of a turn from the sequence that owns its tokens; NotFound without one."""
         for sequence in trajectory.sequences:
             sampled = [s for s in sequence.segments if s.source is Source.MODEL and s.turn == turn]
             if sampled:
@@ -172,7 +172,7 @@ class TurnView:
 
 
 def text_of_tokens(tokens: Tokens, tokenizer: Tokenizer) -> Text:
-    """What unpadded ids spell; PROMPT_NOT_PREFIX where a character is split between the parts."""
+    """Decode unpadded ids; PROMPT_NOT_PREFIX where a character is split between the parts."""
     prompt = None if tokens.prompt is None else tokenizer.decode(tokens.prompt)
     full = None if tokens.full is None else tokenizer.decode(tokens.full)
     if tokens.response is None:
@@ -184,7 +184,7 @@ def text_of_tokens(tokens: Tokens, tokenizer: Tokenizer) -> Text:
 
 
 def tokens_of_text(text: Text, tokenizer: Tokenizer) -> Tokens:
-    """Rendered text as ids: special tokens in it count. PROMPT_NOT_PREFIX is checked on ids."""
+    """Encode rendered text; special tokens in it count. PROMPT_NOT_PREFIX is checked on ids."""
     full = text.full
     if full is None and text.prompt is not None and text.response is not None:
         full = text.prompt + text.response
@@ -195,11 +195,11 @@ def tokens_of_text(text: Text, tokenizer: Tokenizer) -> Tokens:
         if text.response is not None:
             response = tokenizer.encode(text.response, trusted=True).ids
         return Tokens(prompt=prompt_ids, response=response, full=full_ids)
-    return _parted(prompt_ids, full_ids)
+    return _tokens_of_parts(prompt_ids, full_ids)
 
 
 def text_of_history(history: ChatHistory, template: ChatTemplate, **options: Any) -> Text:
-    """Prompt with the opening of the assistant's turn, full without; the rest is the response."""
+    """Render prompt with the assistant's opening, full without; the response is the rest."""
     prompt = None if history.prompt is None else template.render(history.prompt, **options)
     if history.full is None:
         return Text(prompt=prompt)
@@ -214,39 +214,39 @@ def text_of_history(history: ChatHistory, template: ChatTemplate, **options: Any
 def tokens_of_history(
     history: ChatHistory, template: ChatTemplate, tokenizer: Tokenizer, **options: Any
 ) -> Tokens:
-    """As `text_of_history`, tokenised; what messages spell of special tokens is only text.
+    """Encode as `text_of_history` renders; special tokens that messages spell are only text.
 
     For demonstrations and scoring: what a policy sampled has its tokens already.
     """
 
     def ids(part: History, opens: bool) -> tuple[int, ...]:
         options["add_generation_prompt"] = opens
-        found = tokenised(template, tokenizer, part, with_mask=False, **options)
-        return tuple(found.token_ids.tolist())
+        encoded = encode_conversation(template, tokenizer, part, with_mask=False, **options)
+        return tuple(encoded.token_ids.tolist())
 
     prompt = None if history.prompt is None else ids(history.prompt, True)
     full = None if history.full is None else ids(history.full, False)
     if prompt is None or full is None:
         return Tokens(prompt=prompt, full=full)
-    return _parted(prompt, full)
+    return _tokens_of_parts(prompt, full)
 
 
 def history_of_text(text: Text, template: ChatTemplate) -> ChatHistory:
-    """Messages of rendered text; PreconditionFailed (NO_PARSER) where the format has no parser."""
-    prompt = None if text.prompt is None else _unopened(History(template.parse(text.prompt)))
+    """Parse rendered text; raise PreconditionFailed (NO_PARSER) where the format has no parser."""
+    prompt = None if text.prompt is None else _drop_opening(History(template.parse(text.prompt)))
     full = None if text.full is None else History(template.parse(text.full))
-    return _answered(prompt, full)
+    return _history_of_parts(prompt, full)
 
 
 def history_of_tokens(tokens: Tokens, template: ChatTemplate, tokenizer: Tokenizer) -> ChatHistory:
-    """Messages of ids: only ids of special tokens open and close turns."""
+    """Parse ids: only ids of special tokens open and close turns."""
 
-    def parsed(ids: AnySequence[int]) -> History:
+    def parse(ids: AnySequence[int]) -> History:
         return History(template.parse_tokens(ids, tokenizer))
 
-    prompt = None if tokens.prompt is None else _unopened(parsed(tokens.prompt))
-    full = None if tokens.full is None else parsed(tokens.full)
-    return _answered(prompt, full)
+    prompt = None if tokens.prompt is None else _drop_opening(parse(tokens.prompt))
+    full = None if tokens.full is None else parse(tokens.full)
+    return _history_of_parts(prompt, full)
 
 
 def _view(
@@ -291,20 +291,20 @@ def _turn_history(history: History, index: int | None) -> ChatHistory | None:
     return ChatHistory(prompt=history[:index]).respond(history[index])
 
 
-def _parted(prompt: tuple[int, ...], full: tuple[int, ...]) -> Tokens:
+def _tokens_of_parts(prompt: tuple[int, ...], full: tuple[int, ...]) -> Tokens:
     if full[: len(prompt)] != prompt:
         raise _not_prefix("ids")
     return Tokens(prompt=prompt, response=full[len(prompt) :], full=full)
 
 
-def _unopened(history: History) -> History:
-    """The messages without the opening of a turn that nobody has taken yet."""
+def _drop_opening(history: History) -> History:
+    """Drop a last message that is only the opening of a turn."""
     last = history[-1] if len(history) else None
     is_opening = last is not None and not last.is_complete and not last.text
     return history[:-1] if is_opening else history
 
 
-def _answered(prompt: History | None, full: History | None) -> ChatHistory:
+def _history_of_parts(prompt: History | None, full: History | None) -> ChatHistory:
     if prompt is None or full is None:
         return ChatHistory(prompt=prompt, full=full)
     if not full.starts_with(prompt):
@@ -312,16 +312,16 @@ def _answered(prompt: History | None, full: History | None) -> ChatHistory:
     return ChatHistory(prompt=prompt).respond(*full[len(prompt) :])
 
 
-def _same(one: Mask | None, other: Mask | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return np.array_equal(one, other)
+def _same(left: Mask | None, right: Mask | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return np.array_equal(left, right)
 
 
 def _not_prefix(unit: str) -> PreconditionFailed:
     return PreconditionFailed(
         f"full does not begin with the prompt's {unit}.",
         reason=Reason.PROMPT_NOT_PREFIX,
-        remedy="The template writes the prompt otherwise once it is answered: use the tokens that "
-        "were sampled.",
+        remedy="The template renders the prompt differently once it is answered: use the "
+        "sampled tokens.",
     )

@@ -3,8 +3,9 @@
 TURN = Codec(Turn, pb.Turn, rewards=many(REWARD), stop_reason=enum(StopReason))
 TURN.to_proto(turn); TURN.from_proto(proto)
 
-Fields meet by name. Numbers, texts, lists of them and maps need no row: protobuf's descriptor says
-what they are. Nested messages, enums, arrays, and fields with another name on the wire need one.
+Fields of one name belong together. Numbers, texts, lists of them and maps need no row: protobuf's
+descriptor says what they are. Nested messages, enums, arrays, and fields with another name on the
+wire need one.
 
 An absent field stays absent: an optional field that is None is not sent, and one that did not
 arrive gets the dataclass's default. Nothing else is filled in.
@@ -47,7 +48,7 @@ class FieldRow:
     spreads: bool = False
 
 
-def one(codec: Codec[Any, Any], *, wire: str = "") -> FieldRow:
+def submessage(codec: Codec[Any, Any], *, wire: str = "") -> FieldRow:
     """Return the row of a nested message."""
     return FieldRow(codec.to_proto, codec.from_proto, wire)
 
@@ -57,7 +58,7 @@ def many(codec: Codec[Any, Any], *, wire: str = "") -> FieldRow:
     return FieldRow(codec.to_proto, codec.from_proto, wire, is_many=True)
 
 
-def renamed(wire: str) -> FieldRow:
+def wire_name(wire: str) -> FieldRow:
     """Return the row of a list of numbers or texts that has another name in the message."""
     return FieldRow(_same, tuple, wire)
 
@@ -88,7 +89,7 @@ class _Members(dict[int, Any]):
 def array(dtype: type[np.generic], *, wire: str = "") -> FieldRow:
     """Return the row of a one-dimensional array; None and an empty one look alike on the wire."""
 
-    # By way of lists: measured fastest.
+    # Going through lists is the fastest way, as measured.
     def decode(values: Any) -> Any:
         return np.array(values[:], dtype=dtype)
 
@@ -115,8 +116,8 @@ class Codec(Generic[D, P]):
         **rows: FieldRow,
     ) -> None:
         self.domain, self.message = domain, message
-        # The functions are written out, as those of a dataclass: a loop over the fields takes twice
-        # as long, and every group passes here several times on its way to the trainer.
+        # The functions are generated as source, as dataclasses do: a loop over the fields takes
+        # twice as long, and every group is converted several times on its way to the trainer.
         source = _Source(message, leaves_out_defaults=leaves_out_defaults)
         for field in dataclasses.fields(domain):  # type: ignore[arg-type]  # D is a dataclass
             source.add(field, rows.pop(field.name, None))
@@ -193,10 +194,10 @@ def _same(value: Any) -> Any:
 
 def _row_of(descriptor: Any) -> FieldRow:
     """Return the row of a field that the table does not list."""
-    nested = descriptor.message_type
-    if nested is not None and nested.GetOptions().map_entry:
+    nested_type = descriptor.message_type
+    if nested_type is not None and nested_type.GetOptions().map_entry:
         return FieldRow(dict, dict)
-    if nested is not None or descriptor.enum_type is not None:
+    if nested_type is not None or descriptor.enum_type is not None:
         raise TypeError(f"{descriptor.full_name} is a message or an enum: its codec needs a row.")
     return FieldRow(_same, tuple if descriptor.is_repeated else _same)
 

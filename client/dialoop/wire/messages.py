@@ -12,7 +12,7 @@ from dialoop.environments.modes import Text, Tokens
 from dialoop.trajectory import Distribution
 from dialoop.v1 import chat_pb2 as pb
 from dialoop.views.views import LogProbRow, LogProbs, Masks
-from dialoop.wire.codec import Codec, FieldRow, array, many, one
+from dialoop.wire.codec import Codec, FieldRow, array, many, submessage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dialoop.sequences import Floats
 
 
-def _body(content: str | tuple[ContentPart, ...]) -> dict[str, Any]:
+def _content_fields(content: str | tuple[ContentPart, ...]) -> dict[str, Any]:
     if isinstance(content, str):
         return {"content": content}
     return {"parts": pb.ContentParts(parts=map(PART.to_proto, content))}
@@ -51,12 +51,16 @@ MESSAGE = Codec(
     Message,
     pb.Message,
     leaves_out_defaults=True,
-    content=FieldRow(_body, _content, spreads=True),
+    content=FieldRow(_content_fields, _content, spreads=True),
     tool_calls=many(TOOL_CALL),
 )
 HISTORY = Codec(History, pb.History, messages=many(MESSAGE))
 CHAT_HISTORY = Codec(
-    ChatHistory, pb.ChatHistory, prompt=one(HISTORY), response=one(HISTORY), full=one(HISTORY)
+    ChatHistory,
+    pb.ChatHistory,
+    prompt=submessage(HISTORY),
+    response=submessage(HISTORY),
+    full=submessage(HISTORY),
 )
 TEXT = Codec(Text, pb.Text)
 _IDS = FieldRow(_token_ids, lambda proto: tuple(proto.values))
@@ -65,10 +69,10 @@ LOG_PROB_ROW = Codec(LogProbRow, pb.LogProbValues, values=array(np.float32))
 LOG_PROBS = Codec(
     LogProbs,
     pb.LogProbs,
-    prompt=one(LOG_PROB_ROW),
-    response=one(LOG_PROB_ROW),
-    full=one(LOG_PROB_ROW),
-    # One that this version does not know is as good as unknown.
+    prompt=submessage(LOG_PROB_ROW),
+    response=submessage(LOG_PROB_ROW),
+    full=submessage(LOG_PROB_ROW),
+    # A distribution that this version does not know becomes None.
     distribution=FieldRow(int, {int(member): member for member in Distribution}.get),
 )
 _MASK = FieldRow(methodcaller("tolist"), _mask)

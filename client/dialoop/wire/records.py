@@ -24,7 +24,7 @@ from dialoop.trajectory import (
     Turn,
 )
 from dialoop.v1 import trajectory_pb2 as pb
-from dialoop.wire.codec import Codec, FieldRow, array, enum, many, one
+from dialoop.wire.codec import Codec, FieldRow, array, enum, many, submessage
 from dialoop.wire.messages import HISTORY
 
 
@@ -37,7 +37,7 @@ def _history(proto: pb.Trajectory) -> History:
 
 
 POLICY_VERSION = Codec(PolicyVersion, pb.PolicyVersion)
-SEGMENT = Codec(Segment, pb.Segment, source=enum(Source), policy_version=one(POLICY_VERSION))
+SEGMENT = Codec(Segment, pb.Segment, source=enum(Source), policy_version=submessage(POLICY_VERSION))
 SEQUENCE = Codec(
     Sequence,
     pb.Sequence,
@@ -49,7 +49,7 @@ SEQUENCE = Codec(
     fork_cause=enum(ForkCause, unspecified=ForkCause.NONE),
 )
 SAMPLING = Codec(SamplingParams, pb.SamplingParams)
-TASK = Codec(Task, pb.Task, purpose=enum(Purpose), sampling=one(SAMPLING))
+TASK = Codec(Task, pb.Task, purpose=enum(Purpose), sampling=submessage(SAMPLING))
 REWARD = Codec(Reward, pb.Reward)
 TURN = Codec(Turn, pb.Turn, rewards=many(REWARD), stop_reason=enum(StopReason))
 FAILURE = Codec(Failure, pb.Failure, owner=enum(Owner))
@@ -62,10 +62,10 @@ TRAJECTORY = Codec(
     turns=many(TURN),
     sequences=many(SEQUENCE),
     failures=many(FAILURE),
-    sampling=one(SAMPLING),
+    sampling=submessage(SAMPLING),
     done_reason=enum(DoneReason),
 )
-GROUP = Codec(Group, pb.Group, task=one(TASK), trajectories=many(TRAJECTORY))
+GROUP = Codec(Group, pb.Group, task=submessage(TASK), trajectories=many(TRAJECTORY))
 
 policy_version_to_proto, policy_version_from_proto = (
     POLICY_VERSION.to_proto,

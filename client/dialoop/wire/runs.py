@@ -8,7 +8,7 @@ from dialoop.sequences import Source
 from dialoop.text_environment.history import TextHistory, TextSegment
 from dialoop.trials.trial import Action, MaskScope, PlayedEpisode, PlayedStep, Trial, TrialResult
 from dialoop.v1 import environment_service_pb2 as pb
-from dialoop.wire.codec import Codec, FieldRow, enum, many, one, renamed
+from dialoop.wire.codec import Codec, FieldRow, enum, many, submessage, wire_name
 from dialoop.wire.messages import HISTORY, message_to_proto
 from dialoop.wire.records import FAILURE, POLICY_VERSION
 
@@ -49,7 +49,7 @@ TEXT_SEGMENT = Codec(
     TextSegment,
     pb.TextSegment,
     source=enum(Source),
-    logprobs=renamed("inference_logprobs"),
+    logprobs=wire_name("inference_logprobs"),
     versions=FieldRow(_run_to_proto, _run_from_proto, "policy_runs", is_many=True),
 )
 TEXT_HISTORY = Codec(
@@ -58,14 +58,14 @@ TEXT_HISTORY = Codec(
 STEP = Codec(
     PlayedStep,
     pb.TrialStep,
-    prompt_ids=renamed("prompt_token_ids"),
+    prompt_ids=wire_name("prompt_token_ids"),
     action=FieldRow(_action_to_proto, _action_from_proto, spreads=True),
 )
 EPISODE = Codec(
     PlayedEpisode,
     pb.TrialEpisode,
     steps=many(STEP),
-    messages=one(HISTORY),
+    messages=submessage(HISTORY),
     failures=many(FAILURE),
 )
 text_history_from_proto = TEXT_HISTORY.from_proto
@@ -83,17 +83,17 @@ def text_history_to_proto(history: TextHistory) -> pb.TextHistory:
 
 
 def mask_scope_to_proto(scope: MaskScope) -> pb.MaskScope:
-    """Which actions a mask counts."""
+    """Return which actions a mask counts, as on the wire."""
     return pb.MASK_SCOPE_FINAL if scope is MaskScope.FINAL else pb.MASK_SCOPE_ALL
 
 
 def mask_scope_from_proto(scope: int) -> MaskScope:
-    """Which actions a mask counts; all of them unless it says otherwise."""
+    """Return which actions a mask counts; all of them unless it says otherwise."""
     return MaskScope.FINAL if scope == pb.MASK_SCOPE_FINAL else MaskScope.ALL
 
 
 def trials_to_proto(result: TrialResult) -> list[pb.Trial]:
-    """All trials, with the token lists of their final episodes."""
+    """Return all trials, with the token lists of their final episodes."""
     rows = zip(
         result.trials,
         result.full_token_ids,
@@ -121,7 +121,7 @@ def trials_to_proto(result: TrialResult) -> list[pb.Trial]:
 
 
 def trials_from_proto(protos: Iterable[pb.Trial], *, mask_scope: MaskScope) -> TrialResult:
-    """All trials; token lists are derived from the steps again."""
+    """Read all trials; their token lists are derived from the steps again."""
     return TrialResult(
         trials=tuple(
             Trial(

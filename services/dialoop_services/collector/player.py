@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dialoop.clients.retry import SERVICE_AWAY, RetryPolicy
-from dialoop.rollout import play, seeded
+from dialoop.rollout import play, sampling_of_member
 from dialoop.trajectory import Failure, Group, Owner, SamplingParams, Task, Trajectory
 
 from dialoop_services.collector.batched_group import BatchedGroup
@@ -99,7 +99,7 @@ class Player:
             async with asyncio.TaskGroup() as members:
                 playing = [
                     members.create_task(
-                        self._play_member(round_, seeded(sampling, member), batched)
+                        self._play_member(round_, sampling_of_member(sampling, member), batched)
                     )
                     for member in range(round_.task.num_trajectories)
                 ]

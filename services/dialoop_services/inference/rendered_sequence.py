@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dialoop.templates.chat_template import Span
-    from dialoop.templates.masks import Rendered
+    from dialoop.templates.masks import EncodedConversation
 
 
-def rendered_sequence(rendered: Rendered, contents: Mapping[int, Span]) -> Sequence:
+def rendered_sequence(rendered: EncodedConversation, contents: Mapping[int, Span]) -> Sequence:
     """Segments of PROMPT where a message's content stands, of TEMPLATE everywhere else.
 
     contents: the characters of the content of each message, by its index. A token belongs to where

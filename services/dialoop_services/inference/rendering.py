@@ -41,7 +41,7 @@ class Ask:
     context: Sequence | None = None
     num_context_messages: int = 0
     # Indices of messages that are known to be the policy's own, however the caller spells them.
-    vouched: tuple[int, ...] = ()
+    known_sampled: tuple[int, ...] = ()
     turn: int = 0
     template_name: str = ""
     tools: tuple[ToolDefinition, ...] = ()
@@ -102,7 +102,7 @@ class Renderer:
                 ask.history,
                 context=ask.context,
                 num_context_messages=ask.num_context_messages,
-                vouched=ask.vouched,
+                known_sampled=ask.known_sampled,
                 turn=ask.turn,
                 options=_without_tools(ask.template_options) | tools,
             )

@@ -9,7 +9,7 @@ from dialoop.chat import History
 from dialoop.errors import AlreadyExists, InvalidInput, Unsupported
 from dialoop.reasons import Reason
 from dialoop.templates.chat_template import require_variables
-from dialoop.templates.masks import Rendered, content_spans, tokenised
+from dialoop.templates.masks import EncodedConversation, content_spans, encode_conversation
 from dialoop.templates.registry import TemplateInfo
 from dialoop.v1 import template_service_pb2 as pb
 from dialoop.v1 import template_service_pb2_grpc as rpc
@@ -120,14 +120,16 @@ class TemplateServicer(rpc.TemplateServiceServicer):
 
     def _rendered(
         self, template: ChatTemplate, history: History, options: dict[str, Any]
-    ) -> tuple[Rendered, Sequence]:
+    ) -> tuple[EncodedConversation, Sequence]:
         tokenizer = self._renderer.tokenizer
         try:
-            found = tokenised(template, tokenizer, history, with_offsets=True, **options)
+            found = encode_conversation(template, tokenizer, history, with_offsets=True, **options)
         except Unsupported as error:
             if error.reason != Reason.MASK_UNAVAILABLE:
                 raise
             given = {"with_mask": False, "with_offsets": True, **options}
-            found = replace(tokenised(template, tokenizer, history, **given), assistant_mask=None)
+            found = replace(
+                encode_conversation(template, tokenizer, history, **given), assistant_mask=None
+            )
         spans = content_spans(template, history, found.text, **options) or {}
         return found, rendered_sequence(found, spans)

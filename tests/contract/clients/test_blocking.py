@@ -46,7 +46,12 @@ SCRIPT = ["<request><Calculator>22+28<call>", "Result=50<submit>"]
 
 def public(kind: type) -> dict[str, object]:
     members = (vars(base) for base in reversed(kind.__mro__[:-1]))
-    return {n: value for found in members for n, value in found.items() if not n.startswith("_")}
+    return {
+        n: value
+        for attributes in members
+        for n, value in attributes.items()
+        if not n.startswith("_")
+    }
 
 
 @pytest.mark.parametrize(("client", "twin"), TWINS, ids=lambda kind: kind.__name__)
@@ -55,10 +60,10 @@ def test_a_twin_has_the_same_methods_with_the_same_parameters(client, twin):
     assert public(client).keys() - {"policy"} == public(twin).keys() - {"of_dialoop"}
     for name, method in public(client).items():
         if inspect.isfunction(method):
-            asked = inspect.signature(method).parameters.values()
-            given = inspect.signature(public(twin)[name]).parameters.values()
-            assert [(p.name, p.kind, p.default) for p in asked] == [
-                (p.name, p.kind, p.default) for p in given
+            expected = inspect.signature(method).parameters.values()
+            actual = inspect.signature(public(twin)[name]).parameters.values()
+            assert [(p.name, p.kind, p.default) for p in expected] == [
+                (p.name, p.kind, p.default) for p in actual
             ]
 
 
@@ -72,7 +77,7 @@ def test_the_committed_twins_are_what_the_clients_generate_today(tmp_path):
 
 @contextmanager
 def service():
-    """An environment service on a thread of its own."""
+    """Serve an environment on a thread of its own."""
     with BackgroundLoop() as loop:
         context = serving(EnvironmentSettings(), Catalogue([arithmetic()]))
         server = loop.run(context.__aenter__())
@@ -106,16 +111,16 @@ def test_an_error_of_the_service_is_raised_with_its_reason():
 
 def test_several_threads_share_a_connection():
     with service() as address, BlockingDialoop(environment=address) as dialoop:
-        found = []
+        results = []
         threads = [
-            threading.Thread(target=lambda: found.extend(dialoop.environment.list_environments()))
+            threading.Thread(target=lambda: results.extend(dialoop.environment.list_environments()))
             for _ in range(4)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert [info.name for info in found] == ["arithmetic"] * 4
+    assert [info.name for info in results] == ["arithmetic"] * 4
 
 
 async def test_a_blocking_client_inside_an_event_loop_says_what_to_use_instead():

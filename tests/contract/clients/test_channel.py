@@ -86,8 +86,8 @@ class Answers(
 
 
 @asynccontextmanager
-async def connected(answers: Answers, *, retry: RetryPolicy = ONCE, token: str = "", **given: Any):
-    server = GrpcServer(load(ServerSettings, drain_s=0, **given))
+async def connect(answers: Answers, *, retry: RetryPolicy = ONCE, token: str = "", **options: Any):
+    server = GrpcServer(load(ServerSettings, drain_s=0, **options))
     for module, name in (
         (environment_service_pb2_grpc, "Environment"),
         (inference_service_pb2_grpc, "Inference"),
@@ -115,7 +115,7 @@ async def watch(channel: Channel) -> list[int]:
 @pytest.mark.parametrize("call", [close, upload, watch])
 async def test_an_error_arrives_as_the_class_that_was_raised(kind, call):
     error = kind("Wrong.", reason="SOME_REASON", remedy="Do this.")
-    async with connected(Answers(error)) as channel:
+    async with connect(Answers(error)) as channel:
         with pytest.raises(kind) as caught:
             await call(channel)
     assert type(caught.value) is kind
@@ -138,7 +138,7 @@ async def test_a_server_that_is_slow_to_greet_is_waited_for():
             both.create_task(pass_on(reader, there[1]))
             both.create_task(pass_on(there[0], writer))
 
-    async with connected(Answers()) as upstream:
+    async with connect(Answers()) as upstream:
         server = await asyncio.start_server(late, "127.0.0.1", 0)
         async with server:
             port = server.sockets[0].getsockname()[1]
@@ -147,7 +147,7 @@ async def test_a_server_that_is_slow_to_greet_is_waited_for():
 
 
 async def test_an_unexpected_error_arrives_as_an_internal_error_with_an_id():
-    async with connected(Answers(RuntimeError("secret"))) as channel:
+    async with connect(Answers(RuntimeError("secret"))) as channel:
         with pytest.raises(errors.InternalError, match=r"Internal error [0-9a-f]{32}") as caught:
             await close(channel)
     assert "secret" not in str(caught.value)
@@ -155,7 +155,7 @@ async def test_an_unexpected_error_arrives_as_an_internal_error_with_an_id():
 
 async def test_calls_that_succeed_answer():
     answers = Answers()
-    async with connected(answers) as channel:
+    async with connect(answers) as channel:
         assert await close(channel)
         assert await upload(channel) == 2.0
         assert await watch(channel) == [1, 2]
@@ -164,14 +164,14 @@ async def test_calls_that_succeed_answer():
 
 async def test_a_retryable_error_is_retried_until_it_passes():
     answers = Answers(errors.Unavailable("Not now."), errors.Busy("Nor now."))
-    async with connected(answers, retry=SOON) as channel:
+    async with connect(answers, retry=SOON) as channel:
         assert await close(channel)
     assert answers.num_calls == 3
 
 
 async def test_retries_are_bounded_and_the_last_error_comes_out():
     answers = Answers(*(errors.Unavailable(f"Not now: {n}.") for n in range(9)))
-    async with connected(answers, retry=SOON) as channel:
+    async with connect(answers, retry=SOON) as channel:
         with pytest.raises(errors.Unavailable, match="Not now: 2"):
             await close(channel)
     assert answers.num_calls == 3
@@ -187,7 +187,7 @@ async def test_retries_are_bounded_and_the_last_error_comes_out():
 )
 async def test_what_would_do_harm_or_no_good_is_not_retried(call, error):
     answers = Answers(error)
-    async with connected(answers, retry=SOON) as channel:
+    async with connect(answers, retry=SOON) as channel:
         with pytest.raises(type(error)):
             await call(channel)
     assert answers.num_calls == 1
@@ -195,7 +195,7 @@ async def test_what_would_do_harm_or_no_good_is_not_retried(call, error):
 
 async def test_a_cursor_that_moved_is_not_asked_for_again():
     answers = Answers(errors.Busy("Moved.", reason="CURSOR_MOVED"))
-    async with connected(answers, retry=SOON) as channel:
+    async with connect(answers, retry=SOON) as channel:
         with pytest.raises(errors.Busy):
             await ReplayClient(channel).offer_tasks("r", [])
     assert answers.num_calls == 1
@@ -204,7 +204,7 @@ async def test_a_cursor_that_moved_is_not_asked_for_again():
 async def test_the_deadline_covers_all_attempts():
     answers = Answers(*(errors.Unavailable("Not now.") for _ in range(99)), seconds=0.05)
     retry = RetryPolicy(max_attempts=99, first_wait_s=0.05, max_wait_s=0.05)
-    async with connected(answers, retry=retry) as channel:
+    async with connect(answers, retry=retry) as channel:
         with pytest.raises((errors.Unavailable, errors.DeadlineExceeded)):
             await channel.call(
                 environment.CLOSE_SESSION,
@@ -215,7 +215,7 @@ async def test_the_deadline_covers_all_attempts():
 
 
 async def test_a_slow_answer_is_a_deadline_exceeded():
-    async with connected(Answers(seconds=30)) as channel:
+    async with connect(Answers(seconds=30)) as channel:
         with pytest.raises(errors.DeadlineExceeded):
             await channel.call(
                 environment.CLOSE_SESSION,
@@ -236,20 +236,20 @@ async def test_nobody_listening_is_unavailable_and_named():
 
 
 async def test_a_service_that_comes_back_is_reached_again():
-    async with connected(Answers()) as channel:
+    async with connect(Answers()) as channel:
         await close(channel)
     port = int(channel.address.rpartition(":")[2])
     async with Channel(channel.address, retry=ONCE) as again:
         with pytest.raises(errors.Unavailable):
             await close(again)
-        async with connected(Answers(), port=port):
+        async with connect(Answers(), port=port):
             await again.wait_until_connected(timeout_s=PATIENCE_S)
             assert await close(again)
 
 
 async def test_a_message_over_the_limit_is_named_and_not_retried():
     answers = Answers()
-    async with connected(answers, retry=SOON, max_message_bytes=1024) as channel:
+    async with connect(answers, retry=SOON, max_message_bytes=1024) as channel:
         with pytest.raises(errors.CapacityExhausted) as caught:
             await EnvironmentClient(channel).close_session("x" * 5000)
     assert caught.value.reason == "MESSAGE_TOO_LARGE"
@@ -269,7 +269,7 @@ async def test_the_channels_token_is_sent():
 
 
 async def test_cancelling_a_call_cancels_it():
-    async with connected(Answers(seconds=30)) as channel:
+    async with connect(Answers(seconds=30)) as channel:
         call = asyncio.create_task(close(channel))
         await asyncio.sleep(0.1)
         call.cancel()
@@ -279,7 +279,7 @@ async def test_cancelling_a_call_cancels_it():
 
 @pytest.mark.parametrize("call", [close, upload, watch])
 async def test_closing_the_channel_fails_its_calls_and_does_not_cancel_their_tasks(call):
-    async with connected(Answers(seconds=30)) as channel:
+    async with connect(Answers(seconds=30)) as channel:
         task = asyncio.create_task(call(channel))
         await asyncio.sleep(0.1)
         await channel.close()
@@ -289,7 +289,7 @@ async def test_closing_the_channel_fails_its_calls_and_does_not_cancel_their_tas
 
 
 async def test_a_stream_may_be_left_early():
-    async with connected(Answers(seconds=30)) as channel:
+    async with connect(Answers(seconds=30)) as channel:
         async for stats in ReplayClient(channel).watch("r"):
             assert stats.credits == 1
             break
@@ -305,7 +305,7 @@ MODULES = (environment, inference, interact, recordings, replay, scorer, templat
 
 
 def test_every_rpc_has_its_client_and_its_messages():
-    known = {
+    rpcs = {
         rpc.path: rpc for module in MODULES for rpc in vars(module).values() if isinstance(rpc, Rpc)
     }
     files = (
@@ -322,7 +322,7 @@ def test_every_rpc_has_its_client_and_its_messages():
         for service in file.DESCRIPTOR.services_by_name.values()
         for method in service.methods
     }
-    assert set(known) == set(methods)
-    for path, rpc in known.items():
+    assert set(rpcs) == set(methods)
+    for path, rpc in rpcs.items():
         assert rpc.request.DESCRIPTOR is methods[path].input_type
         assert rpc.answer.DESCRIPTOR is methods[path].output_type

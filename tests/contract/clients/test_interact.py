@@ -34,7 +34,7 @@ POLICY = ScriptedPolicy([f"<request><Calculator>{KEY}<call>", f"Result={ANSWER}<
 
 
 @asynccontextmanager
-async def connected():
+async def connect():
     async with (
         serving(EnvironmentSettings(drain_s=0), Catalogue([ENVIRONMENT])) as server,
         Channel(server.address) as channel,
@@ -44,13 +44,13 @@ async def connected():
 
 
 async def test_a_group_is_played_over_one_stream():
-    async with connected() as (_, sessions):
+    async with connect() as (_, sessions):
         group = await play_group(TASK, sessions=sessions, policy=POLICY, group_id="g")
     assert [t.reward for t in group.trajectories] == [1.0] * 8
 
 
 async def test_an_item_error_concerns_its_caller_only():
-    async with connected() as (_, sessions):
+    async with connect() as (_, sessions):
         with pytest.raises(NotFound) as caught:
             await sessions.reset("lost", episode=1, split="train", task_key=KEY)
         assert caught.value.reason == "SESSION_LOST"

@@ -137,7 +137,7 @@ class Trainer(trainer_grpc.TrainerServiceServicer):
 
 
 @asynccontextmanager
-async def connected(register, servicer):
+async def connect(register, servicer):
     server = GrpcServer(load(ServerSettings))
     server.add(register, servicer, "x")
     async with server, Channel(server.address) as channel:
@@ -148,13 +148,13 @@ async def connected(register, servicer):
 async def inference():
     servicer = Inference()
     register = inference_grpc.add_InferenceServiceServicer_to_server
-    async with connected(register, servicer) as channel:
+    async with connect(register, servicer) as channel:
         yield servicer, InferenceClient(channel)
 
 
 @asynccontextmanager
 async def trainer():
-    async with connected(trainer_grpc.add_TrainerServiceServicer_to_server, Trainer()) as channel:
+    async with connect(trainer_grpc.add_TrainerServiceServicer_to_server, Trainer()) as channel:
         yield TrainerClient(channel)
 
 
@@ -170,10 +170,10 @@ async def test_a_second_turn_continues_the_context():
     async with inference() as (_, client):
         (first,) = await client.generate(PROMPT, sampling=SAMPLING)
         longer = first.history.require_full().append(Message(role="tool", content="7"))
-        given = {"context": first.sequence, "num_context_messages": 2, "turn": 1}
-        (there,) = await client.generate(longer, **given)
-        assert len(await client.generate(longer, num_samples=3, **given)) == 3
-    (here,) = await POLICY.generate(longer, **given)
+        continuation = {"context": first.sequence, "num_context_messages": 2, "turn": 1}
+        (there,) = await client.generate(longer, **continuation)
+        assert len(await client.generate(longer, num_samples=3, **continuation)) == 3
+    (here,) = await POLICY.generate(longer, **continuation)
     assert there.sequence == here.sequence
     assert len(first.sequence.extended_by(there.sequence)) > len(first.sequence)
 
@@ -187,10 +187,10 @@ async def test_a_stream_ends_with_the_whole_sample():
 
 async def test_logprobs_are_rows_of_numbers_with_a_version():
     async with inference() as (servicer, client):
-        found = await client.logprobs([np.array([1, 2, 3], dtype=np.int32)])
+        answer = await client.logprobs([np.array([1, 2, 3], dtype=np.int32)])
     assert servicer.received == [[1, 2, 3]]
-    assert [row.tolist() for row in found.logprobs] == [[-0.5, -1.5]]
-    assert found.policy_version == V3
+    assert [row.tolist() for row in answer.logprobs] == [[-0.5, -1.5]]
+    assert answer.policy_version == V3
 
 
 async def test_a_replica_without_a_policy_has_no_version():
@@ -228,7 +228,7 @@ async def test_a_scorer_scores_groups_and_gives_logprobs():
     task = Task(task_id="t", environment="e", split="s", key="k")
     group = Group(group_id="t#1", task=task, trajectories=())
     register = scorer_grpc.add_ScorerServiceServicer_to_server
-    async with connected(register, Scorer()) as channel:
+    async with connect(register, Scorer()) as channel:
         client = ScorerClient(channel)
         assert await client.score(group) == group
         (row,) = await client.logprobs([[1, 2, 3]])

@@ -103,7 +103,7 @@ async def test_a_changed_past_forks_the_sequence():
     assert {s.source for s in second.sequence.segments} >= {Source.PROMPT, Source.MODEL}
 
 
-async def started() -> tuple[InMemoryEnvironment, History]:
+async def start() -> tuple[InMemoryEnvironment, History]:
     sessions = InMemoryEnvironment(ENVIRONMENT)
     await sessions.create_session("s", "arithmetic")
     opening = await sessions.reset("s", episode=1, split="train", task_key=KEY)
@@ -111,7 +111,7 @@ async def started() -> tuple[InMemoryEnvironment, History]:
 
 
 async def test_a_repeated_step_gets_the_first_answer():
-    sessions, answered = await started()
+    sessions, answered = await start()
     first = await sessions.step("s", episode=1, step_index=0, history=answered)
     again = await sessions.step("s", episode=1, step_index=0, history=answered)
     assert (first.replayed, again.replayed) == (False, True)
@@ -122,14 +122,14 @@ async def test_a_repeated_step_gets_the_first_answer():
     ("episode", "step_index", "reason"), [(2, 0, "STEP_GAP"), (1, 1, "STEP_GAP")]
 )
 async def test_a_step_out_of_order_is_refused(episode, step_index, reason):
-    sessions, answered = await started()
+    sessions, answered = await start()
     with pytest.raises(PreconditionFailed) as caught:
         await sessions.step("s", episode=episode, step_index=step_index, history=answered)
     assert caught.value.reason == reason
 
 
 async def test_another_answer_for_the_same_step_is_refused():
-    sessions, answered = await started()
+    sessions, answered = await start()
     await sessions.step("s", episode=1, step_index=0, history=answered)
     other = answered.respond(Message(role="assistant", content=SUBMIT))
     with pytest.raises(PreconditionFailed) as caught:
@@ -138,7 +138,7 @@ async def test_another_answer_for_the_same_step_is_refused():
 
 
 async def test_a_session_that_is_not_there_is_lost():
-    sessions, answered = await started()
+    sessions, answered = await start()
     assert await sessions.close_session("s")
     assert not await sessions.close_session("s")
     with pytest.raises(NotFound) as caught:
@@ -165,9 +165,9 @@ async def test_tasks_come_in_pages():
 
 
 def test_a_trajectory_to_test_with_holds_together_and_takes_any_field():
-    one = trajectory(reward=0.5)
-    assert (one.reward, one.num_model_tokens, one.is_scorable) == (0.5, 2, True)
-    assert one.done_reason is DoneReason.SUBMITTED
+    sample = trajectory(reward=0.5)
+    assert (sample.reward, sample.num_model_tokens, sample.is_scorable) == (0.5, 2, True)
+    assert sample.done_reason is DoneReason.SUBMITTED
     cut = trajectory(truncated=True, terminated=False, labels={"a": "b"})
     assert (cut.truncated, cut.terminated, cut.labels) == (True, False, {"a": "b"})
     with pytest.raises(TypeError, match="no_such_field"):

@@ -86,8 +86,8 @@ async def test_a_reset_that_is_asked_twice_begins_once():
             await asyncio.sleep(0.01)
         assert await reason_of(client.reset("s", episode=1, task_key="4")) == "SESSION_BUSY"
         driver.gate.set()
-        one, other = await asyncio.gather(*both)
-        assert texts(one) == texts(other) == ["seed 3"]
+        first, second = await asyncio.gather(*both)
+        assert texts(first) == texts(second) == ["seed 3"]
         assert texts(await client.reset("s", episode=1, task_key="3")) == ["seed 3"]
     assert driver.begun == 1
     assert driver.ended == [3]
@@ -112,7 +112,7 @@ async def test_an_episode_that_cannot_begin_is_unavailable_without_its_text():
         from dialoop.environments import Given
 
         with pytest.raises(Exception, match="error_id") as caught:
-            await client.reset("s", episode=1, given=Given(query="refuse"))
+            await client.reset("s", episode=1, question=Given(query="refuse"))
         assert caught.value.reason == "ENVIRONMENT_UNAVAILABLE"
         assert "secret" not in str(caught.value)
         assert texts(await client.reset("s", episode=1, task_key="3")) == ["seed 3"]

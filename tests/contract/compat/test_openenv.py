@@ -37,11 +37,11 @@ def echo_app(*, places: int = 4):
             super().__init__()
             self._state = server.State()
 
-        def reset(self, seed=None, episode_id=None, question="", **given):
+        def reset(self, seed=None, episode_id=None, question="", **options):
             self._state = server.State(episode_id=episode_id, step_count=0)
             return Heard(text=f"seed {seed} {question}".strip())
 
-        def step(self, action, timeout_s=None, **given):
+        def step(self, action, timeout_s=None, **options):
             self._state.step_count += 1
             if action.message.startswith("sleep"):
                 time.sleep(0.5)
@@ -58,8 +58,8 @@ def echo_app(*, places: int = 4):
 
 
 @contextmanager
-def served(app):
-    """An ASGI application at a URL, in a thread."""
+def serve(app):
+    """Serve an ASGI application in a thread; yield its URL."""
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, log_level="error", ws="websockets-sansio", lifespan="off")
     )
@@ -76,7 +76,7 @@ def served(app):
 
 @pytest.fixture(scope="module")
 def url():
-    with served(echo_app()) as url:
+    with serve(echo_app()) as url:
         yield url
 
 
@@ -132,7 +132,7 @@ async def test_a_step_of_theirs_that_raises_is_a_failure_whose_text_stays_here(u
 
 
 async def test_a_full_server_is_busy_and_has_room_again_afterwards():
-    with served(echo_app(places=1)) as url:
+    with serve(echo_app(places=1)) as url:
         async with at("sdk", echo(url)) as client:
             await opened(client, "echo", "a", task_key="1")
             await client.create_session("b", "echo")
@@ -144,7 +144,7 @@ async def test_a_full_server_is_busy_and_has_room_again_afterwards():
 
 
 async def test_an_error_sent_before_the_request_is_read_all_the_same():
-    with served(echo_app(places=1)) as url:
+    with serve(echo_app(places=1)) as url:
         from openenv.core import GenericEnvClient
 
         async with GenericEnvClient(base_url=url) as first:

@@ -20,8 +20,10 @@ REASON = "openenv-core brings gradio and fastmcp: see infra/test_compat.sh"
 
 
 def door(**settings):
-    given = EnvironmentSettings(rest_port=0, drain_s=1, openenv=True, **settings)
-    return serving(given, Catalogue([arithmetic(), failing_environment(), Breaks(name="breaks")]))
+    door_settings = EnvironmentSettings(rest_port=0, drain_s=1, openenv=True, **settings)
+    return serving(
+        door_settings, Catalogue([arithmetic(), failing_environment(), Breaks(name="breaks")])
+    )
 
 
 @pytest.fixture
@@ -62,12 +64,12 @@ async def test_their_client_plays_an_environment_of_ours_to_its_end(core):
 
 async def test_sockets_are_sessions_that_end_with_them(core):
     async with door(capacity=2) as server:
-        async with client_of(core, server) as one, client_of(core, server) as other:
-            a = await one.reset(task_key="35+40")
-            b = await other.reset(task_key="35+40")
+        async with client_of(core, server) as first, client_of(core, server) as second:
+            a = await first.reset(task_key="35+40")
+            b = await second.reset(task_key="35+40")
             assert a.observation["episode_id"] != b.observation["episode_id"]
-            await one.step({"message": "Result=1<submit>"})
-            assert (await other.state())["step_count"] == 0
+            await first.step({"message": "Result=1<submit>"})
+            assert (await second.state())["step_count"] == 0
             async with client_of(core, server) as third:
                 with pytest.raises(RuntimeError, match="CAPACITY_REACHED"):
                     await third.reset(task_key="35+40")
@@ -91,15 +93,15 @@ async def test_what_raises_here_tells_its_id_alone():
     async with door() as server:
         async with socket_of(server, "failing") as socket:
             await ask(socket, "reset", task_key="35+40")
-            told = (await ask(socket, "step", message="<request><secret>x<call>"))["data"]
-            assert told["observation"]["failures"][0]["owner"] == "TOOL"
-            assert (told["done"], told["reward"]) == (True, None)
-            assert "secret text" not in json.dumps(told)
+            error = (await ask(socket, "step", message="<request><secret>x<call>"))["data"]
+            assert error["observation"]["failures"][0]["owner"] == "TOOL"
+            assert (error["done"], error["reward"]) == (True, None)
+            assert "secret text" not in json.dumps(error)
         async with socket_of(server, "breaks") as socket:
-            told = (await ask(socket, "reset", question="Hello?"))["data"]
-            assert told["code"] == "EXECUTION_ERROR"
-            assert "error_id" in told["message"]
-            assert "secret" not in json.dumps(told)
+            error = (await ask(socket, "reset", question="Hello?"))["data"]
+            assert error["code"] == "EXECUTION_ERROR"
+            assert "error_id" in error["message"]
+            assert "secret" not in json.dumps(error)
 
 
 async def test_the_token_opens_the_door_as_their_urls_password(core):
@@ -146,9 +148,9 @@ async def test_plain_http_goes_on_with_the_episode_it_names():
 async def test_a_step_that_is_asked_twice_is_taken_once():
     async with door() as server, socket_of(server) as socket:
         await ask(socket, "reset", task_key="35+40")
-        said = {"message": "Result=75<submit>", "metadata": {"step_index": 0}}
-        first = await ask(socket, "step", **said)
-        assert await ask(socket, "step", **said) == first
+        action = {"message": "Result=75<submit>", "metadata": {"step_index": 0}}
+        first = await ask(socket, "step", **action)
+        assert await ask(socket, "step", **action) == first
         assert first["data"]["observation"]["step_index"] == 1
         gap = await ask(socket, "step", message="x", metadata={"step_index": 7})
         assert gap["data"]["reason"] in ("STEP_GAP", "EPISODE_DONE")
@@ -184,8 +186,8 @@ async def test_foreign_pages_and_oversized_messages_are_kept_out():
 
 
 async def test_the_door_is_closed_unless_it_is_asked_for():
-    given = EnvironmentSettings(rest_port=0, drain_s=1)
-    async with serving(given, Catalogue([arithmetic()])) as server, httpx.AsyncClient() as http:
+    settings = EnvironmentSettings(rest_port=0, drain_s=1)
+    async with serving(settings, Catalogue([arithmetic()])) as server, httpx.AsyncClient() as http:
         url = f"http://{server.rest_address}/openenv/arithmetic"
         assert (await http.get(f"{url}/health")).status_code == 404
         with pytest.raises(websockets.InvalidStatus):

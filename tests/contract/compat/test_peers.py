@@ -25,8 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @functools.cache
-def _found(peer: str) -> dict[str, Any]:
-    """Everything anew, by the peer's own code."""
+def _run_peer(peer: str) -> dict[str, Any]:
+    """Compute everything anew with the peer's own code."""
     reason = f"{peer} is no part of .venv: see infra/test_compat.sh"
     pytest.importorskip(peer, reason=reason)
     results = {"trl": trl_results, "torchrl": torchrl_results}[peer]
@@ -35,21 +35,21 @@ def _found(peer: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("peer", ["trl", "torchrl"])
 def test_losses_and_gradients_are_those_of_the_installed_package(peer: str) -> None:
-    found, golden = _found(peer)["cases"], peer_goldens(peer)["cases"]
-    assert list(found) == list(golden)
+    actual, golden = _run_peer(peer)["cases"], peer_goldens(peer)["cases"]
+    assert list(actual) == list(golden)
     for name, case in golden.items():
-        assert found[name]["settings"] == case["settings"]
-        assert found[name]["loss"] == pytest.approx(case["loss"], rel=1e-9, abs=1e-12)
-        gradients = (torch.tensor(one["gradient"]).double() for one in (found[name], case))
+        assert actual[name]["settings"] == case["settings"]
+        assert actual[name]["loss"] == pytest.approx(case["loss"], rel=1e-9, abs=1e-12)
+        gradients = (torch.tensor(result["gradient"]).double() for result in (actual[name], case))
         torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9, msg=name)
 
 
 @pytest.mark.parametrize("peer", ["trl", "torchrl"])
 def test_advantages_are_those_of_the_installed_package(peer: str) -> None:
-    found, golden = _found(peer)["advantages"], peer_goldens(peer)["advantages"]
-    assert list(found) == list(golden)
+    actual, golden = _run_peer(peer)["advantages"], peer_goldens(peer)["advantages"]
+    assert list(actual) == list(golden)
     for name, values in golden.items():
-        ours, theirs = _flat(found[name]), _flat(values)
+        ours, theirs = _flat(actual[name]), _flat(values)
         assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-12)
 
 
@@ -86,7 +86,7 @@ def test_a_whole_step_of_packed_rows_equals_trls_padded_one(tmp_path: Path) -> N
 
 
 def _row(tensors: dict[str, Any], index: int) -> TokenRow:
-    """One sequence of the goldens with its prompt, as the trainer packs it."""
+    """Return one sequence of the goldens with its prompt, as the trainer packs it."""
     length = tensors["lengths"][index]
     prompt = PROMPTS[index // GROUP_SIZE]
     trained = torch.tensor(tensors["trained"][index][:length])

@@ -26,18 +26,18 @@ def make_chat_env(**options):
 
     class Judge(Transform):
         def _step(self, tensordict, next_tensordict):
-            said = tensordict["history"].full.content[0][-1]
-            if said == "break":
+            last_text = tensordict["history"].full.content[0][-1]
+            if last_text == "break":
                 raise RuntimeError("secret text")
-            is_right = tensordict["answer"][0] in said
-            reward = float("nan") if said == "nan" else float(is_right)
+            is_right = tensordict["answer"][0] in last_text
+            reward = float("nan") if last_text == "nan" else float(is_right)
             next_tensordict["reward"] = torch.tensor([[reward]])
             for name in ("done", "terminated"):
                 next_tensordict[name] = torch.tensor([[is_right]])
             if not is_right:
                 hint = History.from_chats([[{"role": "user", "content": "Again."}]])
-                told = next_tensordict["history"].prompt.extend(hint, inplace=False, dim=-1)
-                next_tensordict["history"].prompt = told
+                prompt = next_tensordict["history"].prompt.extend(hint, inplace=False, dim=-1)
+                next_tensordict["history"].prompt = prompt
             return next_tensordict
 
     base = ChatEnv(system_prompt="Be brief.", **{"batch_size": (1,)} | options)
@@ -50,7 +50,7 @@ def environment(**options):
 
 
 @pytest.fixture(autouse=True)
-def installed(request):
+def installation(request):
     if "package" not in request.node.name:
         pytest.importorskip("torchrl.envs.llm", reason="see infra/test_compat.sh")
 
@@ -107,8 +107,8 @@ async def test_what_of_theirs_fails_is_a_failure_without_its_text():
 
 async def test_a_callers_question_is_played_too():
     async with at("sdk", environment()) as client:
-        given = Given(query="What is 1+1?", data={"answer": "2"})
-        assert texts(await opened(client, "theirs", given=given))[1] == "What is 1+1?"
+        question = Given(query="What is 1+1?", data={"answer": "2"})
+        assert texts(await opened(client, "theirs", question=question))[1] == "What is 1+1?"
         (outcome,) = await play(client, "2")
         assert outcome.rewards[0].value == 1.0
 

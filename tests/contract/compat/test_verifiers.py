@@ -37,7 +37,7 @@ CONFIG = {
 
 
 @pytest.fixture
-def installed(monkeypatch):
+def installation(monkeypatch):
     pytest.importorskip("verifiers.v1", reason="verifiers pins openai<3: see infra/test_compat.sh")
     monkeypatch.syspath_prepend(TESTS)
 
@@ -56,7 +56,7 @@ async def play(world, key: str):
     return await play_agent(task(key), agent=VerifiersAgent(CONFIG), host=host)
 
 
-async def test_a_run_with_a_tool_is_a_trajectory_with_verifiers_rewards(installed, directory):
+async def test_a_run_with_a_tool_is_a_trajectory_with_verifiers_rewards(installation, directory):
     engine = ScriptedEngine(directory, [call_text("add", a=3, b=4), "It is 7."])
     async with agent_world(directory, engine, token="a-token") as world:
         trajectory = await play(world, "0")
@@ -70,7 +70,7 @@ async def test_a_run_with_a_tool_is_a_trajectory_with_verifiers_rewards(installe
     require_owned_once(trajectory, engine)
 
 
-async def test_what_a_model_samples_in_it_trains_the_model(installed, directory):
+async def test_what_a_model_samples_in_it_trains_the_model(installation, directory):
     model = await TransformersEngine.start(directory, max_model_len=2048, max_num_seqs=2)
     try:
         engine = LoggingEngine(model)
@@ -88,14 +88,14 @@ async def test_what_a_model_samples_in_it_trains_the_model(installed, directory)
     assert update(policy, optimizer, [pack_rows([row])], load_objective("dppo_mask")).step.applied
 
 
-async def test_a_wrong_answer_is_a_reward_of_zero_and_no_failure(installed, directory):
+async def test_a_wrong_answer_is_a_reward_of_zero_and_no_failure(installation, directory):
     async with agent_world(directory, ScriptedEngine(directory, ["It is 5."])) as world:
         trajectory = await play(world, "1")
     assert trajectory.failures == ()
     assert [r.value for turn in trajectory.turns for r in turn.rewards] == [0.0]
 
 
-async def test_a_reward_that_fails_marks_the_trajectory_and_tells_nothing(installed, directory):
+async def test_a_reward_that_fails_marks_the_trajectory_and_tells_nothing(installation, directory):
     async with agent_world(directory, ScriptedEngine(directory, ["It is 5."])) as world:
         trajectory = await play(world, "2")
     (failure,) = trajectory.failures
@@ -105,7 +105,7 @@ async def test_a_reward_that_fails_marks_the_trajectory_and_tells_nothing(instal
     assert not trajectory.is_scorable
 
 
-async def test_an_engine_that_fails_is_owned_by_the_inference(installed, directory):
+async def test_an_engine_that_fails_is_owned_by_the_inference(installation, directory):
     engine = ScriptedEngine(directory, [], fails=lambda number: RuntimeError("secret text"))
     async with agent_world(directory, engine) as world:
         trajectory = await play(world, "0")
@@ -113,7 +113,7 @@ async def test_an_engine_that_fails_is_owned_by_the_inference(installed, directo
     assert all("secret" not in failure.message for failure in trajectory.failures)
 
 
-async def test_the_tasks_of_a_taskset_are_listed(installed):
+async def test_the_tasks_of_a_taskset_are_listed(installation):
     environment = ChatEnv(name="sums", tasks=VerifiersTasks(CONFIG))
     assert [ref.key for ref in environment.tasks.page("train", one_epoch=True).tasks] == list("012")
     opening = environment.reset(environment.tasks.get("train", "1"), seed=0)
@@ -121,7 +121,7 @@ async def test_the_tasks_of_a_taskset_are_listed(installed):
     assert opening.episode.task.answer == ""
 
 
-async def test_unknown_tasks_and_environments_are_refused(installed, directory):
+async def test_unknown_tasks_and_environments_are_refused(installation, directory):
     async with agent_world(directory, ScriptedEngine(directory, [])) as world:
         trajectory = await play(world, "9")
     assert [failure.reason for failure in trajectory.failures] == ["TASK_NOT_FOUND"]

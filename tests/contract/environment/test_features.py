@@ -77,7 +77,7 @@ async def test_38_chat_env_is_a_blank_canvas_in_history_mode(door):
 async def test_38_chat_env_in_text_mode(door):
     environment = blank(input_mode="text", tokenizer=BYTES)
     async with at(door, environment) as client:
-        opening = await opened(client, "blank", given=Given(query="hi"))
+        opening = await opened(client, "blank", question=Given(query="hi"))
         prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
         assert opening.text == Text(prompt=prompt)
         assert opening.history == ChatHistory()
@@ -97,7 +97,7 @@ async def test_38_chat_env_in_text_mode(door):
 async def test_38_chat_env_in_tokens_mode(door):
     environment = blank(EndOnTag(), input_mode="tokens", tokenizer=BYTES)
     async with at(door, environment) as client:
-        opening = await opened(client, "blank", given=Given(query="hi"))
+        opening = await opened(client, "blank", question=Given(query="hi"))
         prompt = opening.tokens.prompt
         assert BYTES.decode(prompt) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
         ids = (*BYTES.encode("é, <answer>3</answer>").ids, *BYTES.end_of_turn_ids[:1])
@@ -106,7 +106,7 @@ async def test_38_chat_env_in_tokens_mode(door):
         assert first.tokens.prompt == prompt + ids[:1]
         assert last.tokens.prompt == prompt + ids
         assert last.done_reason is DoneReason.CONTENT
-        other = await opened(client, "blank", "t", given=Given(query="hi"))
+        other = await opened(client, "blank", "t", question=Given(query="hi"))
         refused = client.step("t", episode=1, step_index=0, history=Tokens(response=(9999,)))
         assert await reason_of(refused) == "TOKEN_OUT_OF_RANGE"
         assert other.tokens == opening.tokens
@@ -123,7 +123,7 @@ class Hint(Transform):
 @pytest.mark.parametrize("mode", ["text", "tokens"])
 async def test_38_what_the_environment_says_is_added_to_text_and_tokens(door, mode):
     async with at(door, blank(Hint(), input_mode=mode, tokenizer=BYTES)) as client:
-        await opened(client, "blank", given=Given(query="hi"))
+        await opened(client, "blank", question=Given(query="hi"))
         text = "yes<|im_end|>"
         said = Text(response=text)
         if mode == "tokens":
@@ -141,7 +141,7 @@ async def test_39_reset_semantics(door):
     environment = blank(system_prompt="S", data_key="question")
     async with at(door, environment) as client:
         given = Given(data={"question": "q", "answer": "7", "id": "r-1"})
-        opening = await opened(client, "blank", given=given)
+        opening = await opened(client, "blank", question=given)
         assert texts(opening) == ["S", "q"]
         assert opening.info == {"question": "q", "answer": "7", "id": "r-1"}
         assert opening.history.response is None
@@ -149,13 +149,13 @@ async def test_39_reset_semantics(door):
         ready = History.from_chats(
             [{"role": "system", "content": "mine"}, {"role": "user", "content": "u"}]
         )
-        second = await client.reset("s", episode=2, given=Given(messages=ready))
+        second = await client.reset("s", episode=2, question=Given(messages=ready))
         assert texts(second) == ["mine", "u"]
         refused = client.reset("s", episode=3)
         assert await reason_of(refused) == "DATA_MISSING"
-        refused = client.reset("s", episode=3, given=Given(data={"q": "x"}))
+        refused = client.reset("s", episode=3, question=Given(data={"q": "x"}))
         assert await reason_of(refused) == "DATA_KEY_MISSING"
-        refused = client.reset("s", episode=3, task_key="k", given=Given(query="x"))
+        refused = client.reset("s", episode=3, task_key="k", question=Given(query="x"))
         assert await reason_of(refused) == "TASK_AND_QUERY"
 
 

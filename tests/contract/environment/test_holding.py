@@ -235,7 +235,7 @@ async def test_unknown_environments_and_questions_for_closed_ones_are_refused():
         choice = TaskChoice(given=Given(query="1+1"))
         group = client.create_group("g", "nope", num_sessions=1, choice=choice)
         assert await reason_of(group) == "ENVIRONMENT_NOT_FOUND"
-        asked = await opened(client, "arithmetic", given=Given(query="12+13"))
+        asked = await opened(client, "arithmetic", question=Given(query="12+13"))
         assert asked.history.prompt[0].text == "12+13"  # any ChatEnv plays what it is asked
 
 
@@ -247,7 +247,7 @@ async def test_a_step_in_two_views_is_refused(views):
         "tokens": {"response": {"values": [1]}},
     }
     async with served(ChatEnv(name="blank")) as (client, server), http_of(server) as http:
-        await opened(client, "blank", given=Given(query="q"))
+        await opened(client, "blank", question=Given(query="q"))
         step = {"episode": 1, "step_index": 0, **{view: body[view] for view in views}}
         answer = await http.post("/v1/sessions/s/step", json=step)
         assert refusal(answer) == (400, "WRONG_MODE")

@@ -78,7 +78,7 @@ async def test_28_every_input_mode_takes_a_response_alone(door, mode):
     environment = ChatEnv(name="blank", input_mode=mode, tokenizer=BYTES)
     async with at(door, environment) as client:
         assert (await client.get_environment("blank")).spec.input_mode is mode
-        opening = await opened(client, "blank", given=Given(query="hi"))
+        opening = await opened(client, "blank", question=Given(query="hi"))
         (outcome,) = await play(client, ANSWERS[mode])
         assert spelled(opening, mode).startswith("<|im_start|>user\nhi<|im_end|>\n")
         asked = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -151,7 +151,7 @@ async def test_52_prompt_and_action_are_concatenated_in_text_mode(door):
         name="text", input_mode="text", tokenizer=BYTES, transforms=(StepCounter(3),)
     )
     async with at(door, environment) as client:
-        opening = await opened(client, "text", given=Given(query="Once"))
+        opening = await opened(client, "text", question=Given(query="Once"))
         outcomes = await play(client, *(Text(response=part) for part in (" upon", " a", " time")))
         shown = [outcome.text.prompt for outcome in outcomes]
         start = opening.text.prompt

@@ -163,7 +163,7 @@ async def test_a_kl_reward_has_one_number_per_token(door):
 
     kl = KLReward(policy=policy, reference=reference, coefficient=2.0)
     async with at(door, blank(kl, input_mode="tokens", tokenizer=BYTES)) as client:
-        await opened(client, "blank", given=Given(query="hi"))
+        await opened(client, "blank", question=Given(query="hi"))
         first, second = await play(client, Tokens(response=(65, 66)), Tokens(response=(67, 68, 69)))
         assert first.rewards[0].per_token == (-0.5, -0.5)
         assert second.rewards[0].per_token == (-0.5,) * 3

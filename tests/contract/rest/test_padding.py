@@ -144,7 +144,7 @@ async def test_the_sdk_pads_samples_and_takes_the_padding_off_again(model_dir, t
     views = [TurnView.of_sample(sample) for sample in samples]
     for pad in (EOS, SEVEN):
         output = pad_output(views, pad_token_id=pad)
-        assert output.tokens.unpadded() == [view.tokens for view in views]
+        assert output.tokens.unpad() == [view.tokens for view in views]
         assert np.array_equal(output.masks.all_attention_mask, output.tokens.full.mask())
         rows = output.log_probs["response"].rows()
         for row, sample in zip(rows, samples, strict=True):

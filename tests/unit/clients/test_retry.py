@@ -131,13 +131,13 @@ async def test_a_cancelled_wait_ends_at_once():
 
 def test_no_other_module_computes_growing_waits():
     """A back-off doubles something in a module that sleeps."""
-    found = set()
+    paths = set()
     for folder in ("client/dialoop", "services/dialoop_services"):
         for path in (ROOT / folder).rglob("*.py"):
             tree = ast.parse(path.read_text())
             if _sleeps(tree) and any(_doubles(node) for node in ast.walk(tree)):
-                found.add(path.relative_to(ROOT).as_posix())
-    assert found - POLLS == {"client/dialoop/clients/retry.py"}, "wait with dialoop.clients.retry"
+                paths.add(path.relative_to(ROOT).as_posix())
+    assert paths - POLLS == {"client/dialoop/clients/retry.py"}, "wait with dialoop.clients.retry"
 
 
 def _sleeps(tree):
@@ -146,7 +146,7 @@ def _sleeps(tree):
 
 
 def _doubles(node):
-    """Whether it is `2 ** n`, `wait *= 2`, or `wait = min(2 * wait, ...)`."""
+    """Return whether it is `2 ** n`, `wait *= 2`, or `wait = min(2 * wait, ...)`."""
     if isinstance(node, ast.AugAssign):
         return isinstance(node.op, ast.Mult) and _is_factor(node.value)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):

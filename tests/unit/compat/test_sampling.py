@@ -9,7 +9,7 @@ from dialoop.trajectory import SamplingParams
 
 
 @pytest.mark.parametrize(
-    ("given", "sampling", "num_samples"),
+    ("parameters", "sampling", "num_samples"),
     [
         ({}, SamplingParams(), 1),
         ({"max_tokens": 8, "n": 4}, SamplingParams(max_new_tokens=8), 4),
@@ -25,13 +25,13 @@ from dialoop.trajectory import SamplingParams
         ({"include_stop_str_in_output": True, "logit_bias": {}}, SamplingParams(), 1),
     ],
 )  # fmt: skip
-def test_their_names_mean_ours(given, sampling, num_samples):
-    options = read_generate_options(given)
+def test_their_names_mean_ours(parameters, sampling, num_samples):
+    options = read_generate_options(parameters)
     assert (options.sampling, options.num_samples, options.warnings) == (sampling, num_samples, ())
 
 
 @pytest.mark.parametrize(
-    ("given", "kind", "reason"),
+    ("parameters", "kind", "reason"),
     [
         ({"num_beams": 2}, Unsupported, "BEAMS_UNSUPPORTED"),
         ({"num_beams": 2, "early_stopping": True}, Unsupported, "BEAMS_UNSUPPORTED"),
@@ -61,9 +61,9 @@ def test_their_names_mean_ours(given, sampling, num_samples):
         ({"tempreature": 1}, InvalidInput, "UNKNOWN_FIELD"),
     ],
 )
-def test_what_is_wrong_or_not_done_is_refused(given, kind, reason):
+def test_what_is_wrong_or_not_done_is_refused(parameters, kind, reason):
     with pytest.raises(DialoopError) as refused:
-        read_generate_options(given)
+        read_generate_options(parameters)
     assert (type(refused.value), refused.value.reason) == (kind, reason)
     assert refused.value.remedy
 
@@ -72,7 +72,7 @@ def test_of_two_names_the_older_wins_and_python_warns():
     with pytest.warns(DialoopWarning, match="max_tokens 5 was taken, max_new_tokens 9 was not"):
         options = generate_options(max_new_tokens=9, max_tokens=5)
     assert options.sampling.max_new_tokens == 5
-    with pytest.warns(DialoopWarning, match="length_penalty is not used"):
+    with pytest.warns(DialoopWarning, match="length_penalty is ignored"):
         assert generate_options(length_penalty=0.5).sampling == SamplingParams()
 
 

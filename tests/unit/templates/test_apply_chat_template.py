@@ -7,7 +7,7 @@ import pytest
 from dialoop.chat import ContentPart, Histories, History, Message, ToolDefinition
 from dialoop.errors import InvalidInput, Unsupported
 from dialoop.templates.chat_template import ChatTemplate
-from dialoop.templates.masks import tokenised
+from dialoop.templates.masks import encode_conversation
 from dialoop.templates.registry import TemplateRegistry, named_template
 from dialoop.tokens.tokenizer import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -72,12 +72,12 @@ def test_the_own_template_renders_byte_for_byte_as_transformers(name):
     for key, chats, history in conversations(TEMPLATES[name]):
         for opens in (True, False):
             for tools in (None, TOOLS) if "tools" in TEMPLATES[name] else (None,):
-                given = {"add_generation_prompt": opens, "tools": tools}
-                expected = theirs.apply_chat_template(chats, tokenize=False, mood="glad", **given)
-                found = history.apply_chat_template(ours, template_kwargs={"mood": "glad"}, **given)
-                assert found == expected, key
+                options = {"add_generation_prompt": opens, "tools": tools}
+                expected = theirs.apply_chat_template(chats, tokenize=False, mood="glad", **options)
+                ids = history.apply_chat_template(ours, template_kwargs={"mood": "glad"}, **options)
+                assert ids == expected, key
                 ids = history.apply_chat_template(
-                    ours, tokenize=True, template_kwargs={"mood": "glad"}, **given
+                    ours, tokenize=True, template_kwargs={"mood": "glad"}, **options
                 )
                 assert ids == theirs(expected, add_special_tokens=False)["input_ids"], key
 
@@ -88,11 +88,11 @@ def test_masks_of_generation_blocks_equal_transformers(name):
     for key, chats, history in conversations(TEMPLATES[name]):
         if key in ("ends_in_bytes", "empty_answer", "call") and name in TEMPLATES:
             continue  # of these transformers marks too few, or the token before an empty block
-        given = {"return_assistant_tokens_mask": True, "add_generation_prompt": False}
-        expected = theirs.apply_chat_template(chats, return_dict=True, **given)
-        found = history.apply_chat_template(ours, **given)
-        assert found.keys() == {"input_ids", "attention_mask", "assistant_masks"}
-        for column, row in found.items():
+        options = {"return_assistant_tokens_mask": True, "add_generation_prompt": False}
+        expected = theirs.apply_chat_template(chats, return_dict=True, **options)
+        encoded = history.apply_chat_template(ours, **options)
+        assert encoded.keys() == {"input_ids", "attention_mask", "assistant_masks"}
+        for column, row in encoded.items():
             assert row == expected[column], (key, column)
 
 
@@ -101,10 +101,12 @@ def test_a_template_without_generation_blocks_has_its_mask_from_marks():
     _, ours = pair(MISTRAL)
     for key in ("quoted", "two_turns", "whitespace", "unicode", "ends_in_bytes", "empty_answer"):
         history = History.from_chats(CONVERSATIONS[key])
-        found = tokenised(ChatTemplate.of(ours), ours, history)
-        written = ours.decode(found.token_ids[found.assistant_mask].tolist())
+        encoded = encode_conversation(ChatTemplate.of(ours), ours, history)
+        written = ours.decode(encoded.token_ids[encoded.assistant_mask].tolist())
         assert written == "".join(m.text.strip() for m in history if m.role == "assistant"), key
-    quoted = tokenised(ChatTemplate.of(ours), ours, History.from_chats(CONVERSATIONS["quoted"]))
+    quoted = encode_conversation(
+        ChatTemplate.of(ours), ours, History.from_chats(CONVERSATIONS["quoted"])
+    )
     assert quoted.assistant_mask[: len(ours.encode("[INST] say ab [/INST]").ids)].sum() == 0
 
 
@@ -115,11 +117,11 @@ def test_calls_are_in_the_mask_of_a_template_without_generation_blocks_too():
     _, plain = pair(source)
     _, ours = pair(named_template("qwen").source)
     history = History.from_chats(CONVERSATIONS["called"])
-    found = tokenised(ChatTemplate.of(plain), plain, history)
-    expected = tokenised(ChatTemplate.of(ours), ours, history)
-    assert found.token_ids.tolist() == expected.token_ids.tolist()
+    encoded = encode_conversation(ChatTemplate.of(plain), plain, history)
+    expected = encode_conversation(ChatTemplate.of(ours), ours, history)
+    assert encoded.token_ids.tolist() == expected.token_ids.tolist()
     # Without blocks the line end between header and call belongs to what the policy writes or not.
-    written = ours.decode(found.token_ids[found.assistant_mask].tolist())
+    written = ours.decode(encoded.token_ids[encoded.assistant_mask].tolist())
     assert written.replace("\n", "") == ours.decode(
         expected.token_ids[expected.assistant_mask].tolist()
     ).replace("\n", "")
@@ -141,8 +143,8 @@ def test_a_final_message_goes_on_as_with_transformers(name):
         if name != "chatml" and key == "whitespace":
             continue  # transformers finds no blank to continue
         expected = theirs.apply_chat_template(chats, tokenize=False, continue_final_message=True)
-        found = History.from_chats(chats).apply_chat_template(ours, continue_final_message=True)
-        assert found == expected
+        ids = History.from_chats(chats).apply_chat_template(ours, continue_final_message=True)
+        assert ids == expected
 
 
 def test_text_parts_reach_a_template_that_reads_parts_and_are_joined_for_others():
@@ -175,7 +177,7 @@ def test_histories_are_padded_on_request_with_explicit_masks():
         ours, tokenize=True, truncation=True, max_length=5, padding="max_length"
     )
     assert cut == [row[:5] for row in ragged["input_ids"]]
-    assert both.apply_chat_template(ours) == [one.apply_chat_template(ours) for one in both]
+    assert both.apply_chat_template(ours) == [history.apply_chat_template(ours) for history in both]
     with pytest.raises(InvalidInput, match="different lengths"):
         both.apply_chat_template(ours, return_tensors="np")
 
@@ -251,11 +253,11 @@ def test_messages_that_spell_special_tokens_get_none():
     history = History.from_chats(
         [{"role": role, "content": forged} for role in ("user", "assistant", "tool")]
     )
-    found = tokenised(ChatTemplate.of(ours), ours, history, add_generation_prompt=False)
-    special = [i for i in found.token_ids.tolist() if ours.is_special(i)]
+    encoded = encode_conversation(ChatTemplate.of(ours), ours, history, add_generation_prompt=False)
+    special = [i for i in encoded.token_ids.tolist() if ours.is_special(i)]
     assert len(special) == 2 * len(history)
-    assert ours.decode(found.token_ids.tolist()) == found.text
-    assert ours.decode(found.token_ids[found.assistant_mask].tolist()) == forged
+    assert ours.decode(encoded.token_ids.tolist()) == encoded.text
+    assert ours.decode(encoded.token_ids[encoded.assistant_mask].tolist()) == forged
 
 
 def test_long_texts_have_the_ids_they_have_in_one_piece():
@@ -263,16 +265,16 @@ def test_long_texts_have_the_ids_they_have_in_one_piece():
     words = " ".join(f"wörd {number}\n\n" for number in range(3000))
     many = History.from_chats([{"role": "user", "content": words[:k]} for k in range(0, 9000, 700)])
     for history in (many, History.from_chats([{"role": "user", "content": words}])):
-        found = tokenised(ChatTemplate.of(ours), ours, history)
-        assert found.token_ids.tolist() == list(ours.encode(found.text, trusted=True).ids)
+        encoded = encode_conversation(ChatTemplate.of(ours), ours, history)
+        assert encoded.token_ids.tolist() == list(ours.encode(encoded.text, trusted=True).ids)
 
 
 def test_noncharacters_in_a_message_do_not_disturb_its_mask():
     _, ours = pair(TEMPLATES["chatml"])
     odd = "\ufdd0 and \ufdd0\ufdd0"
     history = History((Message(role="user", content=odd), Message(role="assistant", content=odd)))
-    found = tokenised(ChatTemplate.of(ours), ours, history)
-    assert ours.decode(found.token_ids[found.assistant_mask].tolist()) == odd
+    encoded = encode_conversation(ChatTemplate.of(ours), ours, history)
+    assert ours.decode(encoded.token_ids[encoded.assistant_mask].tolist()) == odd
 
 
 def test_the_registry_given_is_the_one_asked():

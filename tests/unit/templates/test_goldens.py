@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from dialoop.chat import History
 from dialoop.errors import Unsupported
-from dialoop.templates.masks import tokenised
+from dialoop.templates.masks import encode_conversation
 from dialoop.templates.registry import TemplateRegistry
 from dialoop.tokens.tokenizer import Tokenizer
 
@@ -27,9 +27,9 @@ def template(name: str):
 
 
 def rows(name: str):
-    found = json.loads((GOLDENS / f"{name}.json").read_text("utf-8"))
-    assert found["made_with"]["torchrl"].startswith("0.14.")
-    for key, row in found["rows"].items():
+    goldens = json.loads((GOLDENS / f"{name}.json").read_text("utf-8"))
+    assert goldens["made_with"]["torchrl"].startswith("0.14.")
+    for key, row in goldens["rows"].items():
         history = History.from_chats(CONVERSATIONS[key.partition("/")[0]])
         yield key, history, TOOLS if key.endswith("/tools") else None, row
 
@@ -55,20 +55,22 @@ def test_ids_and_masks_equal_the_reference(name):
     for key, history, _, row in rows(name):
         if "ids" not in row or drops_calls(name, history):
             continue
-        found = tokenised(template(name), TOKENIZER, history, add_generation_prompt=False)
-        assert found.token_ids.tolist() == row["ids"], key
+        encoded = encode_conversation(
+            template(name), TOKENIZER, history, add_generation_prompt=False
+        )
+        assert encoded.token_ids.tolist() == row["ids"], key
         if key == "ends_in_bytes":
-            assert sum(row["mask"]) == found.assistant_mask.sum() - 3
+            assert sum(row["mask"]) == encoded.assistant_mask.sum() - 3
             continue
-        assert found.assistant_mask.astype(int).tolist() == row["mask"], key
+        assert encoded.assistant_mask.astype(int).tolist() == row["mask"], key
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_mask_covers_every_byte_of_a_last_character(name):
     """Transformers marks only the first of the tokens that spell a content's last character."""
     history = History.from_chats(CONVERSATIONS["ends_in_bytes"])
-    found = tokenised(template(name), TOKENIZER, history, add_generation_prompt=False)
-    written = TOKENIZER.decode(found.token_ids[found.assistant_mask].tolist())
+    encoded = encode_conversation(template(name), TOKENIZER, history, add_generation_prompt=False)
+    written = TOKENIZER.decode(encoded.token_ids[encoded.assistant_mask].tolist())
     assert written.strip() == "ok 🙂"
 
 
@@ -80,10 +82,10 @@ def test_what_was_rendered_reads_back_as_it_was(name):
         if name in WITHOUT_TOOLS and key in ("tool", "two_tools", "system_later"):
             continue  # the format has no tool messages, and a system message only first
         assert History(template(name).parse(row["closed"])) == history, key
-        found = tokenised(
+        encoded = encode_conversation(
             template(name), TOKENIZER, history, tools=tools, add_generation_prompt=False
         )
-        assert History(template(name).parse_tokens(found.token_ids, TOKENIZER)) == history, key
+        assert History(template(name).parse_tokens(encoded.token_ids, TOKENIZER)) == history, key
 
 
 def test_the_defects_of_the_reference_s_parsers_are_real_and_not_ours():
@@ -108,16 +110,18 @@ def test_include_eos_adds_the_token_that_ends_each_turn_and_no_other():
         ("llama", "<|eot|>"),
         ("deepseek", "<|endoftext|>"),
     ):
-        found = tokenised(
+        encoded = encode_conversation(
             template(name), TOKENIZER, history, add_generation_prompt=False, include_eos=True
         )
-        written = TOKENIZER.decode(found.token_ids[found.assistant_mask].tolist())
+        written = TOKENIZER.decode(encoded.token_ids[encoded.assistant_mask].tolist())
         assert written.strip() == end
 
 
 def test_the_opening_of_a_turn_is_never_in_the_mask():
     history = History.from_chats(CONVERSATIONS["two_turns"])
     for name in NAMES:
-        opened = tokenised(template(name), TOKENIZER, history)
-        closed = tokenised(template(name), TOKENIZER, history, add_generation_prompt=False)
+        opened = encode_conversation(template(name), TOKENIZER, history)
+        closed = encode_conversation(
+            template(name), TOKENIZER, history, add_generation_prompt=False
+        )
         assert opened.assistant_mask.sum() == closed.assistant_mask.sum(), name

@@ -22,7 +22,7 @@ SNIPPETS = [
 ]
 
 
-def rendered(kind, source: str) -> str:
+def render(kind, source: str) -> str:
     message = {"role": "user", "items": "shadowed"}
     try:
         return kind().from_string(source).render(m=message, l=[1])
@@ -34,8 +34,8 @@ def rendered(kind, source: str) -> str:
 
 @pytest.mark.parametrize("source", SNIPPETS)
 def test_the_sandbox_shows_and_refuses_what_jinjas_own_does(source):
-    assert rendered(TemplateSandbox, source) == rendered(ImmutableSandboxedEnvironment, source)
+    assert render(TemplateSandbox, source) == render(ImmutableSandboxedEnvironment, source)
 
 
 def test_the_snippets_do_meet_the_sandbox():
-    assert "refused" in {rendered(TemplateSandbox, source) for source in SNIPPETS}
+    assert "refused" in {render(TemplateSandbox, source) for source in SNIPPETS}

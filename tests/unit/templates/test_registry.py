@@ -7,7 +7,7 @@ from dialoop.chat import History, Message
 from dialoop.compat import names as compat
 from dialoop.errors import AlreadyExists, InvalidInput, NotFound
 from dialoop.templates.declared_parser import TemplateParser
-from dialoop.templates.masks import tokenised
+from dialoop.templates.masks import encode_conversation
 from dialoop.templates.registry import TemplateRegistry
 from dialoop.tokens.tokenizer import Tokenizer
 
@@ -58,9 +58,11 @@ def test_the_document_s_llama_example_renders_masks_and_reads_back():
     ours = tokenizer("meta-llama/Llama-2-7b-chat-hf")
     template = registry.choose(ours)
     for opens in (True, False):
-        found = tokenised(template, ours, HELLO, add_generation_prompt=opens)
-        assert ours.decode(found.token_ids[found.assistant_mask].tolist()) == "Hi there!"
-        ended = tokenised(template, ours, HELLO, include_eos=True, add_generation_prompt=opens)
+        encoded = encode_conversation(template, ours, HELLO, add_generation_prompt=opens)
+        assert ours.decode(encoded.token_ids[encoded.assistant_mask].tolist()) == "Hi there!"
+        ended = encode_conversation(
+            template, ours, HELLO, include_eos=True, add_generation_prompt=opens
+        )
         assert ours.decode(ended.token_ids[ended.assistant_mask].tolist()) == "Hi there!</s>"
     text = HELLO.apply_chat_template(ours, registry=registry, add_generation_prompt=False)
     assert History.from_text(text, ours, registry=registry) == HELLO
@@ -154,7 +156,7 @@ def test_the_own_template_renders_and_parses_or_neither_direction_pretends():
         "Qwen/Qwen3", chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     text = HELLO.apply_chat_template(own)
-    with pytest.raises(Exception, match="Nothing reads back"):
+    with pytest.raises(Exception, match="has no parser to read it back"):
         History.from_text(text, own)
 
 
@@ -162,8 +164,8 @@ def test_the_list_has_every_name_once_with_digest_and_version():
     registry = TemplateRegistry()
     parser = TemplateParser(message_pattern=r"(?P<role>)(?P<content>.*?)\|")
     registry.add_chat_template("plain", PLAIN, parser)
-    found = {info.name: info for info in registry.list()}
+    infos = {info.name: info for info in registry.list()}
     names = {"chatml", "qwen", "falcon", "deepseek", "llama", "dialogpt", "plain"}
-    assert found.keys() == names
-    assert len({info.digest for info in found.values()}) == len(names)
-    assert [name for name, info in found.items() if not info.invertible] == ["dialogpt"]
+    assert infos.keys() == names
+    assert len({info.digest for info in infos.values()}) == len(names)
+    assert [name for name, info in infos.items() if not info.invertible] == ["dialogpt"]

@@ -77,7 +77,7 @@ def require_law(prompt: Prompt, before: Sequence | None) -> None:
 
 
 def require_spelling(tokens: TokenBuilder, prompt: Prompt) -> None:
-    """The tokens spell the rendered text, and their spans the contents."""
+    """Check that the tokens spell the rendered text, and their spans the contents."""
     text = tokens.template.render(prompt.history)
     if unicodedata.normalize("NFC", text) != text:
         return  # this tokenizer normalises
@@ -194,12 +194,12 @@ def test_contents_that_a_template_trims_are_whose_they_are():
     played.hear(("user", "  go on\n"), ("tool", 'say "hi"'))
     prompt = played.prompt()
     decode = played.tokens.tokenizer.decode
-    told = [
+    owners = [
         (s.source, s.message_index, s.char_start, s.char_length)
         for s in prompt.appended.segments
         if s.source is not Source.TEMPLATE
     ]
-    assert told == [(Source.ENVIRONMENT, 2, 2, 5), (Source.TOOL, 3, 0, 0)]
+    assert owners == [(Source.ENVIRONMENT, 2, 2, 5), (Source.TOOL, 3, 0, 0)]
     tool = next(s for s in prompt.appended.segments if s.source is Source.TOOL)
     shown = decode(prompt.appended.token_ids[tool.start : tool.end].tolist())
     assert shown == 'say \\"hi\\"'
@@ -247,8 +247,8 @@ def test_content_parts_are_cut_at_their_texts():
     parts = tuple(ContentPart(type="text", text=text) for text in ("one ", "two"))
     history = History((Message(role="user", content=parts),))
     sequence = cached_builder(CHATML).prompt(history).sequence
-    told = [(s.char_start, s.char_length) for s in sequence.segments if s.source is Source.PROMPT]
-    assert told == [(0, len("one two"))]
+    spans = [(s.char_start, s.char_length) for s in sequence.segments if s.source is Source.PROMPT]
+    assert spans == [(0, len("one two"))]
 
 
 # What an OpenAI client sends back.
@@ -264,8 +264,8 @@ def test_a_parsed_message_that_renders_to_what_was_sampled_continues():
     played.hear(("tool", "3"))
     prompt = played.prompt()
     assert prompt.fork_cause is ForkCause.NONE
-    told = played.tokens.tokenizer.decode(prompt.appended.token_ids.tolist())
-    assert told.startswith("\n<|im_start|>user\n<tool_response>\n3")
+    text = played.tokens.tokenizer.decode(prompt.appended.token_ids.tolist())
+    assert text.startswith("\n<|im_start|>user\n<tool_response>\n3")
 
 
 @pytest.mark.parametrize("end", ["", END])
@@ -276,7 +276,7 @@ def test_a_parsed_message_that_was_changed_forks(end):
     played.client_says(tool_calls=(call,))
     played.hear(("tool", "3"))
     assert played.prompt().fork_cause is ForkCause.HISTORY_REWRITTEN
-    assert played.prompt(vouched={0}).fork_cause is ForkCause.HISTORY_REWRITTEN
+    assert played.prompt(known_sampled={0}).fork_cause is ForkCause.HISTORY_REWRITTEN
 
 
 @pytest.mark.parametrize("added", [" more", "\n"])
@@ -292,8 +292,8 @@ def spaced_otherwise(**message) -> Played:
     played = playing(THINKING)
     played.say('<think>hm</think>let me<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>')
     call = ToolCall(name="add", arguments_json='{"a": 1}', id="c1")
-    given = {"content": "let me", "reasoning": "hm", "tool_calls": (call,)} | message
-    played.client_says(**given)
+    fields = {"content": "let me", "reasoning": "hm", "tool_calls": (call,)} | message
+    played.client_says(**fields)
     return played
 
 
@@ -301,35 +301,35 @@ def test_a_message_spelled_otherwise_forks_unless_the_caller_vouches_for_it():
     played = spaced_otherwise()
     played.hear(("tool", "3"))
     assert played.prompt().fork_cause is ForkCause.HISTORY_REWRITTEN
-    prompt = played.prompt(vouched={1})
+    prompt = played.prompt(known_sampled={1})
     assert prompt.fork_cause is ForkCause.NONE
     assert prompt.sequence.token_ids.tolist()[: len(played.sequences[-1])] == (
         played.sequences[-1].token_ids.tolist()
     )
-    played.say("so", vouched={1})
+    played.say("so", known_sampled={1})
     played.hear(("tool", "4"))
-    assert played.prompt(vouched={1}).fork_cause is ForkCause.NONE
+    assert played.prompt(known_sampled={1}).fork_cause is ForkCause.NONE
     assert played.prompt().fork_cause is ForkCause.HISTORY_REWRITTEN
 
 
 def test_a_client_that_drops_the_thinking_continues_when_it_vouches():
     played = spaced_otherwise(reasoning="")
     played.hear(("tool", "3"))
-    assert played.prompt(vouched={1}).fork_cause is ForkCause.NONE
+    assert played.prompt(known_sampled={1}).fork_cause is ForkCause.NONE
 
 
 def test_thinking_that_the_template_strips_forks_whoever_vouches():
     played = spaced_otherwise()
     played.hear(("user", "and?"))
-    cause = played.prompt(vouched={1}).fork_cause
+    cause = played.prompt(known_sampled={1}).fork_cause
     assert cause is ForkCause.TEMPLATE_REWRITES_PAST
 
 
-def test_a_vouched_message_does_not_cover_for_another_that_changed():
+def test_a_message_known_to_be_sampled_does_not_cover_for_another_that_changed():
     played = spaced_otherwise()
     played.hear(("tool", "3"))
     played.history = History((Message(role="user", content="z"), *played.history.messages[1:]))
-    assert played.prompt(vouched={1}).fork_cause is ForkCause.HISTORY_REWRITTEN
+    assert played.prompt(known_sampled={1}).fork_cause is ForkCause.HISTORY_REWRITTEN
 
 
 def test_what_a_builder_remembers_changes_nothing():
@@ -338,9 +338,9 @@ def test_what_a_builder_remembers_changes_nothing():
         for text in ("one", "<think>\nhm\n</think>\n\ntwo", "three 世"):
             played.say(text)
             played.hear(("tool", "r"), ("user", "s"))
-            told = played.prompt()
+            prompt = played.prompt()
             played.tokens = builder(family)
-            assert played.prompt() == told
+            assert played.prompt() == prompt
 
 
 def test_a_template_that_refuses_part_of_a_conversation_still_continues_it():

@@ -10,22 +10,22 @@ from tests.support.samples.chat_families import CHATML, THINKING, builder
 V1 = PolicyVersion(lineage="main", number=1)
 
 
-def forked(template: str, *, changed: bool = False) -> Renderer:
+def fork(template: str, *, changed: bool = False) -> Renderer:
     tokens = builder(template)
     renderer = Renderer(tokens.tokenizer, tokens.template)
     history = History((Message(role="user", content="q"),))
     ids = tokens.tokenizer.encode("<think>\nhm\n</think>\n\nx").ids
     answer = tokens.answer(tokens.prompt(history), ids, versions=[(len(ids), V1)])
-    said = Message(role="assistant", content="edited") if changed else answer.message
-    longer = history.append(said).append(Message(role="user", content="r"))
+    message = Message(role="assistant", content="edited") if changed else answer.message
+    longer = history.append(message).append(Message(role="user", content="r"))
     renderer.prompt(Ask(history=longer, context=answer.appended, num_context_messages=2))
     return renderer
 
 
 def test_forks_are_counted_by_cause():
-    assert forked(THINKING).num_forks == {"template_rewrites_past": 1}
-    assert forked(CHATML, changed=True).num_forks == {"history_rewritten": 1}
-    assert not forked(CHATML).num_forks
+    assert fork(THINKING).num_forks == {"template_rewrites_past": 1}
+    assert fork(CHATML, changed=True).num_forks == {"history_rewritten": 1}
+    assert not fork(CHATML).num_forks
 
 
 def test_counts_that_a_service_keeps_are_among_its_metrics():

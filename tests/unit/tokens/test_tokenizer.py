@@ -16,7 +16,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentence_piece() -> Tokenizer:
-    """As Llama 2 has it: spaces are metaspaces, unknown bytes are tokens, decoding strips."""
+    """Make one like Llama 2's: spaces are metaspaces, unknown bytes are tokens, decoding strips."""
     words = ["<unk>", "<s>", "</s>", "▁", "▁hello", "▁wor", "ld", "a", "b"]
     vocabulary = words + [f"<0x{byte:02X}>" for byte in range(256)]
     model = models.BPE(

@@ -29,10 +29,10 @@ def view(question: str, answer: str) -> TurnView:
     tokens = builder()
     prompt = tokens.prompt(History((Message(role="user", content=question),)))
     ids = [*tokens.tokenizer.encode(answer).ids, tokens.tokenizer.end_of_turn_ids[0]]
-    said = tokens.answer(prompt, ids, logprobs=[-0.25] * len(ids), versions=[(len(ids), V1)])
+    answered = tokens.answer(prompt, ids, logprobs=[-0.25] * len(ids), versions=[(len(ids), V1)])
     sample = Sample(
-        history=ChatHistory(prompt=prompt.history).respond(said.message),
-        sequence=said.appended,
+        history=ChatHistory(prompt=prompt.history).respond(answered.message),
+        sequence=answered.appended,
         stop_reason=StopReason.STOP,
         sampling=SamplingParams(temperature=1.0),
     )
@@ -50,13 +50,13 @@ def test_the_containers_are_torchrls_and_hold_what_was_sampled():
     from torchrl.modules.llm.policies.common import ChatHistory as Theirs
     from torchrl.modules.llm.policies.common import Tokens
 
-    (one,) = views = [view("q", "a")]
+    (expected,) = views = [view("q", "a")]
     row = to_torchrl(views)[0]
     assert isinstance(row["tokens"], Tokens)
     assert isinstance(row["history"], Theirs)
-    assert row["tokens"].response.tolist() == list(one.tokens.response)
-    assert row["masks"].all_assistant_mask.sum() == len(one.tokens.response)
-    assert np.isnan(row["log_probs"].full.numpy()[: len(one.tokens.prompt)]).all()
+    assert row["tokens"].response.tolist() == list(expected.tokens.response)
+    assert row["masks"].all_assistant_mask.sum() == len(expected.tokens.response)
+    assert np.isnan(row["log_probs"].full.numpy()[: len(expected.tokens.prompt)]).all()
     assert row["log_probs"].prompt is None
     assert row["history"].full.unbind(-1)[-1].content == "a"
 

@@ -46,8 +46,8 @@ def user(text: str) -> History:
     return History((Message(role="user", content=text),))
 
 
-def played(template: str, texts: list[str]) -> tuple[Trajectory, list[TurnView]]:
-    """A trajectory, and each turn as it was seen when it was sampled."""
+def play_turns(template: str, texts: list[str]) -> tuple[Trajectory, list[TurnView]]:
+    """Return a trajectory, and each turn as it was seen when it was sampled."""
     tokens, history, sequences, seen, turns = builder(template), user("q"), [], [], []
     for turn, text in enumerate(texts):
         context = sequences[-1] if sequences else None
@@ -81,7 +81,7 @@ def played(template: str, texts: list[str]) -> tuple[Trajectory, list[TurnView]]
 @pytest.mark.parametrize("template", [CHATML, THINKING])
 def test_a_turn_of_a_trajectory_is_seen_as_it_was_sampled(template):
     texts = ["<think>\nhm\n</think>\n\none", "two", "<think>\nso\n</think>\n\nthree"]
-    trajectory, seen = played(template, texts)
+    trajectory, seen = play_turns(template, texts)
     for turn, then in enumerate(seen):
         now = TurnView.of_turn(trajectory, turn, TOKENIZER)
         assert now == then
@@ -93,7 +93,7 @@ def test_a_turn_of_a_trajectory_is_seen_as_it_was_sampled(template):
 
 
 def test_masks_and_log_probs_stand_where_the_sampled_tokens_do():
-    trajectory, _ = played(CHATML, ["one", "two"])
+    trajectory, _ = play_turns(CHATML, ["one", "two"])
     view = TurnView.of_turn(trajectory, 1, TOKENIZER)
     mask = view.masks.all_assistant_mask
     assert len(mask) == len(view.tokens.full)
@@ -103,13 +103,13 @@ def test_masks_and_log_probs_stand_where_the_sampled_tokens_do():
     start, length = len(view.tokens.prompt), len(view.tokens.response)
     assert view.log_probs.response.start == 0
     assert view.log_probs.full.start == start
-    aligned = view.log_probs.full.aligned(start + length)
+    aligned = view.log_probs.full.align(start + length)
     assert np.isnan(aligned[:start]).all()
     assert aligned[start:] == pytest.approx([-0.2] * length)
 
 
 def test_log_probs_that_nobody_took_are_absent():
-    trajectory, _ = played(CHATML, ["one"])
+    trajectory, _ = play_turns(CHATML, ["one"])
     (sequence,) = trajectory.sequences
     prompt = BUILDER.prompt(user("q"))
     bare = BUILDER.answer(prompt, sequence.token_ids[-3:].tolist(), versions=[(3, V1)]).appended
@@ -130,11 +130,11 @@ def test_the_first_token_of_a_conversation_has_no_log_prob():
 
 def test_log_probs_that_do_not_fit_are_refused():
     with pytest.raises(InvalidInput, match="do not fit 3 tokens"):
-        LogProbRow(values=np.zeros(3, dtype=np.float32), start=1).aligned(3)
+        LogProbRow(values=np.zeros(3, dtype=np.float32), start=1).align(3)
 
 
 def test_a_turn_that_nobody_sampled_is_not_found():
-    trajectory, _ = played(CHATML, ["one"])
+    trajectory, _ = play_turns(CHATML, ["one"])
     with pytest.raises(NotFound, match="turn 7"):
         TurnView.of_turn(trajectory, 7)
 
@@ -147,7 +147,7 @@ IDS = st.lists(st.integers(0, 313), max_size=6).map(tuple)
 def test_padding_comes_off_whatever_the_pad_id_is(rows, pad):
     batch = [Tokens(prompt=p, response=r, full=p + r) for p, r in rows]
     padded = pad_tokens(batch, pad_token_id=pad)
-    assert padded.unpadded() == batch
+    assert padded.unpad() == batch
     width = padded.prompt.values.shape[1]
     for index, (prompt, response) in enumerate(rows):
         assert padded.full.values[index, :width].tolist() == padded.prompt.values[index].tolist()
@@ -161,12 +161,12 @@ def test_padding_that_is_also_the_end_of_a_turn_is_safe():
     right = pad_tokens(batch, pad_token_id=END, padding_side="right")
     assert left.full.values.tolist() == [[END, END, 5, END], [5, 6, END, END]]
     assert right.full.values.tolist() == [[5, END, END, END], [5, 6, END, END]]
-    assert left.unpadded() == right.unpadded() == batch
+    assert left.unpad() == right.unpad() == batch
     assert left.full.mask().tolist() == [[False, False, True, True], [True] * 4]
 
 
 def test_padded_masks_and_log_probs_stand_over_their_tokens():
-    trajectory, _ = played(CHATML, ["one", "two three"])
+    trajectory, _ = play_turns(CHATML, ["one", "two three"])
     views = [TurnView.of_turn(trajectory, turn) for turn in range(2)]
     tokens = pad_tokens([v.tokens for v in views], pad_token_id=END)
     masks = pad_masks([v.masks for v in views], tokens)
@@ -176,8 +176,8 @@ def test_padded_masks_and_log_probs_stand_over_their_tokens():
     for index, view in enumerate(views):
         row = masks.all_assistant_mask[index][tokens.full.mask()[index]]
         assert row.tolist() == view.masks.all_assistant_mask.tolist()
-        known = ~np.isnan(rows["full"].values[index])
-        assert tokens.full.values[index][known].tolist() == list(view.tokens.response)
+        is_known = ~np.isnan(rows["full"].values[index])
+        assert tokens.full.values[index][is_known].tolist() == list(view.tokens.response)
 
 
 def test_padded_rows_without_lengths_are_refused():

@@ -13,7 +13,7 @@ from dialoop.errors import InvalidInput
 from dialoop.sequences import Source
 from dialoop.v1 import chat_pb2, trajectory_pb2
 from dialoop.wire import messages, records, runs, templates
-from dialoop.wire.codec import Codec, enum, many, one, renamed
+from dialoop.wire.codec import Codec, enum, many, submessage, wire_name
 
 ROOT = Path(__file__).parents[3]
 CODECS = [
@@ -90,7 +90,9 @@ def test_defaults_are_left_out_where_that_is_asked_for():
 
 
 def test_a_nested_message_and_an_enum_have_rows():
-    codec = Codec(Stretch, trajectory_pb2.Segment, source=enum(Source), policy_version=one(VERSION))
+    codec = Codec(
+        Stretch, trajectory_pb2.Segment, source=enum(Source), policy_version=submessage(VERSION)
+    )
     for version in (None, Version(lineage="a", number=1)):
         value = Stretch(start=1, length=2, source=Source.TOOL, policy_version=version)
         assert codec.from_proto(codec.to_proto(value)) == value
@@ -101,19 +103,19 @@ def test_a_nested_message_and_an_enum_have_rows():
 
 
 @pytest.mark.parametrize(
-    ("domain", "rows", "said"),
+    ("domain", "rows", "text"),
     [
         (Stretch, {"source": enum(Source)}, "policy_version is a message or an enum"),
-        (Stretch, {"policy_version": one(VERSION)}, "source is a message or an enum"),
-        (Version, {"nunber": renamed("number")}, "nunber"),
+        (Stretch, {"policy_version": submessage(VERSION)}, "source is a message or an enum"),
+        (Version, {"nunber": wire_name("number")}, "nunber"),
         (Record, {}, "trajectory_id"),
     ],
 )
-def test_a_table_that_does_not_fit_is_noticed_when_it_is_made(domain, rows, said):
+def test_a_table_that_does_not_fit_is_noticed_when_it_is_made(domain, rows, text):
     message = trajectory_pb2.PolicyVersion if domain is Record else trajectory_pb2.Segment
     if domain is Version:
         message = trajectory_pb2.PolicyVersion
-    with pytest.raises((TypeError, KeyError), match=said):
+    with pytest.raises((TypeError, KeyError), match=text):
         Codec(domain, message, **rows)
 
 
@@ -130,23 +132,23 @@ def test_a_list_of_messages_becomes_a_tuple():
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.domain.__name__)
 def test_no_field_of_a_message_is_forgotten(codec):
     name = codec.message.DESCRIPTOR.name
-    known = {each.name for each in dataclasses.fields(codec.domain)} | APART.get(name, set())
-    assert set(codec.message.DESCRIPTOR.fields_by_name) <= known
+    fields = {each.name for each in dataclasses.fields(codec.domain)} | APART.get(name, set())
+    assert set(codec.message.DESCRIPTOR.fields_by_name) <= fields
 
 
 def test_nobody_else_writes_a_message_that_has_a_codec():
     names = {codec.message.DESCRIPTOR.name for codec in CODECS}
-    found = set()
+    places = set()
     for folder in ("client/dialoop", "services/dialoop_services"):
         for path in (ROOT / folder).rglob("*.py"):
             where = path.relative_to(ROOT).as_posix()
             if not where.startswith(("client/dialoop/v1/", "client/dialoop/wire/")):
-                found |= {f"{where}: {name}" for name in _written(path) & names}
-    assert not found, "convert it with dialoop.wire"
+                places |= {f"{where}: {name}" for name in _messages_written(path) & names}
+    assert not places, "convert it with dialoop.wire"
 
 
-def _written(path):
-    """The messages that a module makes from fields."""
+def _messages_written(path):
+    """Return the messages that a module makes from fields."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     return {
         call.func.attr

@@ -58,18 +58,18 @@ class BlockingDialoop:
 
     @classmethod
     def of_run(cls, run_dir: str | Path, *, token: str = "") -> Self:
-        """The stack that `dialoop up` or `dialoop train` runs in `runs/<name>` on this machine."""
+        """Connect to the stack that `dialoop up` or `dialoop train` runs in `run_dir` here."""
         addresses = require_addresses(Path(run_dir))
         names = ("environment", "inference", "replay", "scorer", "trainer")
         return cls(**{name: addresses[name] for name in names}, token=token)
 
     @classmethod
     def of_dialoop(cls, dialoop: Dialoop, loop: BackgroundLoop) -> Self:
-        """The twin of a Dialoop that lives on `loop`; closing the twin closes both."""
-        made = cls.__new__(cls)
-        made._dialoop, made._loop = dialoop, loop
-        made._finalizer = weakref.finalize(made, loop.close)
-        return made
+        """Return the twin of a Dialoop that lives on `loop`; closing the twin closes both."""
+        twin = cls.__new__(cls)
+        twin._dialoop, twin._loop = dialoop, loop
+        twin._finalizer = weakref.finalize(twin, loop.close)
+        return twin
 
     def __enter__(self) -> Self:
         return self
@@ -85,36 +85,36 @@ class BlockingDialoop:
 
     @property
     def environment(self) -> BlockingEnvironmentClient:
-        """Environments, tasks, sessions and episodes."""
+        """Return the client of environments, tasks, sessions and episodes."""
         return BlockingEnvironmentClient(self._get(lambda d: d.environment), self._loop)
 
     @property
     def inference(self) -> BlockingInferenceClient:
-        """The inference service; InvalidConfig where the policy is in this process."""
+        """Return the inference client; InvalidConfig where the policy is in this process."""
         return BlockingInferenceClient(self._get(lambda d: d.inference), self._loop)
 
     @property
     def templates(self) -> BlockingTemplateClient:
-        """The chat templates of the inference service."""
+        """Return the client of the inference service's chat templates."""
         return BlockingTemplateClient(self._get(lambda d: d.templates), self._loop)
 
     def recordings(self, rest_url: str) -> BlockingRecordingClient:
-        """Recordings of agents at the inference service; `rest_url` is that of its REST door."""
+        """Return the client of agents' recordings; `rest_url` is the inference's REST door."""
         return BlockingRecordingClient(self._get(lambda d: d.recordings(rest_url)), self._loop)
 
     @property
     def replay(self) -> BlockingReplayClient:
-        """The task ledger and the queue of groups."""
+        """Return the client of the task ledger and the queue of groups."""
         return BlockingReplayClient(self._get(lambda d: d.replay), self._loop)
 
     @property
     def scorer(self) -> BlockingScorerClient:
-        """Reference log-probs and scored groups."""
+        """Return the client of reference log-probs and scored groups."""
         return BlockingScorerClient(self._get(lambda d: d.scorer), self._loop)
 
     @property
     def trainer(self) -> BlockingTrainerClient:
-        """The state of training and its controls."""
+        """Return the client of training's state and controls."""
         return BlockingTrainerClient(self._get(lambda d: d.trainer), self._loop)
 
     def task(
@@ -126,7 +126,7 @@ class BlockingDialoop:
         num_trajectories: int = 1,
         sampling: SamplingParams | None = None,
     ) -> Task:
-        """A task to play, the split's first without a key; answers stop as its environment says."""
+        """Return a task to play (without a key, the split's first) with its stop texts."""
         return self._loop.run(
             self._dialoop.task(
                 environment,
@@ -147,7 +147,7 @@ class BlockingDialoop:
 
     def _get(self, client: Callable[[Dialoop], T]) -> T:
         # A connection belongs to the loop that it is made in.
-        async def made() -> T:
+        async def make() -> T:
             return client(self._dialoop)
 
-        return self._loop.run(made())
+        return self._loop.run(make())

@@ -32,11 +32,11 @@ class BlockingEnvironmentClient:
         self._loop = loop
 
     def list_environments(self) -> tuple[EnvironmentInfo, ...]:
-        """All environments the service has."""
+        """Return all environments the service has."""
         return self._loop.run(self._client.list_environments())
 
     def get_environment(self, environment: str) -> EnvironmentInfo:
-        """One environment; NotFound (ENVIRONMENT_NOT_FOUND) when there is none of that name."""
+        """Describe an environment; NotFound (ENVIRONMENT_NOT_FOUND) where none has that name."""
         return self._loop.run(self._client.get_environment(environment))
 
     def list_tasks(
@@ -49,7 +49,7 @@ class BlockingEnvironmentClient:
         one_epoch: bool = False,
         shuffle_seed: int = 0,
     ) -> TaskPage:
-        """One page of tasks; pages run on through epochs unless `one_epoch`."""
+        """Return one page of tasks; pages run on through epochs unless `one_epoch`."""
         return self._loop.run(
             self._client.list_tasks(
                 environment,
@@ -64,7 +64,7 @@ class BlockingEnvironmentClient:
     def create_session(
         self, session_id: str, environment: str, *, ttl_s: float | None = None
     ) -> float:
-        """Open a session under the caller's id; its time to live in seconds."""
+        """Open a session under the caller's id; return its time to live in seconds."""
         return self._loop.run(self._client.create_session(session_id, environment, ttl_s=ttl_s))
 
     def reset(
@@ -75,19 +75,24 @@ class BlockingEnvironmentClient:
         split: str = "",
         task_key: str = "",
         seed: int = 0,
-        given: Given | None = None,
+        question: Given | None = None,
     ) -> ResetResult:
-        """Start an episode of the session: with a task, or with the question in `given`."""
+        """Start an episode of the session: with a task, or with the caller's `question`."""
         return self._loop.run(
             self._client.reset(
-                session_id, episode=episode, split=split, task_key=task_key, seed=seed, given=given
+                session_id,
+                episode=episode,
+                split=split,
+                task_key=task_key,
+                seed=seed,
+                question=question,
             )
         )
 
     def step(
         self, session_id: str, *, episode: int, step_index: int, history: Answered
     ) -> StepResult:
-        """Take the policy's answer; a retry gets the first answer.
+        """Step with the policy's answer; a retry gets the first result.
 
         `history` is a ChatHistory, or Text or Tokens where that is the environment's input mode.
         """
@@ -116,7 +121,7 @@ class BlockingEnvironmentClient:
     def step_history(
         self, environment: str, choice: TaskChoice, history: ChatHistory
     ) -> StepResult:
-        """A step without a session, from the whole history; a retry runs its tools again."""
+        """Step without a session, from the whole history; a retry runs its tools again."""
         return self._loop.run(self._client.step_history(environment, choice, history))
 
     def create_group(
@@ -136,11 +141,11 @@ class BlockingEnvironmentClient:
         )
 
     def get_session(self, session_id: str) -> SessionState:
-        """Where the session stands; NotFound (SESSION_LOST, SESSION_EXPIRED) when it is gone."""
+        """Return the session's state; NotFound (SESSION_LOST, SESSION_EXPIRED) when it is gone."""
         return self._loop.run(self._client.get_session(session_id))
 
     def close_session(self, session_id: str) -> bool:
-        """Forget the session; whether there was one."""
+        """Forget the session; return whether there was one."""
         return self._loop.run(self._client.close_session(session_id))
 
     def score(self, trajectory: Trajectory, *, split: str) -> tuple[Score, ...]:

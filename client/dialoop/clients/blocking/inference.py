@@ -89,7 +89,7 @@ class BlockingInferenceClient:
         skip_special_tokens: bool = False,
         deadline_s: float | None = None,
     ) -> Iterator[SampleChunk]:
-        """As `generate`, tokens as they are sampled; the last chunk carries the whole sample."""
+        """Generate as `generate` does; yield tokens as they come, and last the whole sample."""
         return self._loop.iterate(
             self._client.generate_stream(
                 history,
@@ -112,7 +112,7 @@ class BlockingInferenceClient:
     def logprobs(
         self, rows: Iterable[Iterable[int]], *, adapter: str = "", deadline_s: float | None = None
     ) -> PolicyLogProbs:
-        """Log-probs of given token ids under the loaded policy."""
+        """Return log-probs of token ids under the loaded policy."""
         return self._loop.run(self._client.logprobs(rows, adapter=adapter, deadline_s=deadline_s))
 
     def logprobs_of(
@@ -123,7 +123,7 @@ class BlockingInferenceClient:
         adapter: str = "",
         deadline_s: float | None = None,
     ) -> PolicyLogProbs:
-        """Log-probs of whole conversations, or of texts; `sequences` are the tokens scored."""
+        """Return log-probs of conversations or texts; `sequences` are the tokens scored."""
         return self._loop.run(
             self._client.logprobs_of(
                 histories=histories, texts=texts, adapter=adapter, deadline_s=deadline_s
@@ -131,7 +131,7 @@ class BlockingInferenceClient:
         )
 
     def get_policy(self) -> PolicyStatus:
-        """Which policy the replica serves and whether it is ready."""
+        """Return which policy the replica serves and whether it is ready."""
         return self._loop.run(self._client.get_policy())
 
     def load_weights(
@@ -165,7 +165,7 @@ class BlockingInferenceClient:
         return self._loop.run(self._client.load_adapter(manifest, chunks, deadline_s=deadline_s))
 
     def unload_adapter(self, name: str) -> bool:
-        """Forget an adapter; False when there was none."""
+        """Unload an adapter; return False where there was none."""
         return self._loop.run(self._client.unload_adapter(name))
 
     def pause(self) -> None:
@@ -173,17 +173,17 @@ class BlockingInferenceClient:
         return self._loop.run(self._client.pause())
 
     def resume(self) -> None:
-        """Go on sampling."""
+        """Resume sampling."""
         return self._loop.run(self._client.resume())
 
     def sleep(self, *, drain_s: float = 0.0, deadline_s: float | None = None) -> None:
-        """Make it give up the device it shares with a trainer; what it has under way ends first.
+        """Make the replica give its device to the trainer; requests under way end first.
 
-        What is not done within `drain_s` seconds (0: 30) is sent away, to be asked again. The
-        deadline is 30 s later, where none is given.
+        Requests that are not done within `drain_s` seconds (0 means 30) end and must be sent again.
+        The default deadline is 30 s later.
         """
         return self._loop.run(self._client.sleep(drain_s=drain_s, deadline_s=deadline_s))
 
     def wake(self) -> None:
-        """Make it take the device again; Unavailable (ASLEEP) while the trainer has it."""
+        """Make the replica take its device again; Unavailable (ASLEEP) while the trainer has it."""
         return self._loop.run(self._client.wake())

@@ -44,7 +44,7 @@ class BackgroundLoop:
         self.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result; PreconditionFailed inside a running event loop."""
+        """Return the coroutine's result; PreconditionFailed inside a running event loop."""
         try:
             self._require_usable()
         except PreconditionFailed:
@@ -58,9 +58,9 @@ class BackgroundLoop:
             raise
 
     def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
-        """The items one after the other; leaving the loop over them ends the stream."""
+        """Yield the items one after the other; leaving the loop over them ends the stream."""
         self._require_usable()
-        return self._iterated(items)
+        return self._yield_all(items)
 
     def close(self) -> None:
         """Cancel what still runs and end the thread; closing twice does no harm."""
@@ -69,7 +69,7 @@ class BackgroundLoop:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def _iterated(self, items: AsyncIterator[T]) -> Iterator[T]:
+    def _yield_all(self, items: AsyncIterator[T]) -> Iterator[T]:
         try:
             while not isinstance(item := self.run(_next(items)), _End):
                 yield item

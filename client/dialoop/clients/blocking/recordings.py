@@ -28,7 +28,7 @@ class BlockingRecordingClient:
         sampling: SamplingParams | None = None,
         time_to_live_s: float = 0.0,
     ) -> str:
-        """Begin a recording; the base URL for OpenAI's clients.
+        """Begin a recording; return the base URL for OpenAI's clients.
 
         `sampling` holds where a call says nothing. Raises InvalidInput (BAD_RECORDING_ID),
         AlreadyExists (RECORDING_EXISTS), CapacityExhausted (TOO_MANY_RECORDINGS).
@@ -44,7 +44,7 @@ class BlockingRecordingClient:
         )
 
     def get(self, recording_id: str) -> RecordingState:
-        """The calls so far; NotFound (RECORDING_NOT_FOUND)."""
+        """Return the calls so far; NotFound (RECORDING_NOT_FOUND) without the recording."""
         return self._loop.run(self._client.get(recording_id))
 
     def close(

@@ -36,7 +36,7 @@ class BlockingReplayClient:
     def offer_tasks(
         self, run: str, tasks: Sequence[Task], *, expected_cursor: str = "", next_cursor: str = ""
     ) -> Offered:
-        """Put tasks on offer, once each; raises Busy (CURSOR_MOVED) when another was first."""
+        """Offer tasks, once each; raise Busy (CURSOR_MOVED) where another collector was first."""
         return self._loop.run(
             self._client.offer_tasks(
                 run, tasks, expected_cursor=expected_cursor, next_cursor=next_cursor
@@ -46,7 +46,7 @@ class BlockingReplayClient:
     def lease_tasks(
         self, run: str, *, worker: str, max_tasks: int, lease_s: float = 60.0, wait_s: float = 0.0
     ) -> LeasedTasks:
-        """Take up to `max_tasks` tasks to play; waits up to `wait_s` for a first one."""
+        """Lease up to `max_tasks` tasks to play; wait up to `wait_s` for a first one."""
         return self._loop.run(
             self._client.lease_tasks(
                 run, worker=worker, max_tasks=max_tasks, lease_s=lease_s, wait_s=wait_s
@@ -56,11 +56,11 @@ class BlockingReplayClient:
     def append_groups(
         self, run: str, stage: Stage, items: Sequence[AppendItem]
     ) -> tuple[Appended, ...]:
-        """Hand groups on, each with its own outcome; repeating it does no harm."""
+        """Append groups to the queue, each with its own outcome; repeating it does no harm."""
         return self._loop.run(self._client.append_groups(run, stage, items))
 
     def append_group(self, run: str, stage: Stage, group: Group, *, lease_id: str) -> Appended:
-        """Hand one group on."""
+        """Append one group to the queue."""
         return self._loop.run(self._client.append_group(run, stage, group, lease_id=lease_id))
 
     def lease_groups(
@@ -76,7 +76,7 @@ class BlockingReplayClient:
         max_staleness: int | None = None,
         task_id_prefix: str = "",
     ) -> LeasedGroups:
-        """Take groups, `min_groups` at least or none; waits up to `wait_s` for them."""
+        """Lease groups, `min_groups` at least or none; wait up to `wait_s` for them."""
         return self._loop.run(
             self._client.lease_groups(
                 run,
@@ -92,29 +92,29 @@ class BlockingReplayClient:
         )
 
     def acknowledge(self, run: str, lease_ids: Sequence[str]) -> tuple[str, ...]:
-        """Say that the groups are consumed for good; returns the leases that were lost."""
+        """Mark groups as consumed for good; return the leases that were lost."""
         return self._loop.run(self._client.acknowledge(run, lease_ids))
 
     def drop(self, run: str, lease_ids: Sequence[str], reason: str) -> tuple[str, ...]:
-        """Give groups up under a snake_case reason; returns the leases that were lost."""
+        """Drop groups under a snake_case reason; return the leases that were lost."""
         return self._loop.run(self._client.drop(run, lease_ids, reason))
 
     def give_back(self, run: str, items: Sequence[ReturnItem]) -> Returned:
-        """Return leases: tasks are re-issued, groups delivered again or set aside."""
+        """Give leases back: tasks are issued again, groups delivered again or set aside."""
         return self._loop.run(self._client.give_back(run, items))
 
     def extend(self, run: str, lease_ids: Sequence[str], *, lease_s: float) -> tuple[str, ...]:
-        """Keep leases for `lease_s` more from now; returns those that were lost."""
+        """Extend leases to `lease_s` from now; return those that were lost."""
         return self._loop.run(self._client.extend(run, lease_ids, lease_s=lease_s))
 
     def list_leases(self, run: str, stage: Stage, *, worker: str) -> tuple[str, ...]:
-        """The leases of groups that a worker holds, oldest group first."""
+        """Return the leases of groups that a worker holds, oldest group first."""
         return self._loop.run(self._client.list_leases(run, stage, worker=worker))
 
     def reopen_leases(
         self, run: str, lease_ids: Sequence[str], *, lease_s: float
     ) -> ReopenedLeases:
-        """The groups of leases that an earlier process took, under the same leases; all or none."""
+        """Take over leases of an earlier process, all or none, and return their groups."""
         return self._loop.run(self._client.reopen_leases(run, lease_ids, lease_s=lease_s))
 
     def advance_policy(
@@ -125,7 +125,7 @@ class BlockingReplayClient:
         trained_lease_ids: Sequence[str] = (),
         max_outstanding_groups: int,
     ) -> int:
-        """Say which policy is live and what it was trained on; returns the credits left."""
+        """Announce the live policy and what it was trained on; return the credits left."""
         return self._loop.run(
             self._client.advance_policy(
                 run,
@@ -136,11 +136,11 @@ class BlockingReplayClient:
         )
 
     def watch(self, run: str, *, interval_s: float = 1.0) -> Iterator[ReplayStats]:
-        """The stats at once and after changes, at most every `interval_s`."""
+        """Yield the stats at once and after changes, at most every `interval_s`."""
         return self._loop.iterate(self._client.watch(run, interval_s=interval_s))
 
     def get_stats(self, run: str) -> ReplayStats:
-        """The ledger's counts."""
+        """Return the ledger's counts."""
         return self._loop.run(self._client.get_stats(run))
 
     def peek(self, run: str, stage: Stage, *, max_groups: int = 1) -> tuple[Group, ...]:
@@ -148,11 +148,11 @@ class BlockingReplayClient:
         return self._loop.run(self._client.peek(run, stage, max_groups=max_groups))
 
     def list_dead_letters(self, run: str, *, max_groups: int = 100) -> tuple[DeadLetter, ...]:
-        """Groups that were given up after too many deliveries."""
+        """Return groups that were given up after too many deliveries."""
         return self._loop.run(self._client.list_dead_letters(run, max_groups=max_groups))
 
     def requeue(self, run: str, group_ids: Sequence[str]) -> int:
-        """Put dead letters back; returns how many."""
+        """Put dead letters back into the queue; return how many."""
         return self._loop.run(self._client.requeue(run, group_ids))
 
     def purge(self, run: str) -> None:

@@ -21,9 +21,9 @@ class BlockingScorerClient:
         self._loop = loop
 
     def logprobs(self, rows: Iterable[Iterable[int]]) -> tuple[Floats, ...]:
-        """Log-probs in nats under the reference model, float32 [L - 1] per row."""
+        """Return log-probs in nats under the reference model, float32 [L - 1] per row."""
         return self._loop.run(self._client.logprobs(rows))
 
     def score(self, group: Group) -> Group:
-        """The group with rewards, reference log-probs and advantages."""
+        """Score a group: return it with rewards, reference log-probs and advantages."""
         return self._loop.run(self._client.score(group))

@@ -43,7 +43,7 @@ class BlockingTemplateClient:
         )
 
     def list_templates(self) -> tuple[TemplateInfo, ...]:
-        """All templates, the default one first."""
+        """Return all templates, the default one first."""
         return self._loop.run(self._client.list_templates())
 
     def render(
@@ -56,7 +56,7 @@ class BlockingTemplateClient:
         tools: Iterable[ToolDefinition] = (),
         template_options: Mapping[str, Any] | None = None,
     ) -> RenderedConversation:
-        """The conversation with the named template, by default the one Generate renders with."""
+        """Render a conversation with the named template, by default the one Generate uses."""
         return self._loop.run(
             self._client.render(
                 history,
@@ -75,7 +75,7 @@ class BlockingTemplateClient:
         token_ids: Iterable[int] | None = None,
         template_name: str = "",
     ) -> History:
-        """What was rendered, read back; PreconditionFailed (NO_PARSER) where nothing can."""
+        """Read rendered text or ids back; PreconditionFailed (NO_PARSER) where nothing can."""
         return self._loop.run(
             self._client.parse(text=text, token_ids=token_ids, template_name=template_name)
         )

@@ -27,11 +27,11 @@ class BlockingTrainerClient:
         self._loop = loop
 
     def get_status(self) -> TrainerStatus:
-        """How far training is."""
+        """Return how far training is."""
         return self._loop.run(self._client.get_status())
 
     def watch_policy(self) -> Iterator[PublishedPolicy]:
-        """The current policy at once, then every publish."""
+        """Yield the current policy at once, then every publish."""
         return self._loop.iterate(self._client.watch_policy())
 
     def publish(self) -> Publication:
@@ -47,7 +47,7 @@ class BlockingTrainerClient:
         return self._loop.run(self._client.pause())
 
     def resume(self) -> None:
-        """Go on training."""
+        """Resume training."""
         return self._loop.run(self._client.resume())
 
     def evaluate(

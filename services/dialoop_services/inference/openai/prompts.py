@@ -72,7 +72,7 @@ class Prompts:
                 history=known.extend(asked[len(known) :]),
                 context=recording.full(past.origin),
                 num_context_messages=len(known),
-                vouched=tuple(i for i, m in enumerate(known) if m.role == "assistant"),
+                known_sampled=tuple(i for i, m in enumerate(known) if m.role == "assistant"),
             )
         )
         goes_on = prompt.appended.fork_cause is ForkCause.NONE
