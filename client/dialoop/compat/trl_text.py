@@ -48,7 +48,7 @@ class TrlTextEnvironment(TextEnvironment):
             said = f"Unknown tool call: {text}"
         else:
             try:
-                tool = TextTools.named(self.tools)[name]
+                tool = TextTools.by_name(self.tools)[name]
                 said = await call(tool, query, timeout_s=self.limits.tool_timeout_s)
             except Exception as error:
                 said = f"Tool error: {error}"
