@@ -1,11 +1,11 @@
-"""Play one episode, without a server and then, if you name a run, on the services of a stack.
+"""Play one episode without a server and then, if you name a run, on the services of a stack.
 
     .venv/bin/python client/examples/01_play_one_episode.py
     .venv/bin/dialoop up --detach
     .venv/bin/python client/examples/01_play_one_episode.py runs/default
 
-The environment asks for a sum and has a calculator. Here a script plays the policy; on a stack the
-inference service does.
+The environment asks for a sum and has a calculator. Without a server a script plays the policy; on
+a stack the inference service does.
 """
 
 import sys
@@ -15,7 +15,7 @@ from dialoop.testing import ScriptedPolicy
 
 
 def show(trajectory: Trajectory) -> None:
-    """Print who said what, what came of it, and what training would see."""
+    """Print the messages, the reward, and the tokens that training would see."""
     for message in trajectory.history:
         print(f"  {message.role:<10} {message.text!r}")
     for failure in trajectory.failures:
@@ -27,7 +27,7 @@ def show(trajectory: Trajectory) -> None:
 
 
 def main() -> None:
-    """Play in this process, then on the stack that was named."""
+    """Play in this process, then on the stack named by the argument."""
     policy = ScriptedPolicy(["<request><Calculator>22+28<call>", "Result=50<submit>"])
     with BlockingDialoop(environment=arithmetic(), inference=policy) as dialoop:
         task = dialoop.task("arithmetic", "22+28", split="heldout")

@@ -1,10 +1,10 @@
-"""Write an environment: tasks, a tool and rewards, in client/examples/capitals.py; try it here.
+"""Try the environment of client/examples/capitals.py: tasks, a tool and rewards.
 
     .venv/bin/python client/examples/02_write_an_environment.py
     cd client/examples && ../../.venv/bin/dialoop play capitals:capitals
 
-Three policies play the same task: one looks it up, one guesses wrong, one misuses the tool. The
-last one's mistake is an answer it can read, and no failure.
+Three policies play the same task: one looks the answer up, one guesses wrong, and one misuses the
+tool. The last one reads its mistake in the tool's answer; that is not a failure.
 """
 
 from capitals import capitals

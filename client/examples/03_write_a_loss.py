@@ -1,9 +1,10 @@
-"""Write a loss: a function in client/examples/my_loss.py, named in a config; see it at work here.
+"""Train with the loss of client/examples/my_loss.py, which a config names.
 
     .venv/bin/python client/examples/03_write_a_loss.py
 
 Two answers to one task, one right and one wrong, become a group with advantages. A few updates with
-the loss make the right one likelier and the wrong one less likely. Needs dialoop-services[trainer].
+the loss make the right one more likely and the wrong one less likely. It needs
+dialoop-services[trainer].
 """
 
 import tempfile
@@ -28,8 +29,8 @@ loss_options = { scale = 2.0 }
 ADVANTAGES = {"Result=50<submit>": 1.0, "Result=51<submit>": -1.0}
 
 
-def sampled(answer: str, tokenizer: Tokenizer) -> Sequence:
-    """The tokens of an episode in which the policy gives this answer, with its advantage."""
+def sample(answer: str, tokenizer: Tokenizer) -> Sequence:
+    """Return the tokens of an episode in which the policy gives this answer, with its advantage."""
     policy = ScriptedPolicy([answer], builder=TokenBuilder(tokenizer, ChatTemplate.of(tokenizer)))
     with BlockingDialoop(environment=arithmetic(), inference=policy) as dialoop:
         trajectory = dialoop.play(dialoop.task("arithmetic", "22+28", split="heldout"))
@@ -43,7 +44,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = make_tiny_model(Path(folder) / "model", seed=0)
         tokenizer, policy = Tokenizer.from_directory(directory), load_policy(directory)
-    row = pack([sampled(answer, tokenizer) for answer in ADVANTAGES])
+    row = pack([sample(answer, tokenizer) for answer in ADVANTAGES])
     optimizer = GuardedOptimizer(policy.parameters(), OptimizerSettings(learning_rate=1e-3))
 
     before = [float(values.detach().sum()) for values in row.split(policy(row).logprobs)]

@@ -2,9 +2,9 @@
 
     .venv/bin/python client/examples/04_train_tiny.py
 
-A smaller `make demo`, with the transformers engine and the queue in memory: two to three minutes.
-The run is left in runs/example-tiny (and replaced the next time), where
-`dialoop show runs/example-tiny --best --tokens` reads it.
+This is a smaller `make demo`, with the transformers engine and the queue in memory. It takes two to
+three minutes. The run stays in runs/example-tiny until the next one replaces it;
+`dialoop show runs/example-tiny --best --tokens` shows it.
 """
 
 import json
@@ -32,7 +32,7 @@ every = 0
 
 
 def main() -> None:
-    """Write the config, run the job, and read what it left."""
+    """Write the config, run the job, and read its summary."""
     run_dir = Path("runs", "example-tiny")
     config = Path("runs", "example-tiny.toml")
     config.parent.mkdir(exist_ok=True)

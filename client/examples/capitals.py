@@ -1,7 +1,7 @@
-"""An environment of one's own: questions about capitals, with an atlas to look them up.
+"""An environment of your own: questions about capitals, with an atlas to look them up.
 
-A config names it by import path: `[environment] use = "capitals:capitals"`, where this folder is
-the current one or on PYTHONPATH.
+A config names it by import path: `[environment] use = "capitals:capitals"`. This folder must then
+be the current one or on PYTHONPATH.
 """
 
 from dialoop.environments import (
@@ -24,11 +24,11 @@ class Countries(TaskSource):
     splits = ("train",)
 
     def keys(self, split: str) -> tuple[str, ...]:
-        """The countries."""
+        """Return the countries."""
         return tuple(CAPITALS)
 
     def get(self, split: str, key: str) -> TaskData:
-        """The question about one of them."""
+        """Return the question about one country."""
         if key not in CAPITALS:
             raise task_not_found(split, key)
         question = f"What is the capital of {key}? Answer with Result=<city><submit>."
@@ -36,24 +36,24 @@ class Countries(TaskSource):
 
 
 def atlas(query: str) -> str:
-    """The tool: a mistake of the policy is an answer it reads, anything else is a failure."""
+    """Look up a capital; the policy reads a ToolInputError, other errors are failures."""
     if query not in CAPITALS:
         raise ToolInputError(f"no country {query}")
     return CAPITALS[query]
 
 
 def right_city(episode: Episode) -> bool:
-    """1 for the right city."""
+    """Return whether the answer is the right city, which counts as 1."""
     return f"Result={episode.task.answer}<submit>" in episode.answer_text
 
 
 def brevity(episode: Episode) -> float:
-    """Near 1 for short answers."""
+    """Return a reward near 1 for short answers."""
     return 1 / (1 + len(episode.answer_text) / 100)
 
 
 def capitals() -> ChatEnv:
-    """The whole environment."""
+    """Return the whole environment."""
     return tool_environment(
         name="capitals",
         description="Capitals of the world, with an atlas.",

@@ -110,7 +110,7 @@ def _field_from_proto(proto: pb.FieldSpec) -> FieldSpec:
 
 def choice_to_proto(choice: TaskChoice) -> pb.TaskChoice:
     """Return the message of a task choice."""
-    question = choice.given
+    question = choice.question
     return pb.TaskChoice(
         split=choice.split,
         task_key=choice.task_key,

@@ -48,7 +48,7 @@ class TrlTextEnvironment(TextEnvironment):
             response = f"Unknown tool call: {text}"
         else:
             try:
-                tool = TextTools.named(self.tools)[name]
+                tool = TextTools.by_name(self.tools)[name]
                 response = await call(tool, query, timeout_s=self.limits.tool_timeout_s)
             except Exception as error:
                 response = f"Tool error: {error}"

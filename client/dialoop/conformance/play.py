@@ -14,7 +14,7 @@ from dialoop.chat import ChatHistory, History, Message
 from dialoop.environments.environment import Given, Managed, OpensSlowly
 from dialoop.environments.modes import InputMode, Text, Tokens
 from dialoop.environments.spec import spec_of
-from dialoop.environments.tasks.choosing import TaskChoice, chosen_task
+from dialoop.environments.tasks.choosing import TaskChoice, choose_task
 from dialoop.errors import Unsupported
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.tokens.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ class Case:
         """Return what a reset asks for."""
         if self.key:
             return TaskChoice(split=self.split, task_key=self.key)
-        return TaskChoice(given=Given(query=_QUESTION, data={"answer": "3"}))
+        return TaskChoice(question=Given(query=_QUESTION, data={"answer": "3"}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ class Bench:
 
     def __init__(self, environment: Environment, *, answers: Sequence[str], num_tasks: int) -> None:
         self.environment = environment
-        self.mode = InputMode.named(spec_of(environment).input_mode)
+        self.mode = InputMode.parse(spec_of(environment).input_mode)
         self.policy_role = spec_of(environment).policy_role
         self.own_roles = {
             self.policy_role,
@@ -178,7 +178,11 @@ class Bench:
         async with LocalEnvironmentClient(counted) as client:
             await self._open(client, case, "s", 0)
             choice = case.choice
-            fields = {"split": choice.split, "task_key": choice.task_key, "question": choice.given}
+            fields = {
+                "split": choice.split,
+                "task_key": choice.task_key,
+                "question": choice.question,
+            }
             await client.reset("s", episode=1, **fields)  # type: ignore[arg-type]
 
             async def step() -> StepResult:
@@ -190,7 +194,7 @@ class Bench:
 
     async def step_twice(self, case: Case) -> tuple[str, list[Outcome]]:
         """Take a step of one episode twice; return which of its state changed, and the outcomes."""
-        task, seed = chosen_task(self.environment, case.choice)
+        task, seed = choose_task(self.environment, case.choice)
         if isinstance(self.environment, OpensSlowly):
             episode = (await self.environment.open(task, seed)).episode
         else:
@@ -215,7 +219,7 @@ class Bench:
             split=choice.split,
             task_key=choice.task_key,
             seed=seed,
-            question=choice.given,
+            question=choice.question,
         )
 
     def _answer_of(self, message: Message) -> Answered:

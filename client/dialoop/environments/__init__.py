@@ -1,4 +1,6 @@
-"""What an environment's author writes against: no protobuf, no grpc, no torch.
+"""What an environment's author writes against. It imports no protobuf, no grpc and no torch.
+
+Tasks, transforms, tools and reward functions enter; environments that sessions play leave.
 
 def capital(country: str) -> str:
     return {"France": "Paris"}[country]
@@ -32,7 +34,7 @@ from dialoop.environments.loading import load_environment
 from dialoop.environments.modes import Answered, InputMode, RewardShape, Text, Tokens
 from dialoop.environments.rewards.functions import ExactResult, NamedReward, RewardFunction, Rewards
 from dialoop.environments.rewards.kl_reward import KLReward
-from dialoop.environments.spec import EnvironmentSpec, FieldSpec, shaped, spec_of
+from dialoop.environments.spec import EnvironmentSpec, FieldSpec, shape_rewards, spec_of
 from dialoop.environments.stamps import (
     PolicyVersions,
     PolicyVersionStamp,
@@ -42,7 +44,7 @@ from dialoop.environments.stamps import (
 )
 from dialoop.environments.standard import arithmetic, jsonl, tool_environment, tool_transforms
 from dialoop.environments.tasks.arithmetic_tasks import ArithmeticDemonstrations, ArithmeticTasks
-from dialoop.environments.tasks.choosing import TaskChoice, chosen_task
+from dialoop.environments.tasks.choosing import TaskChoice, choose_task
 from dialoop.environments.tasks.data_loading import (
     DataCursor,
     DataLoadingPrimer,
@@ -62,10 +64,10 @@ from dialoop.environments.tools.mcp_tools import McpServer, McpTools
 from dialoop.environments.tools.python_interpreter import PythonInterpreter
 from dialoop.environments.tools.text_tools import Tool, ToolCalls, ToolInputError
 from dialoop.environments.tools.tool_syntaxes import (
-    AskedCall,
     BlockCalls,
     JsonCalls,
     NativeCalls,
+    ParsedCall,
     ToolSyntax,
     XmlCalls,
 )
@@ -79,7 +81,6 @@ __all__ = [
     "ArgumentTool",
     "ArithmeticDemonstrations",
     "ArithmeticTasks",
-    "AskedCall",
     "BlockCalls",
     "BrowserTools",
     "Calculator",
@@ -118,6 +119,7 @@ __all__ = [
     "Opening",
     "OpensSlowly",
     "Outcome",
+    "ParsedCall",
     "PolicyVersionStamp",
     "PolicyVersions",
     "PythonInterpreter",
@@ -147,12 +149,12 @@ __all__ = [
     "Transform",
     "XmlCalls",
     "arithmetic",
-    "chosen_task",
+    "choose_task",
     "dataset_chat_env",
     "jsonl",
     "load_environment",
     "parse_call",
-    "shaped",
+    "shape_rewards",
     "spec_of",
     "tag_text",
     "task_not_found",

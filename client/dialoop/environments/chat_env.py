@@ -1,11 +1,11 @@
-"""The chat environment: a blank canvas that transforms extend.
+"""The chat environment, which transforms extend.
 
     environment = ChatEnv(name="echo", tasks=tasks, transforms=(MaxTurns(2), Rewards([brevity])))
     opening = environment.reset(environment.tasks.get("train", "1"), seed=0)
     outcome = await environment.step(opening.episode, opening.history.respond(message))
 
-Alone it gives no reward and never ends an episode: the next prompt is the previous full. In text
-and tokens mode the law is the same for `opening.text` and `opening.tokens`.
+Without transforms it gives no reward and never ends an episode: the next prompt is the previous
+`full`. In text and tokens mode the same holds for `opening.text` and `opening.tokens`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dialoop.environments.environment import Demonstrate, Given
 from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData
 from dialoop.environments.failures import failure_of
 from dialoop.environments.modes import Answered, InputMode
-from dialoop.environments.rewards.functions import finite
+from dialoop.environments.rewards.functions import drop_non_finite
 from dialoop.environments.rewards.rescoring import episodes_of
 from dialoop.environments.tasks.data_loading import DataLoadingPrimer
 from dialoop.environments.tasks.source import NoTasks, TaskSource
@@ -41,10 +41,10 @@ from dialoop.trajectory import Failure, Owner, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatEnv:
-    """Configuration of a chat environment; it holds no episode and can serve any number."""
+    """A chat environment. It holds no episode, so one can serve any number of them."""
 
     name: str
-    # Left out: the tasks of its DataLoadingPrimer, or else every question comes from the caller.
+    # By default the tasks of its DataLoadingPrimer; without one, callers bring every question.
     tasks: TaskSource = field(default_factory=NoTasks)
     version: str = "1"
     description: str = ""
@@ -57,11 +57,11 @@ class ChatEnv:
     input_mode: InputMode | str = InputMode.HISTORY
     # A tokenizer or a model directory; text and tokens mode need one.
     tokenizer: Tokenizer | Path | str | None = None
-    # Options of the chat template, as {"enable_thinking": False}.
+    # Options of the chat template, such as {"enable_thinking": False}.
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    # Which of the caller's own data is the question.
+    # Key of the question in the caller's data.
     data_key: str = "query"
-    # Further strings that end the policy's message, beside those of the transforms.
+    # Strings that end the policy's message, in addition to those of the transforms.
     stop: tuple[str, ...] = ()
     # Accept a `full` that does not begin with the prompt (the trajectory then forks).
     allow_rewrite: bool = False
@@ -71,25 +71,26 @@ class ChatEnv:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise InvalidConfig("An environment has no name.", remedy="Give it one.")
+            raise InvalidConfig("`name` of the environment is empty.", remedy="Give it a name.")
         traits = self.traits
         if self.policy_role in (self.system_role, self.user_role, *traits.roles):
             raise InvalidConfig(
                 f"Environment {self.name} uses role {self.policy_role} for the policy and others.",
-                remedy="Who wrote a message must show in its role: choose another.",
+                remedy="Choose a `policy_role` that no other message has.",
             )
-        mode = InputMode.named(self.input_mode)
+        mode = InputMode.parse(self.input_mode)
         if mode is not InputMode.HISTORY and (traits.needs_messages or self.allow_rewrite):
             raise InvalidConfig(
-                f"Environment {self.name} has transforms that need messages, in {mode.name} mode.",
+                f"Environment {self.name} is in {mode.name} mode, but has transforms that need "
+                "messages.",
                 reason=Reason.HISTORY_MODE_ONLY,
-                remedy="Use input_mode 'history', or leave tools and rewriting out.",
+                remedy="Use input_mode 'history', or leave tools and allow_rewrite out.",
             )
         if traits.needs_tokens and mode is not InputMode.TOKENS:
             raise InvalidConfig(
-                f"Environment {self.name} has transforms that read tokens, in {mode.name} mode.",
+                f"Environment {self.name} is in {mode.name} mode, but some transforms read tokens.",
                 reason=Reason.TOKENS_MODE_ONLY,
-                remedy="Use input_mode 'tokens', or leave them out.",
+                remedy="Use input_mode 'tokens', or leave those transforms out.",
             )
         set_ = object.__setattr__
         set_(self, "input_mode", mode)
@@ -100,63 +101,63 @@ class ChatEnv:
 
     @property
     def traits(self) -> Traits:
-        """The traits of all transforms together."""
+        """Return the traits of all transforms together."""
         traits = Traits(stop=self.stop)
         for transform in self.transforms:
-            traits = traits.joined(transform.traits)
+            traits = traits.join(transform.traits)
         return traits
 
     @property
     def max_turns(self) -> int:
-        """After how many turns an episode is cut off; 0 is never."""
+        """Return after how many turns an episode is truncated; 0 means never."""
         return self.traits.max_turns
 
     @property
     def primer(self) -> DataLoadingPrimer | None:
-        """What chooses the task of a reset that names none."""
+        """Return the transform that chooses a task when a reset names none, or None."""
         return next((t for t in self.transforms if isinstance(t, DataLoadingPrimer)), None)
 
     def with_transforms(self, *transforms: Transform) -> ChatEnv:
-        """The same environment with more transforms after its own."""
+        """Return the environment with more transforms after its own."""
         return replace(self, transforms=(*self.transforms, *transforms))
 
-    def task_from(self, given: Given) -> TaskData:
-        """The task a caller brings: messages, a query, or data with the question at `data_key`."""
-        question = given.query or given.data.get(self.data_key, "")
-        if not question and given.messages is None:
-            found = ", ".join(sorted(given.data))[:200] or "nothing"
+    def task_from(self, question: Given) -> TaskData:
+        """Return the caller's task: messages, a query, or data with the question at `data_key`."""
+        text = question.query or question.data.get(self.data_key, "")
+        if not text and question.messages is None:
+            keys = ", ".join(sorted(question.data))[:200] or "nothing"
             raise InvalidInput(
-                f"The reset of {self.name} has no '{self.data_key}': its data has {found}.",
+                f"The reset of {self.name} brings no '{self.data_key}'. Its data has: {keys}.",
                 reason=Reason.DATA_KEY_MISSING,
                 remedy=f"Send query, messages, or data with the key '{self.data_key}'.",
             )
         return TaskData(
-            key=given.data.get("key", ""),
-            question=question,
-            answer=given.data.get("answer", ""),
-            metadata=dict(given.data),
-            messages=given.messages,
+            key=question.data.get("key", ""),
+            question=text,
+            answer=question.data.get("answer", ""),
+            metadata=dict(question.data),
+            messages=question.messages,
         )
 
     def reset(self, task: TaskData, seed: int) -> Opening:
-        """Start an episode: the system prompt if there is one, then the question or messages."""
-        history = self._opened(task)
+        """Start an episode with the system prompt, if any, and the question or messages."""
+        history = self._first_messages(task)
         episode = Episode(task=task, seed=seed, history=history)
         opening = Opening(episode=episode, info=dict(task.metadata))
         for transform in self.transforms:
             opening = transform.reset(opening)
         if self._viewer is None:
             return opening
-        view = self._viewer.opened(opening.episode.history)
+        view = self._viewer.open(opening.episode.history)
         return replace(opening, episode=replace(opening.episode, view=view))
 
     def resume(self, task: TaskData, seed: int, prompt: History) -> Episode:
-        """The episode that stands at `prompt`, as the messages tell it."""
+        """Return the episode whose next prompt is `prompt`, rebuilt from the messages."""
         if self.traits.needs_session or self._viewer is not None:
             raise Unsupported(
-                f"Environment {self.name} remembers more than the messages tell.",
+                f"Environment {self.name} remembers more than the messages hold.",
                 reason=Reason.NEEDS_SESSION,
-                remedy="Create a session and step it.",
+                remedy="Create a session and step in it.",
             )
         opening = self.reset(task, seed).episode
         if not (self.allow_rewrite or prompt.starts_with(opening.history)):
@@ -170,21 +171,21 @@ class ChatEnv:
         return replace(opening, history=prompt, step_index=len(answers), answer=answer)
 
     async def step(self, episode: Episode, answered: Answered) -> Outcome:
-        """Take the policy's response in, let each transform answer it, then ask for rewards."""
+        """Add the policy's response, let each transform answer it, then compute rewards."""
         if episode.done:
             raise PreconditionFailed(
                 "The episode is over.", reason=Reason.EPISODE_DONE, remedy="Reset to start another."
             )
-        taken = self._taken_in(episode, answered)
-        outcome = await self._transformed(taken)
+        start = self._add_response(episode, answered)
+        outcome = await self._apply_transforms(start)
         if self._viewer is not None:
-            outcome = self._followed(outcome, len(taken.episode.history))
+            outcome = self._update_view(outcome, len(start.episode.history))
         if not (outcome.is_scorable and outcome.is_rewarded):
             return outcome
         return outcome.with_score(await self._score(outcome.episode))
 
     async def score(self, task: TaskData, trajectory: Trajectory) -> tuple[Score, ...]:
-        """The rewards of a finished trajectory; `Episode.state` is empty here."""
+        """Return the rewards of a finished trajectory; `Episode.state` is empty here."""
         if not (trajectory.terminated or trajectory.truncated):
             raise InvalidInput(
                 f"Trajectory {trajectory.trajectory_id} is not finished.",
@@ -195,7 +196,7 @@ class ChatEnv:
         return tuple([await self._score(episode) for episode in episodes])
 
     def demonstration(self, task: TaskData, rng: random.Random) -> History:
-        """A conversation that solves the task; Unsupported when the environment has none."""
+        """Return a conversation that solves the task; Unsupported without `demonstrate`."""
         if self.demonstrate is None:
             raise Unsupported(
                 f"Environment {self.name} has no demonstrations.",
@@ -205,11 +206,11 @@ class ChatEnv:
 
     @property
     def holds_episodes(self) -> bool:
-        """Whether anything has to be freed when an episode ends."""
+        """Return whether a transform frees something when an episode ends."""
         return any(type(t).close is not Transform.close for t in self.transforms)
 
     async def acquire(self) -> None:
-        """Start the transforms in order; those that did are stopped again when one cannot."""
+        """Start the transforms in order; when one fails, stop those that have started."""
         for number, transform in enumerate(self.transforms):
             try:
                 await transform.acquire()
@@ -230,7 +231,7 @@ class ChatEnv:
                 _failure_of(error, transform)
 
     def problem(self) -> str:
-        """The transforms' problems; empty while all is well."""
+        """Return the transforms' problems, or an empty text."""
         return " ".join(filter(None, (transform.problem() for transform in self.transforms)))
 
     async def _release(self, transforms: tuple[Transform, ...]) -> None:
@@ -240,7 +241,7 @@ class ChatEnv:
             except Exception as error:
                 _failure_of(error, transform)
 
-    def _opened(self, task: TaskData) -> History:
+    def _first_messages(self, task: TaskData) -> History:
         if task.messages:
             messages = task.messages.messages
         elif task.question:
@@ -249,22 +250,22 @@ class ChatEnv:
             raise InvalidInput(
                 f"Task {task.key} of {self.name} has no question.",
                 reason=Reason.TASK_EMPTY,
-                remedy="Give the task a question.",
+                remedy="Give the task a question or messages.",
             )
         if self.system_prompt and messages[0].role != self.system_role:
             messages = (Message(role=self.system_role, content=self.system_prompt), *messages)
         return History(messages)
 
-    def _taken_in(self, episode: Episode, answered: Answered) -> Outcome:
+    def _add_response(self, episode: Episode, answered: Answered) -> Outcome:
         if self._viewer is not None:
-            return self._viewed(episode, answered)
+            return self._add_to_view(episode, answered)
         if not isinstance(answered, ChatHistory):
             raise InvalidHistory(
                 f"Environment {self.name} reads messages.",
                 reason=Reason.WRONG_MODE,
                 remedy="Send the field `history`.",
             )
-        completed = self._completed(episode.history, answered)
+        completed = self._complete(episode.history, answered)
         response = completed.response or History()
         answers = [m for m in response if m.role == self.policy_role]
         if not answers:
@@ -281,11 +282,11 @@ class ChatEnv:
         )
         return Outcome(episode=after, response=response)
 
-    def _viewed(self, episode: Episode, answered: Answered) -> Outcome:
-        """Text or tokens taken in; a policy that nobody answered goes on with its own message."""
+    def _add_to_view(self, episode: Episode, answered: Answered) -> Outcome:
+        """Add text or tokens; if nobody answered the policy, they continue its last message."""
         goes_on = episode.answer is not None and episode.history[-1] is episode.answer
         before = episode.history[:-1] if goes_on else episode.history
-        view, content, ended = self._viewer.answered(episode.view, answered, before)
+        view, content, ended = self._viewer.take_answer(episode.view, answered, before)
         is_complete = ended or content.endswith(self._stops)
         message = Message(role=self.policy_role, content=content, is_complete=is_complete)
         after = replace(
@@ -297,19 +298,19 @@ class ChatEnv:
         )
         return Outcome(episode=after, response=History((message,)))
 
-    def _followed(self, outcome: Outcome, covered: int) -> Outcome:
-        """The view brought up to what the transforms added."""
+    def _update_view(self, outcome: Outcome, covered: int) -> Outcome:
+        """Add to the view what the transforms added to the messages."""
         episode = outcome.episode
         if len(episode.history) == covered:
             return outcome
         try:
-            view = self._viewer.followed(episode.view, episode.history, covered)
+            view = self._viewer.follow(episode.view, episode.history, covered)
         except DialoopError as error:
             failure = Failure(owner=Owner.ENVIRONMENT, reason=error.reason, message=str(error))
             return outcome.fail(failure)
         return replace(outcome, episode=replace(episode, view=view))
 
-    def _completed(self, prompt: History, answered: ChatHistory) -> ChatHistory:
+    def _complete(self, prompt: History, answered: ChatHistory) -> ChatHistory:
         if self.allow_rewrite and answered.full and not answered.full.starts_with(prompt):
             response = answered.response or answered.full[-1:]
             before = answered.full[: len(answered.full) - len(response)]
@@ -317,13 +318,13 @@ class ChatEnv:
         only_response = answered.full is None and answered.response is not None
         if only_response and answered.prompt not in (None, prompt):
             raise PreconditionFailed(
-                "prompt is not the one this episode stands at.",
+                "`prompt` is not the current prompt of this episode.",
                 reason=Reason.HISTORY_REWRITTEN,
-                remedy="Send the prompt unchanged, or response alone.",
+                remedy="Send the prompt unchanged, or `response` alone.",
             )
         return answered.completed_from(prompt)
 
-    async def _transformed(self, outcome: Outcome) -> Outcome:
+    async def _apply_transforms(self, outcome: Outcome) -> Outcome:
         for transform in self.transforms:
             try:
                 outcome = await transform.step(outcome)
@@ -335,11 +336,11 @@ class ChatEnv:
         score = Score()
         for transform in self.transforms:
             try:
-                given = finite(await transform.score(episode))
+                part = drop_non_finite(await transform.score(episode))
             except Exception as error:
-                given = Score(failures=(_failure_of(error, transform, Owner.REWARD),))
+                part = Score(failures=(_failure_of(error, transform, Owner.REWARD),))
             score = Score(
-                rewards=score.rewards + given.rewards, failures=score.failures + given.failures
+                rewards=score.rewards + part.rewards, failures=score.failures + part.failures
             )
         return score
 
@@ -356,9 +357,9 @@ def _viewer(
 
     if tokenizer is None:
         raise InvalidConfig(
-            f"Environment {name} has no tokenizer, which {mode.name.lower()} mode renders with.",
+            f"Environment {name} has no tokenizer, but {mode.name.lower()} mode needs one.",
             reason=Reason.TOKENIZER_MISSING,
-            remedy="Give ChatEnv a tokenizer, or the directory of a model.",
+            remedy="Give ChatEnv a tokenizer or the directory of a model.",
         )
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = Tokenizer.from_directory(Path(tokenizer))

@@ -1,4 +1,4 @@
-"""Transforms that end an episode. Each looks at the policy's own message, never at other text."""
+"""Transforms that end an episode. They read only the policy's own message or the length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dialoop.trajectory import DoneReason
 
 @dataclass(frozen=True, slots=True)
 class EndWhenIncomplete(Transform):
-    """A message that was cut off (`is_complete` false) truncates the episode: INCOMPLETE."""
+    """Truncate the episode (INCOMPLETE) after a message that was cut off: `is_complete` false."""
 
     async def step(self, outcome: Outcome) -> Outcome:
         """Look at the last message of the policy."""
@@ -26,58 +26,58 @@ class EndWhenIncomplete(Transform):
 
 @dataclass(frozen=True, slots=True)
 class EndOnText(Transform):
-    """A text in the policy's message terminates the episode: `EndOnText("<submit>")`."""
+    """Terminate the episode when the policy's message holds a text: `EndOnText("<submit>")`."""
 
     text: str = "<submit>"
     reason: DoneReason = DoneReason.SUBMITTED
 
     @property
     def traits(self) -> Traits:
-        """The message stops there."""
+        """Return the text as a stop string."""
         return Traits(stop=(self.text,))
 
     async def step(self, outcome: Outcome) -> Outcome:
         """Look for the text."""
-        found = self.text in outcome.episode.answer_text
-        return outcome.terminate(self.reason) if found else outcome
+        is_there = self.text in outcome.episode.answer_text
+        return outcome.terminate(self.reason) if is_there else outcome
 
 
 @dataclass(frozen=True, slots=True)
 class EndWithoutCall(Transform):
-    """A message without a tool call terminates the episode: NO_CALL. Goes after EndOnText."""
+    """Terminate the episode (NO_CALL) at a message without a call; place it after EndOnText."""
 
     syntax: CallSyntax = field(default_factory=CallSyntax)
 
     async def step(self, outcome: Outcome) -> Outcome:
         """Look for a call."""
-        called = self.syntax.spans(outcome.episode.answer_text)
-        return outcome if called else outcome.terminate(DoneReason.NO_CALL)
+        spans = self.syntax.spans(outcome.episode.answer_text)
+        return outcome if spans else outcome.terminate(DoneReason.NO_CALL)
 
 
 @dataclass(frozen=True, slots=True)
 class EndOnTag(Transform):
-    """A whole `<answer>...</answer>` in the policy's message terminates the episode: CONTENT."""
+    """Terminate the episode (CONTENT) at a whole `<answer>...</answer>` in the policy's message."""
 
     tag: str = "answer"
 
     async def step(self, outcome: Outcome) -> Outcome:
-        """Look for the block; one that is not closed is none."""
-        found = tag_text(outcome.episode.answer_text, self.tag)
-        return outcome if found is None else outcome.terminate(DoneReason.CONTENT)
+        """Look for a block that is closed."""
+        content = tag_text(outcome.episode.answer_text, self.tag)
+        return outcome if content is None else outcome.terminate(DoneReason.CONTENT)
 
 
 @dataclass(frozen=True, slots=True)
 class MaxLength(Transform):
-    """A conversation of more than so many characters, or tokens in tokens mode: MAX_LENGTH."""
+    """Truncate (MAX_LENGTH) after more than `limit` characters, or tokens in tokens mode."""
 
     limit: int
 
     def __post_init__(self) -> None:
         if self.limit < 1:
-            raise InvalidConfig(f"max_length is {self.limit}.", remedy="Give at least 1.")
+            raise InvalidConfig(f"max_length is {self.limit}.", remedy="Use 1 or more.")
 
     async def step(self, outcome: Outcome) -> Outcome:
-        """Measure what the next prompt would be."""
+        """Measure the next prompt."""
         tokens, text = outcome.tokens, outcome.text
         if tokens is not None and tokens.prompt is not None:
             length = len(tokens.prompt)
@@ -90,21 +90,21 @@ class MaxLength(Transform):
 
 @dataclass(frozen=True, slots=True)
 class MaxTurns(Transform):
-    """Turn number `limit` is the last: MAX_TURNS. Goes after ToolCalls, so its answer is kept."""
+    """Truncate (MAX_TURNS) after turn `limit`; place it after ToolCalls, to keep its answer."""
 
     limit: int
 
     def __post_init__(self) -> None:
         if self.limit < 1:
-            raise InvalidConfig(f"max_turns is {self.limit}.", remedy="Give at least 1.")
+            raise InvalidConfig(f"max_turns is {self.limit}.", remedy="Use 1 or more.")
 
     @property
     def traits(self) -> Traits:
-        """The limit."""
+        """Return the turn limit."""
         return Traits(max_turns=self.limit)
 
     async def step(self, outcome: Outcome) -> Outcome:
-        """Count the steps taken."""
+        """Compare the number of steps with the limit."""
         if outcome.episode.step_index < self.limit:
             return outcome
         return outcome.truncate(DoneReason.MAX_TURNS)

@@ -1,9 +1,9 @@
-"""What the environment service serves, and what an environment may be able to do besides.
+"""The protocols of an environment: what each must do, and what some can do besides.
 
-Environment is what every one must do; ChatEnv is the one to start from. The other protocols are
-asked for with isinstance: Managed (holds things), OpensSlowly (an episode begins elsewhere),
-Stateless (can go on from a history alone), TakesQuestions (plays a question the caller brings),
-Demonstrations.
+Every environment follows Environment; ChatEnv is the one to start from. Callers look for the other
+protocols with isinstance: Managed (holds resources), OpensSlowly (an episode begins elsewhere),
+Stateless (can go on from a history alone), TakesQuestions (plays a question the caller brings).
+Demonstrations is for supervised training.
 """
 
 from __future__ import annotations
@@ -28,27 +28,30 @@ class Environment(Protocol):
 
     @property
     def name(self) -> str:
-        """What tasks and sessions call it."""
+        """Return the name that tasks and sessions use for it."""
         ...
 
     @property
     def version(self) -> str:
-        """Recorded with every trajectory; change it when the same answer may get another reward."""
+        """Return the version; change it when the same answer may get another reward.
+
+        Each trajectory records it.
+        """
         ...
 
     @property
     def description(self) -> str:
-        """One sentence for people."""
+        """Return one sentence for people."""
         ...
 
     @property
     def tasks(self) -> TaskSource:
-        """Where its tasks come from."""
+        """Return the source of its tasks."""
         ...
 
     @property
     def traits(self) -> Traits:
-        """Limits, stop strings, tools and reward names."""
+        """Return its limits, stop strings, tools and reward names."""
         ...
 
     def reset(self, task: TaskData, seed: int) -> Opening:
@@ -56,41 +59,41 @@ class Environment(Protocol):
         ...
 
     async def step(self, episode: Episode, answered: Answered) -> Outcome:
-        """Answer a policy; raises only for a bad `answered`, and then nothing has happened."""
+        """Answer a policy; raise only for a bad `answered`, before anything has happened."""
         ...
 
     async def score(self, task: TaskData, trajectory: Trajectory) -> tuple[Score, ...]:
-        """The rewards of a finished trajectory, one score per turn."""
+        """Return the rewards of a finished trajectory, one score per turn."""
         ...
 
 
 @runtime_checkable
 class Managed(Protocol):
-    """An environment that holds things: connections, processes, one interpreter per episode."""
+    """An environment that holds resources: connections, processes, an interpreter per episode."""
 
     async def acquire(self) -> None:
-        """Take what is needed before the first episode; an error here keeps the service down."""
+        """Take what is needed before the first episode; on an error the service does not start."""
         ...
 
     async def release(self) -> None:
-        """Give it back after the last episode."""
+        """Give back what `acquire` took, after the last episode."""
         ...
 
     async def close(self, episode: Episode) -> None:
-        """Free what an episode holds; called once, when it is over or its session is."""
+        """Free what an episode holds; called once, when the episode or its session is over."""
         ...
 
     def problem(self) -> str:
-        """Why it cannot work at the moment; empty while all is well."""
+        """Return why the environment cannot work at the moment, or an empty text."""
         ...
 
 
 @runtime_checkable
 class OpensSlowly(Protocol):
-    """An environment whose episodes begin elsewhere; asked in the place of `reset`."""
+    """An environment whose episodes begin elsewhere; callers use `open` instead of `reset`."""
 
     async def open(self, task: TaskData, seed: int) -> Opening:
-        """Start an episode; Unavailable or CapacityExhausted where that cannot be done now."""
+        """Start an episode; raise Unavailable or CapacityExhausted when that is impossible now."""
         ...
 
 
@@ -99,7 +102,10 @@ class Stateless(Protocol):
     """An environment that can go on from the messages alone."""
 
     def resume(self, task: TaskData, seed: int, prompt: History) -> Episode:
-        """The episode that stands at `prompt`; Unsupported (NEEDS_SESSION) where that is lost."""
+        """Return the episode whose next prompt is `prompt`.
+
+        Raise Unsupported (NEEDS_SESSION) when the messages alone do not determine it.
+        """
         ...
 
 
@@ -113,22 +119,22 @@ class Given:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was brought."""
+        """Return whether the caller brought nothing."""
         return not self.query and self.messages is None and not self.data
 
 
 @runtime_checkable
 class TakesQuestions(Protocol):
-    """An environment that plays what the caller asks."""
+    """An environment that plays a question of the caller's."""
 
-    def task_from(self, given: Given) -> TaskData:
-        """The task in what was given; InvalidInput (DATA_KEY_MISSING) when there is none in it."""
+    def task_from(self, question: Given) -> TaskData:
+        """Return the caller's question as a task; InvalidInput (DATA_KEY_MISSING) without one."""
         ...
 
 
 class Demonstrations(Protocol):
-    """Whole conversations to learn from before any reward: what supervised training reads."""
+    """Whole conversations that supervised training learns from."""
 
     def demonstration(self, task: TaskData, rng: random.Random) -> History:
-        """A conversation that solves the task, from the prompt to the last answer."""
+        """Return a conversation that solves the task, from the prompt to the last answer."""
         ...

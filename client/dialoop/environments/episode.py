@@ -1,4 +1,4 @@
-"""The state of one running episode, and what a reset and a step make of it.
+"""The state of one running episode, and what a reset and a step return.
 
 opening = environment.reset(TaskData(key="35+40", question="35+40", answer="75"), seed=1)
 opening.history.prompt        # user: 35+40
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskData:
-    """What one task asks: `TaskData(key="35+40", question="35+40", answer="75")`.
+    """One task: `TaskData(key="35+40", question="35+40", answer="75")`.
 
-    `messages` opens the conversation in place of the question; `metadata` comes back to the caller
-    with the opening, and the policy never sees it.
+    If `messages` is set, the conversation begins with it and not with the question. The caller gets
+    `metadata` back with the opening; the policy never sees it.
     """
 
     key: str
@@ -40,9 +40,9 @@ class TaskData:
 class Episode:
     """One running episode: the conversation so far and whether it is over.
 
-    `answer` is the last message the policy wrote, known by who sent it and not by how it reads.
-    `state` is whatever the environment's transforms have to remember (never changed in place), and
-    `view` the running text or tokens where the environment is in one of those modes.
+    `answer` is the last message that the policy sent, whatever role or text it has. `state` holds
+    what the environment's transforms remember; replace it, never change it in place. `view` is the
+    running text in text mode and the running tokens in tokens mode.
     """
 
     task: TaskData
@@ -57,55 +57,55 @@ class Episode:
     view: TextView | TokensView | None = None
 
     def rng(self, purpose: str) -> random.Random:
-        """Chance that the seed, the step and the purpose decide: the same in every replay."""
+        """Return a generator seeded by the seed, the step and the purpose, as in every replay."""
         return random.Random(f"{self.seed}:{self.step_index}:{purpose}")
 
     @property
     def done(self) -> bool:
-        """Terminated or truncated."""
+        """Return whether the episode was terminated or truncated."""
         return self.terminated or self.truncated
 
     @property
     def answer_text(self) -> str:
-        """The text of the policy's last message; empty before the first."""
+        """Return the text of the policy's last message; empty before the first."""
         return "" if self.answer is None else self.answer.text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """What a reset makes: the first state of an episode, and facts for the caller."""
+    """The first state of an episode, and facts for the caller. A reset returns it."""
 
     episode: Episode
     info: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def history(self) -> ChatHistory:
-        """The prompt; nothing has been answered yet."""
+        """Return the prompt; the policy has not answered yet."""
         return ChatHistory(prompt=self.episode.history)
 
     @property
     def text(self) -> Text | None:
-        """The prompt as text, in text mode."""
+        """Return the prompt as text in text mode, else None."""
         return _text_of(self.episode)
 
     @property
     def tokens(self) -> Tokens | None:
-        """The prompt as token ids, in tokens mode."""
+        """Return the prompt as token ids in tokens mode, else None."""
         return _tokens_of(self.episode)
 
     def append(self, *messages: Message) -> Opening:
-        """The same opening with more messages."""
+        """Return the opening with more messages."""
         episode = replace(self.episode, history=self.episode.history.extend(messages))
         return replace(self, episode=episode)
 
     def remember(self, **state: Any) -> Opening:
-        """The same opening with more in the episode's state."""
+        """Return the opening with more in the episode's state."""
         return replace(self, episode=replace(self.episode, state={**self.episode.state, **state}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Rewards, and the failures of reward functions that could give none."""
+    """Rewards, and the failures of reward functions."""
 
     rewards: tuple[Reward, ...] = ()
     failures: tuple[Failure, ...] = ()
@@ -113,7 +113,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a step makes of the policy's response; each transform returns a changed one."""
+    """The result of a step: the episode after it, rewards and failures. Transforms change it."""
 
     episode: Episode
     response: History
@@ -121,48 +121,48 @@ class Outcome:
     failures: tuple[Failure, ...] = ()
     num_tool_calls: int = 0
     info: Mapping[str, str] = field(default_factory=dict)
-    # False: no reward function is asked at this step.
+    # False: no reward function is called at this step.
     is_rewarded: bool = True
 
     @property
     def history(self) -> ChatHistory:
-        """The next prompt: all messages so far."""
+        """Return the next prompt: all messages so far."""
         return ChatHistory(prompt=self.episode.history)
 
     @property
     def text(self) -> Text | None:
-        """The next prompt as text, in text mode."""
+        """Return the next prompt as text in text mode, else None."""
         return _text_of(self.episode)
 
     @property
     def tokens(self) -> Tokens | None:
-        """The next prompt as token ids, in tokens mode."""
+        """Return the next prompt as token ids in tokens mode, else None."""
         return _tokens_of(self.episode)
 
     def tell(self, **info: str) -> Outcome:
-        """The same outcome with more facts for the caller; the policy never sees them."""
+        """Return the outcome with more facts for the caller; the policy never sees them."""
         return replace(self, info={**self.info, **info})
 
     @property
     def is_scorable(self) -> bool:
-        """Whether nothing but the policy failed."""
+        """Return whether no failure belongs to anyone but the policy."""
         return all(failure.owner is Owner.POLICY for failure in self.failures)
 
     def append(self, *messages: Message) -> Outcome:
-        """The same outcome with messages of the environment added."""
+        """Return the outcome with messages of the environment added."""
         episode = replace(self.episode, history=self.episode.history.extend(messages))
         return replace(self, episode=episode)
 
     def remember(self, **state: Any) -> Outcome:
-        """The same outcome with more in the episode's state."""
+        """Return the outcome with more in the episode's state."""
         return replace(self, episode=replace(self.episode, state={**self.episode.state, **state}))
 
     def terminate(self, reason: DoneReason) -> Outcome:
-        """The task came to its own end; an episode that is over stays as it is."""
+        """End the episode because the task ended; one that is over stays as it is."""
         return self._end(reason, terminated=True)
 
     def truncate(self, reason: DoneReason) -> Outcome:
-        """The episode was cut off; one that is over stays as it is."""
+        """End the episode because a limit cut it off; one that is over stays as it is."""
         return self._end(reason, terminated=False)
 
     def _end(self, reason: DoneReason, *, terminated: bool) -> Outcome:
@@ -174,21 +174,21 @@ class Outcome:
         return replace(self, episode=ended)
 
     def reopen(self) -> Outcome:
-        """The same outcome with the episode not over after all."""
+        """Return the outcome with the episode running again."""
         again = replace(
             self.episode, terminated=False, truncated=False, done_reason=DoneReason.NOT_DONE
         )
         return replace(self, episode=again)
 
     def fail(self, failure: Failure) -> Outcome:
-        """Something of ours failed: the episode ends as an error, which is never a reward of 0."""
+        """End the episode as an error with this failure; it is never scored as a 0."""
         ended = replace(
             self.episode, terminated=False, truncated=True, done_reason=DoneReason.ERROR
         )
         return replace(self, episode=ended, failures=(*self.failures, failure))
 
     def with_score(self, score: Score) -> Outcome:
-        """The same outcome with rewards, and failures of reward functions, added."""
+        """Return the outcome with the score's rewards and failures added."""
         return replace(
             self,
             rewards=self.rewards + score.rewards,

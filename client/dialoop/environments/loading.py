@@ -23,14 +23,15 @@ BUILT_IN: Mapping[str, Callable[..., Environment]] = {
 
 
 def load_environment(use: str, options: Mapping[str, Any] | None = None) -> Environment:
-    """A built-in environment by its name, or `module:attribute`; InvalidConfig when it is none.
+    """Return a built-in environment by name, or the one at `module:attribute`.
 
-    The attribute is an environment, or a function or class that makes one from the options.
+    The attribute is an environment, or a function or class that makes one from the options. Raise
+    InvalidConfig when there is no such environment.
     """
-    found = BUILT_IN.get(use) or load_attribute(
+    target = BUILT_IN.get(use) or load_attribute(
         use, what="environment", reason=Reason.ENVIRONMENT_NOT_FOUND, built_in=BUILT_IN
     )
-    environment: Environment = made(found, dict(options or {}), use)
+    environment: Environment = make_environment(target, dict(options or {}), use)
     missing = [name for name in _REQUIRED if not hasattr(environment, name)]
     if missing:
         raise InvalidConfig(
@@ -41,21 +42,22 @@ def load_environment(use: str, options: Mapping[str, Any] | None = None) -> Envi
     return environment
 
 
-def made(found: Any, options: dict[str, Any], use: str) -> Any:
-    """`found`, or what it makes of the options; InvalidConfig when it does not take them."""
-    if not callable(found):
+def make_environment(target: Any, options: dict[str, Any], use: str) -> Any:
+    """Return `target`, or call it with the options; InvalidConfig when it does not take them."""
+    if not callable(target):
         if options:
             raise InvalidConfig(
-                f"The environment '{use}' takes no options.", remedy="Name a function instead."
+                f"The environment '{use}' takes no options, since it is not a function or class.",
+                remedy="Leave the options out, or name a function that takes them.",
             )
-        return found
+        return target
     try:
-        return found(**options)
+        return target(**options)
     except DialoopError:
         raise
     except TypeError as error:
         raise InvalidConfig(
             f"The environment '{use}' does not take these options: {error}.",
             reason=Reason.BAD_OPTIONS,
-            remedy="Compare them with the function's parameters.",
+            remedy="Use the parameters of the function as options.",
         ) from error

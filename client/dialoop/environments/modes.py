@@ -15,29 +15,29 @@ from dialoop.reasons import Reason
 
 
 class InputMode(IntEnum):
-    """What a policy is shown and sends: `history`, `text` or `tokens`."""
+    """The form of what a policy reads and sends: `history`, `text` or `tokens`."""
 
     HISTORY = 1
     TEXT = 2
     TOKENS = 3
 
     @classmethod
-    def named(cls, mode: InputMode | str) -> InputMode:
-        """The mode of a name; InvalidConfig (UNKNOWN_MODE) names the known ones."""
-        known = {member.name.lower(): member for member in cls}
+    def parse(cls, mode: InputMode | str) -> InputMode:
+        """Return the mode with this name; InvalidConfig (UNKNOWN_MODE) lists the names."""
+        modes = {member.name.lower(): member for member in cls}
         if isinstance(mode, cls):
             return mode
-        if str(mode) not in known:
+        if str(mode) not in modes:
             raise InvalidConfig(
                 f"There is no input mode '{str(mode)[:40]}'.",
                 reason=Reason.UNKNOWN_MODE,
-                remedy=f"Choose one of: {', '.join(known)}.",
+                remedy=f"Choose one of: {', '.join(modes)}.",
             )
-        return known[str(mode)]
+        return modes[str(mode)]
 
 
 class RewardShape(IntEnum):
-    """How rewards come: once per episode, once per turn, or one number per token."""
+    """How often rewards come: once per episode, once per turn, or one number per token."""
 
     SPARSE = 1
     TURN = 2
@@ -46,7 +46,7 @@ class RewardShape(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """A conversation as text; `None` is absent. Where all are set, full == prompt + response."""
+    """A conversation as text; `None` is absent. If all are set, full == prompt + response."""
 
     prompt: str | None = None
     response: str | None = None

@@ -1,4 +1,4 @@
-"""The errors of sessions, each with what to do about it; the same on a server and without one."""
+"""The errors of sessions, in the environment service and in process. Each has a remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dialoop.reasons import Reason
 
 
 def session_lost(session_id: str) -> NotFound:
-    """Nobody here knows the session."""
+    """Return the error for a session that does not exist here."""
     return NotFound(
         f"There is no session '{session_id[:80]}': it was closed, or its service restarted.",
         reason=Reason.SESSION_LOST,
@@ -26,7 +26,7 @@ def session_lost(session_id: str) -> NotFound:
 
 
 def session_expired(session_id: str) -> NotFound:
-    """The session was not used within its time to live."""
+    """Return the error for a session that was not used within its time to live."""
     return NotFound(
         f"Session '{session_id[:80]}' expired unused.",
         reason=Reason.SESSION_EXPIRED,
@@ -35,25 +35,25 @@ def session_expired(session_id: str) -> NotFound:
 
 
 def session_busy(session_id: str) -> Busy:
-    """A step of the session is under way."""
+    """Return the error for a session whose step or reset is under way."""
     return Busy(
-        f"Session '{session_id[:80]}' is at work on a step.",
+        f"Session '{session_id[:80]}' is still working on another call.",
         reason=Reason.SESSION_BUSY,
         remedy="Wait for its answer, or play in another session.",
     )
 
 
 def session_conflict(session_id: str, environment: str) -> AlreadyExists:
-    """The id is taken by a session of another environment."""
+    """Return the error for an id that a session of another environment has."""
     return AlreadyExists(
-        f"Session '{session_id[:80]}' is one of environment '{environment}'.",
+        f"Session '{session_id[:80]}' exists already, in environment '{environment}'.",
         reason=Reason.SESSION_CONFLICT,
         remedy="Choose another session_id.",
     )
 
 
 def no_capacity(capacity: int) -> CapacityExhausted:
-    """All places are taken."""
+    """Return the error for a new session when all places are taken."""
     return CapacityExhausted(
         f"All {capacity} sessions are in use.",
         reason=Reason.CAPACITY,
@@ -62,43 +62,43 @@ def no_capacity(capacity: int) -> CapacityExhausted:
 
 
 def no_room(max_working: int) -> CapacityExhausted:
-    """Too many steps are under way."""
+    """Return the error for a step when too many are under way."""
     return CapacityExhausted(
-        f"{max_working} steps are under way already.",
+        f"{max_working} steps are already under way, which is the limit.",
         reason=Reason.CAPACITY,
         remedy="Try again in a moment, or raise max_working_steps.",
     )
 
 
-def unknown_environment(name: str, known: Iterable[str]) -> NotFound:
-    """Nobody here has an environment of that name."""
+def unknown_environment(name: str, names: Iterable[str]) -> NotFound:
+    """Return the error for a name that no environment here has."""
     return NotFound(
         f"There is no environment '{name[:80]}'.",
         reason=Reason.ENVIRONMENT_NOT_FOUND,
-        remedy=f"Choose one of: {', '.join(known)}.",
+        remedy=f"Choose one of: {', '.join(names)}.",
     )
 
 
 def needs_session(environment: str) -> Unsupported:
-    """The environment keeps what its histories do not tell."""
+    """Return the error for a step without a session where the messages alone are not enough."""
     return Unsupported(
-        f"Environment {environment} is played in sessions only.",
+        f"Environment {environment} can be played only in a session.",
         reason=Reason.NEEDS_SESSION,
         remedy="Create a session and step in it.",
     )
 
 
 def step_conflict(what: str) -> PreconditionFailed:
-    """The same place was asked for with other content before."""
+    """Return the error for an episode or step that was requested before with other content."""
     return PreconditionFailed(
-        f"{what} was asked for before, with other content.",
+        f"{what} was requested before with other content.",
         reason=Reason.STEP_CONFLICT,
         remedy="Retry with the same content, or go on to the next one.",
     )
 
 
 def step_gap(what: str, expected: int) -> PreconditionFailed:
-    """Something in between is missing."""
+    """Return the error for an episode or step that skips earlier ones."""
     return PreconditionFailed(
         f"{what} comes too early: the next one is {expected}.",
         reason=Reason.STEP_GAP,
@@ -107,7 +107,7 @@ def step_gap(what: str, expected: int) -> PreconditionFailed:
 
 
 def episode_done(episode: int) -> PreconditionFailed:
-    """The episode takes no more steps."""
+    """Return the error for a step of an episode that is over."""
     return PreconditionFailed(
         f"Episode {episode} is over.",
         reason=Reason.EPISODE_DONE,
@@ -116,5 +116,5 @@ def episode_done(episode: int) -> PreconditionFailed:
 
 
 def bad_value(name: str, remedy: str) -> InvalidInput:
-    """A field is out of range."""
+    """Return the error for a field that is out of range."""
     return InvalidInput(f"{name} is out of range.", reason=Reason.OUT_OF_RANGE, remedy=remedy)

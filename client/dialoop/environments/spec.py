@@ -1,7 +1,7 @@
 """The shapes of what an environment reads and writes.
 
 spec_of(arithmetic()).observation[0]   # FieldSpec(name="history.prompt", dtype="message", ...)
-shaped(rewards, RewardShape.SPARSE)    # float32 [1, 1]
+shape_rewards(rewards, RewardShape.SPARSE)    # float32 [1, 1]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.trajectory import Reward
 
-# Of one message, text or row of ids; -1 is a length that varies.
+# dtype and shape of one message, text or row of ids; -1 is a length that varies.
 _CONTENT = {
     InputMode.HISTORY: ("message", (-1,)),
     InputMode.TEXT: ("string", ()),
@@ -53,9 +53,9 @@ class EnvironmentSpec:
 
 
 def spec_of(environment: Environment) -> EnvironmentSpec:
-    """The spec of any environment; what it does not say itself is the default."""
+    """Return the spec of an environment; defaults stand for what it does not define."""
     traits = environment.traits
-    mode = InputMode.named(getattr(environment, "input_mode", InputMode.HISTORY))
+    mode = InputMode.parse(getattr(environment, "input_mode", InputMode.HISTORY))
     dtype, shape = _CONTENT[mode]
     view = mode.name.lower()
     flags = tuple(FieldSpec(name=name, dtype="bool") for name in ("terminated", "truncated"))
@@ -84,24 +84,24 @@ def spec_of(environment: Environment) -> EnvironmentSpec:
     )
 
 
-def shaped(
+def shape_rewards(
     rewards: Iterable[Reward], shape: RewardShape, *, num_tokens: int | None = None
 ) -> NDArray[np.float32]:
-    """The sum of value * weight as float32: [1, 1] for SPARSE and TURN, [num_tokens, 1] for DENSE.
+    """Return the sum of value * weight: [1, 1] for SPARSE and TURN, [num_tokens, 1] for DENSE.
 
-    A reward with one number only stands on the last token of a dense one.
+    The dtype is float32. In DENSE, a reward with a single number counts at the last token.
     """
-    given = tuple(rewards)
+    rewards = tuple(rewards)
     if shape is not RewardShape.DENSE:
-        total = sum(reward.value * reward.weight for reward in given)
+        total = sum(reward.value * reward.weight for reward in rewards)
         return np.array([[total]], dtype=np.float32)
     if not num_tokens:
         raise InvalidInput(
-            "A dense reward was asked for without a number of tokens.",
-            remedy="Give num_tokens, of the response.",
+            "`num_tokens` is missing, and a DENSE reward needs it.",
+            remedy="Pass `num_tokens`, the number of tokens in the response.",
         )
     dense = np.zeros((num_tokens, 1), dtype=np.float32)
-    for reward in given:
+    for reward in rewards:
         if not reward.per_token:
             dense[-1, 0] += reward.value * reward.weight
         elif len(reward.per_token) == num_tokens:
@@ -110,6 +110,6 @@ def shaped(
             raise InvalidInput(
                 f"Reward {reward.name} has {len(reward.per_token)} numbers, not {num_tokens}.",
                 reason=Reason.RAGGED,
-                remedy="Give one number per token of the response.",
+                remedy="Give one number for each token of the response.",
             )
     return dense

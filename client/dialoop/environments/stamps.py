@@ -1,4 +1,4 @@
-"""What the caller is told beside the messages: policy version, step count, the rendered prompt.
+"""Facts for the caller beside the messages: policy version, step count, rendered prompt.
 
 PolicyVersionStamp(versions)       info["policy_version"], at reset and at every step
 StepCounter(max_steps=8)           info["step_count"]; the eighth step truncates
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionChange:
-    """One change, and when it was known: seconds since 1970."""
+    """A version, and when it began to hold, in seconds since 1970."""
 
     version: str
     at_s: float
 
 
 class PolicyVersions:
-    """The version of the policy that is playing, and its past; only the trainer's side writes it.
+    """The current version of the policy and the earlier ones; only the trainer's side writes it.
 
-    kind "int" starts at 0 and grows by one per `advance`; "uuid" takes a new random name.
+    With kind "int" the version starts at 0 and `advance` adds 1; with "uuid" it is a random name.
     """
 
     def __init__(self, kind: str = "int", *, clock: Callable[[], float] = time.time) -> None:
@@ -46,38 +46,38 @@ class PolicyVersions:
 
     @property
     def current(self) -> str:
-        """The version that holds now."""
+        """Return the current version."""
         return self._history[-1].version
 
     @property
     def history(self) -> tuple[VersionChange, ...]:
-        """All of them, oldest first."""
+        """Return all versions, oldest first."""
         return tuple(self._history)
 
     def advance(self) -> str:
-        """One complete weight update has happened."""
+        """Move to the next version after a complete weight update, and return it."""
         is_int = self._kind == "int"
         return self.set(str(int(self.current) + 1) if is_int else uuid.uuid4().hex)
 
     def set(self, version: str) -> str:
-        """Take a version that the trainer published, as "main/7"."""
+        """Set the version that the trainer published, such as "main/7", and return it."""
         if version != self.current:
             self._history.append(VersionChange(version=version, at_s=self._clock()))
         return version
 
 
 class PolicyVersionStamp(Transform):
-    """Tell the policy version at reset and at every step."""
+    """Report the policy version at reset and at every step."""
 
     def __init__(self, versions: PolicyVersions) -> None:
         self._versions = versions
 
     def reset(self, opening: Opening) -> Opening:
-        """The version the episode starts under."""
+        """Add the version at the episode's start."""
         return replace(opening, info={**opening.info, "policy_version": self._versions.current})
 
     async def step(self, outcome: Outcome) -> Outcome:
-        """The version this step was taken under."""
+        """Add the version at this step."""
         return outcome.tell(policy_version=self._versions.current)
 
 
@@ -93,15 +93,15 @@ class StepCounter(Transform):
 
     @property
     def traits(self) -> Traits:
-        """The limit."""
+        """Return the turn limit."""
         return Traits(max_turns=self.max_steps or 0)
 
     def reset(self, opening: Opening) -> Opening:
-        """None yet."""
+        """Start the count at 0."""
         return replace(opening, info={**opening.info, "step_count": "0"})
 
     async def step(self, outcome: Outcome) -> Outcome:
-        """One more."""
+        """Add the number of steps, and truncate at the limit."""
         count = outcome.episode.step_index
         outcome = outcome.tell(step_count=str(count))
         if self.max_steps is None or count < self.max_steps:
@@ -110,18 +110,18 @@ class StepCounter(Transform):
 
 
 class TemplateTransform(Transform):
-    """Show the prompt as text too, rendered by a chat template, beside the messages."""
+    """Add the prompt as text, rendered by a chat template, beside the messages."""
 
     def __init__(self, template: ChatTemplate, *, add_generation_prompt: bool = True) -> None:
         self._template = template
         self._opens_turn = add_generation_prompt
 
     def reset(self, opening: Opening) -> Opening:
-        """Text of the opening."""
+        """Add the text of the opening."""
         return opening.remember(shown_text=self._text(opening))
 
     async def step(self, outcome: Outcome) -> Outcome:
-        """Text of the next prompt."""
+        """Add the text of the next prompt."""
         return outcome.remember(shown_text=self._text(outcome))
 
     def _text(self, shown: Opening | Outcome) -> str:
@@ -130,21 +130,21 @@ class TemplateTransform(Transform):
 
 
 class TokenizeTransform(Transform):
-    """Show the prompt as token ids too: the ids of the rendered text. Goes after TemplateTransform.
+    """Add the prompt as the token ids of its rendered text; place it after TemplateTransform.
 
-    For callers that want ids to look at. What a policy samples is never tokenised again: that is
-    tokens mode, or `dialoop.tokens.builder`.
+    The ids are for reading. A policy that samples from exact ids needs tokens mode, or
+    `dialoop.tokens.builder`.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def reset(self, opening: Opening) -> Opening:
-        """Ids of the opening; none where no text is shown."""
+        """Add the ids of the opening, if there is a rendered text."""
         return opening.remember(shown_tokens=self._ids(opening))
 
     async def step(self, outcome: Outcome) -> Outcome:
-        """Ids of the next prompt."""
+        """Add the ids of the next prompt."""
         return outcome.remember(shown_tokens=self._ids(outcome))
 
     def _ids(self, shown: Opening | Outcome) -> tuple[int, ...] | None:

@@ -1,4 +1,4 @@
-"""The usual environment in one call, and those that are built in: arithmetic, jsonl and chat."""
+"""The usual environment in one call, and the built-in ones: arithmetic, jsonl and chat."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def tool_transforms(
     tool_timeout_s: float = 10.0,
     syntax: CallSyntax | None = None,
 ) -> tuple[Transform, ...]:
-    """The usual transforms, in the order in which they decide.
+    """Return the usual transforms, in the order in which they run.
 
-    A cut-off message ends the episode whatever it says; a submit wins over a call; the turn limit
-    comes after the tools, so that the last tool's answer is part of the record.
+    A cut-off message ends the episode whatever its text is. A submit wins over a call. The turn
+    limit comes after the tools, so that the trajectory includes the last tool's answer.
     """
     syntax = syntax or CallSyntax()
     return (
@@ -71,7 +71,7 @@ def tool_environment(  # noqa: PLR0913 - the options are the interface
     tool_timeout_s: float = 10.0,
     demonstrate: Demonstrate | None = None,
 ) -> ChatEnv:
-    """A chat environment with tools, rewards, a submit marker and a turn limit."""
+    """Return a chat environment with tools, rewards, a submit marker and a turn limit."""
     transforms = tool_transforms(
         tools=tools,
         rewards=rewards,
@@ -99,10 +99,10 @@ def arithmetic(
     max_turns: int = 3,
     direct: float = 0.6,
 ) -> ChatEnv:
-    """The built-in `arithmetic` environment: two-digit sums, with a calculator.
+    """Return the built-in `arithmetic` environment: two-digit sums, with a calculator.
 
     user 35+40, assistant <request><Calculator>35+40<call>, tool 75<response>, assistant
-    Result=75<submit>: reward 1. `direct` is the share of demonstrations that guess.
+    Result=75<submit>: reward 1. `direct` is the share of demonstrations without a tool call.
     """
     return tool_environment(
         name="arithmetic",
@@ -126,7 +126,7 @@ def chat(  # noqa: PLR0913 - the options are the interface
     end_on_tag: str = "",
     mcp_servers: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> ChatEnv:
-    """The built-in `chat` environment: the caller's own questions, and perhaps MCP tools.
+    """Return the built-in `chat` environment: the caller's own questions, perhaps with MCP tools.
 
     `end_on_tag="answer"` rewards an answer block that equals the `answer` of the reset's data.
     """
@@ -158,7 +158,7 @@ def jsonl(
     max_turns: int = 4,
     system_prompt: str = "",
 ) -> ChatEnv:
-    """The built-in `jsonl` environment: word problems from a file, with a calculator."""
+    """Return the built-in `jsonl` environment: problems from a file, with a calculator."""
     return tool_environment(
         name="jsonl",
         description="Problems with one numeric answer from a file, with a calculator.",

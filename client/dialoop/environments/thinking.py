@@ -1,9 +1,9 @@
-"""Ask the policy to think again before it is done.
+"""Ask the policy to think again before its episode ends.
 
 AddThinkingPrompt(lambda episode: not is_right(episode))          # edits the policy's last message
-AddThinkingPrompt(unsure, role="user", edit_last_turn=False)      # a message of the user
+AddThinkingPrompt(unsure, role="user", edit_last_turn=False)      # adds a user message
 
-Goes after the transforms that end the episode and before the rewards.
+Place it after the transforms that end the episode and before the rewards.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _PROMPTS = {
 
 
 class AddThinkingPrompt(Transform):
-    """Where `condition` holds, ask for more thought and let the episode go on.
+    """Ask for more thought when `condition` holds, and let the episode go on.
 
-    `edit_last_turn` (the policy's role only) puts the prompt in place of the last answer block of
-    its message, or behind the message when there is none. The edited message is not what the policy
-    sampled: its tokens fork into a new sequence, in which nothing of it is trained. With
-    `zero_reward` (default: when editing) this step is not rewarded; `undo_done` reopens the
-    episode. At most `max_times` per episode.
+    `edit_last_turn` (the policy's role only) replaces the last answer block of the policy's message
+    by the prompt, or appends the prompt when there is no block. The policy did not sample the
+    edited message, so its tokens fork into a new sequence in which none of it is trained. With
+    `zero_reward` (default: when editing) this step gets no reward. `undo_done` reopens the episode.
+    It asks at most `max_times` per episode.
     """
 
     def __init__(  # noqa: PLR0913 - the options are the interface
@@ -59,17 +59,18 @@ class AddThinkingPrompt(Transform):
         edits = role == "assistant" if edit_last_turn is None else edit_last_turn
         if edits and role != "assistant":
             raise InvalidConfig(
-                "edit_last_turn writes into the policy's message, as no user does.",
+                f"edit_last_turn edits the policy's message, but role is '{role}'.",
                 remedy='Use role="assistant", or edit_last_turn=False.',
             )
         if not edits and role == "assistant":
             raise InvalidConfig(
-                "A message of the policy's role that the policy did not write.",
+                "edit_last_turn=False with role='assistant' adds a message that the policy did not "
+                "write.",
                 remedy='Use role="user", or edit_last_turn=True.',
             )
         self._condition = condition
-        given = (prompt,) if isinstance(prompt, str) else tuple(prompt)
-        self._prompts = tuple(filter(None, given)) or _PROMPTS[role]
+        prompts = (prompt,) if isinstance(prompt, str) else tuple(prompt)
+        self._prompts = tuple(filter(None, prompts)) or _PROMPTS[role]
         self._role = role
         self._edits = edits
         self._random = random_prompt
@@ -79,20 +80,20 @@ class AddThinkingPrompt(Transform):
 
     @property
     def traits(self) -> Traits:
-        """It writes messages; the count of its prompts is not among them."""
+        """Return that it needs messages, and a session for the count of its prompts."""
         roles = () if self._edits else (self._role,)
         return Traits(needs_messages=True, needs_session=True, roles=roles)
 
     async def step(self, outcome: Outcome) -> Outcome:
-        """Look at the episode as the transforms before left it."""
+        """Test the condition on the episode as the earlier transforms left it."""
         episode = outcome.episode
-        asked = episode.state.get("num_thinking_prompts", 0)
-        if not outcome.is_scorable or asked >= self._max_times or episode.answer is None:
+        num_prompts = episode.state.get("num_thinking_prompts", 0)
+        if not outcome.is_scorable or num_prompts >= self._max_times or episode.answer is None:
             return outcome
         if not self._condition(episode):
             return outcome
-        outcome = self._written(outcome, self._prompt(episode))
-        outcome = outcome.remember(num_thinking_prompts=asked + 1)
+        outcome = self._add_prompt(outcome, self._prompt(episode))
+        outcome = outcome.remember(num_thinking_prompts=num_prompts + 1)
         if self._undo_done:
             outcome = outcome.reopen()
         return replace(outcome, is_rewarded=outcome.is_rewarded and not self._zero_reward)
@@ -102,7 +103,7 @@ class AddThinkingPrompt(Transform):
             return self._prompts[0]
         return episode.rng("thinking").choice(self._prompts)
 
-    def _written(self, outcome: Outcome, prompt: str) -> Outcome:
+    def _add_prompt(self, outcome: Outcome, prompt: str) -> Outcome:
         if not self._edits:
             return outcome.append(Message(role=self._role, content=prompt))
         episode = outcome.episode
@@ -111,15 +112,15 @@ class AddThinkingPrompt(Transform):
         place = next(
             i for i in range(len(episode.history) - 1, -1, -1) if episode.history[i] is answer
         )
-        edited = replace(answer, content=_edited(answer.text, prompt), is_complete=True)
+        edited = replace(answer, content=_replace_answer(answer.text, prompt), is_complete=True)
         messages = list(episode.history)
         messages[place] = edited
         after = replace(episode, history=History(tuple(messages)), answer=edited)
         return replace(outcome, episode=after)
 
 
-def _edited(text: str, prompt: str) -> str:
-    """The text with the prompt in place of its last answer block and all that follows it."""
-    found = list(_ANSWER.finditer(text))
-    before = text[: found[-1].start()] if found else text
+def _replace_answer(text: str, prompt: str) -> str:
+    """Return the text with the prompt in place of its last answer block and what follows it."""
+    blocks = list(_ANSWER.finditer(text))
+    before = text[: blocks[-1].start()] if blocks else text
     return before.rstrip() + ("\n" if before.strip() else "") + prompt

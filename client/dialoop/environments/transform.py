@@ -1,4 +1,4 @@
-"""What turns the blank canvas into an environment: an ordered list of small transforms.
+"""The base class of transforms; an ordered list of them makes an environment.
 
 class Hint(Transform):
     async def step(self, outcome: Outcome) -> Outcome:
@@ -19,29 +19,29 @@ from dialoop.environments.modes import RewardShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What others want to know of an environment: Traits(max_turns=3, stop=("<call>",))."""
+    """Facts of an environment or a transform: Traits(max_turns=3, stop=("<call>",))."""
 
     max_turns: int = 0
     stop: tuple[str, ...] = ()
     tools: tuple[str, ...] = ()
     reward_names: tuple[str, ...] = ()
-    # Roles of the messages it adds; none may be the policy's.
+    # Roles of the messages it adds; the policy's role may not be among them.
     roles: tuple[str, ...] = ()
-    # The finest of its rewards.
+    # Shape of its finest reward.
     reward_shape: RewardShape = RewardShape.SPARSE
-    # The arguments of its tools, for the chat template and for callers.
+    # Definitions of its tools, for the chat template and for callers.
     tool_definitions: tuple[ToolDefinition, ...] = ()
-    # It reads or writes messages, which text and tokens mode do not send.
+    # Whether it reads or writes messages, which text and tokens mode do not send.
     needs_messages: bool = False
-    # It reads token ids, which tokens mode alone has.
+    # Whether it reads token ids, which only tokens mode has.
     needs_tokens: bool = False
-    # It remembers more than the messages tell, so that a step needs its session.
+    # Whether it remembers more than the messages hold, so that a step needs its session.
     needs_session: bool = False
-    # Further facts, as {"sandbox": "bubblewrap"}.
+    # Further facts, such as {"sandbox": "bubblewrap"}.
     facts: Mapping[str, str] = field(default_factory=dict)
 
-    def joined(self, other: Traits) -> Traits:
-        """Both together: the lower limit and everything either one adds."""
+    def join(self, other: Traits) -> Traits:
+        """Return both together: the lower limit and everything that either one adds."""
         limits = [limit for limit in (self.max_turns, other.max_turns) if limit]
         return Traits(
             max_turns=min(limits, default=0),
@@ -59,22 +59,22 @@ class Traits:
 
 
 class Transform:
-    """One thing an environment does; override what is needed, the rest changes nothing.
+    """One thing that an environment does; methods that you do not override change nothing.
 
-    One transform serves all episodes at once: what belongs to an episode lies in its `state`, by
-    `remember`. A transform that owns something for the whole service (a connection, a pool) takes
-    it in `acquire` and gives it back in `release`; what belongs to one episode it frees in `close`.
+    One transform serves all episodes at once, so keep what belongs to an episode in its `state`, by
+    `remember`. Take what the whole service shares (a connection, a pool) in `acquire` and give it
+    back in `release`. Free what one episode holds in `close`.
     """
 
     __slots__ = ()
 
     @property
     def traits(self) -> Traits:
-        """What this transform adds to the environment's description."""
+        """Return what this transform adds to the environment's description."""
         return Traits()
 
     def reset(self, opening: Opening) -> Opening:
-        """Change how an episode opens."""
+        """Return the opening, perhaps changed."""
         return opening
 
     async def step(self, outcome: Outcome) -> Outcome:
@@ -82,18 +82,18 @@ class Transform:
         return outcome
 
     async def score(self, episode: Episode) -> Score:
-        """Give rewards; asked after all steps, and again when a trajectory is scored later."""
+        """Give rewards; called after each step, and again to score a stored trajectory."""
         return Score()
 
     async def acquire(self) -> None:
-        """Take what is needed before the first episode; an error here keeps the service down."""
+        """Take what is needed before the first episode; on an error the service does not start."""
 
     async def release(self) -> None:
-        """Give it back after the last episode."""
+        """Give back what `acquire` took, after the last episode."""
 
     async def close(self, episode: Episode) -> None:
-        """Free what this episode holds: it is over, or its session is. Called once, at its end."""
+        """Free what this episode holds; called once, when it or its session is over."""
 
     def problem(self) -> str:
-        """Why it cannot work at the moment, as /readyz says it; empty while all is well."""
+        """Return why it cannot work at the moment, as /readyz shows it, or an empty text."""
         return ""

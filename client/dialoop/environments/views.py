@@ -1,7 +1,7 @@
-"""Text and tokens mode: what an environment keeps besides its messages.
+"""Text and tokens mode: the running text or tokens that an environment keeps beside its messages.
 
-The law is that of messages: the next prompt is the previous full, followed by what the environment
-added. What the policy sent is kept as it came and never rendered or tokenised again.
+As with messages, the next prompt is the previous `full`, followed by what the environment added.
+The policy's text or tokens stay as they came; nothing renders or tokenises them again.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ _T = TypeVar("_T", str, tuple[int, ...])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextView:
-    """The running text, and what the policy has said since anybody else spoke."""
+    """The running text; `policy_text` is what the policy sent since the last other message."""
 
     text: str
-    said: str = ""
+    policy_text: str = ""
 
     @property
     def prompt(self) -> Text:
-        """All of it."""
+        """Return the whole text as the next prompt."""
         return Text(prompt=self.text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensView:
-    """The running tokens with their segments."""
+    """The running tokens; `policy_ids` are the policy's since the last other message."""
 
     sequence: Sequence
-    said: tuple[int, ...] = ()
+    policy_ids: tuple[int, ...] = ()
 
     @property
     def prompt(self) -> Tokens:
-        """All of them."""
+        """Return all tokens as the next prompt."""
         return Tokens(prompt=tuple(self.sequence.token_ids.tolist()))
 
 
@@ -56,21 +56,26 @@ View = TextView | TokensView
 
 
 class Viewer(Protocol):
-    """Keeps one kind of view in step with the messages."""
+    """Keeps one kind of view in line with the messages."""
 
-    def opened(self, history: History) -> View:
-        """The opening, ready for the policy to go on."""
+    def open(self, history: History) -> View:
+        """Return the view of the opening, from which the policy goes on."""
         ...
 
-    def answered(self, view: Any, answered: Answered, history: History) -> tuple[View, str, bool]:
-        """The view with the policy's part, its running message's content, and whether it ended.
+    def take_answer(
+        self, view: Any, answered: Answered, history: History
+    ) -> tuple[View, str, bool]:
+        """Return the view with the policy's part, its message's content, and whether it ended.
 
-        `history` is what stands before that message.
+        `history` is what comes before that message.
         """
         ...
 
-    def followed(self, view: Any, history: History, covered: int) -> View:
-        """The view with the messages after the first `covered`, the last of them the policy's."""
+    def follow(self, view: Any, history: History, covered: int) -> View:
+        """Return the view with the messages from number `covered` on added.
+
+        The last message before them is the policy's.
+        """
         ...
 
 
@@ -81,28 +86,28 @@ class TextViewer:
         self._template = template
         self._end = tokenizer.special_token("eos_token") or ""
 
-    def opened(self, history: History) -> TextView:
-        """Rendered with the opening of the policy's turn."""
+    def open(self, history: History) -> TextView:
+        """Render the history with the start of the policy's turn."""
         return TextView(text=self._template.render(history))
 
-    def answered(
+    def take_answer(
         self, view: TextView, answered: Answered, history: History
     ) -> tuple[TextView, str, bool]:
-        """Text as it came; only a final end-of-turn marker is left out of the content."""
+        """Add the text unchanged; leave a final end-of-turn marker out of the content."""
         if not isinstance(answered, Text):
             raise _wrong_view(answered, InputMode.TEXT)
         response = _response(view.text, answered.prompt, answered.response, answered.full)
-        said = view.said + response
-        content = said.removesuffix(self._end) if self._end else said
-        return replace(view, text=view.text + response, said=said), content, True
+        policy_text = view.policy_text + response
+        content = policy_text.removesuffix(self._end) if self._end else policy_text
+        return replace(view, text=view.text + response, policy_text=policy_text), content, True
 
-    def followed(self, view: TextView, history: History, covered: int) -> TextView:
-        """Only what follows is rendered; PROMPT_NOT_PREFIX where the template rewrites the past."""
+    def follow(self, view: TextView, history: History, covered: int) -> TextView:
+        """Render only what follows; PROMPT_NOT_PREFIX when the template changes the past."""
         content = history[covered - 1].text
         before = self._template.render(history[: covered - 1]) + content
         through = self._template.render(history[:covered], add_generation_prompt=False)
         whole = self._template.render(history)
-        ended = view.said[len(content) :]
+        ended = view.policy_text[len(content) :]
         closing = through.removeprefix(before)
         kept = through.startswith(before) and whole.startswith(through)
         if not kept or not closing.startswith(ended):
@@ -117,20 +122,20 @@ class TokensViewer:
         self._tokenizer = tokenizer
         self._builder = TokenBuilder(tokenizer, template)
 
-    def opened(self, history: History) -> TokensView:
-        """The ids of the opening."""
+    def open(self, history: History) -> TokensView:
+        """Return the ids of the opening."""
         return TokensView(sequence=self._builder.prompt(history).sequence)
 
-    def answered(
+    def take_answer(
         self, view: TokensView, answered: Answered, history: History
     ) -> tuple[TokensView, str, bool]:
-        """Ids as they came; the content is what they spell, without a final end-of-turn token."""
+        """Add the ids unchanged; decode the content without a final end-of-turn token."""
         if not isinstance(answered, Tokens):
             raise _wrong_view(answered, InputMode.TOKENS)
         now = tuple(view.sequence.token_ids.tolist())
         response = _response(now, answered.prompt, answered.response, answered.full)
         self._require_known(response)
-        said = view.said + response
+        policy_ids = view.policy_ids + response
         turns = [s.turn for s in view.sequence.segments if s.source is Source.MODEL]
         prompt = Prompt(
             history=history,
@@ -140,12 +145,12 @@ class TokensViewer:
         )
         added = self._builder.answer(prompt, response, versions=[(len(response), _CALLER)])
         sequence = view.sequence.extended_by(added.appended)
-        ends = bool(said) and said[-1] in self._tokenizer.end_of_turn_ids
-        content = self._tokenizer.decode(said[:-1] if ends else said)
-        return TokensView(sequence=sequence, said=said), content, ends
+        ends = bool(policy_ids) and policy_ids[-1] in self._tokenizer.end_of_turn_ids
+        content = self._tokenizer.decode(policy_ids[:-1] if ends else policy_ids)
+        return TokensView(sequence=sequence, policy_ids=policy_ids), content, ends
 
-    def followed(self, view: TokensView, history: History, covered: int) -> TokensView:
-        """Only what follows is tokenised; PROMPT_NOT_PREFIX where the template forks."""
+    def follow(self, view: TokensView, history: History, covered: int) -> TokensView:
+        """Tokenise only what follows; PROMPT_NOT_PREFIX when the template changes the past."""
         prompt = self._builder.prompt(history, context=view.sequence, num_context_messages=covered)
         if prompt.sequence.fork_cause is not ForkCause.NONE:
             raise _not_prefix()
@@ -156,14 +161,14 @@ class TokensViewer:
         wrong = next((i for i in ids if not 0 <= i < size), None)
         if wrong is not None:
             raise InvalidInput(
-                f"Token id {wrong} is not one of the {size} of this tokenizer.",
+                f"Token id {wrong} is outside this tokenizer's vocabulary of {size}.",
                 reason=Reason.TOKEN_OUT_OF_RANGE,
-                remedy="Send ids of the environment's own tokenizer.",
+                remedy="Send ids from the environment's own tokenizer.",
             )
 
 
 class _WithOptions:
-    """A template with options that are given each time."""
+    """A template that renders with fixed options."""
 
     def __init__(self, template: ChatTemplate, options: Mapping[str, Any]) -> None:
         self._template = template
@@ -181,7 +186,7 @@ class _WithOptions:
 def viewer_of(
     mode: InputMode, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any]
 ) -> Viewer | None:
-    """The viewer of a mode; None for messages, which need none."""
+    """Return the viewer of a mode; None for messages, which need none."""
     if mode is InputMode.HISTORY:
         return None
     from dialoop.templates.chat_template import ChatTemplate
@@ -194,34 +199,34 @@ def viewer_of(
 
 
 def _response(now: _T, prompt: _T | None, response: _T | None, full: _T | None) -> _T:
-    """The policy's part, when what was sent begins with what the episode stands at."""
+    """Return the policy's part; raise unless what was sent begins with the episode's prompt."""
     if full is None and response is None:
         raise InvalidHistory(
-            "full is missing.",
+            "`full` and `response` are both missing.",
             reason=Reason.FULL_MISSING,
-            remedy="Send response, or prompt and full.",
+            remedy="Send `response`, or `prompt` and `full`.",
         )
     before = full[: len(now)] if full is not None else prompt
     if before is not None and before != now:
         raise PreconditionFailed(
-            "What was sent does not begin with the prompt of this episode.",
+            "`prompt` or `full` does not begin with the prompt of this episode.",
             reason=Reason.HISTORY_REWRITTEN,
-            remedy="Send the prompt unchanged, or response alone.",
+            remedy="Send the prompt unchanged, or `response` alone.",
         )
-    found = full[len(now) :] if full is not None else response
-    if not found:
+    part = full[len(now) :] if full is not None else response
+    if not part:
         raise InvalidHistory(
             "The response is empty.",
             reason=Reason.RESPONSE_MISSING,
-            remedy="Send what was sampled.",
+            remedy="Send what the policy sampled.",
         )
-    return found
+    return part
 
 
 def _wrong_view(answered: Answered, mode: InputMode) -> InvalidHistory:
     sent = {ChatHistory: "history", Text: "text", Tokens: "tokens"}[type(answered)]
     return InvalidHistory(
-        f"The environment reads {mode.name.lower()} and was sent {sent}.",
+        f"The environment reads {mode.name.lower()}, but the request has {sent}.",
         reason=Reason.WRONG_MODE,
         remedy=f"Send the field `{mode.name.lower()}`.",
     )
@@ -229,7 +234,7 @@ def _wrong_view(answered: Answered, mode: InputMode) -> InvalidHistory:
 
 def _not_prefix() -> PreconditionFailed:
     return PreconditionFailed(
-        "The chat template renders earlier messages otherwise once later ones follow.",
+        "The chat template renders earlier messages differently when later ones follow.",
         reason=Reason.PROMPT_NOT_PREFIX,
-        remedy="Use history mode, or a template that keeps the past as it is.",
+        remedy="Use history mode, or a template that does not change earlier messages.",
     )

@@ -144,7 +144,7 @@ class LocalEnvironmentClient(LocalRuns):
         question: Given | None = None,
     ) -> ResetResult:
         """Start an episode of the session; a retry gets the first result."""
-        choice = TaskChoice(split=split, task_key=task_key, seed=seed, given=question or Given())
+        choice = TaskChoice(split=split, task_key=task_key, seed=seed, question=question or Given())
         call = ResetCall(session_id=session_id, episode=episode, choice=choice)
         environment = self._sessions.get(session_id).environment
         return reset_result(await self._sessions.reset(call), environment)

@@ -1,7 +1,9 @@
-"""Run code that nobody has read, and functions that may hang.
+"""Runs untrusted code in confined processes, and trusted functions that may hang in killable ones.
 
-done = await Sandbox().run("print(6 * 7)", timeout_s=5)               # killed and kept in
-same = await run_killable("grading:same", {"a": 1, "b": 2}, timeout_s=5)    # killed only
+Code, or a function's name and arguments, enter; an `Execution` or the function's result leaves.
+
+execution = await Sandbox().run("print(6 * 7)", timeout_s=5)
+result = await run_killable("grading:same", {"a": 1, "b": 2}, timeout_s=5)
 """
 
 from dialoop.sandbox.execution import Execution

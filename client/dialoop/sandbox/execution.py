@@ -1,4 +1,4 @@
-"""What came of running a piece of code."""
+"""The result of running a piece of code."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    r"""Execution(stdout="4\n", stderr="", succeeded=True, duration_s=0.002).
+    r"""The result of code: Execution(stdout="4\n", stderr="", succeeded=True, duration_s=0.002).
 
-    Code that fails, times out or kills its interpreter is an execution that did not succeed, with
-    the reason in `stderr`; only failures of the sandbox itself are exceptions.
+    When code fails, times out or kills its interpreter, `succeeded` is false and `stderr` has the
+    reason. Only failures of the sandbox itself are exceptions.
     """
 
     stdout: str
@@ -18,7 +18,7 @@ class Execution:
     succeeded: bool
     duration_s: float
     timed_out: bool = False
-    # Whether output was cut; the text says so too.
+    # Whether output was cut; a note in the text says so too.
     truncated: bool = False
-    # Whether the interpreter is gone, and all the code had defined with it.
+    # Whether the interpreter has ended, so that everything the code defined is lost.
     ended: bool = False

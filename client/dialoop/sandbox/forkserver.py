@@ -1,4 +1,4 @@
-"""The service's side of the fork server: start it, ask it for interpreters, have them killed."""
+"""The service's side of the fork server: start it, and let it start and kill interpreters."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _STOP_S = 2.0
 
 
 class ForkServer:
-    """One process that forks interpreters; belongs to the event loop it was made on.
+    """One process that forks interpreters. It belongs to the event loop that it was made on.
 
-    It dies, and all it started with it, when this object goes, or this process, however that comes.
+    The process and all its interpreters end when this object is deleted or this process ends.
     """
 
     def __init__(self) -> None:
@@ -38,31 +38,31 @@ class ForkServer:
         self._ended: dict[int, asyncio.Future[int]] = {}
         self._stop = weakref.finalize(self, _stop, self._loop, ours, process)
         self._pid = process.pid
-        # Weakly: a reader that held this object would keep it, and the process, for ever.
+        # A strong reference in the reader would keep this object and the process alive.
         self._loop.add_reader(ours, _read_weakly, weakref.ref(self))
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Return its process id."""
         return self._pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be asked for interpreters."""
+        """Return whether it can start interpreters."""
         return self._stop.alive and not self._loop.is_closed()
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop it belongs to."""
+        """Return the loop that it belongs to."""
         return self._loop
 
     async def spawn(
         self, rules: dict[str, Any], program: list[str] | None, fds: tuple[int, int, int]
     ) -> tuple[int, asyncio.Future[int]]:
-        """Start an interpreter on (channel, stdout, stderr): its id, and how it will have ended.
+        """Start an interpreter on (channel, stdout, stderr); return its id and a future of its end.
 
-        The future's value is that of waitpid, -1 when it is unknown. Unavailable (SANDBOX_FAILED)
-        when there is nobody to start it.
+        The future's value is the status from waitpid, or -1 if it is unknown. Raise Unavailable
+        (SANDBOX_FAILED) when the fork server is gone.
         """
         number, ended = next(self._ids), self._loop.create_future()
         packet = json.dumps({"spawn": number, "rules": rules, "program": program}).encode()
@@ -75,12 +75,12 @@ class ForkServer:
         return number, ended
 
     def kill(self, number: int) -> None:
-        """Kill it; to be called on any thread, at any time."""
-        with suppress(OSError):  # gone already, or the packet waits: the socket's end kills it too
+        """Kill an interpreter; callable on any thread at any time."""
+        with suppress(OSError):  # it has ended; or it is busy, and then closing the socket kills
             self._control.send(json.dumps({"kill": number}).encode())
 
     def close(self) -> None:
-        """End it and everything it started."""
+        """End the fork server and all its interpreters."""
         self._stop()
         for future in self._ended.values():
             if not future.done() and not self._loop.is_closed():
@@ -103,7 +103,7 @@ class ForkServer:
                 ) from error
 
     def read_reports(self) -> None:
-        """Take what the fork server reports; called when there is something."""
+        """Read the fork server's reports; the event loop calls it when there are some."""
         while True:
             try:
                 packet = self._control.recv(_MAX_PACKET)
@@ -115,9 +115,9 @@ class ForkServer:
                 _LOG.warning("the sandbox's fork server has ended")
                 self.close()
                 return
-            self._take(json.loads(packet))
+            self._handle(json.loads(packet))
 
-    def _take(self, report: dict[str, Any]) -> None:
+    def _handle(self, report: dict[str, Any]) -> None:
         if "error" in report:
             _LOG.error("the sandbox's fork server cannot fork: %s", report["error"])
         future = self._ended.pop(report.get("ended", report.get("id", 0)), None)

@@ -1,10 +1,11 @@
-"""Trusted functions that may hang: each call in a process that can be killed.
+"""Trusted functions that may hang. Each call runs in a process that can be killed.
 
 same = KillableFunction("my_folder.grading:same_answer", max_processes=2)
-await same({"given": "1/2", "wanted": "0.5"}, timeout_s=5)      # True; imports are paid once
+await same({"given": "1/2", "wanted": "0.5"}, timeout_s=5)      # True; later calls reuse imports
 await run_killable("my_folder.grading:same_answer", {...}, timeout_s=5)   # a process for one call
 
-No sandbox: the function sees what this process sees. A thread could not be killed.
+This is no sandbox: the function can read all that this process can. It does not use threads, since
+Python cannot kill a thread.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ _BOOT = "from dialoop.sandbox.killed import main; main()"
 
 
 class KillableFunction:
-    """An importable function, called in up to `max_processes` processes that are used again.
+    """An importable function, called in up to `max_processes` processes that calls reuse.
 
-    A call that takes too long costs its process; the next call gets a new one. Callers wait for a
-    free process. For the use of one event loop at a time.
+    A call that takes too long ends its process, and the next call gets a new one. Callers wait for
+    a free process. Use it on one event loop at a time.
     """
 
     def __init__(self, function: str, *, max_processes: int = 2) -> None:
         module, _, name = function.partition(":")
         if not module or not name or max_processes < 1:
             raise InvalidConfig(
-                f"'{function}' in {max_processes} processes cannot be called.",
-                remedy="Name module:function, and at least one process.",
+                f"function is '{function}' and max_processes is {max_processes}.",
+                remedy="Name the function as module:function, and use 1 or more processes.",
             )
         self._function, self._max_processes = function, max_processes
         self._idle: deque[_Process] = deque()
@@ -53,15 +54,16 @@ class KillableFunction:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __call__(self, arguments: Mapping[str, Any], *, timeout_s: float) -> Any:
-        """The function's result (JSON) for these keyword arguments (JSON).
+        """Return the function's result (JSON) for these keyword arguments (JSON).
 
-        DeadlineExceeded (FUNCTION_TIMEOUT) when it was killed after `timeout_s`, starting its
-        process included; InternalError (FUNCTION_FAILED) when it raised or ended its process.
+        Raise DeadlineExceeded (FUNCTION_TIMEOUT) when it was killed after `timeout_s`, which
+        includes the start of its process. Raise InternalError (FUNCTION_FAILED) when it raised or
+        ended its process.
         """
         self._be_on_this_loop()
         request = json.dumps({"function": self._function, "arguments": dict(arguments)}).encode()
         if not timeout_s > 0:
-            raise InvalidInput("timeout_s is not above 0.", remedy="Give the call some seconds.")
+            raise InvalidInput(f"timeout_s is {timeout_s}.", remedy="Use seconds above 0.")
         async with self._places:
             process = self._idle.pop() if self._idle else _Process()
             answer = None
@@ -75,13 +77,13 @@ class KillableFunction:
                     remedy="Give it more time, or less to do.",
                 ) from None
             except OSError as error:
-                raise self._failed(f"its process ended ({error})") from error
+                raise self._failure(f"its process ended ({error})") from error
             finally:
-                if answer is None:  # cancelled, too: nobody knows what it is doing
+                if answer is None:  # also after a cancellation: the process is in an unknown state
                     process.stop()
             self._idle.append(process)
         if "error" in answer:
-            raise self._failed(answer["error"])
+            raise self._failure(answer["error"])
         return answer["result"]
 
     async def close(self) -> None:
@@ -89,7 +91,7 @@ class KillableFunction:
         while self._idle:
             self._idle.pop().stop()
 
-    def _failed(self, why: str) -> InternalError:
+    def _failure(self, why: str) -> InternalError:
         error_id = uuid4().hex[:12]
         _LOG.error("%s failed, error_id %s: %s", self._function, error_id, why)
         return InternalError(
@@ -107,7 +109,7 @@ class KillableFunction:
 
 
 async def run_killable(function: str, arguments: Mapping[str, Any], timeout_s: float) -> Any:
-    """Call `module:function` in a process of its own; results and errors as KillableFunction."""
+    """Call `module:function` in its own process, with KillableFunction's results and errors."""
     once = KillableFunction(function, max_processes=1)
     try:
         return await once(arguments, timeout_s=timeout_s)
@@ -125,7 +127,7 @@ class _Process:
             process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, str(theirs.fileno()), json.dumps(sys.path)],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # a function that prints must not mix with our logs
+                stdout=subprocess.DEVNULL,  # keep the function's prints out of the service's logs
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,
@@ -133,7 +135,7 @@ class _Process:
         self.stop = weakref.finalize(self, _stop, self._channel, process)
 
     async def exchange(self, request: bytes) -> bytes:
-        """Send a request, take the answer; OSError when the process ends instead."""
+        """Send a request and return the answer; OSError when the process ends instead."""
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self._channel, _LENGTH.pack(len(request)) + request)
         (length,) = _LENGTH.unpack(await self._receive(_LENGTH.size))
@@ -154,6 +156,6 @@ class _Process:
 def _stop(channel: socket.socket, process: subprocess.Popen[bytes]) -> None:
     channel.close()
     with suppress(ProcessLookupError):
-        # The group: what the function has started goes with it.
+        # Kill the group, which includes processes that the function started.
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,4 @@
-"""The other side of `killable`: a process that calls functions by name until it is killed."""
+"""The process of `killable`, which calls functions by name until it is killed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dialoop.sandbox.confined.frames import read_frame, write_frame
 
 
 def main() -> None:
-    """Answer requests on the descriptor of the first argument until it closes."""
+    """Answer requests on the descriptor in the first argument until it closes."""
     channel = int(sys.argv[1])
     sys.path[:] = json.loads(sys.argv[2])
     if sys.platform.startswith("linux"):
         from dialoop.sandbox.confined.libc import PR_SET_PDEATHSIG, prctl
 
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # even while a function never returns
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # works while a function never returns
     while (request := read_frame(channel)) is not None:
         write_frame(channel, json.dumps(_answer(json.loads(request))).encode())
 
@@ -28,8 +28,8 @@ def main() -> None:
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         result = _function(request["function"])(**request["arguments"])
-        json.dumps(result)  # a result that is no JSON is the function's failure
-    except BaseException:  # SystemExit too: it must not look like a crash of ours
+        json.dumps(result)  # a result that JSON cannot hold is the function's failure
+    except BaseException:  # SystemExit too, which would end this process
         return {"error": traceback.format_exc()}
     return {"result": result}
 

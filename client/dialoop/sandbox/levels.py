@@ -1,4 +1,4 @@
-"""How well code is kept in: the levels, and what was found of each."""
+"""The levels of confinement, and the result of testing one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dialoop.reasons import Reason
 
 
 class Level(StrEnum):
-    """From the strongest to the weakest; all of them filter system calls and limit resources."""
+    """The levels from strongest to weakest. All filter system calls and limit resources."""
 
     BUBBLEWRAP = "bubblewrap"
     """Namespaces of its own: a private file system with a /tmp, no network, no other process."""
     LANDLOCK = "landlock"
-    """No namespaces: it reads the interpreter's files and writes nothing."""
+    """No namespaces: it can read the interpreter's files and write nothing."""
     RLIMITS = "rlimits"
-    """Neither namespaces nor Landlock: it opens no file at all; imports are those preloaded."""
+    """Neither namespaces nor Landlock: it opens no file, and imports only preloaded modules."""
 
 
 AUTO = "auto"
@@ -25,7 +25,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isolation:
-    """The level in effect and what code at it was seen to be denied."""
+    """The level in effect, and the attempts that it denied in the self-test."""
 
     level: Level
     denies: tuple[str, ...]
@@ -36,16 +36,16 @@ class Isolation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
-    """What the self-test found of one level: Assessment(level=..., missing="no bwrap on PATH")."""
+    """The self-test's result for one level: Assessment(level=..., missing="no bwrap on PATH")."""
 
     level: Level
     denies: tuple[str, ...] = ()
-    # Why the level cannot be used; empty when it can.
+    # Why the level cannot be used; empty if it can.
     missing: str = ""
 
 
 def parse_level(name: str) -> Level | None:
-    """The level of that name, None for "auto"; InvalidConfig for any other."""
+    """Return the level with this name, or None for "auto"; InvalidConfig for an unknown name."""
     if name == AUTO:
         return None
     try:

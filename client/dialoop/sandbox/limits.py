@@ -1,4 +1,4 @@
-"""What one interpreter may use.
+"""The limits of one interpreter.
 
 Limits(max_memory_bytes=256 * 2**20).max_output_bytes     # 65536
 """
@@ -12,10 +12,10 @@ from dialoop.errors import InvalidConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one interpreter; it has one process and one thread, always.
+    """Limits of one interpreter, which always has one process and one thread.
 
-    `max_cpu_s` counts over its whole life. Output is limited per call and stream, and
-    `max_disk_bytes` is the size of /tmp where the level has one.
+    `max_cpu_s` limits its whole life. `max_output_bytes` limits each stream of each call.
+    `max_disk_bytes` is the size of /tmp, if the level has one.
     """
 
     max_memory_bytes: int = 512 * 2**20
@@ -28,5 +28,5 @@ class Limits:
         for field in fields(self):
             if getattr(self, field.name) < 1:
                 raise InvalidConfig(
-                    f"The sandbox's {field.name} is below 1.", remedy="Set it to 1 or more."
+                    f"`{field.name}` of the sandbox's Limits is below 1.", remedy="Use 1 or more."
                 )

@@ -1,4 +1,4 @@
-"""An interpreter that keeps what the code before defined: one per session, shared with none."""
+"""An interpreter that keeps what earlier code defined. Each session has its own."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from dialoop.sandbox.worker import Worker
 
 @dataclass(slots=True)
 class _Held:
-    """What an interpreter owns while it has a process."""
+    """The pool and worker of an interpreter while it has a process."""
 
     pool: Pool | None = None
     worker: Worker | None = None
 
 
 class PersistentInterpreter:
-    """Runs code in one process, one piece at a time; a piece that ends the process loses the state.
+    """Runs code in one process, one piece at a time. The state is lost if the process ends.
 
-    Dropping the last reference ends the process.
+    The process ends when the last reference is dropped.
     """
 
     def __init__(self, pool: Callable[[], Pool], limits: Limits) -> None:
@@ -36,10 +36,10 @@ class PersistentInterpreter:
         weakref.finalize(self, _let_go, self._held)
 
     async def run(self, code: str, *, timeout_s: float = 10.0) -> Execution:
-        """Run code after what ran before.
+        """Run code in the state that earlier code left.
 
         After a timeout or a crash `ended` is true, `stderr` says that the state is lost, and the
-        next call starts a fresh process. Errors as `Sandbox.run`.
+        next call starts a fresh process. The errors are those of `Sandbox.run`.
         """
         require_positive(timeout_s)
         async with self._turn:
@@ -52,10 +52,10 @@ class PersistentInterpreter:
                 finally:
                     if not worker.is_alive:
                         await self._end()
-        return noted(execution, self._limits, state_lost=lost or execution.ended)
+        return add_notes(execution, self._limits, state_lost=lost or execution.ended)
 
     async def reset(self) -> None:
-        """Forget everything: the next call starts a fresh process."""
+        """Forget everything; the next call starts a fresh process."""
         async with self._turn:
             await self._end()
 
@@ -64,7 +64,7 @@ class PersistentInterpreter:
         await self.reset()
 
     async def _drop_if_lost(self, pool: Pool) -> bool:
-        """Whether there was a process that ended between two calls."""
+        """Return whether the process has ended since the last call, and forget it if so."""
         held = self._held
         if held.worker is None or (held.pool is pool and held.worker.is_alive):
             return False
@@ -92,13 +92,13 @@ class PersistentInterpreter:
 
 
 def require_positive(timeout_s: float) -> None:
-    """InvalidInput unless there is time to run in."""
+    """Raise InvalidInput unless `timeout_s` is above 0."""
     if not timeout_s > 0:
-        raise InvalidInput("timeout_s is not above 0.", remedy="Give the code some seconds.")
+        raise InvalidInput(f"timeout_s is {timeout_s}.", remedy="Use seconds above 0.")
 
 
-def noted(execution: Execution, limits: Limits, *, state_lost: bool = False) -> Execution:
-    """The same with a note where output was cut, and where the state was lost."""
+def add_notes(execution: Execution, limits: Limits, *, state_lost: bool = False) -> Execution:
+    """Return the execution with notes about output that was cut and state that was lost."""
     out, err = execution.stdout, execution.stderr
     if execution.truncated:
         note = f"[output was cut at {limits.max_output_bytes} bytes]\n"
@@ -112,7 +112,7 @@ def noted(execution: Execution, limits: Limits, *, state_lost: bool = False) -> 
 
 
 def _let_go(held: _Held) -> None:
-    """On any thread: the worker ends by itself when it is dropped, its place is given back."""
+    """Drop the worker, which ends it, and give its place back; callable on any thread."""
     pool, held.worker, held.pool = held.pool, None, None
     if pool is not None:
         with suppress(RuntimeError):  # the loop is closed, and its places with it

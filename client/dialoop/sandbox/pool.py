@@ -1,8 +1,9 @@
-"""The interpreters of one event loop: how many there may be, and those kept ready.
+"""The interpreters of one event loop: limits on their number, and some that are kept ready.
 
-`running`: filled by calls, drained as they end, the callers wait. `places`: filled by persistent
-interpreters, drained as they close, the callers wait. `spares`: filled in the background, drained
-by whoever needs an interpreter; nobody waits, an empty one means starting one now.
+`running`: each call takes one and gives it back when it ends; callers wait when none is left.
+`places`: each persistent interpreter takes one and gives it back when it closes; callers wait.
+`spares`: filled in the background and taken by calls that need an interpreter. Nobody waits for a
+spare: if there is none, the call starts an interpreter.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dialoop.sandbox.worker import Worker, start_worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSize:
-    """PoolSize(max_running=32, max_interpreters=256, num_spares=2, max_wait_s=30)."""
+    """Limits of a pool: PoolSize(max_running=32, max_interpreters=256, num_spares=2, ...)."""
 
     max_running: int
     max_interpreters: int
@@ -31,7 +32,7 @@ class PoolSize:
 
 
 class Pool:
-    """Starts interpreters and counts them; made on the loop that uses it."""
+    """Starts interpreters and counts them. Make it on the event loop that uses it."""
 
     def __init__(self, rules: dict[str, Any], program: list[str] | None, size: PoolSize) -> None:
         self._rules, self._program, self._size = rules, program, size
@@ -43,22 +44,22 @@ class Pool:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop it was made on."""
+        """Return the loop that the pool was made on."""
         return self._server.loop
 
     @property
     def forkserver_pid(self) -> int:
-        """The process id of the fork server."""
+        """Return the process id of the fork server."""
         return self._server.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can start interpreters."""
+        """Return whether it can start interpreters."""
         return self._server.is_alive
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """A turn to run code; CapacityExhausted (SANDBOX_BUSY) when none comes in time."""
+        """Wait for a turn to run code; CapacityExhausted (SANDBOX_BUSY) if none comes in time."""
         await self._wait_for(self._running, Reason.SANDBOX_BUSY, "calls at one time")
         try:
             yield
@@ -66,24 +67,24 @@ class Pool:
             self._running.release()
 
     async def take_place(self) -> None:
-        """A place for a persistent interpreter; CapacityExhausted (SANDBOX_FULL)."""
+        """Take a place for a persistent interpreter; CapacityExhausted (SANDBOX_FULL)."""
         await self._wait_for(self.places, Reason.SANDBOX_FULL, "persistent interpreters")
 
     async def worker(self) -> Worker:
-        """A fresh interpreter, one of those kept ready if there is one."""
-        found = None
-        while self._spares and found is None:
+        """Return a fresh interpreter, a spare one if there is any."""
+        worker = None
+        while self._spares and worker is None:
             spare = self._spares.popleft()
             if spare.is_alive:
-                found = spare
+                worker = spare
             else:
                 await spare.close()
         if self._size.num_spares and (self._refilling is None or self._refilling.done()):
             self._refilling = asyncio.create_task(self._refill())
-        return found or await start_worker(self._server, self._rules, self._program)
+        return worker or await start_worker(self._server, self._rules, self._program)
 
     def close(self) -> None:
-        """End the fork server and with it every interpreter."""
+        """End the fork server, which ends every interpreter."""
         if self._refilling is not None and not self.loop.is_closed():
             self._refilling.cancel()
         self._spares.clear()
@@ -93,7 +94,7 @@ class Pool:
         while len(self._spares) < self._size.num_spares:
             try:
                 worker = await start_worker(self._server, self._rules, self._program)
-            except DialoopError:  # the next caller finds out for itself
+            except DialoopError:  # the next caller gets the error
                 return
             self._spares.append(worker)
 

@@ -14,7 +14,7 @@ from dialoop.sandbox.levels import Level
 from dialoop.sandbox.limits import Limits
 
 _FOLDER = Path(__file__).parent
-# What bwrap calls the folder of `confined`.
+# Where the folder of `confined` is inside bubblewrap.
 _INSIDE = "/dialoop"
 _LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
 _DATA = ("/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
@@ -22,18 +22,18 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
 def python() -> str:
-    """The interpreter that runs inside: this one, outside of any virtual environment."""
+    """Return the path of this interpreter, outside of any virtual environment."""
     return str(Path(sys.executable).resolve())
 
 
 def forkserver_program(control_fd: int) -> list[str]:
-    """The command line of the fork server."""
+    """Return the command line of the fork server."""
     return _boot(str(_FOLDER), f"forkserver import main; sys.path.pop(); main({control_fd})")
 
 
 def rules_of(level: Level, limits: Limits, packages: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What `confined.confinement.confine` is to enforce; `packages` are folders to import from."""
-    # Where nothing but the outputs can be written, one byte more than is read shows the excess.
+    """Return the rules for `confined.confinement.confine`; code can import from `packages`."""
+    # If code can write only the outputs, a file limit one byte above the read limit shows excess.
     writes = level is Level.BUBBLEWRAP
     return {
         "level": level.value,
@@ -48,19 +48,19 @@ def rules_of(level: Level, limits: Limits, packages: tuple[str, ...] = ()) -> di
 
 
 def bubblewrap() -> str | None:
-    """Where bwrap is; None when it is not installed."""
+    """Return the path of bwrap; None when it is not installed."""
     return shutil.which("bwrap")
 
 
 def bubblewrap_program(bwrap: str, limits: Limits, rules: dict[str, Any]) -> list[str]:
-    """An interpreter in namespaces of its own, with the same rules on top."""
+    """Return the command line of an interpreter in its own namespaces, under the same rules."""
     binds = [path for path in rules["readable"] if path not in _DEVICES and Path(path).exists()]
     own = json.dumps({name: value for name, value in rules.items() if name != "readable"})
     work = "work import work; sys.path.pop(); import json; work(json.loads(sys.argv[1]))"
     return [
         *(bwrap, "--unshare-all", "--die-with-parent", "--clearenv", "--cap-drop", "ALL"),
         *("--uid", "65534", "--gid", "65534", "--hostname", "sandbox"),
-        # Before the binds: a folder below /tmp may be among them.
+        # This comes before the binds, since one of them may be below /tmp.
         *("--size", str(limits.max_disk_bytes), "--tmpfs", "/tmp"),
         *(part for path in _outermost(binds) for part in ("--ro-bind", path, path)),
         *("--ro-bind", str(_FOLDER / "confined"), f"{_INSIDE}/confined"),
@@ -72,7 +72,7 @@ def bubblewrap_program(bwrap: str, limits: Limits, rules: dict[str, Any]) -> lis
 
 
 def _boot(folder: str, rest: str) -> list[str]:
-    """`-I -S`: no variables, no site-packages, nothing imported from the working folder."""
+    """Return a command line with `-I -S`: no variables, site-packages or working folder."""
     code = f"import sys; sys.path.append({folder!r}); from confined.{rest}"
     return [python(), "-I", "-S", "-B", "-c", code]
 
@@ -82,10 +82,10 @@ def _interpreter_files() -> list[str]:
     base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
     libraries = [sysconfig.get_config_var(name) or "" for name in ("LIBDIR", "INSTSONAME")]
     shared = [os.path.join(*libraries)] if all(libraries) else []  # noqa: PTH118 - two plain strings
-    found = [python(), *(sysconfig.get_path(n, vars=base) for n in names), *shared]
-    return list(dict.fromkeys(found))
+    files = [python(), *(sysconfig.get_path(n, vars=base) for n in names), *shared]
+    return list(dict.fromkeys(files))
 
 
 def _outermost(paths: list[str]) -> list[str]:
-    """Without those inside another one: a read-only bind is not bound again."""
+    """Return the paths without those inside another one, which a bind already covers."""
     return [p for p in paths if not any(p != q and p.startswith(f"{q}/") for q in paths)]

@@ -1,9 +1,9 @@
 r"""A sandbox for code that a model wrote.
 
 sandbox = Sandbox()                                       # the best level that this machine has
-done = await sandbox.run("print(6 * 7)", timeout_s=5)     # a fresh interpreter for each call
-done.stdout                                               # "42\n"
-session = sandbox.interpreter()                           # one that remembers
+execution = await sandbox.run("print(6 * 7)", timeout_s=5)    # a fresh interpreter for each call
+execution.stdout                                          # "42\n"
+session = sandbox.interpreter()                           # keeps its variables
 await session.run("x = 6", timeout_s=5)
 await session.run("print(x * 7)", timeout_s=5)
 """
@@ -16,7 +16,7 @@ from dialoop.errors import InvalidConfig
 from dialoop.sandbox.execution import Execution
 from dialoop.sandbox.levels import AUTO, Isolation, Level
 from dialoop.sandbox.limits import Limits
-from dialoop.sandbox.persistent import PersistentInterpreter, noted, require_positive
+from dialoop.sandbox.persistent import PersistentInterpreter, add_notes, require_positive
 from dialoop.sandbox.pool import Pool, PoolSize
 from dialoop.sandbox.programs import bubblewrap, bubblewrap_program, rules_of
 from dialoop.sandbox.self_test import effective_isolation
@@ -25,8 +25,9 @@ from dialoop.sandbox.self_test import effective_isolation
 class Sandbox:
     """Runs Python without network, environment, processes or files of the host.
 
-    One process and one thread per interpreter, killed on timeout and with this process. The level
-    is settled when the sandbox is made; see `isolation`. For the use of one event loop at a time.
+    Each interpreter has one process and one thread; it is killed on a timeout and when this process
+    ends. The level is fixed when the sandbox is made; see `isolation`. Use it on one event loop at
+    a time.
     """
 
     def __init__(  # noqa: PLR0913 - the options are the interface
@@ -40,14 +41,15 @@ class Sandbox:
         max_wait_s: float = 30.0,
         packages: tuple[str, ...] = (),
     ) -> None:
-        """Make one; Unavailable (SANDBOX_LEVEL_MISSING) when the level is not to be had.
+        """Make a sandbox; Unavailable (SANDBOX_LEVEL_MISSING) when the machine lacks the level.
 
-        `packages` are folders to import from besides the standard library (site-packages, say).
+        Code can import from the folders in `packages` (site-packages, say) besides the standard
+        library.
         """
         if max_running < 1 or max_interpreters < 1 or num_spares < 0 or max_wait_s <= 0:
             raise InvalidConfig(
-                "A limit of the sandbox is not positive.",
-                remedy="Set max_running, max_interpreters and max_wait_s above 0.",
+                "`max_running`, `max_interpreters`, `num_spares` or `max_wait_s` is too small.",
+                remedy="Use values above 0; num_spares may be 0.",
             )
         self._make(effective_isolation(level), limits or Limits(), packages)
         self._size = PoolSize(
@@ -67,24 +69,24 @@ class Sandbox:
 
     @property
     def isolation(self) -> Isolation:
-        """The level in effect and what it denies."""
+        """Return the level in effect and what it denies."""
         return self._isolation
 
     @property
     def limits(self) -> Limits:
-        """What one interpreter may use."""
+        """Return the limits of one interpreter."""
         return self._limits
 
     async def start(self) -> None:
-        """Start the fork server now, so that the first call need not."""
+        """Start the fork server now, so that the first call does not wait for it."""
         async with self._current().running():
             await (await self._current().worker()).close()
 
     async def run(self, code: str, *, timeout_s: float = 10.0) -> Execution:
-        """Run code in an interpreter of its own, which ends with it.
+        """Run code in its own interpreter, which ends with it.
 
-        Time spent waiting for a turn does not count towards `timeout_s`. CapacityExhausted when
-        none comes; Unavailable (SANDBOX_FAILED) when no interpreter can be started.
+        The wait for a turn does not count towards `timeout_s`. Raise CapacityExhausted when no turn
+        comes, and Unavailable (SANDBOX_FAILED) when no interpreter can be started.
         """
         require_positive(timeout_s)
         pool = self._current()
@@ -94,14 +96,14 @@ class Sandbox:
                 execution = await worker.execute(code, timeout_s)
             finally:
                 await worker.close()
-        return noted(execution, self._limits)
+        return add_notes(execution, self._limits)
 
     def interpreter(self) -> PersistentInterpreter:
-        """An interpreter that remembers; it starts with its first code and ends when dropped."""
+        """Return an interpreter that keeps its variables; it starts with its first code."""
         return PersistentInterpreter(self._current, self._limits)
 
     async def close(self) -> None:
-        """End every interpreter; the next call starts anew."""
+        """End every interpreter; the next call starts new ones."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None

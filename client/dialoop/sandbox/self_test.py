@@ -1,4 +1,4 @@
-"""The start-up self-test: code at a level really tries to break out, and the level must hold.
+"""The start-up self-test of a level: code really tries to break out, and each attempt must fail.
 
 isolation = effective_isolation("auto")
 isolation.level                # Level.LANDLOCK
@@ -26,7 +26,7 @@ from dialoop.sandbox.pool import Pool, PoolSize
 from dialoop.sandbox.programs import bubblewrap, bubblewrap_program, rules_of
 
 _TIMEOUT_S = 30.0
-# What the attempts below try, in the order in which the report names them.
+# The names of the attempts below, in the order of reports.
 ATTEMPTS = (
     "network",
     "local sockets",
@@ -43,21 +43,21 @@ _SIZE = PoolSize(max_running=1, max_interpreters=1, num_spares=0, max_wait_s=_TI
 
 
 def effective_isolation(name: str = AUTO) -> Isolation:
-    """The named level, or the best there is, after a self-test that tries to break out.
+    """Return the named level, or the best of this machine, after a self-test.
 
-    Unavailable (SANDBOX_LEVEL_MISSING) when it fails: a level is never replaced by a weaker one.
-    The first call takes some 0.2 s and waits for it.
+    Raise Unavailable (SANDBOX_LEVEL_MISSING) when the test fails; a weaker level never replaces a
+    named one. The first call blocks for about 0.2 s.
     """
     wanted = parse_level(name)
-    found: list[Assessment] = []
+    rejected: list[Assessment] = []
     for level in Level if wanted is None else (wanted,):
         assessment = assess(level)
         if not assessment.missing:
             return Isolation(level=level, denies=assessment.denies)
-        found.append(assessment)
-    reasons = "; ".join(f"{a.level}: {a.missing}" for a in found)
+        rejected.append(assessment)
+    reasons = "; ".join(f"{a.level}: {a.missing}" for a in rejected)
     raise Unavailable(
-        f"This machine has no sandbox of the level '{name}' ({reasons}).",
+        f"The sandbox level '{name}' does not work on this machine ({reasons}).",
         reason=Reason.SANDBOX_LEVEL_MISSING,
         remedy="Install bubblewrap or allow user namespaces, run a kernel with Landlock and "
         "seccomp, or configure a level that this machine has.",
@@ -66,16 +66,18 @@ def effective_isolation(name: str = AUTO) -> Isolation:
 
 @functools.cache
 def assess(level: Level) -> Assessment:
-    """Whether this machine has the level; measured once per process, on a thread of its own."""
+    """Test whether this machine has the level, once per process and on a thread of its own."""
     if not sys.platform.startswith("linux"):
         return Assessment(level=level, missing="only Linux has it")
     if level is Level.BUBBLEWRAP and bubblewrap() is None:
         return Assessment(level=level, missing="there is no bwrap on PATH")
-    found: list[Assessment] = []
-    thread = threading.Thread(target=lambda: found.append(asyncio.run(_assess(level))))
+    assessments: list[Assessment] = []
+    thread = threading.Thread(target=lambda: assessments.append(asyncio.run(_assess(level))))
     thread.start()
     thread.join()
-    return found[0] if found else Assessment(level=level, missing="the self-test failed")
+    return (
+        assessments[0] if assessments else Assessment(level=level, missing="the self-test failed")
+    )
 
 
 async def _assess(level: Level) -> Assessment:
@@ -109,10 +111,10 @@ async def _attempt(level: Level, folder: str) -> Assessment:
             return Assessment(level=level, missing=why)
         finally:
             pool.close()
-    return _judged(level, execution.succeeded, execution.stdout, folder)
+    return _judge(level, execution.succeeded, execution.stdout, folder)
 
 
-def _judged(level: Level, succeeded: bool, printed: str, folder: str) -> Assessment:
+def _judge(level: Level, succeeded: bool, printed: str, folder: str) -> Assessment:
     lines = printed.splitlines()
     if not succeeded or not lines:
         return Assessment(level=level, missing="code did not run to its end")

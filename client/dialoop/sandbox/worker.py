@@ -1,7 +1,7 @@
-"""One confined interpreter as the service sees it: a channel, two output files, a way to kill it.
+"""The service's side of one confined interpreter: a channel, two output files, a way to kill it.
 
-Outputs are memory files and not pipes: a flood costs the service nothing, since it reads at most
-the limit, once, and what was printed before a timeout can still be read.
+Outputs are memory files and not pipes. The service reads each at most up to the limit, so much
+output costs it nothing, and it can read what the code printed before a timeout.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _ANSWER_BYTES = _LENGTH.size + NONCE_BYTES + 1
 _READY_NONCE = bytes(NONCE_BYTES)
 _START_S = 20.0
 _END_S = 5.0
-# For the report of an end of its own: of a process whose channel is closed, and of one that speaks.
+# How long to wait for the exit status: after the channel closed, and after a wrong answer.
 _GONE_END_S, _OWN_END_S = 2.0, 0.05
 _GONE = "The interpreter has closed its channel."
 
 
 class BrokenChannel(Exception):
-    """The interpreter is gone, or what it sent is no answer to what it was asked."""
+    """The interpreter is gone, or it sent something that is not the answer to the request."""
 
 
 class Worker:
-    """An interpreter that is ready; one `execute` at a time. Make one with `start_worker`."""
+    """An interpreter that is ready. It runs one `execute` at a time; `start_worker` makes one."""
 
     def __init__(self, server: ForkServer, max_output_bytes: int) -> None:
         self._server = server
@@ -51,12 +51,12 @@ class Worker:
         self._release = weakref.finalize(self, _release, self._channel, self._outputs)
 
     async def start(self, rules: dict[str, Any], program: list[str] | None) -> None:
-        """Start it and wait until it has given up everything and is ready."""
+        """Start it and wait until it is confined and ready."""
         try:
             with self._theirs:
                 fds = (self._theirs.fileno(), *self._outputs)
                 self._number, self._ended = await self._server.spawn(rules, program, fds)
-            # Not before it has a number: an object that never started has nothing to kill.
+            # Only from here on, since an object that never started has no process to kill.
             self._kill = weakref.finalize(self, self._server.kill, self._number)
             async with asyncio.timeout(_START_S):
                 await self._answer(_READY_NONCE)
@@ -68,7 +68,7 @@ class Worker:
                 reason=Reason.SANDBOX_FAILED,
                 remedy="Look at the service's log; free memory or processes, then try again.",
             )
-            failure.add_note(why)  # for the log; a client gets the message alone
+            failure.add_note(why)  # for the log; a client gets only the message
             raise failure from error
         except BaseException:
             await self.close()
@@ -76,11 +76,11 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be given code."""
+        """Return whether it can run code."""
         return self._release.alive and self._ended is not None and not self._ended.done()
 
     async def execute(self, code: str, timeout_s: float) -> Execution:
-        """Run the code; where it broke something or was cut off, the interpreter is killed."""
+        """Run the code; kill the interpreter if the code timed out or broke the channel."""
         started = time.perf_counter()
         status, why, timed_out = FAILED, "", False
         try:
@@ -90,7 +90,7 @@ class Worker:
             why, timed_out = f"Timed out after {timeout_s:g} s.", True
         except BrokenChannel as error:
             why = await self._how_it_ended(str(error))
-        except BaseException:  # cancelled: what it does now concerns nobody any more
+        except BaseException:  # cancelled: nobody needs the interpreter any more
             await self.close()
             raise
         if why:
@@ -110,7 +110,7 @@ class Worker:
         )
 
     async def close(self) -> None:
-        """Kill it, wait until it is gone, and free its files; may be called again."""
+        """Kill it, wait until it is gone, and free its files; further calls do nothing."""
         if self._release.alive:
             try:
                 await self._end()
@@ -122,18 +122,18 @@ class Worker:
             return
         if not self._ended.done():
             self._server.kill(self._number)
-            # Shielded, since it is the fork server's; bounded, since a process in the kernel's
-            # hands may take its time to go.
+            # `wait` does not cancel the fork server's future. The time-out is for processes in an
+            # uninterruptible system call, which end late.
             await asyncio.wait([self._ended], timeout=_END_S)
         self._kill.detach()
 
     async def _exchange(self, code: str) -> int:
-        """Send code, take the answer; BrokenChannel when that is no answer."""
+        """Send the code and return the answer's status; BrokenChannel for anything else."""
         loop = asyncio.get_running_loop()
         for fd in self._outputs:
             os.ftruncate(fd, 0)
         if self._has_unasked_bytes():
-            raise BrokenChannel("The code before sent what nobody had asked for.")
+            raise BrokenChannel("Earlier code wrote to the interpreter's channel.")
         nonce = secrets.token_bytes(NONCE_BYTES)
         content = nonce + code.encode("utf-8", "replace")
         try:
@@ -155,7 +155,7 @@ class Worker:
             answer += part
         head, status = answer[:-1], answer[-1]
         if head != _LENGTH.pack(NONCE_BYTES + 1) + nonce or status not in (FAILED, SUCCEEDED):
-            raise BrokenChannel("The code answered in the interpreter's place.")
+            raise BrokenChannel("The code wrote to the interpreter's channel.")
         return status
 
     def _has_unasked_bytes(self) -> bool:
@@ -167,9 +167,9 @@ class Worker:
             raise BrokenChannel(_GONE) from error
 
     async def _how_it_ended(self, why: str) -> str:
-        """`why`, or the signal or status with which it went by itself.
+        """Return `why`, or the signal or status with which the interpreter ended by itself.
 
-        Unavailable (SANDBOX_FAILED) when it was not the code's doing.
+        Raise Unavailable (SANDBOX_FAILED) when the code did not cause it.
         """
         if self._ended is None:
             return why
@@ -185,7 +185,7 @@ class Worker:
                 remedy="Try again: the next call starts another.",
             )
         code = os.waitstatus_to_exitcode(self._ended.result())
-        # bwrap reports the signal that ended its child as a shell does.
+        # bwrap adds 128 to the signal that ended its child, as a shell does.
         number = -code if code < 0 else code - 128 if code > 128 else 0
         if number == 0:
             return f"The interpreter exited with status {code}."
@@ -194,7 +194,7 @@ class Worker:
         return f"The interpreter was killed by {name}{limits}."
 
     def _read(self, index: int) -> tuple[str, bool]:
-        """What was printed, and whether some of it was cut off."""
+        """Return the output, and whether some of it was cut off."""
         fd, limit = self._outputs[index], self._max_output_bytes
         text = os.pread(fd, limit, 0).decode("utf-8", "replace")
         return text, os.fstat(fd).st_size > limit
@@ -203,7 +203,7 @@ class Worker:
 async def start_worker(
     server: ForkServer, rules: dict[str, Any], program: list[str] | None
 ) -> Worker:
-    """A new interpreter that is ready; Unavailable (SANDBOX_FAILED) when none can be started."""
+    """Start an interpreter and return it ready; Unavailable (SANDBOX_FAILED) if that fails."""
     worker = Worker(server, rules["max_output_bytes"])
     await worker.start(rules, program)
     return worker
@@ -211,7 +211,7 @@ async def start_worker(
 
 def _memory_file(name: str) -> int:
     fd = os.memfd_create(name)
-    # Appending, so that emptying the file between two calls moves the writer back too.
+    # With O_APPEND the writer starts again at 0 after the file is emptied between two calls.
     fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
     return fd
 

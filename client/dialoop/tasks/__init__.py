@@ -1,4 +1,6 @@
-"""Ready-made tasks: an environment per module, each a function that returns a ChatEnv.
+"""Ready-made tasks: one environment per module, made by a function that returns a ChatEnv.
+
+Paths of data files and options enter; environments leave.
 
 [environment]
 use = "dialoop.tasks.gsm8k:gsm8k"

@@ -1,9 +1,9 @@
-"""Two-digit sums in one turn: column by column before `#### N`, or guessed.
+"""Two-digit sums in one turn: answered as `#### N`, after the columns or directly.
 
 user       35+47
 assistant  5+7=12 3+4+1=8 #### 82          reward 1; so is a right guess, `#### 82`
 
-The last term of the second column is the carry. No tool helps: what is learned is to reason first.
+The last term of the second column is the carry. There is no tool; the policy learns to reason.
 `python -m dialoop_services.stack train infra/configs/reasoning.toml` trains it.
 """
 
@@ -27,16 +27,16 @@ _ANSWER = re.compile(r"#### (\d+)\s*$")
 
 
 def final_number(text: str) -> str | None:
-    """What follows the `#### ` that ends a text; None where none does.
+    """Return the number after the `#### ` at the end of a text; None if there is none.
 
     final_number("5+7=12 3+4+1=8 #### 82")      # "82"
     """
-    found = _ANSWER.search(text)
-    return found[1] if found else None
+    match = _ANSWER.search(text)
+    return match[1] if match else None
 
 
 def columns(a: int, b: int) -> str:
-    """The reasoning, from the last column on: "5+7=12 3+4+1=8" of 35 and 47."""
+    """Return the reasoning from the last column on: "5+7=12 3+4+1=8" for 35 and 47."""
     ones = a % 10 + b % 10
     carry = ones // 10
     return f"{a % 10}+{b % 10}={ones} {a // 10}+{b // 10}+{carry}={a // 10 + b // 10 + carry}"
@@ -44,12 +44,12 @@ def columns(a: int, b: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EndOnNumber(Transform):
-    """A `#### N` at the end of the policy's message terminates the episode: CONTENT."""
+    """Terminate the episode (CONTENT) at a `#### N` at the end of the policy's message."""
 
     async def step(self, outcome: Outcome) -> Outcome:
-        """Look for it; a message without one is left to the step limit."""
-        found = final_number(outcome.episode.answer_text)
-        return outcome if found is None else outcome.terminate(DoneReason.CONTENT)
+        """Look for the number; without one the step limit ends the episode."""
+        number = final_number(outcome.episode.answer_text)
+        return outcome if number is None else outcome.terminate(DoneReason.CONTENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +60,32 @@ class FinalNumber(Transform):
 
     @property
     def traits(self) -> Traits:
-        """The one component."""
+        """Return the reward's name."""
         return Traits(reward_names=(self.name,))
 
     async def score(self, episode: Episode) -> Score:
-        """Compare; a message that was cut off has no answer."""
+        """Compare the numbers; a message that was cut off has no answer."""
         if not episode.done:
             return Score()
-        given = final_number(episode.answer_text)
-        right = episode.done_reason is DoneReason.CONTENT and given == episode.task.answer
+        number = final_number(episode.answer_text)
+        right = episode.done_reason is DoneReason.CONTENT and number == episode.task.answer
         return Score(rewards=(Reward(name=self.name, value=float(right), success=right),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnDemonstrations:
-    """How a sum may be answered: guessed directly with this probability, else by its columns."""
+    """Answers to a sum: with probability `direct` without the columns, else with them."""
 
     direct: float = 0.6
 
     def __post_init__(self) -> None:
         if not 0 <= self.direct <= 1:
-            raise InvalidConfig(f"direct is {self.direct}.", remedy="Give a probability.")
+            raise InvalidConfig(
+                f"direct is {self.direct}.", remedy="Use a probability from 0 to 1."
+            )
 
     def __call__(self, task: TaskData, rng: random.Random) -> tuple[Message, ...]:
-        """The one message after the prompt, which gets reward 1."""
+        """Return the message after the prompt; it gets reward 1."""
         answer = f"#### {task.answer}"
         if rng.random() >= self.direct:
             a, b = map(int, task.question.split("+"))
@@ -92,7 +94,7 @@ class ColumnDemonstrations:
 
 
 def column_addition(*, num_heldout: int = 256, direct: float = 0.6) -> ChatEnv:
-    """The environment; `direct` is the share of demonstrations that guess."""
+    """Return the environment; `direct` is the share of demonstrations without the columns."""
     return ChatEnv(
         name="column_addition",
         description="Sums of two numbers, column by column or guessed, in one turn.",

@@ -34,7 +34,7 @@ _MAX_CHARACTERS = 200
 
 
 class CountdownTasks(TaskSource):
-    """Made from their number: the same key is the same task on every machine."""
+    """Tasks made from their number, so that a key is the same task on every machine."""
 
     def __init__(
         self, *, num_tasks: int = 10_000, num_numbers: int = 4, high: int = 99, heldout: float = 0.1
@@ -42,7 +42,7 @@ class CountdownTasks(TaskSource):
         if num_tasks < 1 or not 2 <= num_numbers <= 8 or high < 2 or not 0 < heldout < 1:
             raise InvalidConfig(
                 "A setting of the countdown tasks is out of range.",
-                remedy="Give at least 1 task of 2 to 8 numbers up to at least 2, and 0<heldout<1.",
+                remedy="Use num_tasks >= 1, num_numbers 2 to 8, high >= 2 and 0 < heldout < 1.",
             )
         keys = [str(number) for number in range(num_tasks)]
         is_heldout = [share_of(key) < heldout for key in keys]
@@ -50,22 +50,22 @@ class CountdownTasks(TaskSource):
             split: tuple(k for k, held in zip(keys, is_heldout, strict=True) if held is wanted)
             for split, wanted in (("train", False), ("heldout", True))
         }
-        self._known = {split: frozenset(found) for split, found in self._keys.items()}
+        self._members = {split: frozenset(keys) for split, keys in self._keys.items()}
         self._num_numbers, self._high = num_numbers, high
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Train and heldout."""
+        """Return "train" and "heldout"."""
         return tuple(self._keys)
 
     def keys(self, split: str) -> Sequence[str]:
-        """Numbers."""
+        """Return the numbers of the tasks."""
         return self._keys[self.require_split(split)]
 
     def get(self, split: str, key: str) -> TaskData:
-        """The numbers and a target that they reach."""
+        """Return the task: some numbers and a target that they reach."""
         split = self.require_split(split)
-        if key not in self._known[split]:
+        if key not in self._members[split]:
             raise task_not_found(split, key)
         numbers, target = _puzzle(random.Random(f"countdown:{key}"), self._num_numbers, self._high)
         listed = ", ".join(map(str, numbers))
@@ -88,7 +88,7 @@ def _puzzle(random_: random.Random, count: int, high: int) -> tuple[list[int], i
 
 
 def value_of(expression: str, numbers: Sequence[int]) -> Fraction | None:
-    """The value of an expression over the numbers; None for one that breaks a rule."""
+    """Return the value of an expression over the numbers; None if it breaks a rule."""
     if len(expression) > _MAX_CHARACTERS:
         return None
     used: Counter[int] = Counter()
@@ -111,22 +111,22 @@ def _value(node: ast.expr, used: Counter[int]) -> Fraction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountdownReward(Transform):
-    """1 for an expression that reaches the target, `form` for one that keeps the rules, else 0."""
+    """Reward 1 for an expression that reaches the target, `form` for another valid one, else 0."""
 
     form: float = 0.1
 
     @property
     def traits(self) -> Traits:
-        """The component."""
+        """Return the reward's name."""
         return Traits(reward_names=("countdown",))
 
     async def score(self, episode: Episode) -> Score:
-        """Asked when the episode is over."""
+        """Reward an episode that is over."""
         if not episode.done:
             return Score()
         data = episode.task.metadata
-        given = tag_text(episode.answer_text, "answer")
-        value = None if given is None else value_of(given, json.loads(data["numbers"]))
+        expression = tag_text(episode.answer_text, "answer")
+        value = None if expression is None else value_of(expression, json.loads(data["numbers"]))
         right = value == int(data["target"])
         earned = 1.0 if right else 0.0 if value is None else self.form
         return Score(rewards=(Reward(name="countdown", value=earned, success=right),))
@@ -135,7 +135,7 @@ class CountdownReward(Transform):
 def countdown(
     *, num_tasks: int = 10_000, num_numbers: int = 4, high: int = 99, form: float = 0.1
 ) -> ChatEnv:
-    """The built-in `countdown` environment."""
+    """Return the `countdown` environment."""
     return ChatEnv(
         name="countdown",
         description="Reach a target with given numbers.",

@@ -29,14 +29,15 @@ def file_tasks(
     heldout_split: str = "test",
     collate: Collate = text_to_query,
 ) -> RowTasks:
-    """Tasks of a data set's split "train", and "heldout": another file, split or share by hash.
+    """Return tasks with split "train" and perhaps "heldout": another file or split, or a share.
 
-    A folder with a split named `heldout_split` gives it as "heldout" by itself.
+    A hash of the row's number decides which rows are in the share. If a folder has a split named
+    `heldout_split`, that is "heldout" by default.
     """
     if not 0 <= heldout_fraction < 1 or (heldout_path and heldout_fraction):
         raise InvalidConfig(
-            f"heldout_fraction is {heldout_fraction}.",
-            remedy="Give a share from 0 to below 1, and none beside heldout_path.",
+            f"heldout_fraction is {heldout_fraction} and heldout_path is {heldout_path!r}.",
+            remedy="Use a share from 0 to below 1, and only one of the two.",
         )
     path = Path(path)
     train = list(rows_of(path, split=split))
@@ -53,7 +54,7 @@ def file_tasks(
 
 
 def rows_of(path: str | Path, *, split: str = "train") -> Iterator[Row]:
-    """The rows of a file, or of a split of a folder; InvalidConfig where they cannot be read."""
+    """Return the rows of a file or of a folder's split; InvalidConfig if they cannot be read."""
     path = Path(path)
     if path.is_dir():
         return _folder(path, split)
@@ -62,7 +63,7 @@ def rows_of(path: str | Path, *, split: str = "train") -> Iterator[Row]:
     if path.suffix == ".parquet":
         return _parquet(path)
     raise InvalidConfig(
-        f"{path} is no data set that can be read here.",
+        f"{path} is neither a folder nor a .jsonl, .json or .parquet file.",
         reason=Reason.DATA_UNREADABLE,
         remedy="Give a .jsonl or .parquet file, or a folder written by datasets.save_to_disk.",
     )
@@ -70,7 +71,7 @@ def rows_of(path: str | Path, *, split: str = "train") -> Iterator[Row]:
 
 def _json_lines(path: Path) -> Iterator[Row]:
     try:
-        # By newlines alone: JSON strings may hold every other line separator there is.
+        # Split by newlines alone, since JSON strings may hold every other line separator.
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, type(error).__name__) from error
@@ -82,7 +83,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
         except (ValueError, RecursionError):
             raise _unreadable(path, f"line {number} is not JSON") from None
         if not isinstance(row, dict):
-            raise _unreadable(path, f"line {number} is no JSON object")
+            raise _unreadable(path, f"line {number} is not a JSON object")
         yield row
 
 
@@ -121,7 +122,7 @@ def _folder(path: Path, split: str) -> Iterator[Row]:
 
 
 def _splits_of(path: Path) -> set[str]:
-    """Names of the splits that a folder shows by its files."""
+    """Return the names of the splits in a folder, from its file list or its file names."""
     listing = path / "dataset_dict.json"
     if listing.is_file():
         return set(json.loads(listing.read_text("utf-8")).get("splits", []))

@@ -1,7 +1,7 @@
-r"""GSM8K: word problems with one numeric answer, thought in <think> and given in <answer>.
+r"""GSM8K: word problems with one numeric answer, with reasoning in <think> and it in <answer>.
 
-Rows are {"question": "...", "answer": "... #### 72"}; one turn; 1.0 for the right answer, 0.1 for a
-wrong one, 0.0 for none.
+Rows are {"question": "...", "answer": "... #### 72"}. An episode has one turn. The reward is 1.0
+for the right answer, 0.1 for a wrong one and 0.0 for none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.endings import EndOnTag, EndWhenIncomplete
 from dialoop.environments.episode import Episode, Score
-from dialoop.environments.rewards.functions import normalised
+from dialoop.environments.rewards.functions import normalise
 from dialoop.environments.stamps import StepCounter
 from dialoop.environments.tools.answer_tags import tag_text
 from dialoop.environments.transform import Traits, Transform
@@ -33,11 +33,11 @@ SYSTEM_PROMPT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gsm8kReward(Transform):
-    """The components of GSM8K's reward; their weights add them up to 1.0, 0.1 or 0.0.
+    """The parts of GSM8K's reward. Their weighted sum is 1.0, 0.1 or 0.0.
 
-    reward_answer: an answer block. reward_think: a think block (weight 0: told, not counted).
-    reward_right: the answer equals the truth. reward_contained: the truth stands in the answer
-    (weight 0 by default).
+    reward_answer: there is an answer block. reward_think: there is a think block (weight 0 by
+    default: recorded but not counted). reward_right: the answer equals the truth.
+    reward_contained: the answer contains the truth (weight 0 by default).
     """
 
     answer: float = 0.1
@@ -47,18 +47,18 @@ class Gsm8kReward(Transform):
 
     @property
     def traits(self) -> Traits:
-        """The components."""
+        """Return the rewards' names."""
         names = ("reward_answer", "reward_think", "reward_right", "reward_contained")
         return Traits(reward_names=names)
 
     async def score(self, episode: Episode) -> Score:
-        """Asked when the episode is over."""
+        """Reward an episode that is over."""
         if not episode.done:
             return Score()
         truth = gsm8k_truth(episode.task.answer)
-        given = tag_text(episode.answer_text, "answer")
-        right = given is not None and normalised(given) == truth
-        contained = given is not None and truth in re.findall(r"-?[\d.]+", normalised(given))
+        answer = tag_text(episode.answer_text, "answer")
+        right = answer is not None and normalise(answer) == truth
+        contained = answer is not None and truth in re.findall(r"-?[\d.]+", normalise(answer))
         thought = tag_text(episode.answer_text, "think") is not None
 
         def component(name: str, holds: bool, weight: float) -> Reward:
@@ -66,7 +66,7 @@ class Gsm8kReward(Transform):
 
         return Score(
             rewards=(
-                component("reward_answer", given is not None, self.answer),
+                component("reward_answer", answer is not None, self.answer),
                 component("reward_think", thought, self.think),
                 component("reward_right", right, self.right),
                 component("reward_contained", contained, self.contained),
@@ -75,15 +75,15 @@ class Gsm8kReward(Transform):
 
 
 def gsm8k_truth(answer: str) -> str:
-    """What follows the one `#### `; InvalidInput (BAD_ANSWER) where there is not exactly one."""
+    """Return what follows the only `#### `; InvalidInput (BAD_ANSWER) unless there is one."""
     _, *after = answer.split("#### ")
     if len(after) != 1:
         raise InvalidInput(
-            f"The answer has {len(after)} '#### ', not one.",
+            f"The answer has '#### ' {len(after)} times, not once.",
             reason=Reason.BAD_ANSWER,
             remedy="Give answers in GSM8K's form: the reasoning, then '#### 72'.",
         )
-    return normalised(after[0])
+    return normalise(after[0])
 
 
 def gsm8k(  # noqa: PLR0913 - the options are the interface
@@ -96,7 +96,7 @@ def gsm8k(  # noqa: PLR0913 - the options are the interface
     think: float = 0.0,
     contained: float = 0.0,
 ) -> ChatEnv:
-    """The environment over GSM8K's rows from a JSONL or Parquet file, or a saved data set."""
+    """Return the environment of GSM8K's rows from a JSONL or Parquet file, or a saved data set."""
     tasks = file_tasks(path, heldout_path=heldout_path, heldout_fraction=heldout_fraction)
     for split in tasks.splits:
         for key in tasks.keys(split):

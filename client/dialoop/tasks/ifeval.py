@@ -1,8 +1,8 @@
-"""IFEval: follow instructions that can be checked by a program.
+"""IFEval: instructions that a program can check.
 
 Rows are google/IFEval's: {"key": 1, "prompt": "", "instruction_id_list": [], "kwargs": []}.
-The answer block is checked, strictly and loosely, in a process that is killed when a check hangs;
-an aggregator makes one reward of it.
+A process checks the answer block, strictly and loosely; it is killed when a check hangs. An
+aggregator makes one reward from the results.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 SYSTEM_PROMPT = "Think between <think> and </think>, then answer between <answer> and </answer>."
 
 WEIGHTS = (0.4, 0.3, 0.2, 0.1)
-"""Of prompt-level strict, instruction-level strict, prompt-level loose, instruction-level loose."""
+"""Weights of prompt-level strict, instruction-level strict, and both of them loose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Followed:
-    """What a response followed, per instruction, and how it was laid out."""
+    """Which instructions a response followed, and its layout."""
 
     strict: tuple[bool, ...]
     loose: tuple[bool, ...]
@@ -48,7 +48,7 @@ class Followed:
 
     @property
     def weighted(self) -> float:
-        """All instructions at once and their mean, strictly and loosely, by WEIGHTS: 0 to 1."""
+        """Return the sum by WEIGHTS of all at once and the mean, strict and loose: 0 to 1."""
         parts = (all(self.strict), fmean(self.strict), all(self.loose), fmean(self.loose))
         return sum(w * float(p) for w, p in zip(WEIGHTS, parts, strict=True))
 
@@ -56,30 +56,31 @@ class Followed:
 Aggregator = Callable[[Followed], float]
 
 
-def additive_v1(found: Followed) -> float:
-    """Format + structure + 0.2 for a complete message: 0 to 2.2. The users' document has this."""
-    structure = 0.5 * (found.num_think_blocks == 1) + 0.5 * (found.num_answer_blocks == 1)
-    return found.weighted + structure + 0.2 * found.is_complete
+def additive_v1(followed: Followed) -> float:
+    """Return format + structure + 0.2 for a complete message: 0 to 2.2."""
+    structure = 0.5 * (followed.num_think_blocks == 1) + 0.5 * (followed.num_answer_blocks == 1)
+    return followed.weighted + structure + 0.2 * followed.is_complete
 
 
-def tiered_v2(found: Followed) -> float:
-    """(format + quality) * structure * complexity; 0 without an answer block.
+def tiered_v2(followed: Followed) -> float:
+    """Return (format + quality) * structure * complexity; 0 without an answer block.
 
-    quality: 0.3 above a format of 0.8, and 0.2 for a complete message. structure: 0.3 without a
-    think block, 0.7 for several of either. complexity: a fifth more for each further instruction.
+    quality: 0.3 if format is above 0.8, plus 0.2 for a complete message. structure: 0.3 without a
+    think block, 0.7 with several, and times 0.7 with several answer blocks. complexity: a fifth
+    more for each further instruction.
     """
-    if not found.num_answer_blocks:
+    if not followed.num_answer_blocks:
         return 0.0
-    structure = {0: 0.3, 1: 1.0}.get(found.num_think_blocks, 0.7)
-    structure *= 0.7 if found.num_answer_blocks > 1 else 1.0
-    quality = 0.3 * (found.weighted > 0.8) + 0.2 * found.is_complete
-    return (found.weighted + quality) * structure * (1 + 0.2 * (len(found.strict) - 1))
+    structure = {0: 0.3, 1: 1.0}.get(followed.num_think_blocks, 0.7)
+    structure *= 0.7 if followed.num_answer_blocks > 1 else 1.0
+    quality = 0.3 * (followed.weighted > 0.8) + 0.2 * followed.is_complete
+    return (followed.weighted + quality) * structure * (1 + 0.2 * (len(followed.strict) - 1))
 
 
-def weighted_v3(found: Followed) -> float:
-    """Format, 0.1 for exactly one answer block, 0.05 for exactly one think block: 0 to 1.15."""
-    bonus = 0.1 * (found.num_answer_blocks == 1) + 0.05 * (found.num_think_blocks == 1)
-    return found.weighted + bonus
+def weighted_v3(followed: Followed) -> float:
+    """Return format + 0.1 for one answer block + 0.05 for one think block: 0 to 1.15."""
+    bonus = 0.1 * (followed.num_answer_blocks == 1) + 0.05 * (followed.num_think_blocks == 1)
+    return followed.weighted + bonus
 
 
 AGGREGATORS: Mapping[str, Aggregator] = MappingProxyType(
@@ -89,7 +90,7 @@ AGGREGATORS: Mapping[str, Aggregator] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IfEvalReward(Transform):
-    """One reward by the aggregator, and beside it (weight 0) the four scores it is made of."""
+    """One reward by the aggregator, and the mean strict and loose scores with weight 0."""
 
     aggregator: str = "weighted_v3"
     timeout_s: float = 10.0
@@ -106,20 +107,20 @@ class IfEvalReward(Transform):
 
     @property
     def traits(self) -> Traits:
-        """The components."""
+        """Return the rewards' names."""
         return Traits(reward_names=("ifeval", "strict", "loose"), needs_messages=True)
 
     async def release(self) -> None:
-        """End the processes."""
+        """End the processes of the checks."""
         await self.check.close()
 
     async def score(self, episode: Episode) -> Score:
-        """Asked when the episode is over; a check that fails is a failure, never a 0."""
+        """Reward an episode that is over; raise when the check fails or times out."""
         if not episode.done:
             return Score()
         text, data = episode.answer_text, episode.task.metadata
         answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-        checked = await self.check(
+        results = await self.check(
             {
                 "instructions": json.loads(data["instruction_id_list"]),
                 "arguments": json.loads(data["kwargs"]),
@@ -128,20 +129,20 @@ class IfEvalReward(Transform):
             },
             timeout_s=self.timeout_s,
         )
-        found = Followed(
-            strict=tuple(checked["strict"]),
-            loose=tuple(checked["loose"]),
+        followed = Followed(
+            strict=tuple(results["strict"]),
+            loose=tuple(results["loose"]),
             num_think_blocks=len(re.findall(r"<think>.*?</think>", text, re.DOTALL)),
             num_answer_blocks=len(answers),
             is_complete=episode.answer is not None and episode.answer.is_complete,
         )
-        success = all(found.strict)
-        value = AGGREGATORS[self.aggregator](found)
-        told = {"strict": fmean(found.strict), "loose": fmean(found.loose)}
+        success = all(followed.strict)
+        value = AGGREGATORS[self.aggregator](followed)
+        means = {"strict": fmean(followed.strict), "loose": fmean(followed.loose)}
         return Score(
             rewards=(
                 Reward(name="ifeval", value=value, success=success),
-                *(Reward(name=n, value=v, weight=0.0, success=success) for n, v in told.items()),
+                *(Reward(name=n, value=v, weight=0.0, success=success) for n, v in means.items()),
             )
         )
 
@@ -155,7 +156,7 @@ def ifeval(
     system_prompt: str = SYSTEM_PROMPT,
     max_steps: int = 1,
 ) -> ChatEnv:
-    """The environment over IFEval's rows from a file or a saved data set."""
+    """Return the environment of IFEval's rows from a file or a saved data set."""
     return ChatEnv(
         name="ifeval",
         description="Instructions that a program can check.",
@@ -179,12 +180,19 @@ def _collate(row: Mapping[str, Any]) -> Mapping[str, Any]:
     fields = dict(row)
     query = fields.pop("prompt", None) or fields.pop("text", None) or fields.get("query")
     names, kwargs = fields.get("instruction_id_list"), fields.get("kwargs")
-    known = isinstance(names, (list, tuple)) and all(name in CHECKS for name in names)
-    if not known or not names or not isinstance(kwargs, (list, tuple)) or len(kwargs) != len(names):
+    are_known = isinstance(names, (list, tuple)) and all(name in CHECKS for name in names)
+    if (
+        not are_known
+        or not names
+        or not isinstance(kwargs, (list, tuple))
+        or len(kwargs) != len(names)
+    ):
         raise InvalidConfig(
-            f"An IFEval row names instructions {names!r}, not each with its arguments.",
+            f"An IFEval row has instructions {names!r}, which are unknown or lack arguments.",
             reason=Reason.BAD_ROW,
             remedy="Give instruction_id_list (known ids) and kwargs (one mapping for each).",
         )
-    given = [{k: v for k, v in dict(one or {}).items() if v is not None} for one in kwargs]
-    return {**fields, "query": query, "instruction_id_list": list(names), "kwargs": given}
+    arguments = [
+        {k: v for k, v in dict(mapping or {}).items() if v is not None} for mapping in kwargs
+    ]
+    return {**fields, "query": query, "instruction_id_list": list(names), "kwargs": arguments}

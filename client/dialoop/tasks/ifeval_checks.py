@@ -2,8 +2,8 @@
 
 follows("punctuation:no_comma", {}, prompt="", response="No commas here.")      # True
 
-Written from the data set's own definitions. Sentences are counted by a rule of punctuation, so that
-nothing is downloaded; letter case is judged by letters alone. `language:response_language` needs
+The checks follow the data set's own definitions. A punctuation rule counts sentences, so there is
+nothing to download. Only letters matter for letter case. `language:response_language` needs
 langdetect (extra `dialoop[ifeval]`).
 """
 
@@ -29,9 +29,9 @@ _SENTENCE_END = re.compile(
 
 
 def follows(instruction: str, arguments: Arguments, *, prompt: str, response: str) -> bool:
-    """Whether the response follows one instruction; an empty response follows none.
+    """Return whether the response follows one instruction; an empty response follows none.
 
-    Raises InvalidInput (UNKNOWN_INSTRUCTION) for an instruction that is not among the 25.
+    Raise InvalidInput (UNKNOWN_INSTRUCTION) for an instruction that is not among the 25.
     """
     check = CHECKS.get(instruction)
     if check is None:
@@ -40,12 +40,12 @@ def follows(instruction: str, arguments: Arguments, *, prompt: str, response: st
             reason=Reason.UNKNOWN_INSTRUCTION,
             remedy=f"It must be one of {', '.join(CHECKS)}.",
         )
-    given = {"prompt": prompt} | {k: v for k, v in arguments.items() if v is not None}
-    return bool(response.strip()) and check(response, given)
+    filled = {"prompt": prompt} | {k: v for k, v in arguments.items() if v is not None}
+    return bool(response.strip()) and check(response, filled)
 
 
 def loose_forms(response: str) -> list[str]:
-    """What the loose reading tries: without first or last line or both, and without asterisks."""
+    """Return the forms for loose checks: without first or last line or both, or asterisks."""
     lines = response.split("\n")
     cut = [
         response,
@@ -59,7 +59,7 @@ def loose_forms(response: str) -> list[str]:
 def check_all(
     instructions: Sequence[str], arguments: Sequence[Arguments], prompt: str, response: str
 ) -> dict[str, list[bool]]:
-    """{"strict": [...], "loose": [...]}, one per instruction. Runs in a process of its own."""
+    """Return {"strict": [...], "loose": [...]}, one entry per instruction."""
     pairs = list(zip(instructions, arguments, strict=True))
     forms = loose_forms(response)
     return {
@@ -68,8 +68,8 @@ def check_all(
     }
 
 
-def _relation(found: int, wanted: Any, relation: str) -> bool:
-    return found < int(wanted) if relation == "less than" else found >= int(wanted)
+def _relation(count: int, wanted: Any, relation: str) -> bool:
+    return count < int(wanted) if relation == "less than" else count >= int(wanted)
 
 
 def _words(text: str) -> list[str]:
@@ -80,104 +80,108 @@ def _has(text: str, keyword: str) -> bool:
     return re.search(keyword, text, re.IGNORECASE) is not None
 
 
-def _existence(text: str, given: Arguments) -> bool:
-    return all(_has(text, keyword) for keyword in given["keywords"])
+def _existence(text: str, arguments: Arguments) -> bool:
+    return all(_has(text, keyword) for keyword in arguments["keywords"])
 
 
-def _frequency(text: str, given: Arguments) -> bool:
-    found = len(re.findall(given["keyword"], text, re.IGNORECASE))
-    return _relation(found, given["frequency"], given.get("relation", "at least"))
+def _frequency(text: str, arguments: Arguments) -> bool:
+    count = len(re.findall(arguments["keyword"], text, re.IGNORECASE))
+    return _relation(count, arguments["frequency"], arguments.get("relation", "at least"))
 
 
-def _forbidden(text: str, given: Arguments) -> bool:
-    return not any(_has(text, rf"\b{word}\b") for word in given["forbidden_words"])
+def _forbidden(text: str, arguments: Arguments) -> bool:
+    return not any(_has(text, rf"\b{word}\b") for word in arguments["forbidden_words"])
 
 
-def _letter_frequency(text: str, given: Arguments) -> bool:
-    found = Counter(text.lower())[given["letter"].lower()]
-    return _relation(found, given["let_frequency"], given.get("let_relation", "at least"))
+def _letter_frequency(text: str, arguments: Arguments) -> bool:
+    count = Counter(text.lower())[arguments["letter"].lower()]
+    return _relation(count, arguments["let_frequency"], arguments.get("let_relation", "at least"))
 
 
-def _language(text: str, given: Arguments) -> bool:
+def _language(text: str, arguments: Arguments) -> bool:
     try:
         import langdetect
     except ImportError as error:
         raise InvalidConfig(
-            "Telling languages apart needs the `langdetect` package.",
+            "The check of a response's language needs the `langdetect` package.",
             reason=Reason.PACKAGE_MISSING,
             remedy='Run: pip install "dialoop[ifeval]"',
         ) from error
     langdetect.DetectorFactory.seed = 0
     try:
-        return bool(langdetect.detect(text) == given["language"])
+        return bool(langdetect.detect(text) == arguments["language"])
     except langdetect.LangDetectException:
         return False
 
 
 def num_sentences(text: str) -> int:
-    """Sentences by their ends; text after the last end is one more."""
+    """Return the number of sentence ends; text after the last end is one more sentence."""
     ends = list(_SENTENCE_END.finditer(text))
     rest = text[ends[-1].end() :] if ends else text
     return len(ends) + bool(rest.strip())
 
 
-def _sentences(text: str, given: Arguments) -> bool:
-    return _relation(num_sentences(text), given["num_sentences"], given.get("relation", "at least"))
+def _sentences(text: str, arguments: Arguments) -> bool:
+    return _relation(
+        num_sentences(text), arguments["num_sentences"], arguments.get("relation", "at least")
+    )
 
 
-def _paragraphs(text: str, given: Arguments) -> bool:
+def _paragraphs(text: str, arguments: Arguments) -> bool:
     parts = re.split(r"\s?\*\*\*\s?", text)
     inner = parts[1:-1] if len(parts) > 1 else []
     if any(not part.strip() for part in inner):
         return False
-    return sum(bool(part.strip()) for part in parts) == int(given["num_paragraphs"])
+    return sum(bool(part.strip()) for part in parts) == int(arguments["num_paragraphs"])
 
 
-def _num_words(text: str, given: Arguments) -> bool:
-    return _relation(len(_words(text)), given["num_words"], given.get("relation", "at least"))
+def _num_words(text: str, arguments: Arguments) -> bool:
+    return _relation(
+        len(_words(text)), arguments["num_words"], arguments.get("relation", "at least")
+    )
 
 
-def _nth_first_word(text: str, given: Arguments) -> bool:
+def _nth_first_word(text: str, arguments: Arguments) -> bool:
     parts = [part.strip() for part in text.split("\n\n")]
-    number, index = sum(map(bool, parts)), int(given["nth_paragraph"]) - 1
-    if number != int(given["num_paragraphs"]) or index >= len(parts) or not parts[index]:
+    number, index = sum(map(bool, parts)), int(arguments["nth_paragraph"]) - 1
+    if number != int(arguments["num_paragraphs"]) or index >= len(parts) or not parts[index]:
         return False
     first = re.split(r"[.,?!'\"]", parts[index].split()[0].lstrip("'\""))[0]
-    return bool(first.lower() == given["first_word"].lower())
+    return bool(first.lower() == arguments["first_word"].lower())
 
 
-def _placeholders(text: str, given: Arguments) -> bool:
-    return len(re.findall(r"\[.*?\]", text)) >= int(given["num_placeholders"])
+def _placeholders(text: str, arguments: Arguments) -> bool:
+    return len(re.findall(r"\[.*?\]", text)) >= int(arguments["num_placeholders"])
 
 
-def _postscript(text: str, given: Arguments) -> bool:
-    marker = given["postscript_marker"]
+def _postscript(text: str, arguments: Arguments) -> bool:
+    marker = arguments["postscript_marker"]
     spelled = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}.get(marker, re.escape(marker))
     return re.search(rf"^\s*{spelled}.*$", text, re.IGNORECASE | re.MULTILINE) is not None
 
 
-def _bullets(text: str, given: Arguments) -> bool:
-    found = re.findall(r"^\s*\*[^*].*$", text, re.MULTILINE)
-    found += re.findall(r"^\s*-.*$", text, re.MULTILINE)
-    return len(found) == int(given["num_bullets"])
+def _bullets(text: str, arguments: Arguments) -> bool:
+    bullets = re.findall(r"^\s*\*[^*].*$", text, re.MULTILINE)
+    bullets += re.findall(r"^\s*-.*$", text, re.MULTILINE)
+    return len(bullets) == int(arguments["num_bullets"])
 
 
-def _constrained(text: str, given: Arguments) -> bool:
+def _constrained_response(text: str, arguments: Arguments) -> bool:
     return any(option in text for option in _CONSTRAINED)
 
 
-def _highlights(text: str, given: Arguments) -> bool:
+def _highlights(text: str, arguments: Arguments) -> bool:
     double = [h for h in re.findall(r"\*\*([^\n*]*)\*\*", text) if h.strip()]
     single = [h for h in re.findall(r"(?<!\*)\*([^\n*]+)\*(?!\*)", text) if h.strip()]
-    return len(double) + len(single) >= int(given["num_highlights"])
+    return len(double) + len(single) >= int(arguments["num_highlights"])
 
 
-def _sections(text: str, given: Arguments) -> bool:
-    found = re.split(rf"\s?{re.escape(given['section_spliter'])}\s?\d+\s?", text)
-    return len(found) - 1 >= int(given["num_sections"])
+def _sections(text: str, arguments: Arguments) -> bool:
+    parts = re.split(rf"\s?{re.escape(arguments['section_spliter'])}\s?\d+\s?", text)
+    return len(parts) - 1 >= int(arguments["num_sections"])
 
 
-def _json(text: str, given: Arguments) -> bool:
+def _json(text: str, arguments: Arguments) -> bool:
     body = re.sub(r"^```(?:json)?\s*|\s*```$", "", text.strip(), flags=re.IGNORECASE)
     try:
         json.loads(body)
@@ -186,46 +190,48 @@ def _json(text: str, given: Arguments) -> bool:
     return True
 
 
-def _title(text: str, given: Arguments) -> bool:
+def _title(text: str, arguments: Arguments) -> bool:
     return any(title.strip() for title in re.findall(r"<<([^\n]+)>>", text))
 
 
-def _two_responses(text: str, given: Arguments) -> bool:
+def _two_responses(text: str, arguments: Arguments) -> bool:
     parts = text.split("******")
     if any(not part.strip() for part in parts[1:-1]):
         return False
-    said = [part.strip() for part in parts if part.strip()]
-    return len(said) == 2 and said[0] != said[1]
+    responses = [part.strip() for part in parts if part.strip()]
+    return len(responses) == 2 and responses[0] != responses[1]
 
 
-def _repeat(text: str, given: Arguments) -> bool:
-    wanted = given.get("prompt_to_repeat") or given["prompt"]
+def _repeat(text: str, arguments: Arguments) -> bool:
+    wanted = arguments.get("prompt_to_repeat") or arguments["prompt"]
     return text.strip().lower().startswith(wanted.strip().lower())
 
 
-def _end(text: str, given: Arguments) -> bool:
-    return text.strip().strip('"').lower().endswith(given["end_phrase"].strip().lower())
+def _end(text: str, arguments: Arguments) -> bool:
+    return text.strip().strip('"').lower().endswith(arguments["end_phrase"].strip().lower())
 
 
-def _quotation(text: str, given: Arguments) -> bool:
+def _quotation(text: str, arguments: Arguments) -> bool:
     stripped = text.strip()
     return len(stripped) > 1 and stripped[0] == '"' == stripped[-1]
 
 
-def _capital_words(text: str, given: Arguments) -> bool:
-    found = sum(word.isupper() for word in re.findall(r"\S+", text))
-    return _relation(found, given["capital_frequency"], given.get("capital_relation", "at least"))
+def _capital_words(text: str, arguments: Arguments) -> bool:
+    count = sum(word.isupper() for word in re.findall(r"\S+", text))
+    return _relation(
+        count, arguments["capital_frequency"], arguments.get("capital_relation", "at least")
+    )
 
 
-def _upper(text: str, given: Arguments) -> bool:
+def _upper(text: str, arguments: Arguments) -> bool:
     return text.isupper()
 
 
-def _lower(text: str, given: Arguments) -> bool:
+def _lower(text: str, arguments: Arguments) -> bool:
     return text.islower()
 
 
-def _no_comma(text: str, given: Arguments) -> bool:
+def _no_comma(text: str, arguments: Arguments) -> bool:
     return "," not in text
 
 
@@ -243,7 +249,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "detectable_content:number_placeholders": _placeholders,
         "detectable_content:postscript": _postscript,
         "detectable_format:number_bullet_lists": _bullets,
-        "detectable_format:constrained_response": _constrained,
+        "detectable_format:constrained_response": _constrained_response,
         "detectable_format:number_highlighted_sections": _highlights,
         "detectable_format:multiple_sections": _sections,
         "detectable_format:json_format": _json,

@@ -1,7 +1,7 @@
-r"""MATH and its like: answers that are formulas, compared by mathematics and not by spelling.
+r"""MATH and similar data: answers that are formulas, compared by their value and not their text.
 
-Rows are {"problem": "...", "solution": "... \\boxed{\\frac12}"} or have an `answer`. Equality is
-math-verify's, in a process that is killed when it thinks too long: extra `dialoop[math]`.
+Rows are {"problem": "...", "solution": "... \\boxed{\\frac12}"} or have an `answer`. math-verify
+compares (extra `dialoop[math]`), in a process that is killed when it takes too long.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 SYSTEM_PROMPT = "Solve the problem. Give the final answer in \\boxed{}."
 
 
-def same_formula(given: str, wanted: str) -> bool:
-    """Whether two texts hold the same mathematical answer; runs in a process of its own."""
+def same_formula(answer_text: str, wanted: str) -> bool:
+    """Return whether two texts have the same mathematical answer; runs in its own process."""
     from math_verify import parse, verify
 
-    # Its own timeouts need a main thread's signals; whoever calls this kills the process instead.
+    # math-verify's timeouts need signals of the main thread; the caller kills the process instead.
     truth = parse(wanted, parsing_timeout=None)
-    answer = parse(given, parsing_timeout=None)
+    answer = parse(answer_text, parsing_timeout=None)
     return bool(verify(truth, answer, timeout_seconds=None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MathReward(Transform):
-    """1 when the last answer is mathematically the task's, else 0; a check that hangs is killed."""
+    """Reward 1 when the last answer equals the task's mathematically, else 0."""
 
     name: str = "math"
     timeout_s: float = 10.0
@@ -49,11 +49,11 @@ class MathReward(Transform):
 
     @property
     def traits(self) -> Traits:
-        """The component."""
+        """Return the reward's name."""
         return Traits(reward_names=(self.name,))
 
     async def acquire(self) -> None:
-        """Fail at the start, not at the first answer."""
+        """Check for math-verify, so that a service without it does not start."""
         try:
             import math_verify  # noqa: F401
         except ImportError as error:
@@ -64,14 +64,14 @@ class MathReward(Transform):
             ) from error
 
     async def release(self) -> None:
-        """End the processes."""
+        """End the processes of the checks."""
         await self.check.close()
 
     async def score(self, episode: Episode) -> Score:
-        """Asked when the episode is over; a check that fails is a failure, never a 0."""
+        """Reward an episode that is over; raise when the check fails or times out."""
         if not episode.done:
             return Score()
-        arguments = {"given": episode.answer_text, "wanted": episode.task.answer}
+        arguments = {"answer_text": episode.answer_text, "wanted": episode.task.answer}
         right = bool(await self.check(arguments, timeout_s=self.timeout_s))
         return Score(rewards=(Reward(name=self.name, value=float(right), success=right),))
 
@@ -85,7 +85,7 @@ def maths(
     max_steps: int = 1,
     timeout_s: float = 10.0,
 ) -> ChatEnv:
-    """The environment over rows with a problem and a solution or answer."""
+    """Return the environment of rows with a problem and a solution or answer."""
     return ChatEnv(
         name="maths",
         description="Problems whose answers are formulas.",
@@ -102,5 +102,5 @@ def maths(
 
 def _collate(row: Mapping[str, Any]) -> Mapping[str, Any]:
     names = {"problem": "query", "question": "query", "solution": "answer"}
-    found = {names.get(name, name): value for name, value in row.items() if name != "answer"}
-    return {**found, "answer": row["answer"]} if "answer" in row else found
+    fields = {names.get(name, name): value for name, value in row.items() if name != "answer"}
+    return {**fields, "answer": row["answer"]} if "answer" in row else fields

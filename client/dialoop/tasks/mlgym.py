@@ -3,9 +3,9 @@
 use = "dialoop.tasks.mlgym:mlgym"
 options = { tasks = ["prisonersDilemma"], format_penalty = 0.1 }
 
-The policy writes one command in a code block, reads what it printed, and hands in with `submit`;
-the reward is its evaluation minus the baseline's. MLGym is not on PyPI: install it from its
-repository and register its tasks, or give `make`, a function of a task's name.
+The policy writes one command in a code block, reads its output, and submits with `submit`. The
+reward is the score of the last evaluation minus the baseline's. MLGym is not on PyPI: install it
+from its repository and register its tasks, or pass `make`, a function of a task's name.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _BENCH, _SCORE, _BASELINE, _ILL_FORMED = "mlgym", "mlgym_score", "mlgym_baseline
 
 
 class MlgymBench(Protocol):
-    """What is used of an MLGymEnv; `task` has its baseline scores after a reset."""
+    """The used part of an MLGymEnv; `task` has its baseline scores after a reset."""
 
     task_args: Any
     task: Any
 
     def reset(self, *, seed: int | None = None) -> Any:
-        """Set the task's workspace up; takes minutes where a container is built."""
+        """Set the task's workspace up; building a container takes minutes."""
         ...
 
     def step(self, action: str) -> tuple[str | None, float, bool, Mapping[str, Any]]:
-        """What the command printed, 0, whether it is over, and {"score": [...]} if evaluated."""
+        """Return the output, 0, whether it is over, and {"score": [...]} after an evaluation."""
         ...
 
     def close(self) -> None:
@@ -60,10 +60,11 @@ Make = Callable[[str], MlgymBench]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlgymCommands(Transform):
-    """Runs the command of each answer; rewards the last evaluation minus the baseline.
+    """Run the command of each answer; reward the last evaluation minus the baseline.
 
-    metric: which number of an evaluation counts; empty: its only one. format_penalty: what each
-    answer without one code block costs, and no command of it is run; 0 declares no such reward.
+    metric: the number of an evaluation that counts; empty means its only one. format_penalty: the
+    cost of each answer without exactly one code block, of which no command runs; with 0 there is no
+    such reward.
     """
 
     metric: str = ""
@@ -72,7 +73,7 @@ class MlgymCommands(Transform):
 
     @property
     def traits(self) -> Traits:
-        """Its rewards, and that an episode lives in its session."""
+        """Return its rewards, and that steps need a session."""
         names = ("mlgym", *(("format",) if self.format_penalty else ()))
         return Traits(
             max_turns=self.max_steps,
@@ -84,7 +85,7 @@ class MlgymCommands(Transform):
         )
 
     async def step(self, outcome: Outcome) -> Outcome:
-        """Run the command and show what it printed."""
+        """Run the command and add its output."""
         episode = outcome.episode
         if episode.done:
             return outcome
@@ -92,14 +93,14 @@ class MlgymCommands(Transform):
         if len(blocks) != 1:
             ill = episode.state.get(_ILL_FORMED, 0) + 1
             return outcome.remember(**{_ILL_FORMED: ill}).append(
-                _said(f"Write one command in a code block; your answer has {len(blocks)}.")
+                _user_message(f"Write one command in a code block; your answer has {len(blocks)}.")
             )
         outcome = replace(outcome, num_tool_calls=outcome.num_tool_calls + 1)
         try:
             printed, _, done, info = await asyncio.to_thread(
                 episode.state[_BENCH].step, blocks[0].strip()
             )
-            outcome = self._evaluated(outcome, info)
+            outcome = self._record_score(outcome, info)
         except Exception as error:
             failure = failure_of(
                 error, owner=Owner.ENVIRONMENT, reason=Reason.MLGYM_FAILED, what="MLGym"
@@ -110,17 +111,19 @@ class MlgymCommands(Transform):
                 Failure(
                     owner=Owner.ENVIRONMENT,
                     reason=Reason.CONTAINER_LOST,
-                    message="MLGym restarted the container, and the episode's work is gone.",
+                    message="MLGym restarted the container, so the episode's work is lost.",
                 )
             )
         if done:
-            handed_in = info.get("exit_status") == "submitted"
-            return outcome.terminate(DoneReason.SUBMITTED if handed_in else DoneReason.CONTENT)
+            is_submitted = info.get("exit_status") == "submitted"
+            return outcome.terminate(DoneReason.SUBMITTED if is_submitted else DoneReason.CONTENT)
         left = self.max_steps - episode.step_index
-        return outcome.append(_said(f"{printed or '(nothing printed)'}\n({left} steps left)"))
+        return outcome.append(
+            _user_message(f"{printed or '(nothing printed)'}\n({left} steps left)")
+        )
 
     async def score(self, episode: Episode) -> Score:
-        """Asked when the episode is over; nothing evaluated is no better than the baseline: 0."""
+        """Reward an episode that is over; without an evaluation the reward is 0."""
         if not episode.done or _BENCH not in episode.state:
             return Score()
         evaluated = episode.state.get(_SCORE)
@@ -137,31 +140,31 @@ class MlgymCommands(Transform):
             await asyncio.to_thread(episode.state[_BENCH].close)
 
     def number(self, scores: Mapping[str, Any]) -> float:
-        """The metric of an evaluation."""
+        """Return the metric's value in an evaluation."""
         if not self.metric and len(scores) != 1:
             raise InvalidConfig(
-                f"The evaluation has {', '.join(scores) or 'no number'}.",
-                remedy="Name the one that counts in `metric`.",
+                f"`metric` is not set, and the evaluation has {', '.join(scores) or 'no number'}.",
+                remedy="Set `metric` to the name of the one that counts.",
             )
         return float(scores[self.metric or next(iter(scores))])
 
-    def _evaluated(self, outcome: Outcome, info: Mapping[str, Any]) -> Outcome:
-        found = info.get("score")
-        return outcome.remember(**{_SCORE: self.number(found[-1])}) if found else outcome
+    def _record_score(self, outcome: Outcome, info: Mapping[str, Any]) -> Outcome:
+        scores = info.get("score")
+        return outcome.remember(**{_SCORE: self.number(scores[-1])}) if scores else outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlgymEnv(ChatEnv):
-    """A ChatEnv whose episodes begin by making a bench."""
+    """A ChatEnv that makes a bench for each episode."""
 
     make: Make = field(repr=False)
     commands: MlgymCommands
 
     async def open(self, task: TaskData, seed: int) -> Opening:
-        """Make the task's bench; Unavailable (MLGYM_FAILED) when it cannot be had."""
+        """Make the task's bench; Unavailable (MLGYM_FAILED) when that fails."""
         opening = ChatEnv.reset(self, task, seed)
         try:
-            bench, text, baseline = await asyncio.to_thread(self._made, task.key, seed)
+            bench, text, baseline = await asyncio.to_thread(self._make_bench, task.key, seed)
         except InvalidConfig:
             raise
         except Exception as error:
@@ -171,14 +174,14 @@ class MlgymEnv(ChatEnv):
             raise Unavailable(
                 failure.message,
                 reason=Reason.MLGYM_FAILED,
-                remedy="See the service's log: often no container runtime.",
+                remedy="See the service's log; often there is no container runtime.",
             ) from error
         history = opening.episode.history
-        shown = History((*history[: len(history) - 1], _said(text)))
+        shown = History((*history[: len(history) - 1], _user_message(text)))
         opening = replace(opening, episode=replace(opening.episode, history=shown))
         return opening.remember(**{_BENCH: bench, _BASELINE: baseline})
 
-    def _made(self, task: str, seed: int) -> tuple[MlgymBench, str, float]:
+    def _make_bench(self, task: str, seed: int) -> tuple[MlgymBench, str, float]:
         bench = self.make(task)
         try:
             bench.reset(seed=seed)
@@ -198,8 +201,8 @@ def mlgym(
     max_steps: int = 10,
     system_prompt: str = SYSTEM_PROMPT,
 ) -> MlgymEnv:
-    """The environment of MLGym tasks by name; `make` may be given as "module:function"."""
-    maker = make or _registered
+    """Return the environment of MLGym tasks by name; `make` may be "module:function"."""
+    maker = make or _make_registered
     if isinstance(maker, str):
         maker = load_attribute(maker, what="MLGym environment", reason=Reason.ENVIRONMENT_NOT_FOUND)
     commands = MlgymCommands(metric=metric, format_penalty=format_penalty, max_steps=max_steps)
@@ -215,20 +218,20 @@ def mlgym(
     )
 
 
-def _registered(task: str) -> MlgymBench:
-    """The task as MLGym registered it with gymnasium."""
+def _make_registered(task: str) -> MlgymBench:
+    """Make the task that MLGym registered with gymnasium."""
     try:
         import gymnasium
-        import mlgym.environment  # noqa: F401  # makes its name known to gymnasium
+        import mlgym.environment  # noqa: F401  # registers the tasks with gymnasium
     except ImportError as error:
         raise InvalidConfig(
             "MLGym is not installed.",
             reason=Reason.PACKAGE_MISSING,
-            remedy="Install it from its repository, or give `make`.",
+            remedy="Install it from its repository, or pass `make`.",
         ) from error
     bench: MlgymBench = gymnasium.make(f"mlgym/{task}", devices=["cpu_0"]).unwrapped
     return bench
 
 
-def _said(text: str) -> Message:
+def _user_message(text: str) -> Message:
     return Message(role="user", content=text)

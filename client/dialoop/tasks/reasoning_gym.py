@@ -26,38 +26,38 @@ SYSTEM_PROMPT = "Solve the task. Give the answer alone between <answer> and </an
 
 
 class GymTasks(TaskSource):
-    """A procedural data set: "train" by one seed, "heldout" by the next."""
+    """A procedural data set: "train" has one seed, and "heldout" the next one."""
 
     def __init__(
         self, task: str, *, num_tasks: int, num_heldout: int, seed: int, options: Mapping[str, Any]
     ) -> None:
         package = _package()
-        made = {}
+        datasets = {}
         for offset, (split, size) in enumerate((("train", num_tasks), ("heldout", num_heldout))):
             try:
-                made[split] = package.create_dataset(
+                datasets[split] = package.create_dataset(
                     task, size=size, seed=seed + offset, **dict(options)
                 )
             except (ValueError, TypeError, AssertionError, KeyError) as error:
                 raise InvalidConfig(
-                    f"reasoning-gym makes no task {task!r} of these options "
+                    f"reasoning-gym cannot make the task {task!r} from these options "
                     f"({type(error).__name__}).",
                     reason=Reason.TASK_NOT_FOUND,
                     remedy="See reasoning_gym.factory.DATASETS for names and their options.",
                 ) from error
-        self.datasets = made
+        self.datasets = datasets
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Train and heldout."""
+        """Return "train" and "heldout"."""
         return tuple(self.datasets)
 
     def keys(self, split: str) -> Sequence[str]:
-        """Numbers."""
+        """Return the numbers of the tasks."""
         return [str(index) for index in range(len(self.datasets[self.require_split(split)]))]
 
     def get(self, split: str, key: str) -> TaskData:
-        """The item; what its scorer needs comes along as metadata."""
+        """Return the item as a task, with the scorer's data as metadata."""
         split = self.require_split(split)
         if not key.isdecimal() or int(key) >= len(self.datasets[split]):
             raise task_not_found(split, key)
@@ -69,23 +69,23 @@ class GymTasks(TaskSource):
 
 @dataclass(frozen=True, slots=True)
 class GymReward(Transform):
-    """The package's own score of the answer block, between 0 and 1."""
+    """The package's own score of the answer block, from 0 to 1."""
 
     tasks: GymTasks
 
     @property
     def traits(self) -> Traits:
-        """The component."""
+        """Return the reward's name."""
         return Traits(reward_names=("reasoning_gym",))
 
     async def score(self, episode: Episode) -> Score:
-        """Asked when the episode is over."""
+        """Reward an episode that is over."""
         if not episode.done:
             return Score()
         task = episode.task
         dataset = self.tasks.datasets[task.metadata["split"]]
-        given = tag_text(episode.answer_text, "answer")
-        value = float(dataset.score_answer(answer=given, entry=dataset[int(task.key)]))
+        answer = tag_text(episode.answer_text, "answer")
+        value = float(dataset.score_answer(answer=answer, entry=dataset[int(task.key)]))
         reward = Reward(name="reasoning_gym", value=value, success=value >= 1.0)
         return Score(rewards=(reward,))
 
@@ -99,7 +99,7 @@ def reasoning_gym(
     system_prompt: str = SYSTEM_PROMPT,
     **options: Any,
 ) -> ChatEnv:
-    """The environment of one reasoning-gym task; `options` are the task's own."""
+    """Return the environment of one reasoning-gym task; `options` are the task's own."""
     tasks = GymTasks(task, num_tasks=num_tasks, num_heldout=num_heldout, seed=seed, options=options)
     return ChatEnv(
         name=f"reasoning_gym_{task}",

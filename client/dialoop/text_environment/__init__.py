@@ -1,6 +1,6 @@
-"""Episodes whose state is one growing text, as TRL's TextEnvironment plays them.
+"""Episodes whose state is one growing text, as in TRL's TextEnvironment.
 
-A policy function, tools and a prompt enter; a `TextHistory` with its segments and rewards leaves.
+A policy, tools and a prompt enter; a `TextHistory` with its segments and its reward leaves.
 """
 
 from dialoop.text_environment.environment import TextEnvironment, TextLimits, TextRun

@@ -1,12 +1,12 @@
-"""Episodes in one running text: the model asks for tools inline and reads their answers there.
+"""Episodes in one running text, in which the model calls tools and reads their answers inline.
 
     environment = TextEnvironment(policy, tokenizer, tools=[calculate], reward=exact, prompt=SHOTS)
     run = await environment.run(["What is 13-3?"], answers=["10"])
     run.histories[0].text
     # "What is 13-3?<request><calculate>13-3<call>10<response>Result=10<submit>"
 
-A turn ends at `<call>` or `<submit>`; the tool's answer and `<response>` follow it inline, masked.
-Only what the model wrote can call, submit or end an episode.
+A turn ends at `<call>` or `<submit>`. The tool's answer and `<response>` follow it inline, masked.
+Only the model's own text can call, submit or end an episode.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
     from dialoop.tokens.tokenizer import Tokenizer
 
 Reward = Callable[..., Any]
-"""Takes the last texts the model wrote, a list, and what `run` was given; gives a list.
+"""A function of a list with each model's last text, and of the extra arguments of `run`.
 
-Sync or async. `each` makes one of a function of a single text.
+It returns one number per text, and may be async. `each` makes one from a function of one text.
 """
 
 
 class TextPolicy(Protocol):
-    """Whoever continues token ids: an InferenceClient, or a twin."""
+    """Continues token ids. An InferenceClient is one."""
 
     async def generate(
         self, *, token_ids: Iterable[int], sampling: SamplingParams, turn: int
     ) -> tuple[Sample, ...]:
-        """One answer, with `sequence` whole and `text` set."""
+        """Return one answer, with the whole `sequence` and its `text`."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRun:
-    """What `run` returns, one entry per query; unpacks as the seed's five lists.
+    """The result of `run`, one entry per query. It unpacks into five lists, as in TRL.
 
-    queries, responses: token ids; masks: 1 on the response tokens that the model wrote; rewards:
-    None where none could be given (the history's failures say why).
+    queries, responses: token ids; masks: 1 for the response tokens that the model wrote; rewards:
+    None if there is none (the history's failures say why).
     """
 
     queries: list[list[int]]
@@ -67,7 +67,7 @@ class TextRun:
 
     @classmethod
     def of(cls, histories: Iterable[TextHistory]) -> TextRun:
-        """The lists of these episodes."""
+        """Return the lists of these episodes."""
         histories = list(histories)
         split = [history.split_query_response_tokens() for history in histories]
         return cls(
@@ -84,7 +84,7 @@ class TextRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextLimits:
-    """When an episode ends by itself; max_length counts tokens, None is no limit."""
+    """Limits of an episode; `max_length` counts tokens, and None means no limit."""
 
     max_turns: int = 4
     max_tool_response: int = 100
@@ -95,14 +95,14 @@ class TextLimits:
         limits = (self.max_turns, self.max_tool_response, self.tool_timeout_s, self.max_length or 1)
         if min(limits) <= 0:
             raise InvalidConfig(
-                "A limit of the text environment is not positive.",
+                "A limit of the text environment is not above 0.",
                 remedy="Set max_turns, max_tool_response, max_length and tool_timeout_s above 0.",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class TextEnvironment:
-    """Runs queries against a policy, tools and a reward."""
+    """A text environment: it runs queries with a policy, tools and a reward."""
 
     policy: TextPolicy
     tokenizer: Tokenizer
@@ -116,13 +116,15 @@ class TextEnvironment:
     syntax: CallSyntax = field(default_factory=CallSyntax, kw_only=True)
 
     async def run(self, queries: Sequence[str], **extra: Any) -> TextRun:
-        """Play one episode per query, all at the same time; `extra` goes to the reward.
+        """Play one episode per query, all at the same time; pass `extra` to the reward.
 
-        A tool or engine that fails ends its episode, which then has a failure and no reward.
+        If a tool or the engine fails, its episode ends with a failure and without a reward.
         """
         if not queries:
             raise InvalidInput(
-                "There is no query.", reason=Reason.QUERIES_MISSING, remedy="Give at least one."
+                "`queries` is empty.",
+                reason=Reason.QUERIES_MISSING,
+                remedy="Give at least one query.",
             )
         if not all(self.prompt + query for query in queries):
             raise InvalidInput(
@@ -132,34 +134,34 @@ class TextEnvironment:
             )
         async with asyncio.TaskGroup() as playing:
             tasks = [playing.create_task(self.play(query)) for query in queries]
-        return TextRun.of(await self._rewarded([task.result() for task in tasks], extra))
+        return TextRun.of(await self._apply_reward([task.result() for task in tasks], extra))
 
     async def play(self, query: str) -> TextHistory:
-        """One episode of one query, without its reward."""
-        history = self._opening(query)
+        """Play one episode of one query, without its reward."""
+        history = self._prompt_history(query)
         for turn in range(self.limits.max_turns):
-            history = await self._generated(history, turn)
+            history = await self._generate(history, turn)
             if history.completed:
                 return history
-            history = await self._answered(history, turn)
+            history = await self._add_tool_answer(history, turn)
             if history.completed:
                 return history
         return self.out_of_turns(history)
 
     def out_of_turns(self, history: TextHistory) -> TextHistory:
-        """An episode whose last turn was a call."""
+        """Return the history of an episode whose last turn was a call, truncated."""
         return history.complete(truncated=True)
 
     def rewarded_text(self, history: TextHistory) -> str:
-        """What the reward reads of an episode: what the model wrote last."""
+        """Return the text that the reward reads: the model's last one."""
         return history.last_model_text
 
     def is_over(self, history: TextHistory, text: str, last_id: int) -> bool:
-        """Whether the model's turn, `text`, was meant to be the last."""
+        """Return whether the model ended the episode with its turn `text`."""
         return self.syntax.submit in text or last_id in self.tokenizer.end_of_turn_ids
 
     async def answer(self, text: str) -> str:
-        """What the tools say to the model's turn."""
+        """Return the tools' answer to the model's turn."""
         tools = TextTools(
             self.tools,
             syntax=self.syntax,
@@ -168,11 +170,11 @@ class TextEnvironment:
         )
         return await tools.answer(text)
 
-    def _opening(self, query: str) -> TextHistory:
+    def _prompt_history(self, query: str) -> TextHistory:
         text = self.prompt + query
         if not text:
             raise InvalidInput("The query is empty.", remedy="Give a query or a prompt.")
-        # The author's prompt may show the markers; the query is a stranger's and may not.
+        # Special tokens in the author's prompt count as such; those in the query are plain text.
         ids = (
             *self.tokenizer.encode(self.prompt, trusted=True).ids,
             *self.tokenizer.encode(query).ids,
@@ -181,7 +183,7 @@ class TextEnvironment:
             ids = self.tokenizer.encode(text, trusted=True).ids
         return TextHistory().append_segment(text, ids, source=Source.PROMPT)
 
-    async def _generated(self, history: TextHistory, turn: int) -> TextHistory:
+    async def _generate(self, history: TextHistory, turn: int) -> TextHistory:
         stop = (self.syntax.call, self.syntax.submit)
         sampling = replace(self.sampling, stop=tuple(dict.fromkeys((*self.sampling.stop, *stop))))
         tokens = history.tokens
@@ -195,7 +197,7 @@ class TextEnvironment:
             return history.complete(truncated=True)  # the context is full
         text = self.tokenizer.decode(sampled)
         history = history.append_segment(
-            text or "\ufffd",  # ids that spell nothing are tokens all the same
+            text or "\ufffd",  # a segment needs a text, even if the ids decode to nothing
             sampled,
             source=Source.MODEL,
             turn=turn,
@@ -206,12 +208,12 @@ class TextEnvironment:
                 if s.policy_version is not None
             ],
         )
-        return self._ended(history, sample.stop_reason, sampled[-1], text)
+        return self._end_if_over(history, sample.stop_reason, sampled[-1], text)
 
-    def _ended(
+    def _end_if_over(
         self, history: TextHistory, stop: StopReason, last_id: int, text: str
     ) -> TextHistory:
-        """The history, complete when the model's turn was the last."""
+        """Return the history, completed if the model's turn was the last."""
         if self._is_too_long(history):
             return history.complete(truncated=True)
         if self.is_over(history, text, last_id):
@@ -220,17 +222,17 @@ class TextEnvironment:
             return history.complete(truncated=stop is not StopReason.STOP)
         return history
 
-    async def _answered(self, history: TextHistory, turn: int) -> TextHistory:
+    async def _add_tool_answer(self, history: TextHistory, turn: int) -> TextHistory:
         try:
             text = await self.answer(history.last_text_segment)
         except Exception as error:
             failure = failure_of(error, owner=Owner.TOOL, reason=Reason.TOOL_FAILED, what="A tool")
             return replace(history, failures=(*history.failures, failure)).complete(truncated=True)
-        # What a tool says is a stranger's text; the marker after it is ours.
-        said = self.tokenizer.encode(text).ids
+        # Special tokens in the tool's text are plain text; the marker after it is trusted.
+        answer = self.tokenizer.encode(text).ids
         closing = self.tokenizer.encode(self.syntax.response, trusted=True).ids
         history = history.append_segment(
-            text + self.syntax.response, (*said, *closing), source=Source.TOOL, turn=turn
+            text + self.syntax.response, (*answer, *closing), source=Source.TOOL, turn=turn
         )
         return history.complete(truncated=True) if self._is_too_long(history) else history
 
@@ -238,7 +240,7 @@ class TextEnvironment:
         limit = self.limits.max_length
         return limit is not None and len(history.tokens) > limit
 
-    async def _rewarded(
+    async def _apply_reward(
         self, histories: list[TextHistory], extra: Mapping[str, Any]
     ) -> list[TextHistory]:
         if self.reward is None:
@@ -246,38 +248,38 @@ class TextEnvironment:
         texts = [self.rewarded_text(history) for history in histories]
         try:
             values = self.reward(texts, **extra)
-            given = list(await values if inspect.isawaitable(values) else values)
-            rewards = [float(value) for value in given]
+            results = list(await values if inspect.isawaitable(values) else values)
+            rewards = [float(value) for value in results]
         except Exception as error:
             what = f"The reward {name_of(self.reward)}"
             failure = failure_of(error, owner=Owner.REWARD, reason=Reason.REWARD_FAILED, what=what)
             return [replace(h, failures=(*h.failures, failure)) for h in histories]
         if len(rewards) != len(histories):
             raise InvalidInput(
-                f"The reward gave {len(rewards)} values for {len(histories)} episodes.",
+                f"The reward returned {len(rewards)} values for {len(histories)} episodes.",
                 reason=Reason.REWARD_FAILED,
-                remedy="Give one number per text, or wrap a function of one text with `each`.",
+                remedy="Return one number per text, or wrap a function of one text with `each`.",
             )
         return [
-            history if history.failures else history.rewarded(reward)
+            history if history.failures else history.with_reward(reward)
             for history, reward in zip(histories, rewards, strict=True)
         ]
 
 
 def each(function: Callable[..., float]) -> Reward:
-    """A reward for lists from a function of one text; list arguments are taken one by one.
+    """Make a reward of lists from a function of one text; it passes list arguments one by one.
 
     each(lambda text, answer: float(text == answer))(["a", "b"], answer=["a", "c"])   # [1.0, 0.0]
     """
 
     def rewards(texts: Sequence[str], **extra: Any) -> list[float]:
-        found = []
+        values = []
         for index, text in enumerate(texts):
             own = {
                 name: value[index] if isinstance(value, (list, tuple)) else value
                 for name, value in extra.items()
             }
-            found.append(float(function(text, **own)))
-        return found
+            values.append(float(function(text, **own)))
+        return values
 
     return rewards

@@ -24,11 +24,20 @@ if TYPE_CHECKING:
     from dialoop.trajectory import Failure
 
 
+# Two shades for each author, which alternate from token to token.
+_COLOURS = {
+    Source.PROMPT: ("grey50", "grey70"),
+    Source.MODEL: ("bright_blue", "deep_sky_blue1"),
+}
+_TOOL_COLOURS = ("green", "cyan3")
+_REWARD_COLOUR = "plum1"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSegment:
-    """A stretch of text with one author.
+    """A part of the text that has one author.
 
-    logprobs and versions (runs of length and policy version) belong to what the policy sampled.
+    logprobs and versions (runs of length and policy version) describe the policy's sampled tokens.
     """
 
     text: str
@@ -43,7 +52,7 @@ class TextSegment:
             raise InvalidSequence(
                 f"A segment has {len(self.text)} characters and {len(self.token_ids)} tokens.",
                 reason=Reason.EMPTY_SEGMENT,
-                remedy="Append nothing where there is nothing to append.",
+                remedy="Append no segment when there is no text.",
             )
 
 
@@ -67,7 +76,7 @@ class TextHistory:
         logprobs: Iterable[float] = (),
         versions: Iterable[tuple[int, PolicyVersion]] = (),
     ) -> TextHistory:
-        """This history and one more segment; InvalidSequence (a ValueError) for an empty one."""
+        """Return the history with one more segment; InvalidSequence (a ValueError) if empty."""
         segment = TextSegment(
             text=text,
             token_ids=tuple(token_ids),
@@ -79,41 +88,41 @@ class TextHistory:
         return replace(self, segments=(*self.segments, segment))
 
     def complete(self, *, truncated: bool = False) -> TextHistory:
-        """This history, ended; `truncated` when a limit ended it."""
+        """Return the history as ended; `truncated` if a limit ended it."""
         return replace(self, completed=True, truncated=truncated)
 
-    def rewarded(self, reward: float | None) -> TextHistory:
-        """This history with its reward; None where none could be given."""
+    def with_reward(self, reward: float | None) -> TextHistory:
+        """Return the history with its reward, or None if there is none."""
         return replace(self, reward=reward)
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """Return the whole text."""
         return "".join(segment.text for segment in self.segments)
 
     @property
     def text_spans(self) -> list[tuple[int, int]]:
-        """Start and end of each segment's characters."""
+        """Return start and end of each segment's characters."""
         return _spans(len(segment.text) for segment in self.segments)
 
     @property
     def system_spans(self) -> list[bool]:
-        """Per segment: whether somebody other than the model wrote it."""
+        """Return for each segment whether someone other than the model wrote it."""
         return [segment.source is not Source.MODEL for segment in self.segments]
 
     @property
     def tokens(self) -> list[int]:
-        """All token ids."""
+        """Return all token ids."""
         return [token for segment in self.segments for token in segment.token_ids]
 
     @property
     def token_spans(self) -> list[tuple[int, int]]:
-        """Start and end of each segment's tokens."""
+        """Return start and end of each segment's tokens."""
         return _spans(len(segment.token_ids) for segment in self.segments)
 
     @property
     def token_masks(self) -> list[int]:
-        """Per token: 1 where the model wrote it."""
+        """Return a 1 for each token that the model wrote, else 0."""
         return [
             int(segment.source is Source.MODEL)
             for segment in self.segments
@@ -122,29 +131,29 @@ class TextHistory:
 
     @property
     def last_text_segment(self) -> str:
-        """The text of the last segment, whoever wrote it; empty without one."""
+        """Return the text of the last segment, whoever wrote it; empty without one."""
         return self.segments[-1].text if self.segments else ""
 
     @property
     def last_model_text(self) -> str:
-        """The text the model wrote last; empty when it wrote none."""
+        """Return the model's last text; empty if it wrote none."""
         written = [s.text for s in self.segments if s.source is Source.MODEL]
         return written[-1] if written else ""
 
     def split_query_response_tokens(self) -> tuple[list[int], list[int], list[int]]:
-        """The query's tokens, all that followed, and the mask of what followed."""
+        """Return the query's tokens, the tokens after them, and the mask of those."""
         count = len(self.segments[0].token_ids) if self.segments else 0
         return self.tokens[:count], self.tokens[count:], self.token_masks[count:]
 
     def sequence(self) -> Sequence:
-        """The token row with its segment table: what is trained.
+        """Return the token row with its segment table, to train on.
 
-        Tool text stands inline, without glue. Sampled tokens keep their versions and log-probs.
+        Tool text is inline, without template tokens. Sampled tokens keep versions and log-probs.
         """
-        pieces: list[tuple[tuple[int, ...], dict[str, Any]]] = []
+        parts: list[tuple[tuple[int, ...], dict[str, Any]]] = []
         for segment in self.segments:
             if segment.source is not Source.MODEL:
-                pieces.append((segment.token_ids, {"source": segment.source, "turn": segment.turn}))
+                parts.append((segment.token_ids, {"source": segment.source, "turn": segment.turn}))
                 continue
             position = 0
             for length, version in segment.versions:
@@ -154,7 +163,7 @@ class TextHistory:
                     "turn": segment.turn,
                     "policy_version": version,
                 }
-                pieces.append((run, fields))
+                parts.append((run, fields))
                 position += length
             if position != len(segment.token_ids):
                 raise InvalidSequence(
@@ -163,31 +172,56 @@ class TextHistory:
                     remedy="Give (length, version) runs that add up to the segment.",
                 )
         logprobs = [value for segment in self.segments for value in segment.logprobs]
-        return sequence_of(pieces, logprobs=logprobs)
+        return sequence_of(parts, logprobs=logprobs)
 
     def show_text(self, *, show_legend: bool = False) -> None:
         """Print the text, coloured by author, and the reward."""
-        from dialoop.text_environment.display import print_text
-
         segments = ((segment.source, [segment.text]) for segment in self.segments)
-        print_text(segments, self.reward, show_legend=show_legend)
+        _print_segments(segments, self.reward, show_legend=show_legend)
 
     def show_tokens(self, tokenizer: Tokenizer, *, show_legend: bool = False) -> None:
         """Print the tokens one by one, coloured by author."""
-        from dialoop.text_environment.display import print_text
-
         segments = (
             (segment.source, [tokenizer.decode([token]) for token in segment.token_ids])
             for segment in self.segments
         )
-        print_text(segments, show_legend=show_legend)
+        _print_segments(segments, show_legend=show_legend)
 
     def show_colour_legend(self) -> None:
-        """Print which colour is whose."""
-        from dialoop.text_environment.display import print_legend
-
-        print_legend()
+        """Print the colour of each author."""
+        _print_legend()
 
 
 def _spans(lengths: Iterable[int]) -> list[tuple[int, int]]:
     return list(pairwise(accumulate(lengths, initial=0)))
+
+
+def _print_segments(
+    segments: Iterable[tuple[Source, Iterable[str]]],
+    reward: float | None = None,
+    *,
+    show_legend: bool,
+) -> None:
+    """Print segments coloured by author, then the reward; shades alternate within a segment."""
+    from rich.console import Console
+    from rich.text import Text
+
+    text = Text()
+    for source, parts in segments:
+        for index, part in enumerate(parts):
+            text.append(part, style=_COLOURS.get(source, _TOOL_COLOURS)[index % 2])
+    if reward is not None:
+        text.append(f"\n\nReward: {reward}", style=_REWARD_COLOUR)
+    Console().print(text)
+    if show_legend:
+        _print_legend()
+
+
+def _print_legend() -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    prompt, model = _COLOURS[Source.PROMPT][0], _COLOURS[Source.MODEL][0]
+    names = ("Prompt", prompt), ("System", _TOOL_COLOURS[0]), ("Model", model)
+    parts = [part for name in names for part in (name, " ")]
+    Console().print(Text.assemble(*parts, ("Reward", _REWARD_COLOUR)))

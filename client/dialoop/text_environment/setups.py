@@ -1,4 +1,4 @@
-"""Text environments without their policy: what an author writes and a service has by name.
+"""Text environments without their policy, which authors write and services load by name.
 
 capitals = TextSetup(name="capitals", tools=[lookup], reward=each(exact), prompt=SHOTS)
 DIALOOP_ENVIRONMENT_TEXT_ENVIRONMENTS=calculator,my_folder.capitals:capitals
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dialoop.environments.loading import made
+from dialoop.environments.loading import make_environment
 from dialoop.environments.tools.calculator import Calculator
 from dialoop.environments.tools.call_syntax import CallSyntax
 from dialoop.environments.tools.text_tools import ToolFunction
@@ -34,7 +34,7 @@ What is 4*5?
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSetup:
-    """All that a TextEnvironment needs beside a policy and its tokenizer."""
+    """The parts of a TextEnvironment except a policy and its tokenizer."""
 
     name: str
     tools: Mapping[str, ToolFunction] | Sequence[ToolFunction] | None = None
@@ -52,7 +52,7 @@ class TextSetup:
         sampling: SamplingParams,
         kind: type[TextEnvironment] = TextEnvironment,
     ) -> TextEnvironment:
-        """Make the environment to run; `kind` may be `dialoop.compat.trl_text`'s, say."""
+        """Make the environment; `kind` may be a subclass, such as `dialoop.compat.trl_text`'s."""
         return kind(
             policy,
             tokenizer,
@@ -66,7 +66,7 @@ class TextSetup:
 
 
 def calculator() -> TextSetup:
-    """The built-in `calculator`: `answers`, one per query, are what rewards compare with."""
+    """Return the built-in `calculator`; rewards compare with `answers`, one per query."""
     return TextSetup(
         name="calculator",
         tools=[Calculator()],
@@ -77,23 +77,23 @@ def calculator() -> TextSetup:
 
 
 def exact_result(text: str, answers: str) -> float:
-    """1 when the text holds `Result=<answer><submit>`, else 0."""
-    found = text.partition("Result=")[2].partition("<submit>")[0]
-    return float(found.strip() == str(answers).strip())
+    """Return 1 when the text holds `Result=<answer><submit>`, else 0."""
+    result = text.partition("Result=")[2].partition("<submit>")[0]
+    return float(result.strip() == str(answers).strip())
 
 
 def load_text_setup(use: str, options: Mapping[str, Any] | None = None) -> TextSetup:
-    """`calculator`, or `module:attribute`: a TextSetup or a function that makes one.
+    """Return the setup `calculator`, or the one at `module:attribute`, or made by that function.
 
-    InvalidConfig when it is none.
+    Raise InvalidConfig when it is not a TextSetup.
     """
-    found = {"calculator": calculator}.get(use) or load_attribute(
+    target = {"calculator": calculator}.get(use) or load_attribute(
         use,
         what="text environment",
         reason=Reason.ENVIRONMENT_NOT_FOUND,
         built_in=["calculator"],
     )
-    setup = made(found, dict(options or {}), use)
+    setup = make_environment(target, dict(options or {}), use)
     if not isinstance(setup, TextSetup):
         raise InvalidConfig(
             f"{use} is not a text environment.",

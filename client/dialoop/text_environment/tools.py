@@ -1,4 +1,4 @@
-"""The tools of a running text: what to say to `<request><Name>query<call>`."""
+"""The tools of a running text, which answer `<request><Name>query<call>`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TextTools:
-    """Named tools; a list is named by functions and classes, a mapping by its keys."""
+    """Tools by name: the keys of a mapping, or the names of the functions and classes in a list."""
 
     def __init__(
         self,
@@ -26,42 +26,42 @@ class TextTools:
         limit: int,
         timeout_s: float,
     ) -> None:
-        self._by_name = self.named(tools)
+        self._by_name = self.by_name(tools)
         self._syntax = syntax
         self._limit = limit
         self._timeout_s = timeout_s
 
     async def answer(self, text: str) -> str:
-        """What the tools say to the calls in a text, one after the other.
+        """Return the tools' answers to the calls in a text, one after the other.
 
-        An unknown tool and a query that makes no sense are told to the model; any other error of a
-        tool is raised.
+        The answer tells the model about an unknown tool or a bad query. Any other error of a tool
+        is raised.
         """
-        parts = [await self._one(span) for span in self._syntax.spans(text)]
+        parts = [await self._answer_call(span) for span in self._syntax.spans(text)]
         return self._syntax.response.join(parts)
 
-    async def _one(self, span: str) -> str:
+    async def _answer_call(self, span: str) -> str:
         name, query = parse_span(span)
         tool = None if name is None else self._by_name.get(name)
         if tool is None or query is None:
             return cut(f"Unknown tool {name}.", self._limit)
         try:
-            found = await call(tool, query, timeout_s=self._timeout_s)
+            result = await call(tool, query, timeout_s=self._timeout_s)
         except ToolInputError as error:
-            found = f"Tool error: {error}"
-        return cut(str(found), self._limit) or " "
+            result = f"Tool error: {error}"
+        return cut(str(result), self._limit) or " "
 
     @staticmethod
-    def named(
+    def by_name(
         tools: Mapping[str, ToolFunction] | Sequence[ToolFunction] | None,
     ) -> dict[str, ToolFunction]:
-        """Tools by name; InvalidConfig when two share one."""
+        """Return the tools by name; InvalidConfig when two have the same."""
         if isinstance(tools, Mapping):
             return dict(tools)
-        named = {name_of(tool): tool for tool in tools or ()}
-        if len(named) != len(tools or ()):
+        by_name = {name_of(tool): tool for tool in tools or ()}
+        if len(by_name) != len(tools or ()):
             raise InvalidConfig(
-                "Two tools have one name.",
+                "Two tools have the same name.",
                 remedy="Give the tools as a dict with a name for each.",
             )
-        return named
+        return by_name

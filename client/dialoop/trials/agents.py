@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Memory:
-    """The ids of the running episode, and how many of its messages they spell."""
+    """The ids of the running episode, and the number of messages that they cover."""
 
     token_ids: tuple[int, ...] = ()
     num_messages: int = 0
@@ -25,9 +25,9 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True)
 class DirectOutputAgent:
-    """Says what the policy continues the running tokens with.
+    """An agent that answers with the policy's continuation of the running tokens.
 
-    It feeds on exactly the ids it sampled, never on their text.
+    Its prompts hold exactly the ids that it sampled, never their text encoded again.
     """
 
     policy: TextPolicy
@@ -35,10 +35,10 @@ class DirectOutputAgent:
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     async def get_action(self, messages: History, state: Any) -> Action:
-        """Sample one action; a conversation of one message begins anew."""
+        """Sample one action; a conversation of one message starts a new episode."""
         memory = state if isinstance(state, _Memory) and len(messages) > 1 else _Memory()
-        said = "".join(message.text for message in messages[memory.num_messages :])
-        prompt = (*memory.token_ids, *self.tokenizer.encode(said).ids)
+        new_text = "".join(message.text for message in messages[memory.num_messages :])
+        prompt = (*memory.token_ids, *self.tokenizer.encode(new_text).ids)
         (sample,) = await self.policy.generate(
             token_ids=prompt, sampling=self.sampling, turn=len(messages) // 2
         )
@@ -59,12 +59,12 @@ class DirectOutputAgent:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedAgent:
-    """Says the script's lines, or what a function makes of the messages; counts in its state."""
+    """An agent that answers with a script's lines in order, or with a function's results."""
 
     script: Sequence[str] | Callable[[History], str]
 
     async def get_action(self, messages: History, state: Any) -> tuple[str, Any]:
-        """The next line; the last one again when the script is over."""
+        """Return the next line, or the last one again when the script is over."""
         if callable(self.script):
             return self.script(messages), state
         number = state if isinstance(state, int) else 0

@@ -1,4 +1,4 @@
-"""What a game is: states, prompts and moves, as values."""
+"""The protocol of a game: states, prompts and moves are values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move(Generic[S]):
-    """What a game makes of an action."""
+    """The result of an action: the next state, the reward, and whether the game is over."""
 
     state: S
     reward: float = 0.0
@@ -20,19 +20,19 @@ class Move(Generic[S]):
 
 
 class Game(Protocol[S]):
-    """One kind of task; states are values, so trials cannot touch each other."""
+    """One kind of task. States are values, so trials share nothing."""
 
     @property
     def max_steps(self) -> int:
-        """Actions after which an episode ends whatever happens."""
+        """Return after how many actions an episode ends in any case."""
         ...
 
     def begin(self, task: Mapping[str, Any], *, seed: int) -> S:
-        """The state an episode starts from; the same task and seed give the same."""
+        """Return the first state of an episode, the same for the same task and seed."""
         ...
 
     def prompt(self, state: S, step: int) -> str:
-        """What the agent reads before its action number `step`."""
+        """Return what the agent reads before its action number `step`."""
         ...
 
     async def play(self, state: S, action: str) -> Move[S]:

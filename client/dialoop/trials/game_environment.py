@@ -1,4 +1,4 @@
-"""Any `Game` as a chat environment, and twenty questions ready made.
+"""Any `Game` as a chat environment, and the built-in twenty questions.
 
 ChatEnv(name="guess", tasks=..., transforms=[Play(game), EndWhenIncomplete(), Rewards(...)])
 """
@@ -29,17 +29,17 @@ _REWARD = "game_reward"
 
 @dataclass(frozen=True, slots=True)
 class Play(Transform):
-    """Opens with the game's prompt, plays each message of the policy, rewards what the game gives.
+    """Open with the game's prompt, play each message of the policy, and give the game's rewards.
 
-    The task's metadata, its question and `solution` (the task's answer) are what the game begins
-    with; the state of a game lies in its episode, so games cannot touch each other.
+    The game begins with the task's metadata, its question and `solution` (the task's answer). The
+    state of a game lies in its episode, so games share nothing.
     """
 
     game: Game[Any]
 
     @property
     def traits(self) -> Traits:
-        """The game's length, and that a step needs its session."""
+        """Return the game's length, and that a step needs its session."""
         return Traits(
             max_turns=self.game.max_steps,
             reward_names=(_STATE,),
@@ -49,16 +49,16 @@ class Play(Transform):
         )
 
     def reset(self, opening: Opening) -> Opening:
-        """Begin the game and show its first prompt in place of the question."""
+        """Begin the game, and replace the question by its first prompt."""
         episode = opening.episode
         state = self.game.begin(_task_of(episode.task), seed=episode.seed)
         kept = tuple(message for message in episode.history if message.role == "system")
         shown = Message(role="user", content=self.game.prompt(state, 0))
-        begun = replace(episode, history=History((*kept, shown)))
-        return replace(opening, episode=begun).remember(**{_STATE: state})
+        episode = replace(episode, history=History((*kept, shown)))
+        return replace(opening, episode=episode).remember(**{_STATE: state})
 
     async def step(self, outcome: Outcome) -> Outcome:
-        """Play the policy's message; show what the game says next."""
+        """Play the policy's message, and add the game's next prompt."""
         episode = outcome.episode
         if episode.done:
             return outcome
@@ -73,40 +73,40 @@ class Play(Transform):
         return outcome.append(Message(role="user", content=prompt))
 
     async def score(self, episode: Episode) -> Score:
-        """What the game has given so far."""
+        """Return the game's rewards so far as one sum."""
         value = float(episode.state.get(_REWARD, 0.0))
         return Score(rewards=(Reward(name=_STATE, value=value),))
 
 
 def game_of(environment: object) -> Game[Any]:
-    """The game that an environment plays; Unsupported (NOT_A_GAME) when it plays none."""
+    """Return the game that an environment plays; Unsupported (NOT_A_GAME) when it plays none."""
     for transform in getattr(environment, "transforms", ()):
         if isinstance(transform, Play):
             return transform.game
     raise Unsupported(
         f"Environment {getattr(environment, 'name', '')} is not a game.",
         reason=Reason.NOT_A_GAME,
-        remedy="Run trials in an environment with a Play transform, as twenty_questions.",
+        remedy="Run trials in an environment with a Play transform, such as twenty_questions.",
     )
 
 
 class WordTasks(TaskSource):
-    """One task per hidden word; a key does not tell it."""
+    """One task per hidden word. A key does not show the word."""
 
     def __init__(self, game: TwentyQuestions) -> None:
         self._words = {split: tuple(game.words(split)) for split in self.splits}
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Train and heldout; no word is in both."""
+        """Return "train" and "heldout", which share no word."""
         return ("train", "heldout")
 
     def keys(self, split: str) -> Sequence[str]:
-        """word-0, word-1, ..."""
+        """Return word-0, word-1, ..."""
         return [f"word-{index}" for index in range(len(self._words[self.require_split(split)]))]
 
     def get(self, split: str, key: str) -> TaskData:
-        """The task of a key."""
+        """Return the task of a key."""
         split = self.require_split(split)
         number = key.removeprefix("word-")
         words = self._words[split]
@@ -122,7 +122,7 @@ def twenty_questions(
     error_allowance: int = 1,
     system_prompt: str = "",
 ) -> ChatEnv:
-    """The built-in `twenty_questions` environment: find the hidden word."""
+    """Return the built-in `twenty_questions` environment: find the hidden word."""
     game = TwentyQuestions(hardcore=hardcore, max_turns=max_turns, error_allowance=error_allowance)
     return ChatEnv(
         name="twenty_questions",

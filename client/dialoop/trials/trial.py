@@ -3,8 +3,8 @@
     result = await run_trial(TwentyQuestions(), [{"solution": "apple"}], agent, tokenizer=tokenizer)
     result.full_token_ids[0], result.completion_only_mask[0], result.session_ids[0]
 
-A trial returns its last episode and keeps all. Prompts and actions are joined token by token, with
-no template and no separators between them, so an agent that gives the ids it sampled loses none.
+A trial keeps all its episodes, and the last one counts. Its tokens are those of prompts and
+actions without a template or separators, so an agent that returns the ids it sampled loses none.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class Action:
     """What an agent does, and what it remembers.
 
-    token_ids, logprobs and versions (runs of length and policy version) are what it sampled;
-    without them the text is tokenised, which may give other ids than were sampled.
+    token_ids, logprobs and versions (runs of length and policy version) describe what it sampled.
+    Without them the trial tokenises the text, and the ids may differ from the sampled ones.
     """
 
     text: str
@@ -46,15 +46,15 @@ class Action:
 
 
 class Agent(Protocol):
-    """Whoever plays. Its state lasts through the episodes of a trial and begins as None."""
+    """A player. Its state begins as None and lasts through the episodes of a trial."""
 
     async def get_action(self, messages: History, state: Any) -> Action | tuple[str, Any]:
-        """The next action: an Action, or (text, state)."""
+        """Return the next action: an Action, or (text, state)."""
         ...
 
 
 class MaskScope(Enum):
-    """Which of the agent's tokens `completion_only_mask` counts."""
+    """The agent's tokens that `completion_only_mask` marks: all, or those of the last action."""
 
     ALL = "all"
     FINAL = "final"
@@ -62,7 +62,7 @@ class MaskScope(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedStep:
-    """One prompt and the action it got; ids are empty without a tokenizer."""
+    """One prompt and the agent's action; ids are empty without a tokenizer."""
 
     prompt: str
     prompt_ids: tuple[int, ...]
@@ -73,7 +73,7 @@ class PlayedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedEpisode:
-    """One episode; `reward` is 0 in a free shot, whatever its steps earned."""
+    """One episode. In a free shot `reward` is 0, whatever the rewards of its steps are."""
 
     steps: tuple[PlayedStep, ...] = ()
     messages: History = field(default_factory=History)
@@ -84,70 +84,70 @@ class PlayedEpisode:
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompts and actions, one after the other."""
+        """Return the ids of prompts and actions, one after the other."""
         return [i for step in self.steps for i in (*step.prompt_ids, *step.action.token_ids)]
 
     def mask(self, scope: MaskScope = MaskScope.ALL) -> list[int]:
-        """Per token: 1 where the agent wrote it (or its last action alone)."""
-        found: list[int] = []
+        """Return a 1 for each token that the agent wrote (FINAL: in its last action), else 0."""
+        mask: list[int] = []
         for index, step in enumerate(self.steps):
             counts = scope is MaskScope.ALL or index == len(self.steps) - 1
-            found += [0] * len(step.prompt_ids) + [int(counts)] * len(step.action.token_ids)
-        return found
+            mask += [0] * len(step.prompt_ids) + [int(counts)] * len(step.action.token_ids)
+        return mask
 
     def sequence(self) -> TokenSequence:
-        """The token row with its segment table; actions without versions are context."""
-        pieces: list[tuple[tuple[int, ...], dict[str, Any]]] = []
+        """Return the token row with its segment table; actions without versions are context."""
+        segments: list[tuple[tuple[int, ...], dict[str, Any]]] = []
         for turn, step in enumerate(self.steps):
-            opening = Source.PROMPT if turn == 0 else Source.ENVIRONMENT
-            pieces.append((step.prompt_ids, {"source": opening, "turn": turn}))
+            source = Source.PROMPT if turn == 0 else Source.ENVIRONMENT
+            segments.append((step.prompt_ids, {"source": source, "turn": turn}))
             ids, position = step.action.token_ids, 0
             for length, version in step.action.versions:
                 fields = {"source": Source.MODEL, "turn": turn, "policy_version": version}
-                pieces.append((ids[position : position + length], fields))
+                segments.append((ids[position : position + length], fields))
                 position += length
-            pieces.append((ids[position:], {"source": Source.PROMPT, "turn": turn}))
-        return sequence_of(pieces, logprobs=[v for s in self.steps for v in s.action.logprobs])
+            segments.append((ids[position:], {"source": Source.PROMPT, "turn": turn}))
+        return sequence_of(segments, logprobs=[v for s in self.steps for v in s.action.logprobs])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """All episodes of one task; the last one counts."""
+    """All episodes of one task. The last one counts."""
 
     session_id: str
     episodes: tuple[PlayedEpisode, ...]
 
     @property
     def final(self) -> PlayedEpisode:
-        """The episode that is trained."""
+        """Return the last episode, which is trained."""
         return self.episodes[-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResult:
-    """One trial per input, in order; every list below has that length."""
+    """One trial per input, in order. Every list below has the same length."""
 
     trials: tuple[Trial, ...]
     mask_scope: MaskScope = MaskScope.ALL
 
     @property
     def full_token_ids(self) -> list[list[int]]:
-        """Token ids of each final episode."""
+        """Return the token ids of each final episode."""
         return [trial.final.token_ids for trial in self.trials]
 
     @property
     def full_attention_mask(self) -> list[list[int]]:
-        """Ones: nothing is padded."""
+        """Return only ones, since nothing is padded."""
         return [[1] * len(ids) for ids in self.full_token_ids]
 
     @property
     def completion_only_mask(self) -> list[list[int]]:
-        """1 on the tokens to train."""
+        """Return a 1 for each token to train, else 0."""
         return [trial.final.mask(self.mask_scope) for trial in self.trials]
 
     @property
     def final_completion_messages(self) -> list[list[dict[str, Any]]]:
-        """The last message of each agent, with its session_id; what a reward reads."""
+        """Return the last message of each agent with its session_id, for rewards to read."""
         return [
             [
                 {**message.to_chat(), "session_id": trial.session_id}
@@ -159,18 +159,18 @@ class TrialResult:
 
     @property
     def session_ids(self) -> list[str]:
-        """Which session each trial was."""
+        """Return the session id of each trial."""
         return [trial.session_id for trial in self.trials]
 
     @property
     def rewards(self) -> list[float | None]:
-        """Of each final episode; None where the game or the agent failed."""
+        """Return the reward of each final episode; None if the game or the agent failed."""
         return [None if t.final.failures else t.final.reward for t in self.trials]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialOptions:
-    """How often a task is played: the first `free_shots` of its episodes earn nothing."""
+    """How often to play a task. The first `free_shots` of its episodes earn nothing."""
 
     episodes_per_trial: int = 1
     free_shots: int = 0
@@ -181,7 +181,7 @@ class TrialOptions:
         if self.episodes_per_trial < 1 or self.free_shots < 0:
             raise InvalidInput(
                 f"episodes_per_trial is {self.episodes_per_trial}, free_shots {self.free_shots}.",
-                remedy="Play at least one episode, with 0 or more free shots.",
+                remedy="Use 1 or more episodes, and 0 or more free shots.",
             )
         if self.free_shots >= self.episodes_per_trial:
             raise InvalidInput(
@@ -200,8 +200,8 @@ async def run_trial(
 ) -> TrialResult:
     """Play one trial per input, all at the same time.
 
-    A game or agent that fails ends its episode with a failure; nothing else is touched. A task that
-    the game refuses (a DialoopError of `begin`) is raised.
+    If a game or an agent fails, its episode ends with a failure, and the others go on. If the game
+    rejects a task (a DialoopError of `begin`), the error is raised.
     """
     options = options or TrialOptions()
     try:
@@ -280,8 +280,8 @@ async def _episode(
     return episode, memory
 
 
-def _as_action(given: Action | tuple[str, Any], tokenizer: Tokenizer | None) -> Action:
-    action = given if isinstance(given, Action) else Action(text=given[0], state=given[1])
+def _as_action(answer: Action | tuple[str, Any], tokenizer: Tokenizer | None) -> Action:
+    action = answer if isinstance(answer, Action) else Action(text=answer[0], state=answer[1])
     if tokenizer is None:
         return replace(action, token_ids=(), logprobs=(), versions=())
     if action.token_ids:
@@ -290,10 +290,10 @@ def _as_action(given: Action | tuple[str, Any], tokenizer: Tokenizer | None) -> 
 
 
 def split_reward(episode: PlayedEpisode, *, how: str = "even") -> list[list[float]]:
-    """Each step's reward over its action's tokens, for losses that read tokens.
+    """Return each step's reward spread over its action's tokens, for token-wise losses.
 
     even: in equal parts. last: all on the last token. terminal: the episode's reward in equal parts
-    over all of the agent's tokens. Sums equal the rewards.
+    over all of the agent's tokens. The sums equal the rewards.
     """
     if how not in ("even", "last", "terminal"):
         raise InvalidInput(f"how is {how!r}.", remedy="Choose even, last or terminal.")

@@ -3,9 +3,9 @@
     "Is it alive?"   ->  "No"
     "[key]"          ->  reward 1, done
 
-A guess is `[word]` of letters, blanks and underscores, without a question mark. One wrong guess is
-tolerated by default (`error_allowance`), the next ends the game. States are values: games that run
-at the same time share nothing, and no prompt shows the word.
+A guess is `[word]` of letters, blanks and underscores, without a question mark. By default the
+second wrong guess ends the game (`error_allowance`). States are values, so games that run at the
+same time share nothing. No prompt shows the word.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.errors import InvalidInput
 from dialoop.trials.game import Move
-from dialoop.trials.words import WORDS, known_answer
+from dialoop.trials.words import WORDS, answer_from_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,10 +32,10 @@ _RULES = (
 
 
 class Gamemaster(Protocol):
-    """Who answers questions about the word."""
+    """Answers questions about the word."""
 
     async def answer(self, word: str, question: str) -> str:
-        """Yes, No or I don't know; anything else makes the player ask again."""
+        """Return Yes, No or I don't know; after anything else the player has to ask again."""
         ...
 
 
@@ -44,8 +44,8 @@ class TableGamemaster:
     """Answers from a table of properties, by the words of the question."""
 
     async def answer(self, word: str, question: str) -> str:
-        """Look for a property the question names."""
-        return known_answer(word, question)
+        """Look for a property that the question names."""
+        return answer_from_table(word, question)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwentyQuestions:
-    """The rules."""
+    """The game with its rules."""
 
     gamemaster: Gamemaster = field(default_factory=TableGamemaster)
     hardcore: bool = False
@@ -70,50 +70,52 @@ class TwentyQuestions:
     def __post_init__(self) -> None:
         if self.max_turns < 2 or self.error_allowance < 0:
             raise InvalidInput(
-                f"max_turns is {self.max_turns}, error_allowance {self.error_allowance}.",
+                f"max_turns is {self.max_turns} and error_allowance is {self.error_allowance}.",
                 remedy="Allow at least one question and one guess, and 0 or more errors.",
             )
 
     @property
     def max_steps(self) -> int:
-        """Questions and guesses together."""
+        """Return the limit on questions and guesses together."""
         return self.max_turns
 
     def words(self, split: str) -> Sequence[str]:
-        """The hidden words of a split, "train" or "heldout"; none is in both."""
+        """Return the hidden words of a split, "train" or "heldout"; none is in both."""
         level = "hard" if self.hardcore else "basic"
         return WORDS[level, split]
 
     def begin(self, task: Mapping[str, Any], *, seed: int) -> Hidden:
-        """The game of `solution` (older data says `prompt`), or of a word that the seed picks."""
+        """Return the game of `solution` (older data: `prompt`), or of a word the seed chooses."""
         word = task.get("solution", task.get("prompt"))
         if word is None:
             word = random.Random(seed).choice(self.words("train"))
         if not isinstance(word, str) or not word.strip():
-            raise InvalidInput("The task's solution is no word.", remedy="Give a word.")
+            raise InvalidInput(
+                "The task's `solution` is empty or not a text.", remedy="Give a word."
+            )
         return Hidden(word=word.strip(), reply=_RULES.format(questions=self.max_turns - 1))
 
     def prompt(self, state: Hidden, step: int) -> str:
-        """What the player reads: the rules, the last answer, and a warning before the end."""
+        """Return what the player reads: the rules, the last answer, or a warning before the end."""
         if step == self.max_turns - 1:
             return f"{state.reply}\nNo question is left: guess now, as [thing]."
         return state.reply
 
     async def play(self, state: Hidden, action: str) -> Move[Hidden]:
-        """A guess or a question."""
+        """Play a guess or a question."""
         guess = _GUESS.search(action)
         if guess is not None and "?" not in action:
-            return self._guessed(state, guess.group(1))
+            return self._guess(state, guess.group(1))
         if "?" not in action:
             return self._invalid(state, "Ask a question that ends with ?, or guess as [thing].")
         answer = (await self.gamemaster.answer(state.word, action)).strip()
         if answer not in ANSWERS:
             reply = "That cannot be answered with yes or no. Ask otherwise."
             return Move(state=replace(state, reply=reply), info={"move": "unanswered"})
-        asked = replace(state, num_questions=state.num_questions + 1, reply=answer)
-        return Move(state=asked, info={"move": "question"})
+        next_state = replace(state, num_questions=state.num_questions + 1, reply=answer)
+        return Move(state=next_state, info={"move": "question"})
 
-    def _guessed(self, state: Hidden, guess: str) -> Move[Hidden]:
+    def _guess(self, state: Hidden, guess: str) -> Move[Hidden]:
         if _plain(guess) == _plain(state.word):
             return Move(
                 state=replace(state, reply="Yes!"), reward=1.0, done=True, info={"move": "correct"}

@@ -1,4 +1,4 @@
-"""The hidden words, what is true of them, and which question asks for which property."""
+"""The hidden words, their properties, and the patterns that match a question to a property."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ WORDS: Mapping[tuple[str, str], tuple[str, ...]] = MappingProxyType(
     }
 )
 
-_ASKED_BY: Mapping[str, str] = MappingProxyType(
+_PATTERNS: Mapping[str, str] = MappingProxyType(
     {
         "alive": r"alive|living|live thing",
         "animal": r"animal|creature",
@@ -74,14 +74,14 @@ _ASKED_BY: Mapping[str, str] = MappingProxyType(
 )
 
 
-def known_answer(word: str, question: str) -> str:
-    """Yes or No where exactly one known property is asked for; else I don't know."""
+def answer_from_table(word: str, question: str) -> str:
+    """Return Yes or No if the question names exactly one property, else I don't know."""
     facts = FACTS.get(word.lower())
-    asked = [
+    properties = [
         name
         for name in _PROPERTIES
-        if re.search(_ASKED_BY[name], question, re.IGNORECASE) is not None
+        if re.search(_PATTERNS[name], question, re.IGNORECASE) is not None
     ]
-    if facts is None or len(asked) != 1:
+    if facts is None or len(properties) != 1:
         return "I don't know"
-    return "Yes" if facts[asked[0]] else "No"
+    return "Yes" if facts[properties[0]] else "No"

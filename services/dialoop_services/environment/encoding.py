@@ -53,7 +53,7 @@ def task_choice(request: pb.ResetRequest | pb.TaskChoice) -> TaskChoice:
         split=request.split,
         task_key=request.task_key,
         seed=request.seed,
-        given=Given(query=request.query, messages=messages, data=dict(request.data)),
+        question=Given(query=request.query, messages=messages, data=dict(request.data)),
     )
 
 

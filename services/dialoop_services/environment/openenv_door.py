@@ -58,7 +58,7 @@ class ResetBody(BaseModel):
         """The same for a session."""
         given = Given(query=self.question)
         return TaskChoice(
-            split=self.split, task_key=self.task_key, seed=self.seed or 0, given=given
+            split=self.split, task_key=self.task_key, seed=self.seed or 0, question=given
         )
 
 

@@ -36,7 +36,7 @@ from dialoop.environments import (
     Transform,
     arithmetic,
     dataset_chat_env,
-    shaped,
+    shape_rewards,
 )
 from dialoop.testing import byte_tokenizer
 from dialoop.trajectory import DoneReason, Owner
@@ -256,8 +256,8 @@ async def test_42_reward_shapes_sparse_per_turn_and_dense(door):
         half, dense = (await play(client, "x"))[0].rewards
         assert dense.per_token == (0.5, -0.25)
         assert dense.value == 0.25
-        assert shaped([half], RewardShape.SPARSE).shape == (1, 1)
-        both = shaped([half, dense], RewardShape.DENSE, num_tokens=2)
+        assert shape_rewards([half], RewardShape.SPARSE).shape == (1, 1)
+        both = shape_rewards([half, dense], RewardShape.DENSE, num_tokens=2)
         assert np.array_equal(both, np.array([[0.5], [0.75]], dtype=np.float32))
 
 
@@ -272,7 +272,7 @@ async def test_43_reward_aggregation_by_weights(door):
         (outcome,) = await play(client, f"Result={TRUTH}<submit>")
         found = {r.name: (r.value, round(r.weight, 6)) for r in outcome.rewards}
         assert found == {"result": (1.0, 2.0), "format": (1.0, 0.1)}
-        total = shaped(outcome.rewards, RewardShape.SPARSE)[0, 0]
+        total = shape_rewards(outcome.rewards, RewardShape.SPARSE)[0, 0]
         assert total == pytest.approx(2.1)
 
 

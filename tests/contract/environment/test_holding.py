@@ -232,7 +232,7 @@ async def test_the_documents_example_of_a_python_interpreter_works_with_its_own_
 async def test_unknown_environments_and_questions_for_closed_ones_are_refused():
     async with served(arithmetic()) as (client, _):
         assert await reason_of(client.create_session("x", "nope")) == "ENVIRONMENT_NOT_FOUND"
-        choice = TaskChoice(given=Given(query="1+1"))
+        choice = TaskChoice(question=Given(query="1+1"))
         group = client.create_group("g", "nope", num_sessions=1, choice=choice)
         assert await reason_of(group) == "ENVIRONMENT_NOT_FOUND"
         asked = await opened(client, "arithmetic", question=Given(query="12+13"))

@@ -66,7 +66,7 @@ async def test_what_the_policy_gets_wrong_is_told_to_it_and_a_picture_is_no_repr
         *refused, failed, picture = texts(outcome)[-5:]
         assert [text.partition("\n")[2] for text in refused] == [
             "missing argument right.",
-            "the arguments are no JSON.",
+            "the arguments are not JSON.",
             "unknown tool lab.nope.",
         ]
         assert "Error executing tool fail" in failed

@@ -251,7 +251,7 @@ def test_traits_are_those_of_all_transforms():
     assert ChatEnv(name="n", tasks=TASKS).max_turns == 0
 
 
-def finished(*turns: tuple[int, int]) -> Trajectory:
+def finished_trajectory(*turns: tuple[int, int]) -> Trajectory:
     history = History.from_chats(
         [
             {"role": "user", "content": "35+40"},
@@ -265,19 +265,19 @@ def finished(*turns: tuple[int, int]) -> Trajectory:
 
 
 async def test_scoring_a_trajectory_gives_the_rewards_of_its_steps():
-    scores = await arithmetic().score(TASK, finished((1, 2), (3, 1)))
+    scores = await arithmetic().score(TASK, finished_trajectory((1, 2), (3, 1)))
     assert [[r.value for r in score.rewards] for score in scores] == [[], [1.0]]
 
 
 @pytest.mark.parametrize("turns", [[(0, 1)], [(3, 5)], [(9, 1)]])
 async def test_turns_that_hold_no_answer_are_rejected(turns):
     with pytest.raises(InvalidInput):
-        await arithmetic().score(TASK, finished(*turns))
+        await arithmetic().score(TASK, finished_trajectory(*turns))
 
 
 async def test_an_unfinished_trajectory_is_not_scored():
     with pytest.raises(InvalidInput):
-        await arithmetic().score(TASK, replace(finished((1, 2)), terminated=False))
+        await arithmetic().score(TASK, replace(finished_trajectory((1, 2)), terminated=False))
 
 
 async def test_every_demonstration_earns_the_reward_when_played():

@@ -27,18 +27,18 @@ REASONS = {"OPEN_FAILED", "OPEN_TIMEOUT", "STEP_CANCELLED", "STEP_FAILED", "STEP
 
 
 def decisions(source: str) -> set[str]:
-    """The refusals and reasons of sessions that the code uses."""
-    found: set[str] = set()
+    """Return the refusals and reasons of sessions that the code uses."""
+    names: set[str] = set()
     if not any(word in source for word in ORDER | REASONS):
-        return found  # parsing is slow
+        return names  # parsing is slow
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("refusals"):
-            found |= {node.attr} & ORDER
+            names |= {node.attr} & ORDER
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "Reason":
-            found |= {node.attr} & REASONS
+            names |= {node.attr} & REASONS
         elif isinstance(node, ast.ImportFrom) and (node.module or "").endswith("refusals"):
-            found |= {alias.name for alias in node.names} & ORDER
-    return found
+            names |= {alias.name for alias in node.names} & ORDER
+    return names
 
 
 def test_the_engine_alone_decides_what_a_session_does():
@@ -48,9 +48,9 @@ def test_the_engine_alone_decides_what_a_session_does():
         for path in (ROOT / folder).rglob("*.py")
     }
     elsewhere = {
-        str(path): found
-        for path, found in by_file.items()
-        if found and ENGINE not in (ROOT / path).parents
+        str(path): names
+        for path, names in by_file.items()
+        if names and ENGINE not in (ROOT / path).parents
     }
     assert elsewhere == {}
     used = set().union(*by_file.values())

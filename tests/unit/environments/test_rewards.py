@@ -5,12 +5,14 @@ import asyncio
 import pytest
 from dialoop.chat import History, Message
 from dialoop.environments import Episode, ExactResult, NamedReward, Rewards, TaskData
-from dialoop.environments.rewards.functions import normalised, truth_of
+from dialoop.environments.rewards.functions import normalise, truth_of
 from dialoop.errors import InvalidConfig
 from dialoop.trajectory import DoneReason, Owner, Reward
 
 
-def ended(text: str, truth: str = "75", reason: DoneReason = DoneReason.SUBMITTED) -> Episode:
+def finished_episode(
+    text: str, truth: str = "75", reason: DoneReason = DoneReason.SUBMITTED
+) -> Episode:
     return Episode(
         task=TaskData(key="k", question="q", answer=truth),
         seed=0,
@@ -36,7 +38,7 @@ def ended(text: str, truth: str = "75", reason: DoneReason = DoneReason.SUBMITTE
     ],
 )
 def test_answers_are_normalised(text, form):
-    assert normalised(text) == form
+    assert normalise(text) == form
 
 
 def test_the_truth_follows_the_marks():
@@ -57,21 +59,21 @@ def test_the_truth_follows_the_marks():
     ],
 )
 def test_exact_result_compares_the_submitted_result(text, value):
-    assert ExactResult()(ended(text)).value == value
+    assert ExactResult()(finished_episode(text)).value == value
 
 
 @pytest.mark.parametrize(
     "reason", [DoneReason.NO_CALL, DoneReason.MAX_TURNS, DoneReason.INCOMPLETE]
 )
 def test_exact_result_is_zero_without_a_submit(reason):
-    assert ExactResult()(ended("Result=75<submit>", reason=reason)).value == 0.0
+    assert ExactResult()(finished_episode("Result=75<submit>", reason=reason)).value == 0.0
 
 
 async def test_a_failing_reward_is_absent_and_owned_and_leaves_the_others():
     def broken(episode: Episode) -> float:
         raise RuntimeError("secret")
 
-    score = await Rewards([broken, ExactResult()]).score(ended("Result=75<submit>"))
+    score = await Rewards([broken, ExactResult()]).score(finished_episode("Result=75<submit>"))
     assert [r.name for r in score.rewards] == ["result"]
     (failure,) = score.failures
     assert (failure.owner, failure.reason) == (Owner.REWARD, "REWARD_FAILED")
@@ -79,14 +81,16 @@ async def test_a_failing_reward_is_absent_and_owned_and_leaves_the_others():
 
 
 async def test_a_task_without_an_answer_is_a_failure_and_not_zero():
-    score = await Rewards([ExactResult()]).score(ended("Result=75<submit>", truth=""))
+    score = await Rewards([ExactResult()]).score(finished_episode("Result=75<submit>", truth=""))
     assert score.rewards == ()
     assert score.failures[0].owner is Owner.REWARD
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "no number"])
 async def test_a_reward_that_is_no_finite_number_is_a_failure(value):
-    score = await Rewards([NamedReward(lambda episode: value, name="odd")]).score(ended("x"))
+    score = await Rewards([NamedReward(lambda episode: value, name="odd")]).score(
+        finished_episode("x")
+    )
     assert (score.rewards, len(score.failures)) == ((), 1)
 
 
@@ -95,7 +99,7 @@ async def test_a_hanging_reward_is_a_failure():
         await asyncio.sleep(5)
         return 1.0
 
-    score = await Rewards([slow], timeout_s=0.02).score(ended("x"))
+    score = await Rewards([slow], timeout_s=0.02).score(finished_episode("x"))
     assert score.failures[0].reason == "REWARD_TIMEOUT"
 
 
@@ -106,7 +110,7 @@ async def test_none_is_no_reward_and_a_bool_is_a_success():
             NamedReward(lambda e: True, name="right"),
             NamedReward(lambda e: Reward(name="own", value=2.0, weight=0.5), name="made"),
         ]
-    ).score(ended("x"))
+    ).score(finished_episode("x"))
     assert score.rewards == (
         Reward(name="right", value=1.0, success=True),
         Reward(name="own", value=2.0, weight=0.5),
@@ -115,9 +119,9 @@ async def test_none_is_no_reward_and_a_bool_is_a_success():
 
 async def test_rewards_wait_for_the_end_unless_told_otherwise():
     running = Episode(task=TaskData(key="k", question="q"), seed=0, history=History())
-    one = NamedReward(lambda e: 1.0, name="one")
-    assert (await Rewards([one]).score(running)).rewards == ()
-    assert len((await Rewards([one], every_turn=True).score(running)).rewards) == 1
+    reward = NamedReward(lambda e: 1.0, name="one")
+    assert (await Rewards([reward]).score(running)).rewards == ()
+    assert len((await Rewards([reward], every_turn=True).score(running)).rewards) == 1
 
 
 def test_two_rewards_of_one_name_are_rejected():

@@ -88,12 +88,12 @@ def test_a_stored_trajectory_is_read_as_it_ended() -> None:
 @asynccontextmanager
 async def _endpoint(reply: str, status: int = 200) -> AsyncIterator[tuple[str, list[Any]]]:
     """A chat completions endpoint that always says the same."""
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         size = int(head.split("content-length:")[1].split("\r\n")[0])
-        asked.append(json.loads(await reader.readexactly(size)))
+        requests.append(json.loads(await reader.readexactly(size)))
         message = {"role": "assistant", "content": reply}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         body = json.dumps({"id": "1", "object": "chat.completion", "choices": [choice]}).encode()
@@ -105,15 +105,15 @@ async def _endpoint(reply: str, status: int = 200) -> AsyncIterator[tuple[str, l
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", asked
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", requests
 
 
 async def test_a_judge_grades_through_any_openai_endpoint() -> None:
     pytest.importorskip("openai")
-    async with _endpoint("8") as (url, asked):
+    async with _endpoint("8") as (url, requests):
         judge = Judge(base_url=url, model="m", criterion="Be brief.")
         assert await judge(_episode("It is 7.")) == pytest.approx(0.8)
-    question = asked[0]["messages"][0]["content"]
+    question = requests[0]["messages"][0]["content"]
     assert "What is 3+4?" in question
     assert "It is 7." in question
     assert "Be brief." in question

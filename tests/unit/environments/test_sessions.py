@@ -62,7 +62,7 @@ def environment(gate: Gate, name: str = "gated"):
 
 
 @asynccontextmanager
-async def opened(gate: Gate, clock: Clock | None = None, **limits):
+async def open_engine(gate: Gate, clock: Clock | None = None, **limits):
     catalogue = Catalogue([environment(gate), environment(gate, "other")])
     async with open_sessions(
         catalogue, SessionLimits(**limits), clock=clock or Clock()
@@ -86,7 +86,7 @@ def step_call(text: str = CALL, index: int = 0, session_id: str = "s", episode: 
     )
 
 
-async def started(sessions, session_id: str = "s") -> None:
+async def start_episode(sessions, session_id: str = "s") -> None:
     sessions.create(session_id, "gated")
     await sessions.reset(reset_call(session_id))
 
@@ -99,8 +99,8 @@ async def reason_of(awaitable) -> str:
 
 async def test_a_retried_step_gets_the_first_answer_and_runs_no_tool_twice():
     gate = Gate()
-    async with opened(gate) as sessions:
-        await started(sessions)
+    async with open_engine(gate) as sessions:
+        await start_episode(sessions)
         first = await sessions.step(step_call())
         again = await sessions.step(step_call())
         assert (first.replayed, again.replayed) == (False, True)
@@ -109,8 +109,8 @@ async def test_a_retried_step_gets_the_first_answer_and_runs_no_tool_twice():
 
 
 async def test_an_older_step_of_the_episode_can_be_retried_too():
-    async with opened(Gate()) as sessions:
-        await started(sessions)
+    async with open_engine(Gate()) as sessions:
+        await start_episode(sessions)
         first = await sessions.step(step_call())
         await sessions.step(step_call(index=1))
         assert (await sessions.step(step_call())).outcome is first.outcome
@@ -118,8 +118,8 @@ async def test_an_older_step_of_the_episode_can_be_retried_too():
 
 async def test_retries_while_the_first_call_is_under_way_share_its_answer():
     gate = Gate(is_open=False)
-    async with opened(gate) as sessions:
-        await started(sessions)
+    async with open_engine(gate) as sessions:
+        await start_episode(sessions)
         calls = [asyncio.create_task(sessions.step(step_call())) for _ in range(5)]
         await gate.entered.wait()
         gate.open.set()
@@ -131,8 +131,8 @@ async def test_retries_while_the_first_call_is_under_way_share_its_answer():
 
 async def test_another_step_at_the_same_time_is_busy():
     gate = Gate(is_open=False)
-    async with opened(gate) as sessions:
-        await started(sessions)
+    async with open_engine(gate) as sessions:
+        await start_episode(sessions)
         first = asyncio.create_task(sessions.step(step_call()))
         await gate.entered.wait()
         assert await reason_of(sessions.step(step_call("other"))) == "SESSION_BUSY"
@@ -145,8 +145,8 @@ async def test_another_step_at_the_same_time_is_busy():
 
 async def test_a_client_that_goes_away_finds_its_answer():
     gate = Gate(is_open=False)
-    async with opened(gate) as sessions:
-        await started(sessions)
+    async with open_engine(gate) as sessions:
+        await start_episode(sessions)
         first = asyncio.create_task(sessions.step(step_call()))
         await gate.entered.wait()
         first.cancel()
@@ -160,7 +160,7 @@ async def test_a_client_that_goes_away_finds_its_answer():
 
 
 async def test_conflicts_gaps_and_the_end_of_an_episode_are_errors_and_change_nothing():
-    async with opened(Gate()) as sessions:
+    async with open_engine(Gate()) as sessions:
         sessions.create("s", "gated")
         assert await reason_of(sessions.step(step_call())) == "STEP_GAP"
         await sessions.reset(reset_call())
@@ -176,8 +176,8 @@ async def test_conflicts_gaps_and_the_end_of_an_episode_are_errors_and_change_no
 
 
 async def test_a_bad_history_costs_no_step():
-    async with opened(Gate()) as sessions:
-        await started(sessions)
+    async with open_engine(Gate()) as sessions:
+        await start_episode(sessions)
         bad = StepCall(
             session_id="s", episode=1, step_index=0, answered=ChatHistory(), digest=b"bad"
         )
@@ -186,7 +186,7 @@ async def test_a_bad_history_costs_no_step():
 
 
 async def test_resets_are_idempotent_and_in_order():
-    async with opened(Gate()) as sessions:
+    async with open_engine(Gate()) as sessions:
         sessions.create("s", "gated")
         with pytest.raises(InvalidInput):
             await sessions.reset(reset_call(episode=0))
@@ -211,8 +211,8 @@ async def test_resets_are_idempotent_and_in_order():
 
 
 async def test_step_and_reset_is_idempotent_and_an_unknown_next_task_costs_no_step():
-    async with opened(Gate()) as sessions:
-        await started(sessions)
+    async with open_engine(Gate()) as sessions:
+        await start_episode(sessions)
         step = step_call("Result=1<submit>")
         unknown = sessions.step_and_reset(step, reset_call(episode=2, key="nope"))
         assert await reason_of(unknown) == "TASK_NOT_FOUND"
@@ -231,7 +231,7 @@ async def test_step_and_reset_is_idempotent_and_an_unknown_next_task_costs_no_st
 
 
 async def test_creating_twice_finds_the_same_session_and_another_environment_conflicts():
-    async with opened(Gate()) as sessions:
+    async with open_engine(Gate()) as sessions:
         assert sessions.create("s", "gated") is sessions.create("s", "gated")
         with pytest.raises(AlreadyExists) as caught:
             sessions.create("s", "other")
@@ -249,7 +249,7 @@ async def test_creating_twice_finds_the_same_session_and_another_environment_con
 
 async def test_expired_and_lost_sessions_are_told_apart():
     clock = Clock()
-    async with opened(Gate(), clock, ttl_s=10.0) as sessions:
+    async with open_engine(Gate(), clock, ttl_s=10.0) as sessions:
         sessions.create("s", "gated")
         clock.now = 9.0
         await sessions.reset(reset_call())
@@ -265,8 +265,8 @@ async def test_expired_and_lost_sessions_are_told_apart():
 
 async def test_the_reaper_runs_by_itself_and_spares_a_step_under_way():
     clock, gate = Clock(), Gate(is_open=False)
-    async with opened(gate, clock, reap_interval_s=0.01) as sessions:
-        await started(sessions)
+    async with open_engine(gate, clock, reap_interval_s=0.01) as sessions:
+        await start_episode(sessions)
         sessions.create("idle", "gated", 5.0)
         step = asyncio.create_task(sessions.step(step_call()))
         await gate.entered.wait()
@@ -288,7 +288,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 async def test_capacity_is_a_limit_that_expired_and_closed_sessions_free():
     clock = Clock()
-    async with opened(Gate(), clock, capacity=2, ttl_s=10.0) as sessions:
+    async with open_engine(Gate(), clock, capacity=2, ttl_s=10.0) as sessions:
         sessions.create("a", "gated")
         sessions.create("b", "gated", 100.0)
         with pytest.raises(CapacityExhausted):
@@ -304,7 +304,7 @@ async def test_capacity_is_a_limit_that_expired_and_closed_sessions_free():
 
 async def test_the_ids_of_expired_sessions_are_bounded():
     clock = Clock()
-    async with opened(Gate(), clock, capacity=2, ttl_s=1.0) as sessions:
+    async with open_engine(Gate(), clock, capacity=2, ttl_s=1.0) as sessions:
         for number in range(5):
             sessions.create(str(number), "gated")
             clock.now += 2.0

@@ -6,20 +6,20 @@ from collections import Counter
 
 import pytest
 from dialoop.environments import ArithmeticTasks, JsonlTasks, load_environment
-from dialoop.environments.tasks.source import permuted
+from dialoop.environments.tasks.source import permute
 from dialoop.errors import InvalidConfig, InvalidInput, NotFound
 
 TASKS = ArithmeticTasks()
 SMALL = ArithmeticTasks(low=10, high=14, num_heldout=1)
 
 
-def taken(tasks, count: int, size: int, **options) -> list[tuple[int, str]]:
-    found, token = [], ""
-    while len(found) < count:
+def take(tasks, count: int, size: int, **options) -> list[tuple[int, str]]:
+    refs, token = [], ""
+    while len(refs) < count:
         page = tasks.page("train", page_token=token, page_size=size, **options)
-        found += [(ref.epoch, ref.key) for ref in page.tasks]
+        refs += [(ref.epoch, ref.key) for ref in page.tasks]
         token = page.next_page_token
-    return found[:count]
+    return refs[:count]
 
 
 def test_heldout_is_256_problems_and_no_pair_of_numbers_is_in_both_splits():
@@ -73,17 +73,17 @@ def test_impossible_arithmetic_is_rejected(bad):
 @pytest.mark.parametrize("seed", [0, 9])
 def test_pages_run_on_and_each_epoch_holds_each_task_once(size, seed):
     num = SMALL.num_tasks("train")
-    found = taken(SMALL, 3 * num, size, shuffle_seed=seed)
-    assert found == taken(SMALL, 3 * num, 5, shuffle_seed=seed)
+    refs = take(SMALL, 3 * num, size, shuffle_seed=seed)
+    assert refs == take(SMALL, 3 * num, 5, shuffle_seed=seed)
     for epoch in range(3):
-        keys = [key for e, key in found if e == epoch]
+        keys = [key for e, key in refs if e == epoch]
         assert Counter(keys) == Counter(SMALL.keys("train"))
 
 
 def test_seed_zero_keeps_the_order_and_others_shuffle_each_epoch_anew():
     num = SMALL.num_tasks("train")
-    keys = [key for _, key in taken(SMALL, 2 * num, num, shuffle_seed=3)]
-    assert [key for _, key in taken(SMALL, num, num)] == list(SMALL.keys("train"))
+    keys = [key for _, key in take(SMALL, 2 * num, num, shuffle_seed=3)]
+    assert [key for _, key in take(SMALL, num, num)] == list(SMALL.keys("train"))
     assert keys[:num] != keys[num:]
     assert keys[:num] != list(SMALL.keys("train"))
 
@@ -124,7 +124,7 @@ def test_unknown_splits_and_tasks_are_not_found():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 1000])
 def test_permutations_are_permutations(size):
-    assert sorted(permuted(i, size, "seed") for i in range(size)) == list(range(size))
+    assert sorted(permute(i, size, "seed") for i in range(size)) == list(range(size))
 
 
 def write(path, *lines: str):

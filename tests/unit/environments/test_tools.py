@@ -54,7 +54,7 @@ async def answer(tools, text: str, **options) -> Outcome:
     )
 
 
-def added(outcome: Outcome) -> list[str]:
+def answers_of(outcome: Outcome) -> list[str]:
     return [m.text for m in outcome.episode.history[1:]]
 
 
@@ -70,10 +70,10 @@ class Number:
 
 async def test_tools_may_be_functions_objects_sync_or_async():
     tools = [async_upper, Number(), Calculator()]
-    assert added(await answer(tools, "<request><async_upper>a<call>")) == ["A<response>"]
-    assert added(await answer(tools, "<request><Number>4<call>")) == ["8<response>"]
-    assert added(await answer(tools, "<request><Calculator>4/2<call>")) == ["2<response>"]
-    assert added(await answer({"x": Number()}, "<request><x>1<call>")) == ["2<response>"]
+    assert answers_of(await answer(tools, "<request><async_upper>a<call>")) == ["A<response>"]
+    assert answers_of(await answer(tools, "<request><Number>4<call>")) == ["8<response>"]
+    assert answers_of(await answer(tools, "<request><Calculator>4/2<call>")) == ["2<response>"]
+    assert answers_of(await answer({"x": Number()}, "<request><x>1<call>")) == ["2<response>"]
 
 
 async def test_the_role_of_tool_messages_can_be_chosen():
@@ -83,16 +83,20 @@ async def test_the_role_of_tool_messages_can_be_chosen():
 
 async def test_every_call_of_a_message_is_run_up_to_a_limit():
     text = "".join(f"<request><Number>{i}<call>" for i in range(3))
-    assert added(await answer([Number()], text)) == ["0<response>", "2<response>", "4<response>"]
+    assert answers_of(await answer([Number()], text)) == [
+        "0<response>",
+        "2<response>",
+        "4<response>",
+    ]
     limited = await answer([Number()], text, max_calls=2)
-    assert added(limited)[-1] == "Too many calls.<response>"
+    assert answers_of(limited)[-1] == "Too many calls.<response>"
     assert limited.num_tool_calls == 2
 
 
 async def test_unknown_tools_and_malformed_calls_get_a_text_and_count_no_call():
     unknown = await answer([Number()], "<request><X>1<call>")
-    assert added(unknown) == ["Unknown tool X.<response>"]
-    assert added(await answer([Number()], "<request>|X|1<call>")) == [
+    assert answers_of(unknown) == ["Unknown tool X.<response>"]
+    assert answers_of(await answer([Number()], "<request>|X|1<call>")) == [
         "Unknown tool call.<response>"
     ]
     assert unknown.num_tool_calls == 0
@@ -101,7 +105,7 @@ async def test_unknown_tools_and_malformed_calls_get_a_text_and_count_no_call():
 
 async def test_a_query_that_makes_no_sense_is_the_policys_mistake():
     outcome = await answer([Calculator()], "<request><Calculator>1+<call>")
-    assert added(outcome) == ["Tool error: the expression is not complete.<response>"]
+    assert answers_of(outcome) == ["Tool error: the expression is not complete.<response>"]
     assert not outcome.failures
     assert not outcome.episode.done
 
@@ -131,14 +135,14 @@ async def test_a_crashing_tool_is_a_failure_and_ends_the_episode(tool):
     assert "secret" not in failure.message
     assert outcome.episode.truncated
     assert outcome.episode.done_reason is DoneReason.ERROR
-    assert added(outcome) == []
+    assert answers_of(outcome) == []
 
 
 RELEASED = threading.Event()
 
 
 @pytest.fixture
-def released():
+def release_event():
     """Lets hanging tools go once the test has seen that nobody waits for them."""
     RELEASED.clear()
     yield
@@ -155,25 +159,25 @@ async def async_hang(query: str) -> str:
     return "late"
 
 
-@pytest.mark.usefixtures("released")
+@pytest.mark.usefixtures("release_event")
 @pytest.mark.parametrize("tool", [hang, async_hang])
 async def test_a_hanging_tool_is_a_failure_after_its_timeout(tool):
     outcome = await answer({"t": tool}, "<request><t>1<call>", timeout_s=0.05)
     assert outcome.failures[0].reason == "TOOL_TIMEOUT"
 
 
-@pytest.mark.usefixtures("released")
+@pytest.mark.usefixtures("release_event")
 async def test_many_hanging_sync_tools_hold_up_nobody():
     slow = [answer({"t": hang}, "<request><t>1<call>", timeout_s=0.2) for _ in range(40)]
     quick = answer([Number()], "<request><Number>1<call>", timeout_s=PATIENCE_S)
     *_, last = await asyncio.gather(*slow, quick)
-    assert added(last) == ["2<response>"]
+    assert answers_of(last) == ["2<response>"]
 
 
 async def test_tool_text_is_cut_before_the_marker_is_added():
     tools = {"t": lambda query: "abcdefghij"}
     outcome = await answer(tools, "<request><t>1<call>", max_tool_response=5)
-    assert added(outcome) == ["ab...<response>"]
+    assert answers_of(outcome) == ["ab...<response>"]
 
 
 @pytest.mark.parametrize(("limit", "text"), [(9, "abcde"), (5, "abcde"), (4, "a..."), (2, "ab")])

@@ -26,7 +26,7 @@ from dialoop.environments import (
     Tokens,
     Transform,
     dataset_chat_env,
-    shaped,
+    shape_rewards,
     tag_text,
 )
 from dialoop.errors import InvalidConfig, InvalidHistory, InvalidInput
@@ -47,7 +47,7 @@ def say(text: str) -> ChatHistory:
     return ChatHistory(response=History((Message(role="assistant", content=text),)))
 
 
-async def stepped(environment: ChatEnv, *answers, task: TaskData = TASK, seed: int = 0):
+async def play_steps(environment: ChatEnv, *answers, task: TaskData = TASK, seed: int = 0):
     episode = environment.reset(task, seed).episode
     outcomes = []
     for answer in answers:
@@ -79,7 +79,7 @@ def test_text_and_tokens_that_contradict_themselves_are_rejected():
 @pytest.mark.parametrize("answered", [Text(), Text(prompt="x"), Text(response="")])
 async def test_text_without_a_response_is_rejected(answered):
     with pytest.raises(InvalidHistory):
-        await stepped(env(input_mode="text", tokenizer=BYTES), answered)
+        await play_steps(env(input_mode="text", tokenizer=BYTES), answered)
 
 
 async def test_template_kwargs_reach_the_template():
@@ -111,7 +111,7 @@ async def test_a_template_that_rewrites_the_past_is_a_failure_and_no_silent_repa
     for mode, answer in (("text", Text(response="a")), ("tokens", Tokens(response=(97,)))):
         plain = byte_tokenizer()
         tokenizer = Forgetful(plain._trusting, plain._literal, {"eos_token": "<|im_end|>"})
-        (outcome,) = await stepped(env(Says(), input_mode=mode, tokenizer=tokenizer), answer)
+        (outcome,) = await play_steps(env(Says(), input_mode=mode, tokenizer=tokenizer), answer)
         assert [f.reason for f in outcome.failures] == ["PROMPT_NOT_PREFIX"]
         assert outcome.episode.done_reason is DoneReason.ERROR
 
@@ -119,7 +119,7 @@ async def test_a_template_that_rewrites_the_past_is_a_failure_and_no_silent_repa
 async def test_tokens_are_never_tokenised_again():
     rare = (0xC3, 0x28)  # bytes that are no UTF-8: text would turn them into other ids
     environment = env(Says(), input_mode="tokens", tokenizer=BYTES)
-    first, second = await stepped(environment, *[Tokens(response=rare)] * 2)
+    first, second = await play_steps(environment, *[Tokens(response=rare)] * 2)
     ids = second.tokens.prompt
     assert ids[: len(first.tokens.prompt)] == first.tokens.prompt
     assert sum(ids[i : i + 2] == rare for i in range(len(ids))) == 2
@@ -130,7 +130,7 @@ async def test_a_cut_off_response_in_tokens_mode_is_incomplete():
     end = BYTES.end_of_turn_ids[:1]
     answers = (BYTES.encode("a").ids, BYTES.encode("a<call>").ids, (*BYTES.encode("a").ids, *end))
     for ids, complete in zip(answers, (False, True, True), strict=True):
-        (outcome,) = await stepped(environment, Tokens(response=ids))
+        (outcome,) = await play_steps(environment, Tokens(response=ids))
         assert outcome.episode.answer.is_complete is complete
 
 
@@ -206,7 +206,7 @@ THINK = AddThinkingPrompt(lambda episode: True, prompt="Wait.")
     ],
 )
 async def test_the_last_answer_block_makes_room_for_the_thinking_prompt(text, edited):
-    (outcome,) = await stepped(env(EndOnTag(), THINK), say(text))
+    (outcome,) = await play_steps(env(EndOnTag(), THINK), say(text))
     assert outcome.episode.history[-1].text == edited
     assert not outcome.episode.done
 
@@ -214,7 +214,7 @@ async def test_the_last_answer_block_makes_room_for_the_thinking_prompt(text, ed
 async def test_a_thinking_prompt_of_the_user_is_a_message_and_keeps_rewards():
     asks = AddThinkingPrompt(lambda e: True, role="user", edit_last_turn=False)
     environment = env(MaxTurns(3), asks, Rewards([brief], every_turn=True))
-    first, second = await stepped(environment, say("a"), say("b"))
+    first, second = await play_steps(environment, say("a"), say("b"))
     assert [m.role for m in first.episode.history] == ["user", "assistant", "user"]
     assert first.rewards
     assert len(second.episode.history) == 4  # once per episode
@@ -227,7 +227,7 @@ def brief(episode) -> float:
 async def test_an_edited_step_is_not_rewarded_and_done_can_be_kept():
     keeps = AddThinkingPrompt(lambda e: True, undo_done=False)
     environment = env(EndOnTag(), keeps, Rewards([brief], every_turn=True))
-    (outcome,) = await stepped(environment, say("<answer>1</answer>"))
+    (outcome,) = await play_steps(environment, say("<answer>1</answer>"))
     assert outcome.episode.done
     assert outcome.rewards == ()
 
@@ -254,7 +254,7 @@ def test_versions_are_numbers_or_names_and_keep_their_past():
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "content"),
     [
         ("<answer> 7 </answer>", "7"),
         ("<answer>1</answer><answer>2</answer>", "1"),
@@ -264,8 +264,8 @@ def test_versions_are_numbers_or_names_and_keep_their_past():
         ("<answer></answer>", ""),
     ],
 )
-def test_tags(text, found):
-    assert tag_text(text, "answer") == found
+def test_tags(text, content):
+    assert tag_text(text, "answer") == content
 
 
 @pytest.mark.parametrize(
@@ -278,10 +278,10 @@ def test_tags(text, found):
 )
 async def test_the_answer_block_is_rewarded(text, value, thought):
     environment = env(EndOnTag(), MaxTurns(1), AnswerTagReward(think=0.2))
-    (outcome,) = await stepped(environment, say(text))
+    (outcome,) = await play_steps(environment, say(text))
     assert [r.value for r in outcome.rewards] == pytest.approx([value, thought])
     task = TaskData(key="k", question="q")
-    (outcome,) = await stepped(environment, say(text), task=task)
+    (outcome,) = await play_steps(environment, say(text), task=task)
     assert [f.reason for f in outcome.failures] == ["TRANSFORM_FAILED"]
     assert outcome.rewards == ()
 
@@ -289,12 +289,14 @@ async def test_the_answer_block_is_rewarded(text, value, thought):
 def test_dense_rewards_have_one_number_per_token():
     dense = Reward.dense("kl", [0.5, -1.0], weight=2.0)
     assert dense.value == -0.5
-    found = shaped([dense, Reward(name="end", value=1.0)], RewardShape.DENSE, num_tokens=2)
-    assert np.array_equal(found, np.array([[1.0], [-1.0]], dtype=np.float32))
-    assert shaped([dense], RewardShape.SPARSE).tolist() == [[-1.0]]
+    dense_rewards = shape_rewards(
+        [dense, Reward(name="end", value=1.0)], RewardShape.DENSE, num_tokens=2
+    )
+    assert np.array_equal(dense_rewards, np.array([[1.0], [-1.0]], dtype=np.float32))
+    assert shape_rewards([dense], RewardShape.SPARSE).tolist() == [[-1.0]]
     for num_tokens in (None, 3):
         with pytest.raises(InvalidInput):
-            shaped([dense], RewardShape.DENSE, num_tokens=num_tokens)
+            shape_rewards([dense], RewardShape.DENSE, num_tokens=num_tokens)
 
 
 def test_a_kl_reward_needs_tokens_mode():
@@ -312,7 +314,7 @@ async def test_a_kl_reward_whose_models_disagree_on_lengths_is_a_failure():
 
     kl = KLReward(policy=short, reference=short)
     environment = env(kl, input_mode="tokens", tokenizer=BYTES)
-    (outcome,) = await stepped(environment, Tokens(response=(97,)))
+    (outcome,) = await play_steps(environment, Tokens(response=(97,)))
     assert outcome.rewards == ()
     assert outcome.failures
 
@@ -379,5 +381,5 @@ async def test_more_transforms_follow_those_an_environment_has():
     base = dataset_chat_env(ROWS, shuffle=False, input_mode="text", tokenizer=BYTES)
     longer = base.with_transforms(StepCounter(1))
     assert longer.primer is base.primer
-    (outcome,) = await stepped(longer, Text(response="a"))
+    (outcome,) = await play_steps(longer, Text(response="a"))
     assert outcome.episode.done

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from dialoop.environments.tools.code_blocks import python_blocks
+from dialoop.environments.tools.python_interpreter import python_blocks
 
 
 @pytest.mark.parametrize(

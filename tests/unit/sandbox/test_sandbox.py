@@ -51,7 +51,7 @@ async def test_a_traceback_shows_the_code_and_nothing_of_ours(sandbox):
 
 
 @pytest.mark.parametrize(
-    ("code", "succeeded", "said"),
+    ("code", "succeeded", "stderr"),
     [
         ("exit()", True, ""),
         ("raise SystemExit(3)", False, ""),
@@ -66,10 +66,10 @@ async def test_a_traceback_shows_the_code_and_nothing_of_ours(sandbox):
         ("input()", False, "EOFError"),
     ],
 )
-async def test_code_may_end_as_it_likes(sandbox, code, succeeded, said):
+async def test_code_may_end_as_it_likes(sandbox, code, succeeded, stderr):
     done = await sandbox.run(code)
     assert done.succeeded is succeeded
-    assert said in done.stderr
+    assert stderr in done.stderr
     assert not done.ended
 
 
@@ -208,8 +208,8 @@ def test_auto_is_the_best_level_there_is(levels):
     levels(bubblewrap="no bwrap")
     assert self_test.effective_isolation("auto").level is Level.LANDLOCK
     levels(bubblewrap="no bwrap", landlock="old kernel")
-    found = self_test.effective_isolation("auto")
-    assert str(found) == "rlimits (denies network)"
+    isolation = self_test.effective_isolation("auto")
+    assert str(isolation) == "rlimits (denies network)"
 
 
 def test_a_configured_level_that_is_missing_is_an_error_and_no_downgrade(levels):
@@ -228,14 +228,14 @@ def test_without_any_level_there_is_no_sandbox(levels):
 
 
 def test_a_level_that_lets_something_out_does_not_count(tmp_path):
-    told = self_test._judged(Level.LANDLOCK, True, '["network"]\n', str(tmp_path))
-    assert told.missing == "it does not deny network"
+    assessment = self_test._judge(Level.LANDLOCK, True, '["network"]\n', str(tmp_path))
+    assert assessment.missing == "it does not deny network"
     (tmp_path / "secret").touch()
     (tmp_path / "written").touch()
-    told = self_test._judged(Level.LANDLOCK, True, "[]\n", str(tmp_path))
-    assert told.missing == "it does not deny writing outside"
-    told = self_test._judged(Level.LANDLOCK, False, "", str(tmp_path))
-    assert told.missing == "code did not run to its end"
+    assessment = self_test._judge(Level.LANDLOCK, True, "[]\n", str(tmp_path))
+    assert assessment.missing == "it does not deny writing outside"
+    assessment = self_test._judge(Level.LANDLOCK, False, "", str(tmp_path))
+    assert assessment.missing == "code did not run to its end"
 
 
 def test_the_self_tests_attempts_succeed_where_nothing_is_denied(tmp_path):
@@ -305,11 +305,11 @@ HEADERS = {
 def test_system_call_numbers_are_the_kernels(machine):
     if not HEADERS[machine].exists():
         pytest.skip(f"{HEADERS[machine]} is not installed")
-    found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[machine].read_text())
-    known = {name: int(number) for name, number in found}
-    known.setdefault("newfstatat", known.get("fstatat", -1))
+    defines = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[machine].read_text())
+    numbers = {name: int(number) for name, number in defines}
+    numbers.setdefault("newfstatat", numbers.get("fstatat", -1))
     table = syscall_numbers.MACHINES[machine][1]
-    assert {name: known[name] for name in table} == table
+    assert {name: numbers[name] for name in table} == table
 
 
 def test_an_unknown_machine_has_no_filter(monkeypatch):

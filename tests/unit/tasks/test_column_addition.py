@@ -17,7 +17,7 @@ def environment() -> ChatEnv:
     return column_addition()
 
 
-async def _answered(environment: ChatEnv, text: str, *, is_complete: bool = True) -> Any:
+async def _answer(environment: ChatEnv, text: str, *, is_complete: bool = True) -> Any:
     opening = environment.reset(environment.tasks.get("train", "35+47"), seed=0)
     message = Message(role="assistant", content=text, is_complete=is_complete)
     return await environment.step(opening.episode, opening.history.respond(message))
@@ -37,23 +37,23 @@ async def _answered(environment: ChatEnv, text: str, *, is_complete: bool = True
 async def test_only_the_number_at_the_end_counts(
     environment: ChatEnv, text: str, reward: float, reason: DoneReason
 ) -> None:
-    outcome = await _answered(environment, text)
+    outcome = await _answer(environment, text)
     assert [r.value for r in outcome.rewards] == [reward]
     assert outcome.episode.done_reason is reason
 
 
 async def test_a_sum_that_was_cut_off_earns_nothing(environment: ChatEnv) -> None:
-    outcome = await _answered(environment, "#### 82", is_complete=False)
+    outcome = await _answer(environment, "#### 82", is_complete=False)
     assert [r.value for r in outcome.rewards] == [0.0]
     assert outcome.episode.done_reason is DoneReason.INCOMPLETE
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "said"),
+    ("a", "b", "reasoning"),
     [(35, 47, "5+7=12 3+4+1=8"), (10, 20, "0+0=0 1+2+0=3"), (99, 99, "9+9=18 9+9+1=19")],
 )
-def test_columns_are_added_from_the_last_with_their_carry(a: int, b: int, said: str) -> None:
-    assert columns(a, b) == said
+def test_columns_are_added_from_the_last_with_their_carry(a: int, b: int, reasoning: str) -> None:
+    assert columns(a, b) == reasoning
 
 
 async def test_every_demonstration_is_right_and_four_in_ten_reason(environment: ChatEnv) -> None:

@@ -133,27 +133,27 @@ def test_sentences_are_counted_without_data_files(text: str, count: int) -> None
 
 
 def test_loose_reading_forgives_a_preamble() -> None:
-    found = check_all(["change_case:english_lowercase"], [{}], "", "Sure:\nall lower")
-    assert found == {"strict": [False], "loose": [True]}
+    results = check_all(["change_case:english_lowercase"], [{}], "", "Sure:\nall lower")
+    assert results == {"strict": [False], "loose": [True]}
 
 
-def _followed(**fields: Any) -> Followed:
+def _result(**fields: Any) -> Followed:
     return Followed(**{"strict": (True, True), "loose": (True, True), **fields})
 
 
 def test_aggregators_golden_numbers() -> None:
-    assert _followed().weighted == pytest.approx(1.0)
+    assert _result().weighted == pytest.approx(1.0)
     # half of two instructions: 0.3 / 2 strictly, everything loosely: 0.15 + 0.2 + 0.1
-    half = _followed(strict=(True, False))
+    half = _result(strict=(True, False))
     assert half.weighted == pytest.approx(0.45)
-    assert weighted_v3(_followed()) == pytest.approx(1.15)
+    assert weighted_v3(_result()) == pytest.approx(1.15)
     assert weighted_v3(half) == pytest.approx(0.6)
-    assert additive_v1(_followed()) == pytest.approx(2.2)
-    assert additive_v1(_followed(num_think_blocks=0, is_complete=False)) == pytest.approx(1.5)
-    assert tiered_v2(_followed()) == pytest.approx((1 + 0.3 + 0.2) * 1.2)
-    assert tiered_v2(_followed(num_think_blocks=0)) == pytest.approx(1.5 * 0.3 * 1.2)
-    assert tiered_v2(_followed(num_answer_blocks=2)) == pytest.approx(1.5 * 0.7 * 1.2)
-    assert tiered_v2(_followed(num_answer_blocks=0)) == 0.0
+    assert additive_v1(_result()) == pytest.approx(2.2)
+    assert additive_v1(_result(num_think_blocks=0, is_complete=False)) == pytest.approx(1.5)
+    assert tiered_v2(_result()) == pytest.approx((1 + 0.3 + 0.2) * 1.2)
+    assert tiered_v2(_result(num_think_blocks=0)) == pytest.approx(1.5 * 0.3 * 1.2)
+    assert tiered_v2(_result(num_answer_blocks=2)) == pytest.approx(1.5 * 0.7 * 1.2)
+    assert tiered_v2(_result(num_answer_blocks=0)) == 0.0
 
 
 async def test_the_environment_scores_the_answer_block(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def jsonl(tmp_path: Path) -> Path:
     return path
 
 
-async def _answered(environment: ChatEnv, text: str, key: str = "0") -> Any:
+async def _answer(environment: ChatEnv, text: str, key: str = "0") -> Any:
     opening = environment.reset(environment.tasks.get("train", key), seed=0)
     message = Message(role="assistant", content=text)
     return await environment.step(opening.episode, opening.history.respond(message))
@@ -89,14 +89,14 @@ def test_data_that_cannot_be_read_says_so(tmp_path: Path, name: str, content: st
 async def test_gsm8k_rewards_are_one_a_tenth_or_nothing(
     jsonl: Path, text: str, reward: float, right: bool
 ) -> None:
-    outcome = await _answered(gsm8k(path=jsonl), text)
+    outcome = await _answer(gsm8k(path=jsonl), text)
     assert sum(r.value * r.weight for r in outcome.rewards) == pytest.approx(reward)
     assert all(r.success is right for r in outcome.rewards)
     assert outcome.episode.done
 
 
 async def test_gsm8k_tells_every_component(jsonl: Path) -> None:
-    outcome = await _answered(gsm8k(path=jsonl), "<think>x</think><answer>about 72</answer>")
+    outcome = await _answer(gsm8k(path=jsonl), "<think>x</think><answer>about 72</answer>")
     assert _rewards(outcome) == {
         "reward_answer": 1.0,
         "reward_think": 1.0,
@@ -128,7 +128,7 @@ async def test_math_compares_by_mathematics(tmp_path: Path, text: str, right: bo
     path.write_text(json.dumps({"problem": "Half?", "solution": "\\boxed{\\frac12}"}), "utf-8")
     environment = maths(path=path)
     try:
-        outcome = await _answered(environment, text)
+        outcome = await _answer(environment, text)
     finally:
         for transform in environment.transforms:
             await transform.release()
@@ -138,7 +138,7 @@ async def test_math_compares_by_mathematics(tmp_path: Path, text: str, right: bo
 async def test_a_formula_that_hangs_is_killed() -> None:
     reward = MathReward(timeout_s=0.01)
     with pytest.raises(DeadlineExceeded):
-        await reward.check({"given": "1", "wanted": "1"}, timeout_s=0.01)
+        await reward.check({"answer_text": "1", "wanted": "1"}, timeout_s=0.01)
     await reward.release()
 
 
@@ -166,11 +166,11 @@ async def test_countdown_rewards_the_target_and_the_form() -> None:
     task = environment.tasks.get("train", key)
     numbers = json.loads(task.metadata["numbers"])
     right = next(e for e in _expressions(numbers) if value_of(e, numbers) == int(task.answer))
-    found = [
-        _rewards(await _answered(environment, text, key))["countdown"]
+    rewards = [
+        _rewards(await _answer(environment, text, key))["countdown"]
         for text in (f"<answer>{right}</answer>", f"<answer>{numbers[0]}</answer>", "x")
     ]
-    assert found == [1.0, 0.1, 0.0]
+    assert rewards == [1.0, 0.1, 0.0]
 
 
 def _expressions(numbers: list[int]) -> list[str]:
@@ -185,18 +185,18 @@ def _expressions(numbers: list[int]) -> list[str]:
 
 
 def test_countdown_tasks_are_the_same_everywhere_and_splits_share_none() -> None:
-    one, two = CountdownTasks(num_tasks=100), CountdownTasks(num_tasks=100)
-    key = one.keys("train")[3]
-    assert one.get("train", key) == two.get("train", key)
-    assert not set(one.keys("train")) & set(one.keys("heldout"))
+    first, second = CountdownTasks(num_tasks=100), CountdownTasks(num_tasks=100)
+    key = first.keys("train")[3]
+    assert first.get("train", key) == second.get("train", key)
+    assert not set(first.keys("train")) & set(first.keys("heldout"))
 
 
 async def test_a_reasoning_gym_task_is_scored_by_the_package() -> None:
     pytest.importorskip("reasoning_gym")
     environment = reasoning_gym(task="leg_counting", num_tasks=3, num_heldout=2)
     task = environment.tasks.get("train", "1")
-    right = await _answered(environment, f"<answer>{task.answer}</answer>", "1")
-    wrong = await _answered(environment, "<answer>-1</answer>", "1")
+    right = await _answer(environment, f"<answer>{task.answer}</answer>", "1")
+    wrong = await _answer(environment, "<answer>-1</answer>", "1")
     assert _rewards(right) == {"reasoning_gym": 1.0}
     assert _rewards(wrong)["reasoning_gym"] < 1.0
     with pytest.raises(InvalidConfig) as caught:

@@ -26,12 +26,12 @@ class Scripted:
     """Answers with the given texts in turn; every episode begins at the first."""
 
     texts: list[str]
-    asked: list[SamplingParams] = field(default_factory=list)
+    samplings: list[SamplingParams] = field(default_factory=list)
 
     async def generate(
         self, *, token_ids: Iterable[int], sampling: SamplingParams, turn: int
     ) -> tuple[Sample, ...]:
-        self.asked.append(sampling)
+        self.samplings.append(sampling)
         prompt, text = list(token_ids), self.texts[min(turn, len(self.texts) - 1)]
         ids = list(TOKENIZER.encode(text, trusted=True).ids)
         model = {"source": Source.MODEL, "turn": turn, "policy_version": VERSION}
@@ -78,7 +78,7 @@ async def test_a_tool_answers_inline_and_only_the_models_tokens_are_counted() ->
 async def test_generation_stops_at_call_and_submit() -> None:
     environment = _environment("Result=3<submit>")
     await environment.run(["q"])
-    assert environment.policy.asked[0].stop == ("<call>", "<submit>")  # type: ignore[attr-defined]
+    assert environment.policy.samplings[0].stop == ("<call>", "<submit>")  # type: ignore[attr-defined]
 
 
 async def test_what_was_sampled_becomes_a_sequence_with_versions_and_logprobs() -> None:
@@ -213,8 +213,8 @@ async def test_the_policys_mistake_is_text_and_a_broken_tool_is_a_failure() -> N
     def broken(query: str) -> str:
         raise RuntimeError("secret")
 
-    told = await _environment(CALL, "x<submit>", tools={"add": picky}).run(["q"])
-    assert "Tool error: two numbers, please<response>" in told.histories[0].text
+    run = await _environment(CALL, "x<submit>", tools={"add": picky}).run(["q"])
+    assert "Tool error: two numbers, please<response>" in run.histories[0].text
     failed = (await _environment(CALL, tools={"add": broken}, reward=len).run(["q"])).histories[0]
     assert failed.failures[0].owner is Owner.TOOL
     assert failed.reward is None
@@ -251,7 +251,7 @@ def test_history_attributes_are_those_of_the_seed() -> None:
         .append_segment("say", [3], source=Source.MODEL, versions=[(1, VERSION)])
         .append_segment("tool", [4, 5], source=Source.TOOL)
         .complete(truncated=True)
-        .rewarded(0.5)
+        .with_reward(0.5)
     )
     assert history.text_spans == [(0, 4), (4, 7), (7, 11)]
     assert history.system_spans == [True, False, True]
@@ -275,7 +275,7 @@ def test_text_tokens_and_legend_are_shown_in_colour(capsys: pytest.CaptureFixtur
         TextHistory()
         .append_segment("ab", TOKENIZER.encode("ab").ids, source=Source.PROMPT)
         .append_segment("cd", TOKENIZER.encode("cd").ids, source=Source.MODEL)
-        .rewarded(1.0)
+        .with_reward(1.0)
     )
     history.show_text(show_legend=True)
     history.show_tokens(TOKENIZER)

@@ -101,11 +101,11 @@ async def test_an_agent_remembers_through_a_trial_and_forgets_between_trials() -
     result = await run_trial(
         Count(), [{}, {}], ScriptedAgent(["1", "x", "1", "y"]), options=options
     )
-    said = [
+    answers = [
         [m.text for e in trial.episodes for m in e.messages if m.role == "assistant"]
         for trial in result.trials
     ]
-    assert said == [["1", "x", "1", "y"]] * 2
+    assert answers == [["1", "x", "1", "y"]] * 2
 
 
 async def test_an_agent_that_fails_is_a_failure_and_no_reward() -> None:
@@ -169,9 +169,9 @@ async def test_rewards_are_split_over_tokens_without_loss() -> None:
     assert sum(map(sum, split_reward(final, how="terminal"))) == pytest.approx(final.reward)
 
 
-async def _play(*said: str, **options: Any) -> Any:
+async def _play(*lines: str, **options: Any) -> Any:
     return await run_trial(
-        TwentyQuestions(**options), [{"solution": "key"}], ScriptedAgent(list(said))
+        TwentyQuestions(**options), [{"solution": "key"}], ScriptedAgent(list(lines))
     )
 
 
@@ -243,17 +243,17 @@ async def test_the_environment_plays_the_same_game_and_sessions_do_not_collide()
     async def solve(key: str) -> tuple[float, str]:
         task = environment.tasks.get("train", key)
         opening = environment.reset(task, seed=0)
-        asked = opening.history.respond(Message(role="assistant", content="Is it alive?"))
-        first = await environment.step(opening.episode, asked)
+        answered = opening.history.respond(Message(role="assistant", content="Is it alive?"))
+        first = await environment.step(opening.episode, answered)
         guess = Message(role="assistant", content=f"[{task.answer}]")
         last = await environment.step(first.episode, first.history.respond(guess))
         assert last.episode.done_reason is DoneReason.SUBMITTED
         return last.rewards[0].value, first.history.require_prompt()[-1].text
 
     keys = environment.tasks.keys("train")
-    found = await asyncio.gather(*(solve(key) for key in keys))
-    assert {reward for reward, _ in found} == {1.0}
-    assert {reply for _, reply in found} == {"Yes", "No"}
+    results = await asyncio.gather(*(solve(key) for key in keys))
+    assert {reward for reward, _ in results} == {1.0}
+    assert {reply for _, reply in results} == {"Yes", "No"}
 
 
 async def test_a_chat_episode_has_as_many_turns_and_the_same_prompts_as_a_trial() -> None:
@@ -266,8 +266,10 @@ async def test_a_chat_episode_has_as_many_turns_and_the_same_prompts_as_a_trial(
     prompts = []
     while not episode.done:
         prompts.append(episode.history[-1].text)
-        said = ChatHistory(response=History((Message(role="assistant", content="Is it alive?"),)))
-        episode = (await environment.step(episode, said)).episode
+        answered = ChatHistory(
+            response=History((Message(role="assistant", content="Is it alive?"),))
+        )
+        episode = (await environment.step(episode, answered)).episode
     assert prompts == [step.prompt for step in trial.steps]
     assert len(prompts) == 4
     assert episode.done_reason is DoneReason.MAX_TURNS

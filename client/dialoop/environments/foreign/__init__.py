@@ -1,4 +1,4 @@
-"""Environments of other systems (OpenEnv, torchrl, verifiers) played as a Dialoop environment.
+"""Environments of other libraries (OpenEnv, TorchRL) as Dialoop environments.
 
-A foreign environment object or address enters; an `Environment` leaves.
+A foreign environment or its address enters; an `Environment` leaves.
 """

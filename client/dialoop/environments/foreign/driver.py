@@ -1,9 +1,9 @@
-"""Environments that somebody else's library runs, as environments of ours.
+"""Environments that another library runs, as Dialoop environments.
 
 ForeignEnvironment(name="echo", tasks=NumberedTasks(100), driver=driver)
 
-A driver begins an episode elsewhere, takes the policy's text there, and ends it. Whatever it
-raises is a failure of the environment; after one the episode takes no more steps.
+A driver begins an episode elsewhere, passes the policy's text on, and ends it. An exception that it
+raises is a failure of the environment and ends the episode.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _POLICY = "assistant"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignReset:
-    """An episode that began elsewhere: `place` is what the driver knows it by."""
+    """An episode that began elsewhere; `place` identifies it for the driver."""
 
     place: Any
     messages: tuple[Message, ...]
@@ -46,7 +46,7 @@ class ForeignReset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignStep:
-    """What became of a move; `reward` None is no reward."""
+    """The result of a move; `reward` is None for no reward."""
 
     messages: tuple[Message, ...] = ()
     reward: float | None = None
@@ -56,23 +56,23 @@ class ForeignStep:
 
 
 class Driver(Protocol):
-    """How to play elsewhere. One step at a time in a place, many places at a time."""
+    """Plays episodes elsewhere: one step at a time in a place, many places at a time."""
 
     async def begin(self, task: TaskData, seed: int) -> ForeignReset:
         """Begin an episode."""
         ...
 
     async def move(self, place: Any, history: History) -> ForeignStep:
-        """Take the policy's last message; cancelled or failed, the place is not used again."""
+        """Pass on the policy's last message; after an error or cancellation the place is unused."""
         ...
 
     async def end(self, place: Any) -> None:
-        """Give the place back."""
+        """End the episode and free the place."""
         ...
 
 
 class NumberedTasks(TaskSource):
-    """Tasks that are nothing but seeds: "train" 0, 1, ..., and "heldout" after them."""
+    """Tasks that are only seeds: "train" has 0, 1, ..., and "heldout" the numbers after them."""
 
     def __init__(self, num_tasks: int, num_heldout: int = 0) -> None:
         self._first = {"train": 0} | ({"heldout": num_tasks} if num_heldout else {})
@@ -80,15 +80,15 @@ class NumberedTasks(TaskSource):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Train, and heldout if there are any."""
+        """Return "train", and "heldout" if it has tasks."""
         return tuple(self._first)
 
     def keys(self, split: str) -> Sequence[str]:
-        """Numbers from 0."""
+        """Return numbers from 0."""
         return [str(number) for number in range(self._sizes[self.require_split(split)])]
 
     def get(self, split: str, key: str) -> TaskData:
-        """The task; its number is the seed."""
+        """Return the task of a number, which is its seed."""
         split = self.require_split(split)
         if not key.isdecimal() or int(key) >= self._sizes[split]:
             raise task_not_found(split, key)
@@ -97,7 +97,7 @@ class NumberedTasks(TaskSource):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignEnvironment:
-    """An environment whose episodes a driver plays elsewhere; its steps need their session."""
+    """An environment whose episodes a driver plays elsewhere. Its steps need a session."""
 
     name: str
     driver: Driver
@@ -105,14 +105,14 @@ class ForeignEnvironment:
     version: str = "1"
     description: str = ""
     system_prompt: str = ""
-    # What the reward is called in trajectories.
+    # Name of the reward in trajectories.
     reward_name: str = "reward"
-    # Cut episodes after so many turns; 0: whenever the other side ends them.
+    # Number of turns after which episodes are truncated; 0 means no limit.
     max_turns: int = 0
 
     @property
     def traits(self) -> Traits:
-        """Rewards of each turn; the rest only the other side knows."""
+        """Return that each turn has a reward and that steps need a session."""
         return Traits(
             max_turns=self.max_turns,
             reward_names=(self.reward_name,),
@@ -123,17 +123,17 @@ class ForeignEnvironment:
         )
 
     def reset(self, task: TaskData, seed: int) -> Opening:
-        """Unsupported (OPENS_SLOWLY): an episode begins elsewhere, by `open`."""
+        """Raise Unsupported (OPENS_SLOWLY), since an episode begins with `open`."""
         raise Unsupported(
-            f"Episodes of environment {self.name} begin elsewhere.",
+            f"Episodes of environment {self.name} begin elsewhere, which takes time.",
             reason=Reason.OPENS_SLOWLY,
             remedy="Play it through an environment service, or await `open`.",
         )
 
     async def open(self, task: TaskData, seed: int) -> Opening:
-        """Begin an episode; Unavailable (ENVIRONMENT_UNAVAILABLE) where that fails."""
+        """Begin an episode; raise Unavailable (ENVIRONMENT_UNAVAILABLE) when that fails."""
         try:
-            begun = await self.driver.begin(task, int(task.metadata.get("seed", seed)))
+            reset = await self.driver.begin(task, int(task.metadata.get("seed", seed)))
         except DialoopError:
             raise
         except Exception as error:
@@ -143,58 +143,58 @@ class ForeignEnvironment:
                 reason=Reason.ENVIRONMENT_UNAVAILABLE,
                 remedy="Try again; the service's log has the error_id.",
             ) from error
-        messages = begun.messages
+        messages = reset.messages
         if self.system_prompt and (not messages or messages[0].role != "system"):
             messages = (Message(role="system", content=self.system_prompt), *messages)
         episode = Episode(
-            task=task, seed=seed, history=History(messages), state={_PLACE: begun.place}
+            task=task, seed=seed, history=History(messages), state={_PLACE: reset.place}
         )
-        return Opening(episode=episode, info=dict(begun.info))
+        return Opening(episode=episode, info=dict(reset.info))
 
     async def step(self, episode: Episode, answered: Answered) -> Outcome:
-        """Let the driver move; raises for a bad `answered` only."""
-        outcome = _taken_in(episode, answered, self.name)
+        """Let the driver move; raise only for a bad `answered`."""
+        outcome = _add_response(episode, answered, self.name)
         try:
-            moved = await self.driver.move(episode.state[_PLACE], outcome.episode.history)
+            move = await self.driver.move(episode.state[_PLACE], outcome.episode.history)
         except Exception as error:
             return outcome.fail(self._failure(error, Reason.ENVIRONMENT_FAILED))
-        outcome = outcome.append(*moved.messages).tell(**moved.info)
-        if moved.terminated:
+        outcome = outcome.append(*move.messages).tell(**move.info)
+        if move.terminated:
             outcome = outcome.terminate(DoneReason.CONTENT)
-        elif moved.truncated or outcome.episode.step_index == self.max_turns:
+        elif move.truncated or outcome.episode.step_index == self.max_turns:
             outcome = outcome.truncate(DoneReason.MAX_TURNS)
-        return outcome.with_score(self._score(moved.reward))
+        return outcome.with_score(self._score(move.reward))
 
     async def score(self, task: TaskData, trajectory: Trajectory) -> tuple[Score, ...]:
-        """Unsupported (NEEDS_SESSION): only who played the episode knows its rewards."""
+        """Raise Unsupported (NEEDS_SESSION), since only a running episode has rewards."""
         raise Unsupported(
-            f"Environment {self.name} gives rewards while it is played, and not again.",
+            f"Environment {self.name} gives rewards only while an episode runs.",
             reason=Reason.NEEDS_SESSION,
             remedy="Keep the rewards that the trajectory has.",
         )
 
-    def task_from(self, given: Given) -> TaskData:
-        """The caller's question as a task; what it brings besides goes along."""
-        if given.messages is not None or not given.query:
+    def task_from(self, question: Given) -> TaskData:
+        """Return the caller's query as a task, with its data as metadata."""
+        if question.messages is not None or not question.query:
             raise InvalidInput(
-                f"Environment {self.name} takes a query.",
+                f"Environment {self.name} takes a query and no messages.",
                 reason=Reason.DATA_KEY_MISSING,
                 remedy="Send query, or a task_key.",
             )
-        return TaskData(key="query", question=given.query, metadata=dict(given.data))
+        return TaskData(key="query", question=question.query, metadata=dict(question.data))
 
     async def acquire(self) -> None:
-        """Nothing is held for all episodes together."""
+        """Do nothing: the episodes share no resource."""
 
     async def release(self) -> None:
-        """Nothing is held for all episodes together."""
+        """Do nothing: the episodes share no resource."""
 
     async def close(self, episode: Episode) -> None:
         """End the episode elsewhere."""
         await self.driver.end(episode.state[_PLACE])
 
     def problem(self) -> str:
-        """Why episodes cannot begin at the moment, as far as the driver knows."""
+        """Return why episodes cannot begin at the moment, if the driver knows a reason."""
         return str(getattr(self.driver, "problem", ""))
 
     def _failure(self, error: Exception, reason: Reason) -> Failure:
@@ -211,8 +211,8 @@ class ForeignEnvironment:
         return Score(rewards=(Reward(name=self.reward_name, value=value),))
 
 
-def _taken_in(episode: Episode, answered: Answered, name: str) -> Outcome:
-    """The policy's message added to the conversation; nothing has been asked elsewhere."""
+def _add_response(episode: Episode, answered: Answered, name: str) -> Outcome:
+    """Add the policy's message to the conversation, without calling the driver."""
     if episode.done:
         raise PreconditionFailed(
             "The episode is over.", reason=Reason.EPISODE_DONE, remedy="Reset to start another."

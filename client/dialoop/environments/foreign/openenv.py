@@ -3,9 +3,9 @@
 use = "dialoop.environments.foreign.openenv:openenv"
 options = { name = "echo", url = "http://127.0.0.1:8000", action_key = "message" }
 
-An episode is a WebSocket of its own, with one request under way at most. Their frames carry no
-correlation id: a reply that comes late would pass for the next one's. So a connection whose
-request failed, timed out or was cancelled is closed and never asked again.
+Each episode has its own WebSocket, with at most one request under way. The server's frames carry no
+correlation id, so a late reply would look like the reply to the next request. After a request that
+failed, timed out or was cancelled, the driver therefore closes the connection.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def openenv(  # noqa: PLR0913 - the options are the interface
     max_observation: int = 100_000,
     **options: Any,
 ) -> ForeignEnvironment:
-    """The environment behind an OpenEnv server; InvalidConfig (PACKAGE_MISSING).
+    """Return the environment behind an OpenEnv server; InvalidConfig (PACKAGE_MISSING).
 
-    action_key: the field of their action that the policy's text is; `to_action` makes another one.
-    observation_key: the field of their observation that is shown; all of it as JSON by default.
-    tasks: what its resets are given; without them each task is a seed. options: of
-    ForeignEnvironment, as system_prompt or max_turns.
+    action_key: the field of the server's action that holds the policy's text; `to_action` replaces
+    it by a function. observation_key: the field of the server's observation that the policy sees;
+    by default it sees all of it as JSON. tasks: the arguments of resets; without them each task is
+    a seed. options: those of ForeignEnvironment, such as system_prompt or max_turns.
     """
     driver = OpenEnvDriver(
         url=url,
@@ -67,14 +67,14 @@ def openenv(  # noqa: PLR0913 - the options are the interface
         timeout_s=timeout_s,
         max_observation=max_observation,
     )
-    given: dict[str, Any] = {"reward_name": "openenv"} | options
+    fields: dict[str, Any] = {"reward_name": "openenv"} | options
     source = tasks or NumberedTasks(num_tasks, num_heldout)
-    return ForeignEnvironment(name=name, driver=driver, tasks=source, **given)
+    return ForeignEnvironment(name=name, driver=driver, tasks=source, **fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenEnvDriver:
-    """Plays episodes at an OpenEnv server, by its own client."""
+    """Plays episodes at an OpenEnv server, with OpenEnv's own client."""
 
     url: str
     to_action: ToAction
@@ -87,7 +87,7 @@ class OpenEnvDriver:
         _client_class()
 
     async def begin(self, task: TaskData, seed: int) -> ForeignReset:
-        """Connect and reset; CapacityExhausted (CAPACITY) while all their sessions are taken."""
+        """Connect and reset; CapacityExhausted (CAPACITY) if the server has no free session."""
         connection = _Connection(
             _client_class()(
                 base_url=self.url,
@@ -95,9 +95,9 @@ class OpenEnvDriver:
                 message_timeout_s=self.timeout_s,
             )
         )
-        asked = {"seed": seed, "episode_id": uuid.uuid4().hex} | _facts_of(task)
+        arguments = {"seed": seed, "episode_id": uuid.uuid4().hex} | _facts_of(task)
         try:
-            result = await connection.ask("reset", **asked)
+            result = await connection.ask("reset", **arguments)
         except Exception as error:
             if _CAPACITY not in f"{error} {connection.parting_code}":
                 raise
@@ -109,7 +109,7 @@ class OpenEnvDriver:
         return ForeignReset(place=connection, messages=(self._message(result),))
 
     async def move(self, place: _Connection, history: History) -> ForeignStep:
-        """Step with the action of the policy's text."""
+        """Step with the action made from the policy's text."""
         action = dict(self.to_action(history[-1].text))
         result = await place.ask("step", action)
         reward = None if result.reward is None else float(result.reward)
@@ -118,7 +118,7 @@ class OpenEnvDriver:
         return ForeignStep(messages=(self._message(result),), reward=reward)
 
     async def end(self, place: _Connection) -> None:
-        """Close the WebSocket, and their session with it."""
+        """Close the WebSocket, which ends the server's session."""
         await place.close()
 
     def _message(self, result: Any) -> Message:
@@ -129,29 +129,29 @@ class OpenEnvDriver:
         else:
             text = json.dumps(shown)
         if len(text) > self.max_observation:
-            raise ValueError(f"an observation of {len(text)} characters")
+            raise ValueError(f"an observation has {len(text)} characters; see max_observation")
         return Message(role="user", content=text)
 
 
 class _Connection:
-    """One WebSocket; the first thing that goes wrong ends it."""
+    """One WebSocket, which the first error closes."""
 
     def __init__(self, client: Any) -> None:
         self._client: Any = client
         self._is_asking = False
-        # Of the error that the server sent unasked before it hung up.
+        # Code of the error that the server sent before it closed the connection.
         self.parting_code = ""
 
-    async def ask(self, method: str, *arguments: Any, **given: Any) -> Any:
-        """A request and its reply; never one while another is under way."""
+    async def ask(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Send a request and return its reply; raise ConnectionError while another is under way."""
         if self._client is None:
-            raise ConnectionError("the connection was given up")
+            raise ConnectionError("the connection is closed")
         if self._is_asking:
             await self.close()
             raise ConnectionError("a request came while another was under way")
         self._is_asking = True
         try:
-            return await getattr(self._client, method)(*arguments, **given)
+            return await getattr(self._client, method)(*arguments, **options)
         except BaseException as error:
             if "ConnectionClosed" in type(error).__name__:
                 self.parting_code = await _parting_code(self._client)
@@ -161,7 +161,7 @@ class _Connection:
             self._is_asking = False
 
     async def close(self) -> None:
-        """Close it for good."""
+        """Close the connection for good."""
         client, self._client = self._client, None
         if client is not None:
             with contextlib.suppress(Exception):
@@ -170,7 +170,7 @@ class _Connection:
 
 
 async def _parting_code(client: Any) -> str:
-    """The code of an error frame that lies unread: their client sends before it reads."""
+    """Return the code of an unread error frame, since OpenEnv's client sends before it reads."""
     with contextlib.suppress(Exception):
         async with asyncio.timeout(_CLOSE_S):
             frame = await client._receive()
@@ -179,7 +179,7 @@ async def _parting_code(client: Any) -> str:
 
 
 def _facts_of(task: TaskData) -> dict[str, Any]:
-    """What a reset is told of the task beside the seed; servers ignore what they do not know."""
+    """Return the task's arguments of a reset; servers ignore those that they do not know."""
     facts: dict[str, Any] = {k: v for k, v in task.metadata.items() if k != "seed"}
     return facts | ({"question": task.question} if task.question else {})
 

@@ -3,9 +3,9 @@
 def gsm8k():                                # in my_environments.py
     return torchrl_environment(name="gsm8k", make=make_chat_env, tasks=my_tasks)
 
-`make` builds a ChatEnv of theirs in history mode and batch size 1, with any transforms. Each
-episode has one of its own, on a thread of its own. torch and torchrl are imported by who calls
-this, and by nothing else of the SDK: only the process that serves such an environment has them.
+`make` builds a ChatEnv of TorchRL in history mode and batch size 1, with any transforms. Each
+episode has its own one, on its own thread. Only this module of the SDK imports torch and torchrl,
+so only the process that serves such an environment loads them.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ T = TypeVar("T")
 def torchrl_environment(
     *, name: str, make: Callable[[], Any], tasks: TaskSource | None = None, **options: Any
 ) -> ForeignEnvironment:
-    """A ChatEnv of theirs; InvalidConfig (PACKAGE_MISSING).
+    """Return TorchRL ChatEnvs as an environment; InvalidConfig (PACKAGE_MISSING).
 
-    tasks: their questions are what resets are given under the environment's `data_key`. options: of
-    ForeignEnvironment, as max_turns.
+    tasks: resets get their questions under the environment's `data_key`. options: those of
+    ForeignEnvironment, such as max_turns.
     """
-    given: dict[str, Any] = {"reward_name": "torchrl"} | options
+    fields: dict[str, Any] = {"reward_name": "torchrl"} | options
     driver = TorchrlDriver(make=make)
-    return ForeignEnvironment(name=name, driver=driver, tasks=tasks or NoTasks(), **given)
+    return ForeignEnvironment(name=name, driver=driver, tasks=tasks or NoTasks(), **fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchrlDriver:
-    """Plays each episode in a TorchRL environment made for it."""
+    """Plays each episode in a TorchRL environment of its own."""
 
     make: Callable[[], Any]
 
@@ -64,13 +64,13 @@ class TorchrlDriver:
         return await place.run(lambda: place.step(history))
 
     async def end(self, place: _Place) -> None:
-        """Close the environment, once its step is over."""
+        """Close the environment after its running step, if any."""
         place.close()
 
 
 @dataclass(slots=True)
 class _Place:
-    """One environment of theirs and the only thread that touches it."""
+    """One TorchRL environment and the only thread that uses it."""
 
     thread: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="torchrl")
@@ -79,16 +79,16 @@ class _Place:
     state: Any = None
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What the work gives; cancelled, the thread is given up when it comes back."""
+        """Run the work on the thread and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self.thread, work)
 
     def close(self) -> None:
-        """Close the environment on its own thread, and end that."""
+        """Close the environment on its own thread, and end the thread."""
         self.thread.submit(self._close)
         self.thread.shutdown(wait=False)
 
     def reset(self, make: Callable[[], Any], task: TaskData, seed: int) -> History:
-        """The prompt that their reset shows."""
+        """Make and reset the environment, and return its prompt."""
         torchrl, tensordict = _libraries()
         self.environment = make()
         if getattr(self.environment, "input_mode", "history") != "history":
@@ -104,34 +104,34 @@ class _Place:
                 remedy="Make it with batch_size=(1,): each episode has its own.",
             )
         self.environment.set_seed(seed % 2**31)
-        asked = {self.environment.data_key: _question(torchrl, task)}
-        asked |= {k: v for k, v in task.metadata.items() if k != "seed"}
+        fields = {self.environment.data_key: _question(torchrl, task)}
+        fields |= {k: v for k, v in task.metadata.items() if k != "seed"}
         if task.answer:
-            asked["answer"] = task.answer
-        given = tensordict.TensorDict(asked, batch_size=(1,))
-        self.state = self.environment.reset(given)
+            fields["answer"] = task.answer
+        data = tensordict.TensorDict(fields, batch_size=(1,))
+        self.state = self.environment.reset(data)
         return _messages(self.state["history"].prompt)
 
     def step(self, history: History) -> ForeignStep:
-        """What their step makes of the conversation."""
+        """Step the environment with the conversation as `full`, and return the result."""
         torchrl, _ = _libraries()
         prompt = len(_messages(self.state["history"].prompt))
-        asked = self.state.copy()
-        asked["history"] = torchrl.ChatHistory(
-            prompt=_theirs(torchrl, history[:prompt]),
-            response=_theirs(torchrl, history[prompt:]),
-            full=_theirs(torchrl, history),
+        state = self.state.copy()
+        state["history"] = torchrl.ChatHistory(
+            prompt=_to_torchrl(torchrl, history[:prompt]),
+            response=_to_torchrl(torchrl, history[prompt:]),
+            full=_to_torchrl(torchrl, history),
         )
-        stepped = self.environment.step(asked)
-        after = stepped["next"]
-        told = _messages(after["history"].prompt)
-        if _said(told)[: len(history)] != _said(history):
-            raise ValueError("the next prompt does not begin with what was sent")
+        result = self.environment.step(state)
+        after = result["next"]
+        next_prompt = _messages(after["history"].prompt)
+        if _texts(next_prompt)[: len(history)] != _texts(history):
+            raise ValueError("the next prompt does not begin with the conversation that was sent")
         reward = after.get("reward", None)
-        self.state = self.environment.step_mdp(stepped)  # with what the reset brought
+        self.state = self.environment.step_mdp(result)  # keeps the data of the reset
         terminated, truncated = (_flag(after, name) for name in ("terminated", "truncated"))
         return ForeignStep(
-            messages=told.messages[len(history) :],
+            messages=next_prompt.messages[len(history) :],
             reward=None if reward is None else float(reward.sum()),
             terminated=terminated or (_flag(after, "done") and not truncated),
             truncated=truncated,
@@ -150,24 +150,24 @@ def _flag(state: Any, name: str) -> bool:
 
 def _question(torchrl: Any, task: TaskData) -> Any:
     if task.messages is not None:
-        return _theirs(torchrl, task.messages)
+        return _to_torchrl(torchrl, task.messages)
     return task.question
 
 
-def _theirs(torchrl: Any, history: History) -> Any:
+def _to_torchrl(torchrl: Any, history: History) -> Any:
     if any(message.tool_calls for message in history):
-        raise ValueError("TorchRL's messages here are text: they carry no tool calls")
+        raise ValueError("a message has tool calls, but TorchRL's messages hold only text here")
     chats = [{"role": m.role, "content": m.text, "is_complete": m.is_complete} for m in history]
     return torchrl.History.from_chats([chats])
 
 
 def _messages(history: Any) -> History:
-    """The messages of the one conversation in a batch of theirs."""
+    """Return the messages of the only conversation in a TorchRL batch."""
     roles, contents = list(history.role[0]), list(history.content[0])
     return History(tuple(Message(role=r, content=c) for r, c in zip(roles, contents, strict=True)))
 
 
-def _said(history: History) -> list[tuple[str, str]]:
+def _texts(history: History) -> list[tuple[str, str]]:
     return [(message.role, message.text) for message in history]
 
 
@@ -187,7 +187,7 @@ def _libraries() -> tuple[Any, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """The containers that are used here."""
+    """The TorchRL classes that this module uses."""
 
     History: Any
     ChatHistory: Any

@@ -1,4 +1,4 @@
-"""Reward functions, and the transform that asks them.
+"""Reward functions, and the transform that calls them.
 
 def brevity(episode: Episode) -> float:
     return 1 / (1 + len(episode.answer_text))
@@ -25,20 +25,20 @@ from dialoop.trajectory import DoneReason, Failure, Owner, Reward
 
 
 class RewardFunction(Protocol):
-    """A named reward; a plain function is one too, with its own name and weight 1. May be async."""
+    """A named reward. A plain function is one too, with weight 1. It may be async."""
 
     @property
     def name(self) -> str:
-        """The name of the component."""
+        """Return the name of the reward."""
         ...
 
     @property
     def weight(self) -> float:
-        """What its value is multiplied with."""
+        """Return the factor of its value."""
         ...
 
     def __call__(self, episode: Episode) -> Any:
-        """A number, a Reward, or None for no reward; an exception is a failure, never 0."""
+        """Return a number, a Reward, or None for no reward; an exception is a failure, never 0."""
         ...
 
 
@@ -47,7 +47,7 @@ RewardCallable = RewardFunction | Callable[[Episode], Any]
 
 @dataclass(frozen=True, slots=True)
 class NamedReward:
-    """A function with a weight, and another name if need be."""
+    """A function with a weight, and perhaps another name."""
 
     function: Callable[[Episode], Any]
     weight: float = field(default=1.0, kw_only=True)
@@ -58,13 +58,13 @@ class NamedReward:
             object.__setattr__(self, "name", name_of(self.function))
 
     def __call__(self, episode: Episode) -> Any:
-        """What the function gives."""
+        """Return the function's result."""
         return self.function(episode)
 
 
 @dataclass(frozen=True, slots=True)
 class Rewards(Transform):
-    """Ask each function when the episode ends, or after every turn."""
+    """Call each function when the episode ends, or after every turn."""
 
     functions: Sequence[RewardCallable]
     every_turn: bool = field(default=False, kw_only=True)
@@ -74,13 +74,13 @@ class Rewards(Transform):
         names = self.traits.reward_names
         if len(set(names)) != len(names):
             raise InvalidConfig(
-                f"Two rewards have one name: {', '.join(names)}.",
+                f"Two rewards have the same name: {', '.join(names)}.",
                 remedy="Name them with NamedReward(function, name=...).",
             )
 
     @property
     def traits(self) -> Traits:
-        """The names of the components, and how fine they are."""
+        """Return the rewards' names and their finest shape."""
         shape = RewardShape.TURN if self.every_turn else RewardShape.SPARSE
         if any(getattr(function, "per_token", False) for function in self.functions):
             shape = RewardShape.DENSE
@@ -88,7 +88,7 @@ class Rewards(Transform):
         return Traits(reward_names=names, reward_shape=shape)
 
     async def score(self, episode: Episode) -> Score:
-        """Every function's reward; one that fails leaves its reward out and says so."""
+        """Return every function's reward; for one that fails, return a failure instead."""
         if not (episode.done or self.every_turn):
             return Score()
         rewards, failures = [], []
@@ -119,8 +119,8 @@ def _components(value: Any, function: RewardCallable) -> list[Reward]:
     return [value]
 
 
-def finite(score: Score) -> Score:
-    """The score without rewards that are not finite; each of those is a failure, never a 0."""
+def drop_non_finite(score: Score) -> Score:
+    """Return the score with a failure in place of each reward that is not finite."""
     wrong = [reward for reward in score.rewards if not _is_finite(reward)]
     if not wrong:
         return score
@@ -140,23 +140,23 @@ def _is_finite(reward: Reward) -> bool:
     return math.isfinite(reward.value * reward.weight) and all(map(math.isfinite, reward.per_token))
 
 
-def normalised(answer: str) -> str:
-    """An answer as it is compared: no `, $ %`, no trailing dot, no zeros behind the point.
+def normalise(answer: str) -> str:
+    """Return an answer in the form for comparisons: no `, $ %`, trailing dot or trailing zeros.
 
-    normalised(" $1,200.50. ")      # "1200.5"
+    normalise(" $1,200.50. ")      # "1200.5"
     """
     text = re.sub(r"[,$%]", "", answer).strip().removesuffix(".").strip()
     return text.rstrip("0").rstrip(".") if re.fullmatch(r"[-+]?\d*\.\d+", text) else text
 
 
 def truth_of(answer: str) -> str:
-    """The truth in an answer of GSM8K's form: what follows the last `####`, else all of it."""
-    return normalised(answer.rpartition("####")[2])
+    """Return the truth in an answer of GSM8K's form: what follows the last `####`, or all of it."""
+    return normalise(answer.rpartition("####")[2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactResult:
-    """1 when the policy submitted `Result=N<submit>` with the task's answer, else 0."""
+    """Reward 1 when the policy submitted `Result=N<submit>` with the task's answer, else 0."""
 
     name: str = "result"
     weight: float = 1.0
@@ -172,5 +172,5 @@ class ExactResult:
 
     def _result(self, episode: Episode) -> str | None:
         submitted = episode.answer_text.partition(self.submit)[0]
-        _, found, result = submitted.rpartition("Result=")
-        return normalised(result) if found else None
+        _, marker, result = submitted.rpartition("Result=")
+        return normalise(result) if marker else None

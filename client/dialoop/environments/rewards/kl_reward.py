@@ -1,4 +1,4 @@
-"""A reward against drifting from the reference model: minus the log-prob difference per token.
+"""A penalty for drift from the reference model: minus the log-prob difference per token.
 
     scorer, inference = ScorerClient(...), InferenceClient(...)
     KLReward(policy=inference.logprobs, reference=scorer.logprobs, coefficient=0.1)
@@ -22,23 +22,23 @@ from dialoop.sequences import Source
 from dialoop.trajectory import Reward
 
 
-class LogProbs(Protocol):
-    """Log-probs in nats of rows of ids: L - 1 numbers per row, from its second token on.
+class LogProbFunction(Protocol):
+    """A function of rows of ids: L - 1 log-probs in nats for a row of L ids, from its second on.
 
-    `logprobs` of a ScorerClient is one.
+    `ScorerClient.logprobs` is one.
     """
 
     async def __call__(self, rows: Iterable[Iterable[int]]) -> Sequence[Any]:
-        """One list of numbers per row."""
+        """Return one list of numbers per row."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KLReward(Transform):
-    """One number per token of each response; tokens mode only, where the ids are known."""
+    """A reward for each token of each response. It needs tokens mode, which has the ids."""
 
-    policy: LogProbs
-    reference: LogProbs
+    policy: LogProbFunction
+    reference: LogProbFunction
     coefficient: float = 1.0
     name: str = "kl"
     timeout_s: float = 60.0
@@ -52,11 +52,11 @@ class KLReward(Transform):
 
     @property
     def traits(self) -> Traits:
-        """A dense reward that reads tokens."""
+        """Return that its reward is dense and reads tokens."""
         return Traits(reward_names=(self.name,), reward_shape=RewardShape.DENSE, needs_tokens=True)
 
     async def score(self, episode: Episode) -> Score:
-        """Of the last response; a model that cannot be asked leaves the reward out and says so."""
+        """Return the reward of the last response; raise if a model does not answer."""
         from dialoop.environments.views import TokensView
 
         if not isinstance(episode.view, TokensView):
@@ -70,7 +70,7 @@ class KLReward(Transform):
                 self.policy([row]), self.reference([row])
             )
         if not len(policy) == len(reference) == len(row) - 1:
-            raise ValueError("a model gave another number of log-probs than there are tokens")
+            raise ValueError("a model returned a wrong number of log-probs")
         # The log-prob of the token at position p is number p - 1.
         per_token = [
             -self.coefficient * (float(policy[p - 1]) - float(reference[p - 1]))

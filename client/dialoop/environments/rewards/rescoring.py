@@ -1,4 +1,4 @@
-"""A finished trajectory as the episodes that its rewards were asked on."""
+"""The episodes of a finished trajectory, on which rewards are computed again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dialoop.trajectory import Trajectory, Turn
 
 
 def episodes_of(trajectory: Trajectory, task: TaskData, *, policy_role: str) -> list[Episode]:
-    """One per turn, as it stood after that turn's step; InvalidInput (INVALID_TURN)."""
+    """Return the episode after each turn's step; InvalidInput (INVALID_TURN)."""
     episodes = [
         Episode(
             task=task,
@@ -40,8 +40,8 @@ def _answer_of(trajectory: Trajectory, turn: Turn, policy_role: str) -> Message:
     if not answers or end > len(trajectory.history):
         raise InvalidInput(
             f"A turn of trajectory {trajectory.trajectory_id} spans messages "
-            f"{turn.message_start} to {end}, with no answer of the policy in the history.",
+            f"{turn.message_start} to {end}, but the history has no answer of the policy there.",
             reason=Reason.INVALID_TURN,
-            remedy="Each turn covers one response and the messages that follow it.",
+            remedy="Let each turn cover one response and the messages that follow it.",
         )
     return answers[-1]

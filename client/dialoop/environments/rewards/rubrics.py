@@ -1,14 +1,14 @@
-"""Rewards made of rewards, and judges.
+"""Rewards that combine other rewards, and judges.
 
     rubric = WeightedSum({"right": (ExactResult(), 1.0), "short": (brevity, 0.1)})
-    rubric = Gate(has_answer, rubric)                 # 0 unless the gate says 0.5 or more
+    rubric = Gate(has_answer, rubric)                 # 0 unless the gate returns 0.5 or more
     Rewards([NamedReward(rubric, name="rubric")])     # in an environment, as the episode runs
 
     best = GroupRelative(each_trajectory(brevity))    # in the scorer, on whole groups
     # [scorer] rewards = [{ name = "best", use = "mine:best", weight = 1.0 }]
 
-Every part is a function of an Episode, sync or async; a part that raises fails the whole, since a
-reward that could not be computed is no 0.
+Every part is a function of an Episode, sync or async. If a part raises, the whole rubric fails: a
+reward that could not be computed is not 0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WeightedSum:
     parts: Mapping[str, tuple[Part, float]]
 
     async def __call__(self, episode: Episode) -> float:
-        """All parts at the same time."""
+        """Compute all parts at the same time."""
         values = await asyncio.gather(*(value_of(part, episode) for part, _ in self.parts.values()))
         weights = [weight for _, weight in self.parts.values()]
         return sum(w * v for w, v in zip(weights, values, strict=True))
@@ -48,7 +48,7 @@ class WeightedSum:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The reward where the gate reaches the threshold, else `closed`; then it is not computed."""
+    """The reward if the gate reaches the threshold, else `closed` without computing it."""
 
     gate: Part
     reward: Part
@@ -56,7 +56,7 @@ class Gate:
     closed: float = field(default=0.0, kw_only=True)
 
     async def __call__(self, episode: Episode) -> float:
-        """Ask the gate first."""
+        """Compute the gate first."""
         if await value_of(self.gate, episode) < self.threshold:
             return self.closed
         return await value_of(self.reward, episode)
@@ -64,9 +64,9 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class InOrder:
-    """The first part that is not full decides: stages that must be mastered one after the other.
+    """Stages to be mastered in order: the first part below 1 decides.
 
-    With n parts, of which the first k are 1: (k + value of the next) / n.
+    If the first k of n parts are 1, the reward is (k + value of the next) / n.
     """
 
     parts: Sequence[Part]
@@ -82,17 +82,20 @@ class InOrder:
 
 @dataclass(frozen=True, slots=True)
 class GroupRelative:
-    """What share of the group's others each trajectory beats, ties half: 0 to 1, for the scorer."""
+    """The share of the group's other trajectories that each one beats, with ties as a half.
+
+    The rewards are from 0 to 1. It is for the scorer.
+    """
 
     function: GroupFunction
 
     async def __call__(self, group: Group) -> list[float]:
         """Compare every trajectory with the others of its task."""
-        found = self.function(group)
-        values = [float(v) for v in (await found if inspect.isawaitable(found) else found)]
+        result = self.function(group)
+        values = [float(v) for v in (await result if inspect.isawaitable(result) else result)]
         if len(values) < 2:
             raise InvalidInput(
-                "A group of one has nobody to compare with.",
+                f"The group has {len(values)} trajectories, too few to compare.",
                 reason=Reason.GROUP_TOO_SMALL,
                 remedy="Play at least two trajectories of each task.",
             )
@@ -103,7 +106,7 @@ class GroupRelative:
 
 
 def each_trajectory(part: Part) -> Callable[[Group], Awaitable[list[float]]]:
-    """A reward for whole groups from a reward of one episode: the same file serves both hosts."""
+    """Make a reward of whole groups from a reward of one episode, for use in the scorer."""
 
     async def rewards(group: Group) -> list[float]:
         episodes = [last_episode(trajectory) for trajectory in group.trajectories]
@@ -113,12 +116,12 @@ def each_trajectory(part: Part) -> Callable[[Group], Awaitable[list[float]]]:
 
 
 def last_episode(trajectory: Trajectory, task: TaskData | None = None) -> Episode:
-    """The episode a stored trajectory ends with: what a reward reads when it scores it again.
+    """Return the last episode of a stored trajectory, to score it again.
 
-    Without the task only its key is known; a reward that needs the answer must be given it.
+    Without `task` the episode has only the task's key, so pass it for rewards that need the answer.
     """
-    known = task or TaskData(key=trajectory.task_key)
-    episodes = episodes_of(trajectory, known, policy_role="assistant")
+    task = task or TaskData(key=trajectory.task_key)
+    episodes = episodes_of(trajectory, task, policy_role="assistant")
     if not episodes:
         raise InvalidInput(
             f"Trajectory {trajectory.trajectory_id} has no turn.",
@@ -129,13 +132,13 @@ def last_episode(trajectory: Trajectory, task: TaskData | None = None) -> Episod
 
 
 async def value_of(part: Part, episode: Episode) -> float:
-    """A part's number; ValueError for one that is not finite or missing."""
-    found = part(episode)
-    found = await found if inspect.isawaitable(found) else found
-    number: Any = getattr(found, "value", found)
+    """Return a part's number; raise if it is missing, or ValueError if it is not finite."""
+    result = part(episode)
+    result = await result if inspect.isawaitable(result) else result
+    number: Any = getattr(result, "value", result)
     value = float(number)
     if not math.isfinite(value):
-        raise ValueError(f"a part of the rubric gave {value}")
+        raise ValueError(f"a part of the rubric returned {value}")
     return value
 
 
@@ -151,8 +154,8 @@ _QUESTION = (
 class Judge:
     """A reward from 0 to 1 by a chat model behind any OpenAI-compatible endpoint.
 
-    Needs the `openai` package (extra `dialoop[judge]`). An endpoint that fails, or a reply without
-    a number between 0 and `most`, is an error and so a failed reward, never a 0.
+    It needs the `openai` package (extra `dialoop[judge]`). If the endpoint fails, or the reply has
+    no number from 0 to `most`, the reward fails; it is never a 0.
     """
 
     base_url: str
@@ -166,7 +169,7 @@ class Judge:
     weight: float = 1.0
 
     async def __call__(self, episode: Episode) -> float:
-        """Ask once; connection errors are retried."""
+        """Ask the model once; the client retries connection errors."""
         async with self._client() as client:
             answer = await client.chat.completions.create(
                 model=self.model,
@@ -176,7 +179,7 @@ class Judge:
         return self.read(answer.choices[0].message.content or "")
 
     def question(self, episode: Episode) -> str:
-        """What the judge reads. The policy's text stands last, and cannot ask for a grade."""
+        """Return the judge's prompt; the policy's text comes after instructions and truth."""
         return _QUESTION.format(
             most=self.most,
             criterion=self.criterion,
@@ -186,11 +189,11 @@ class Judge:
         )
 
     def read(self, reply: str) -> float:
-        """The number in a reply, over `most`; ValueError where there is none in range."""
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:/\s*\d+)?\.?\s*", reply)
-        if found is None or float(found.group(1)) > self.most:
-            raise ValueError("the judge's reply is no number in range")
-        return float(found.group(1)) / self.most
+        """Return the number in a reply divided by `most`; ValueError if none is in range."""
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:/\s*\d+)?\.?\s*", reply)
+        if match is None or float(match.group(1)) > self.most:
+            raise ValueError("the judge's reply is not a number in range")
+        return float(match.group(1)) / self.most
 
     def _client(self) -> Any:
         try:

@@ -1,5 +1,5 @@
-"""The session engine: what a session does, in the environment service and in one process alike.
+"""The session engine, which the environment service and `dialoop.local` share.
 
-Calls (create, reset, step, close) enter; openings, outcomes and typed refusals leave. The service
-adds encoding and the reaper; `dialoop.local` adds nothing but the caller's view of the results.
+Calls (create, reset, step, close) enter; openings, outcomes and typed errors leave. The service
+adds encoding and the reaper; `dialoop.local` adds only the caller's view of the results.
 """

@@ -1,4 +1,4 @@
-"""The environments that sessions may play, by name."""
+"""The environments that sessions can play, by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Catalogue:
             self._by_name[environment.name] = environment
 
     def get(self, name: str) -> Environment:
-        """The environment of that name; NotFound (ENVIRONMENT_NOT_FOUND)."""
+        """Return the environment with this name; NotFound (ENVIRONMENT_NOT_FOUND)."""
         if name not in self._by_name:
             raise refusals.unknown_environment(name, self._by_name)
         return self._by_name[name]

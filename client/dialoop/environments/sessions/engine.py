@@ -5,9 +5,9 @@
         opening = await sessions.reset(ResetCall(session_id="mine", episode=1, ...))
         played = await sessions.step(StepCall(session_id="mine", episode=1, step_index=0, ...))
 
-All methods run on one event loop, and what they check and change they do without awaiting in
-between. The work of a step belongs to its session and not to the request: a client that goes away
-finds its answer when it asks again.
+All methods run on one event loop, and none awaits between a check and the change that depends on
+it. The work of a step belongs to its session and not to the request, so a client that disconnects
+gets the answer when it retries.
 """
 
 from __future__ import annotations
@@ -37,7 +37,12 @@ from dialoop.environments.sessions.records import (
     StoredStep,
 )
 from dialoop.environments.sessions.results import session_state
-from dialoop.environments.tasks.choosing import chosen_task, prompt_of, require_choice, settled
+from dialoop.environments.tasks.choosing import (
+    choose_task,
+    prompt_of,
+    require_choice,
+    resolve_split,
+)
 from dialoop.errors import DialoopError
 
 if TYPE_CHECKING:
@@ -59,7 +64,7 @@ T = TypeVar("T")
 async def open_sessions(
     catalogue: Catalogue, limits: SessionLimits, *, clock: Callable[[], float] = time.monotonic
 ) -> AsyncIterator[SessionEngine]:
-    """Give an engine with its reaper; leaving cancels every step under way."""
+    """Run an engine with its reaper; leaving the context cancels every step under way."""
     sessions = SessionEngine(catalogue, limits, clock=clock)
     async with asyncio.TaskGroup() as beside:
         reaper = beside.create_task(sessions.reap_forever())
@@ -87,14 +92,14 @@ class SessionEngine:
         # Ids of expired sessions, oldest first; as many as there may be sessions.
         self._expired: dict[str, None] = {}
         self._num_working = 0
-        # Slow resets and closings under way: the event loop itself keeps no task alive.
+        # Slow resets and closings under way; the event loop itself keeps only weak references.
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def create(self, session_id: str, environment: str, ttl_s: float | None = None) -> Session:
-        """Open a session under the client's id, or find the one it opened before."""
+        """Open a session under the client's id, or return the one that it opened before."""
         if not 0 < len(session_id) <= _MAX_ID:
             raise refusals.bad_value("session_id", f"Choose 1 to {_MAX_ID} characters.")
         if ttl_s is not None and not 0 < ttl_s <= self._limits.max_ttl_s:
@@ -102,10 +107,10 @@ class SessionEngine:
                 "ttl_s", f"Give seconds above 0, up to {self._limits.max_ttl_s:g}."
             )
         served = self._catalogue.get(environment)
-        known = self._known(session_id, environment)
-        if known is not None:
-            self._touch(known)
-            return known
+        session_before = self._live_session(session_id, environment)
+        if session_before is not None:
+            self._touch(session_before)
+            return session_before
         self._require_places(1)
         ttl_s = self._limits.ttl_s if ttl_s is None else ttl_s
         session = Session(session_id=session_id, environment=served, ttl_s=ttl_s, expires_at=0.0)
@@ -122,16 +127,16 @@ class SessionEngine:
         choice: TaskChoice,
         ttl_s: float | None = None,
     ) -> list[tuple[Session, Opening]]:
-        """Open sessions at the start of one task, all or none; a retry finds the same ones.
+        """Open sessions at the start of one task, all or none; a retry returns the same ones.
 
-        Where the environment opens slowly, a retry opens what did not open before.
+        If the environment opens slowly, a retry opens the ones that did not open before.
         """
         served = self._catalogue.get(environment)
         ids = self._places_of_group(group_id, environment, num_sessions)
-        choice = settled(served, choice)
-        calls = [ResetCall(session_id=one, episode=1, choice=choice) for one in ids]
+        choice = resolve_split(served, choice)
+        calls = [ResetCall(session_id=session_id, episode=1, choice=choice) for session_id in ids]
         if isinstance(served, OpensSlowly):
-            sessions = [self.create(one, environment, ttl_s) for one in ids]
+            sessions = [self.create(session_id, environment, ttl_s) for session_id in ids]
             openings = await asyncio.gather(*map(self.reset, calls))
             return list(zip(sessions, openings, strict=True))
         task, seed = self._task_of_group(served, calls)
@@ -146,34 +151,34 @@ class SessionEngine:
         return members
 
     async def reset(self, call: ResetCall) -> Opening:
-        """Start an episode; a retry gets the first opening.
+        """Start an episode; a retry returns the first opening.
 
-        Busy (SESSION_BUSY) while another reset of the session is under way.
+        Raise Busy (SESSION_BUSY) while another reset of the session is under way.
         """
         session = self.get(call.session_id)
         environment = session.environment
-        call = replace(call, choice=settled(environment, call.choice))
+        call = replace(call, choice=resolve_split(environment, call.choice))
         opening = session.opening_for(call)
         if opening is not None:
             self._touch(session)
             return opening
         if session.slow_reset is None:
             session.require_next_episode(call.episode)
-            task, seed = chosen_task(environment, call.choice)
+            task, seed = choose_task(environment, call.choice)
             if not isinstance(environment, OpensSlowly):
                 opening = environment.reset(task, seed)
                 self._begin(session, call, opening)
                 return opening
             work = self._start(self._open(session, environment, call, task, seed))
             session.slow_reset = (call, work)
-        asked, work = session.slow_reset
-        if asked != call:
+        slow_call, work = session.slow_reset
+        if slow_call != call:
             raise refusals.session_busy(session.session_id)
         await asyncio.wait((work,))  # a caller that is cancelled while it waits cancels no work
         return _result_of(work, session)
 
     async def step(self, call: StepCall) -> AnsweredStep:
-        """Take the policy's answer; a retry gets the first outcome and runs no tool twice."""
+        """Take the policy's answer; a retry returns the first outcome and runs no tool twice."""
         session = self.get(call.session_id)
         record = session.record_for(call)
         stored = record.steps.get(call.step_index)
@@ -200,7 +205,7 @@ class SessionEngine:
     async def step_and_reset(
         self, call: StepCall, following: ResetCall
     ) -> tuple[AnsweredStep, Opening | None]:
-        """Step, and where that ends the episode open the following one."""
+        """Step, and if the episode is then over, open the following one."""
         environment = self.get(call.session_id).environment
         require_choice(environment, following.choice)  # an unknown task must not cost a step
         played = await self.step(call)
@@ -211,12 +216,12 @@ class SessionEngine:
     async def step_history(
         self, environment: str, choice: TaskChoice, answered: ChatHistory
     ) -> Outcome:
-        """Take a step without a session, from what the caller sent alone."""
+        """Take a step without a session, using only what the caller sent."""
         served = self._catalogue.get(environment)
         if not isinstance(served, Stateless):
             raise refusals.needs_session(environment)
         prompt = prompt_of(answered)
-        task, seed = chosen_task(served, choice)
+        task, seed = choose_task(served, choice)
         episode = served.resume(task, seed, prompt)
         self._require_room()
         self._num_working += 1
@@ -240,12 +245,12 @@ class SessionEngine:
         return session
 
     def state(self, session_id: str) -> SessionState:
-        """Return where the session stands; NotFound (SESSION_LOST, SESSION_EXPIRED)."""
+        """Return the session's state; NotFound (SESSION_LOST, SESSION_EXPIRED)."""
         session = self.get(session_id)
         return session_state(session, expires_in_s=max(0.0, session.expires_at - self._clock()))
 
     def close(self, session_id: str) -> bool:
-        """Forget the session and cancel its step under way; whether there was one."""
+        """Forget the session and cancel its step under way; return whether there was a session."""
         session = self._sessions.pop(session_id, None)
         if session is None:
             return False
@@ -259,14 +264,14 @@ class SessionEngine:
         return True
 
     async def close_all(self) -> None:
-        """Forget every session, and wait until the environments have let go of their episodes."""
+        """Forget every session, and wait until the environments have closed their episodes."""
         for session_id in tuple(self._sessions):
             self.close(session_id)
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     def reap(self) -> None:
-        """Expire the sessions whose time is over; one with a step under way is not."""
+        """Expire the sessions whose time is over and that have no step under way."""
         for session in [s for s in self._sessions.values() if self._is_over(s)]:
             self._expire(session)
 
@@ -294,35 +299,37 @@ class SessionEngine:
         while len(self._expired) > self._limits.capacity:
             del self._expired[next(iter(self._expired))]
 
-    def _known(self, session_id: str, environment: str) -> Session | None:
-        """The session that has the id already; AlreadyExists when it plays something else."""
-        known = self._sessions.get(session_id)
-        if known is None:
+    def _live_session(self, session_id: str, environment: str) -> Session | None:
+        """Return the live session with this id; AlreadyExists if it plays another environment."""
+        session = self._sessions.get(session_id)
+        if session is None:
             return None
-        if self._is_over(known):
-            self._expire(known)
+        if self._is_over(session):
+            self._expire(session)
             return None
-        if known.environment.name != environment:
-            raise refusals.session_conflict(session_id, known.environment.name)
-        return known
+        if session.environment.name != environment:
+            raise refusals.session_conflict(session_id, session.environment.name)
+        return session
 
     def _places_of_group(self, group_id: str, environment: str, num_sessions: int) -> list[str]:
-        """The ids of a group's sessions, for all of which there is room."""
+        """Return the ids of a group's sessions; raise unless there is room for all of them."""
         if not group_id or not 0 < num_sessions <= self._limits.capacity:
             raise refusals.bad_value(
                 "group_id or num_sessions", f"Give a name, and 1 to {self._limits.capacity}."
             )
         ids = [f"{group_id}.{number}" for number in range(num_sessions)]
-        self._require_places(sum(self._known(one, environment) is None for one in ids))
+        self._require_places(
+            sum(self._live_session(session_id, environment) is None for session_id in ids)
+        )
         return ids
 
     def _task_of_group(
         self, environment: Environment, calls: list[ResetCall]
     ) -> tuple[TaskData, int]:
-        """The task of the members that play already (the call is a retry), or a fresh one."""
+        """Return the task of the members that already play it (in a retry), or a fresh one."""
         playing: list[Opening] = []
         for call in calls:
-            session = self._known(call.session_id, environment.name)
+            session = self._live_session(call.session_id, environment.name)
             if session is None:
                 continue
             opening = session.opening_for(call)
@@ -332,7 +339,7 @@ class SessionEngine:
                 playing.append(opening)
         if playing:
             return playing[0].episode.task, playing[0].episode.seed
-        return chosen_task(environment, calls[0].choice)
+        return choose_task(environment, calls[0].choice)
 
     def _require_places(self, number: int) -> None:
         if len(self._sessions) + number > self._limits.capacity:
@@ -345,11 +352,11 @@ class SessionEngine:
             raise refusals.no_room(self._limits.max_working)
 
     def _begin(self, session: Session, call: ResetCall, opening: Opening) -> None:
-        """Make the opened episode the session's running one."""
+        """Make the opened episode the session's current one."""
         if session.current is not None:
             self._close_episode(session.environment, session.current)
         session.previous = session.current
-        session.current = EpisodeRecord(asked=call, opening=opening, episode=opening.episode)
+        session.current = EpisodeRecord(reset_call=call, opening=opening, episode=opening.episode)
         self._touch(session)
 
     async def _open(
@@ -360,19 +367,19 @@ class SessionEngine:
         task: TaskData,
         seed: int,
     ) -> Opening | DialoopError:
-        """The work of a slow reset; closing the session cancels it."""
+        """Do the work of a slow reset; closing the session cancels it."""
         try:
-            opened = await open_within(self._limits.step_timeout_s, environment, task, seed)
-            if not isinstance(opened, DialoopError):
-                self._begin(session, call, opened)
-            return opened
+            opening = await open_within(self._limits.step_timeout_s, environment, task, seed)
+            if not isinstance(opening, DialoopError):
+                self._begin(session, call, opening)
+            return opening
         finally:
             session.slow_reset = None
 
     async def _play(
         self, session: Session, record: EpisodeRecord, call: StepCall
     ) -> Outcome | DialoopError:
-        """The work of one step; a bad request leaves everything as it was."""
+        """Do the work of one step; a bad request changes nothing."""
         environment = session.environment
         self._num_working += 1
         try:
@@ -422,7 +429,7 @@ class SessionEngine:
 
 
 def _result_of(work: asyncio.Task[T | DialoopError], session: Session) -> T:
-    """The result of work that ended; NotFound (SESSION_LOST) when its session was closed first."""
+    """Return the result of finished work; NotFound (SESSION_LOST) if its session was closed."""
     if work.cancelled():
         raise refusals.session_lost(session.session_id)
     result = work.result()

@@ -1,4 +1,4 @@
-"""Calls of an environment; whatever goes wrong in one has an owner."""
+"""Calls of an environment, which turn its exceptions into failures with an owner."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 async def open_within(
     timeout_s: float, environment: OpensSlowly, task: TaskData, seed: int
 ) -> Opening | DialoopError:
-    """Return the opening, or why there is none: OPEN_TIMEOUT, OPEN_FAILED or a typed refusal."""
+    """Return the opening, or the error: OPEN_TIMEOUT, OPEN_FAILED or the environment's own."""
     try:
         async with asyncio.timeout(timeout_s):
             return await environment.open(task, seed)
@@ -47,7 +47,7 @@ async def try_step(environment: Environment, episode: Episode, answered: Answere
 def failed_step(
     environment: Environment, episode: Episode, answered: Answered, error: Exception
 ) -> Outcome:
-    """Return the outcome of a step that broke: STEP_FAILED, or STEP_TIMEOUT for a TimeoutError."""
+    """Return the outcome of a failed step: STEP_TIMEOUT for a TimeoutError, else STEP_FAILED."""
     reason = Reason.STEP_TIMEOUT if isinstance(error, TimeoutError) else Reason.STEP_FAILED
     what = f"Environment {environment.name}"
     failure = failure_of(error, owner=Owner.ENVIRONMENT, reason=reason, what=what)
@@ -64,7 +64,7 @@ def cut_step(
 ) -> Outcome:
     """Return the outcome of a step that was cancelled for STEP_TIMEOUT or STEP_CANCELLED.
 
-    It is never scored, and no retry runs it again. The log of a time-out says where it stood.
+    It is never scored, and no retry runs it again. For a time-out the log shows the stack trace.
     """
     what = f"Environment {environment.name}"
     failure = (
@@ -73,7 +73,7 @@ def cut_step(
         else Failure(
             owner=Owner.ENVIRONMENT,
             reason=reason,
-            message="Whoever asked for this step went away and did not come back in time.",
+            message="The caller of this step disconnected and did not retry in time.",
         )
     )
     return _without_response(episode, answered).fail(failure)

@@ -1,4 +1,4 @@
-"""What a session remembers, and which call may come next: its order, retries and refusals."""
+"""What a session remembers, and which call may come next: order, retries and errors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from dialoop.errors import DialoopError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """SessionLimits(ttl_s=900, max_ttl_s=86400, capacity=4096, step_timeout_s=120, ...)."""
+    """Limits of the engine: SessionLimits(ttl_s=900, capacity=4096, step_timeout_s=120, ...)."""
 
     ttl_s: float = 900.0
     max_ttl_s: float = 86_400.0
     capacity: int = 4096
     step_timeout_s: float = 120.0
-    # A step whose callers all went away is cancelled after so long without a retry.
+    # How long a step runs on after all its callers disconnected; then it is cancelled.
     abandon_s: float = 10.0
     max_working: int = 1024
     reap_interval_s: float = 1.0
@@ -33,7 +33,7 @@ class SessionLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResetCall:
-    """A reset as it was asked; the same call twice is a retry."""
+    """The arguments of a reset; the same call twice is a retry."""
 
     session_id: str
     episode: int
@@ -42,7 +42,7 @@ class ResetCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCall:
-    """A step as it was asked; `digest` is of what the policy said, as it arrived."""
+    """The arguments of a step; `digest` is a digest of the policy's answer as it arrived."""
 
     session_id: str
     episode: int
@@ -53,7 +53,7 @@ class StepCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnsweredStep:
-    """A step's outcome, and whether it is that of an earlier identical request."""
+    """A step's outcome, and whether an earlier identical request produced it."""
 
     outcome: Outcome
     replayed: bool
@@ -63,9 +63,9 @@ class AnsweredStep:
 class StoredStep:
     """The first request of a step index: its digest, and its work, done or under way.
 
-    The work returns a bad request's error instead of raising it, as nobody may be left to catch it.
-    `num_waiting` callers want its outcome. `cut_reason` says why it was cut short: STEP_TIMEOUT or
-    STEP_CANCELLED.
+    The work returns a bad request's error instead of raising it, since no caller may be left.
+    `num_waiting` counts the callers that wait for its outcome. `cut_reason` says why the work was
+    cancelled: STEP_TIMEOUT or STEP_CANCELLED.
     """
 
     digest: bytes
@@ -75,14 +75,14 @@ class StoredStep:
     has_timer: bool = False
 
     def limit(self, timeout_s: float) -> None:
-        """Cut the work short if it takes longer than that from now; once is enough."""
+        """Cancel the work after `timeout_s` seconds; later calls change nothing."""
         if not self.has_timer:
             self.has_timer = True
             timer = asyncio.get_running_loop().call_later(timeout_s, self._cut, Reason.STEP_TIMEOUT)
             self.work.add_done_callback(lambda _: timer.cancel())
 
     def abandon(self) -> None:
-        """Cancel work that nobody came back for, and with it the tool that runs."""
+        """Cancel the work, and the tool that it runs, if no caller waits for it."""
         if not self.num_waiting:
             self._cut(Reason.STEP_CANCELLED)
 
@@ -94,31 +94,31 @@ class StoredStep:
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeRecord:
-    """One episode of a session; changed by SessionEngine only."""
+    """One episode of a session. Only SessionEngine changes it."""
 
-    asked: ResetCall
+    reset_call: ResetCall
     opening: Opening
     episode: Episode
     steps: dict[int, StoredStep] = field(default_factory=dict)
-    # Whether the environment was told that it takes no more steps.
+    # Whether the engine has closed it at the environment.
     is_closed: bool = False
 
     @property
     def number(self) -> int:
-        """Starts at 1."""
-        return self.asked.episode
+        """Return the episode's number in its session, from 1."""
+        return self.reset_call.episode
 
     @property
     def running(self) -> StoredStep | None:
-        """The step under way."""
+        """Return the step under way, or None."""
         return next((step for step in self.steps.values() if not step.work.done()), None)
 
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """One client's place in one environment; changed by SessionEngine only.
+    """A client's episodes in one environment. Only SessionEngine changes it.
 
-    The episode before the running one is kept, so that a retried step_and_reset finds its answer.
+    It keeps the episode before the current one, so that a retried step_and_reset gets its answer.
     """
 
     session_id: str
@@ -132,22 +132,22 @@ class Session:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step, or a reset that takes its time, is under way."""
+        """Return whether a step or a slow reset is under way."""
         if self.slow_reset is not None:
             return True
         return self.current is not None and self.current.running is not None
 
     @property
     def episode_number(self) -> int:
-        """The running episode; 0 before the first reset."""
+        """Return the number of the current episode; 0 before the first reset."""
         return self.current.number if self.current else 0
 
     def opening_for(self, call: ResetCall) -> Opening | None:
-        """Return the opening that the same reset got before; STEP_CONFLICT for another reset."""
+        """Return the opening that the same reset returned before; STEP_CONFLICT for another one."""
         record = self._record_of(call.episode)
         if record is None:
             return None
-        if record.asked != call:
+        if record.reset_call != call:
             raise refusals.step_conflict(f"Episode {call.episode}")
         return record.opening
 
@@ -164,7 +164,7 @@ class Session:
             raise refusals.session_busy(self.session_id)
 
     def record_for(self, call: StepCall) -> EpisodeRecord:
-        """Return the episode a step belongs to, if the step may be taken or replayed."""
+        """Return the episode of a step; raise unless the step may be taken or replayed."""
         if call.step_index < 0 or call.episode < 1:
             raise refusals.bad_value("episode or step_index", "They start at 1 and at 0.")
         record = self._record_of(call.episode)

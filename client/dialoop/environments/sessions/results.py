@@ -1,4 +1,4 @@
-"""What a client sees of an environment's opening and outcome, and of a session."""
+"""The client's view of an environment's opening and outcome, and of a session."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def reset_result(opening: Opening, environment: Environment) -> ResetResult:
 
 
 def step_result(outcome: Outcome, *, replayed: bool = False) -> StepResult:
-    """Return the answer to a step; `replayed` where an earlier identical request ran it."""
+    """Return the answer to a step; `replayed` if an earlier identical request ran it."""
     episode = outcome.episode
     return StepResult(
         history=_messages(episode),
@@ -45,7 +45,7 @@ def step_result(outcome: Outcome, *, replayed: bool = False) -> StepResult:
 
 
 def session_state(session: Session, *, expires_in_s: float) -> SessionState:
-    """Return where the session stands."""
+    """Return the session's state."""
     state = SessionState(
         session_id=session.session_id,
         environment=session.environment.name,

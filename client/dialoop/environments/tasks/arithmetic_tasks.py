@@ -1,4 +1,4 @@
-"""Two-digit sums as tasks, and how they may be solved.
+"""Two-digit sums as tasks, and demonstrations of their solutions.
 
 user       35+40
 assistant  <request><Calculator>35+40<call>
@@ -20,10 +20,11 @@ from dialoop.errors import InvalidConfig
 
 
 class ArithmeticTasks(TaskSource):
-    """All problems `a+b` (and `a-b` with a >= b) of a range, one tenth of them kept from training.
+    """All problems `a+b` (and `a-b` with a >= b) of a range, except a tenth, for training.
 
-    "heldout" is the `num_heldout` of that tenth that hash lowest; the rest of it is not used. Which
-    tenth is decided by the two numbers, so 40+35 is never trained when 35+40 is held out.
+    "heldout" has the `num_heldout` problems of that tenth with the lowest hash; no split has the
+    others. The two numbers without their order decide, so if "heldout" has 35+40, then "train" does
+    not have 40+35.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class ArithmeticTasks(TaskSource):
     ) -> None:
         if not operations or set(operations) - set("+-") or not 0 <= low <= high:
             raise InvalidConfig(
-                f"Arithmetic with operations '{operations}' on {low}..{high} is not possible.",
+                f"There are no problems with operations '{operations}' on {low}..{high}.",
                 remedy="Use operations '+', '-' or '+-' and 0 <= low <= high.",
             )
         problems = {
@@ -60,15 +61,15 @@ class ArithmeticTasks(TaskSource):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """("train", "heldout")."""
+        """Return ("train", "heldout")."""
         return tuple(self._keys)
 
     def keys(self, split: str) -> Sequence[str]:
-        """Problems as "35+40"."""
+        """Return the problems, such as "35+40"."""
         return self._keys[self.require_split(split)]
 
     def get(self, split: str, key: str) -> TaskData:
-        """The problem with its result."""
+        """Return the problem with its result."""
         split = self.require_split(split)
         if key not in self._members[split]:
             raise task_not_found(split, key)
@@ -77,16 +78,18 @@ class ArithmeticTasks(TaskSource):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArithmeticDemonstrations:
-    """How a problem may be solved: guessed directly with this probability, else by the tool."""
+    """Solutions of a problem: with probability `direct` without the tool, else with it."""
 
     direct: float = 0.6
 
     def __post_init__(self) -> None:
         if not 0 <= self.direct <= 1:
-            raise InvalidConfig(f"direct is {self.direct}.", remedy="Give a probability.")
+            raise InvalidConfig(
+                f"direct is {self.direct}.", remedy="Use a probability from 0 to 1."
+            )
 
     def __call__(self, task: TaskData, rng: random.Random) -> tuple[Message, ...]:
-        """The messages after the prompt, of a conversation that gets reward 1."""
+        """Return the messages after the prompt of a conversation that gets reward 1."""
         submit = Message(role="assistant", content=f"Result={task.answer}<submit>")
         if rng.random() < self.direct:
             return (submit,)

@@ -1,11 +1,11 @@
-"""Which task comes next, for resets that name none.
+"""The next task, for resets that name none.
 
     primer = DataLoadingPrimer(tasks, shuffle_seed=7, repeats=4)
     environment = ChatEnv(name="maths", transforms=(primer, ...))
 
-Every reset without a task then takes the next one: each `repeats` times in a row, under one group
-id, through epoch after epoch. A run of the trainer does not use this: there replay's task ledger
-owns the position and resets name their task.
+Every reset without a task then takes the next one. Each task comes `repeats` times in a row, under
+one group id, in epoch after epoch. The trainer does not use this: replay's task ledger holds its
+position, and its resets name their task.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dialoop.errors import InvalidConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataCursor:
-    """Where a source stands: tasks taken in this epoch, copies taken of the next task."""
+    """A source's position: tasks taken in this epoch, and copies taken of the next task."""
 
     epoch: int = 0
     index: int = 0
@@ -30,7 +30,7 @@ class DataCursor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """One task to play; copies of one task share the group id, which no question's text decides."""
+    """One task to play. Copies of a task share the group id, which depends on its key alone."""
 
     task: TaskData
     seed: int
@@ -40,7 +40,7 @@ class Loaded:
 
     @property
     def info(self) -> dict[str, str]:
-        """What the caller is told with the opening."""
+        """Return facts for the caller, to add to the opening."""
         return {
             "task_key": self.task.key,
             "group_id": self.group_id,
@@ -50,13 +50,13 @@ class Loaded:
 
 
 class DataSource:
-    """An endless run over a split from a cursor that can be kept and set again."""
+    """An endless walk through a split. You can save its cursor and set it again."""
 
     def __init__(
         self, tasks: TaskSource, *, split: str = "", shuffle_seed: int = 0, repeats: int = 1
     ) -> None:
         if repeats < 1:
-            raise InvalidConfig(f"repeats is {repeats}.", remedy="Give at least 1.")
+            raise InvalidConfig(f"repeats is {repeats}.", remedy="Use 1 or more.")
         self.tasks = tasks
         self.split = tasks.require_split(split)
         self.cursor = DataCursor()
@@ -68,7 +68,7 @@ class DataSource:
             )
 
     def take(self) -> Loaded:
-        """The task at the cursor, which moves on."""
+        """Return the task at the cursor, and move the cursor on."""
         ref, following = self._at(self.cursor)
         loaded = Loaded(
             task=self.tasks.get(self.split, ref.key),
@@ -87,7 +87,7 @@ class DataSource:
         return loaded
 
     def __iter__(self) -> Iterator[Loaded]:
-        """Without end."""
+        """Take tasks without end."""
         while True:
             yield self.take()
 
@@ -103,10 +103,12 @@ class DataSource:
 
 
 class DataLoadingPrimer(Transform):
-    """Loads the next task for each reset that names none; exactly one of tasks and factory.
+    """The transform that loads the next task for each reset that names none.
 
-    With `group_repeats`, `batch(n)` gives n tasks with all their copies (n * repeats items);
-    without, it gives n items.
+    Pass either `tasks` or `factory`.
+
+    With `group_repeats`, `batch(n)` returns n tasks with all their copies (n * repeats items);
+    without it, n items.
     """
 
     def __init__(
@@ -124,26 +126,26 @@ class DataLoadingPrimer(Transform):
                 "DataLoadingPrimer needs exactly one of tasks and factory.",
                 remedy="Give a TaskSource, or a function that makes one.",
             )
-        found = tasks if tasks is not None else factory() if factory is not None else None
-        if not isinstance(found, TaskSource):
+        source = tasks if tasks is not None else factory() if factory is not None else None
+        if not isinstance(source, TaskSource):
             raise InvalidConfig(
-                f"A {type(found).__name__} is no source of tasks.",
-                remedy="Give a TaskSource, as RowTasks(rows) or JsonlTasks(path).",
+                f"A {type(source).__name__} is not a TaskSource.",
+                remedy="Give a TaskSource, such as RowTasks(rows) or JsonlTasks(path).",
             )
-        self.tasks: TaskSource = found
+        self.tasks: TaskSource = source
         self._repeats = repeats
         self._group_repeats = group_repeats
-        self.source = DataSource(found, split=split, shuffle_seed=shuffle_seed, repeats=repeats)
+        self.source = DataSource(source, split=split, shuffle_seed=shuffle_seed, repeats=repeats)
 
     def next(self) -> Loaded:
-        """The next task to play."""
+        """Return the next task to play."""
         return self.source.take()
 
     def batch(self, size: int) -> tuple[Loaded, ...]:
-        """The next tasks to play; see the class for what `size` counts."""
+        """Return the next tasks to play; the class says what `size` counts."""
         count = size * self._repeats if self._group_repeats else size
         return tuple(self.source.take() for _ in range(count))
 
     def reset_dataloader(self, cursor: DataCursor | None = None) -> None:
-        """Begin again, or go on from a cursor that was kept."""
+        """Start again, or continue from a saved cursor."""
         self.source.cursor = cursor or DataCursor()

@@ -18,9 +18,10 @@ from dialoop.reasons import Reason
 
 
 class JsonlTasks(TaskSource):
-    """The lines of a file as split "train"; "heldout" is another file, or a share by hash.
+    """The lines of a file as split "train"; "heldout" is another file, or a share of the lines.
 
-    A task's key is its `id` if it has one, else its line number. Other fields become metadata.
+    A hash of the key decides which lines are in that share. A task's key is its `id` if it has one,
+    else its line number. Other fields become metadata.
     """
 
     def __init__(
@@ -32,8 +33,8 @@ class JsonlTasks(TaskSource):
     ) -> None:
         if not 0 <= heldout_fraction < 1 or (heldout_path and heldout_fraction):
             raise InvalidConfig(
-                f"heldout_fraction is {heldout_fraction}.",
-                remedy="Give a share from 0 to below 1, and none beside heldout_path.",
+                f"heldout_fraction is {heldout_fraction} and heldout_path is {heldout_path!r}.",
+                remedy="Use a share from 0 to below 1, and only one of the two.",
             )
         train = _read(Path(path))
         heldout = _read(Path(heldout_path)) if heldout_path else {}
@@ -45,15 +46,15 @@ class JsonlTasks(TaskSource):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """("train",) or ("train", "heldout")."""
+        """Return ("train",) or ("train", "heldout")."""
         return tuple(self._tasks)
 
     def keys(self, split: str) -> Sequence[str]:
-        """In the order of the file."""
+        """Return the keys in the order of the file."""
         return self._keys[self.require_split(split)]
 
     def get(self, split: str, key: str) -> TaskData:
-        """The task of a line."""
+        """Return the task of a line."""
         split = self.require_split(split)
         if key not in self._tasks[split]:
             raise task_not_found(split, key)
@@ -62,7 +63,7 @@ class JsonlTasks(TaskSource):
 
 def _read(path: Path) -> dict[str, TaskData]:
     try:
-        # By newlines alone: JSON strings may hold every other line separator there is.
+        # Split by newlines alone, since JSON strings may hold every other line separator.
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(

@@ -1,4 +1,4 @@
-"""Tasks from rows in memory, as a dataset gives them, and a chat environment around them.
+"""Tasks from rows in memory, such as those of a dataset, and a chat environment for them.
 
 RowTasks([{"query": "What is 3+4?", "answer": "7"}, ...])
 dataset_chat_env(rows, transforms=(EndOnTag(), AnswerTagReward()), max_steps=1)
@@ -25,7 +25,7 @@ Collate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 def text_to_query(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row with its `text` or `question` under the name `query`."""
+    """Return a row with its `text` or `question` under the name `query`."""
     old = next((name for name in ("text", "question") if name in row), None)
     if "query" in row or old is None:
         return row
@@ -35,26 +35,28 @@ def text_to_query(row: Mapping[str, Any]) -> Mapping[str, Any]:
 class RowTasks(TaskSource):
     """Rows with a `query` (after `collate`), perhaps an `answer` and a `key`; the rest is metadata.
 
-    A mapping gives several splits, a list the split "train". Keys are row numbers by default.
+    A mapping makes several splits, a list the split "train". Keys are row numbers by default.
     """
 
     def __init__(
         self, rows: Rows | Mapping[str, Rows], *, collate: Collate = text_to_query
     ) -> None:
         splits = rows if isinstance(rows, Mapping) else {"train": rows}
-        self._tasks = {split: _tasks(split, given, collate) for split, given in splits.items()}
+        self._tasks = {
+            split: _tasks(split, its_rows, collate) for split, its_rows in splits.items()
+        }
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """As given."""
+        """Return the names of the splits."""
         return tuple(self._tasks)
 
     def keys(self, split: str) -> Sequence[str]:
-        """In the order of the rows."""
+        """Return the keys in the order of the rows."""
         return tuple(self._tasks[self.require_split(split)])
 
     def get(self, split: str, key: str) -> TaskData:
-        """The task of a row."""
+        """Return the task of a row."""
         split = self.require_split(split)
         if key not in self._tasks[split]:
             raise task_not_found(split, key)
@@ -75,17 +77,20 @@ def dataset_chat_env(  # noqa: PLR0913 - the options are the interface
     max_steps: int | None = None,
     **options: Any,
 ) -> ChatEnv:
-    """A ChatEnv that loads its own questions; a reset that names no task takes the next one.
+    """Return a ChatEnv that loads its own questions; a reset without a task takes the next one.
 
-    Split: "train" where there is one. Without a seed the order is a random one. Options are those
-    of ChatEnv.
+    The split is "train" by default, if there is one. Without `seed` the order is random. `options`
+    are those of ChatEnv.
     """
     tasks = dataset if isinstance(dataset, TaskSource) else RowTasks(dataset, collate=collate)
-    order = 0 if not shuffle else random.randrange(1, 2**31) if seed is None else seed
-    if shuffle and order == 0:
-        raise InvalidConfig("seed is 0, which keeps the order.", remedy="Give another seed.")
+    shuffle_seed = 0 if not shuffle else random.randrange(1, 2**31) if seed is None else seed
+    if shuffle and shuffle_seed == 0:
+        raise InvalidConfig(
+            "seed is 0, which keeps the shuffle_seed of the rows.",
+            remedy="Use another seed, or shuffle=False.",
+        )
     primer = DataLoadingPrimer(
-        tasks, split=split, shuffle_seed=order, repeats=repeats, group_repeats=group_repeats
+        tasks, split=split, shuffle_seed=shuffle_seed, repeats=repeats, group_repeats=group_repeats
     )
     limit = () if max_steps is None else (StepCounter(max_steps),)
     return ChatEnv(name=name, transforms=(primer, *transforms, *limit), **options)
@@ -96,16 +101,16 @@ def _tasks(split: str, rows: Rows, collate: Collate) -> dict[str, TaskData]:
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise InvalidConfig(
-                f"Row {number} of {split} is a {type(row).__name__}, no mapping.",
+                f"Row {number} of {split} is a {type(row).__name__}, not a mapping.",
                 reason=Reason.BAD_ROW,
                 remedy='Give rows as {"query": "...", "answer": "..."}.',
             )
         fields = dict(collate(row))
         query = fields.pop("query", None)
         if not isinstance(query, str) or not query:
-            found = ", ".join(map(str, row))[:200]
+            columns = ", ".join(map(str, row))[:200]
             raise InvalidConfig(
-                f"Row {number} of {split} has no query; it has {found}.",
+                f"Row {number} of {split} has no query. It has: {columns}.",
                 reason=Reason.BAD_ROW,
                 remedy="Name the question `query`, or give a `collate` that does.",
             )
@@ -114,11 +119,11 @@ def _tasks(split: str, rows: Rows, collate: Collate) -> dict[str, TaskData]:
             raise InvalidConfig(
                 f"Two rows of {split} have the key '{key}'.", remedy="Make keys unique."
             )
-        answer = _said(fields.pop("answer", ""))
-        metadata = {k: _said(v) for k, v in fields.items()}
+        answer = _as_text(fields.pop("answer", ""))
+        metadata = {k: _as_text(v) for k, v in fields.items()}
         tasks[key] = TaskData(key=key, question=query, answer=answer, metadata=metadata)
     return tasks
 
 
-def _said(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)

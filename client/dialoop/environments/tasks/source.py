@@ -1,4 +1,4 @@
-"""Where tasks come from: splits, endless pages of task references, and the tasks themselves.
+"""Sources of tasks: splits, endless pages of task references, and the tasks themselves.
 
 page = tasks.page("train", page_size=2, shuffle_seed=7)
 page.tasks              # (TaskRef(key="35+40", epoch=0, seed=...), TaskRef(...))
@@ -21,7 +21,7 @@ MAX_PAGE_SIZE = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRef:
-    """Names one task in one epoch: TaskRef(key="35+40", epoch=0, seed=1207)."""
+    """A reference to one task in one epoch: TaskRef(key="35+40", epoch=0, seed=1207)."""
 
     key: str
     epoch: int
@@ -37,27 +37,27 @@ class TaskPage:
 
 
 class TaskSource(ABC):
-    """Tasks by split and key; an author writes `splits`, `keys` and `get`, pages come for free."""
+    """Tasks by split and key. An author writes `splits`, `keys` and `get`."""
 
     @property
     @abstractmethod
     def splits(self) -> tuple[str, ...]:
-        """The names of the splits."""
+        """Return the names of the splits."""
 
     @abstractmethod
     def keys(self, split: str) -> Sequence[str]:
-        """The keys of a split, in the source's own order; each time the same."""
+        """Return the keys of a split in the source's own order, the same each time."""
 
     @abstractmethod
     def get(self, split: str, key: str) -> TaskData:
-        """The task; NotFound (SPLIT_NOT_FOUND, TASK_NOT_FOUND) when there is none."""
+        """Return the task; NotFound (SPLIT_NOT_FOUND, TASK_NOT_FOUND) when there is none."""
 
     def num_tasks(self, split: str) -> int:
-        """How many tasks the split holds."""
+        """Return how many tasks the split holds."""
         return len(self.keys(split))
 
     def require_split(self, split: str) -> str:
-        """The split's name; empty means "train", or the only one there is."""
+        """Return the split's name; an empty one means "train", or the only split."""
         if split in self.splits:
             return split
         if not split and "train" in self.splits:
@@ -79,9 +79,9 @@ class TaskSource(ABC):
         one_epoch: bool = False,
         shuffle_seed: int = 0,
     ) -> TaskPage:
-        """The next tasks: a pure function of its arguments, at a cost that grows with the page.
+        """Return the next tasks, a pure function of the arguments; its cost grows with the page.
 
-        Seed 0 keeps the source's order; another seed orders each epoch in its own way. Without
+        Seed 0 keeps the source's order; another seed shuffles each epoch differently. Without
         `one_epoch` a page is always full and there is always a next one.
         """
         split = self.require_split(split)
@@ -102,19 +102,19 @@ class NoTasks(TaskSource):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """None."""
+        """Return no splits."""
         return ()
 
     def keys(self, split: str) -> Sequence[str]:
-        """There are none: NotFound (SPLIT_NOT_FOUND)."""
+        """Raise NotFound (SPLIT_NOT_FOUND)."""
         return (self.require_split(split),)
 
     def get(self, split: str, key: str) -> TaskData:
-        """There is none: NotFound (SPLIT_NOT_FOUND)."""
+        """Raise NotFound (SPLIT_NOT_FOUND)."""
         raise task_not_found(self.require_split(split), key)
 
     def require_split(self, split: str) -> str:
-        """There is none: NotFound (SPLIT_NOT_FOUND)."""
+        """Raise NotFound (SPLIT_NOT_FOUND)."""
         raise NotFound(
             "This environment has no tasks of its own.",
             reason=Reason.SPLIT_NOT_FOUND,
@@ -123,7 +123,7 @@ class NoTasks(TaskSource):
 
 
 def task_not_found(split: str, key: str) -> NotFound:
-    """The error for a key that a split does not hold."""
+    """Return the error for a key that a split does not hold."""
     return NotFound(
         f"Split '{split}' holds no task '{key[:80]}'.",
         reason=Reason.TASK_NOT_FOUND,
@@ -132,14 +132,14 @@ def task_not_found(split: str, key: str) -> NotFound:
 
 
 def share_of(text: str) -> float:
-    """A fixed number in [0, 1) for a text, the same in every process."""
+    """Return a fixed number in [0, 1) for a text, the same in every process."""
     return _hash(text) / 2**64
 
 
-def permuted(index: int, size: int, seed: str) -> int:
-    """Where a permutation of range(size) sends `index`: a Feistel network, walked into range.
+def permute(index: int, size: int, seed: str) -> int:
+    """Return the image of `index` under a permutation of range(size).
 
-    Costs no memory and nothing per task outside the page, whatever the size.
+    It walks a Feistel network into range, so it needs no memory and no work for other indices.
     """
     half = ((size - 1).bit_length() + 1) // 2
     mask = (1 << half) - 1
@@ -159,32 +159,32 @@ def _hash(text: str) -> int:
 def _ref(keys: Sequence[str], split: str, position: int, shuffle_seed: int) -> TaskRef:
     epoch, offset = divmod(position, len(keys))
     if shuffle_seed:
-        offset = permuted(offset, len(keys), f"{shuffle_seed}:{split}:{epoch}")
+        offset = permute(offset, len(keys), f"{shuffle_seed}:{split}:{epoch}")
     key = keys[offset]
     seed = _hash(f"{shuffle_seed}:{split}:{epoch}:{key}") >> 33
     return TaskRef(key=key, epoch=epoch, seed=seed)
 
 
-def _page_size(asked: int) -> int:
-    if not 0 <= asked <= MAX_PAGE_SIZE:
+def _page_size(page_size: int) -> int:
+    if not 0 <= page_size <= MAX_PAGE_SIZE:
         raise InvalidInput(
-            f"page_size is {asked}.",
+            f"page_size is {page_size}.",
             reason=Reason.BAD_PAGE_SIZE,
             remedy=f"Give 1 to {MAX_PAGE_SIZE}, or 0 for 100.",
         )
-    return asked or 100
+    return page_size or 100
 
 
 def _position(token: str, num_tasks: int) -> int:
-    """Tasks before the page, all epochs counted."""
+    """Return the number of tasks before the page, over all epochs."""
     if not token:
         return 0
     epoch, _, offset = token.partition(":")
-    known = len(token) <= 40 and token.isascii() and epoch.isdecimal() and offset.isdecimal()
-    if not known or int(offset) >= num_tasks:
+    is_valid = len(token) <= 40 and token.isascii() and epoch.isdecimal() and offset.isdecimal()
+    if not is_valid or int(offset) >= num_tasks:
         raise InvalidInput(
-            "page_token is not one this source gave out.",
+            "page_token does not come from this source.",
             reason=Reason.BAD_PAGE_TOKEN,
-            remedy="Send next_page_token of the page before, or nothing for the first page.",
+            remedy="Send next_page_token of the previous page, or nothing for the first page.",
         )
     return int(epoch) * num_tasks + int(offset)

@@ -1,4 +1,4 @@
-"""Tools a policy may call: how calls are written, checked and run, and the tools that ship.
+"""Tools that a policy can call: the syntaxes of calls, their checks, and the built-in tools.
 
-A policy's message enters; results of its calls, as messages, leave.
+A policy's message enters; the results of its calls leave as messages.
 """

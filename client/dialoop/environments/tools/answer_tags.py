@@ -1,7 +1,7 @@
 """Answers between tags: `<think>35+40 is 75</think><answer>75</answer>`.
 
 tag_text("<answer> 75 </answer>", "answer")        # "75"
-tag_text("<answer>75", "answer")                   # None: a block that is not closed is none
+tag_text("<answer>75", "answer")                   # None: the block is not closed
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dialoop.environments.episode import Episode, Score
-from dialoop.environments.rewards.functions import normalised, truth_of
+from dialoop.environments.rewards.functions import normalise, truth_of
 from dialoop.environments.transform import Traits, Transform
 from dialoop.trajectory import Reward
 
 
 def tag_text(text: str, tag: str) -> str | None:
-    """What stands in the first whole block of a tag, trimmed; None when there is none."""
+    """Return the content of the first whole block of a tag, trimmed; None when there is none."""
     name = re.escape(tag)
-    found = re.search(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)
-    return None if found is None else found.group(1).strip()
+    match = re.search(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)
+    return None if match is None else match.group(1).strip()
 
 
 def same_number(answer: str, truth: str) -> bool:
-    """Whether two answers are equal once `, $ %`, blanks and trailing zeros are gone."""
-    return normalised(answer) == normalised(truth)
+    """Return whether two answers are equal without `, $ %`, blanks and trailing zeros."""
+    return normalise(answer) == normalise(truth)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerTagReward(Transform):
     """Reward the answer block: `right` when it equals the task's answer, `wrong`, or `absent`.
 
-    Gives the components `<name>` and, where `think` is above 0, `<name>_think` for a think block.
-    Goes with EndOnTag, which decides when the episode is over.
+    It gives the reward `<name>` and, if `think` is above 0, `<name>_think` for a think block. Use
+    it with EndOnTag, which ends the episode.
     """
 
     name: str = "answer"
@@ -47,23 +47,23 @@ class AnswerTagReward(Transform):
 
     @property
     def traits(self) -> Traits:
-        """The components."""
+        """Return the names of the rewards."""
         names = (self.name, f"{self.name}_think") if self.think else (self.name,)
         return Traits(reward_names=names)
 
     async def score(self, episode: Episode) -> Score:
-        """Asked when the episode is over; a task without an answer is a failure, never a 0."""
+        """Reward an episode that is over; raise ValueError when the task has no answer."""
         if not episode.done:
             return Score()
         truth = truth_of(episode.task.answer)
         if not truth:
             raise ValueError(f"task {episode.task.key} has no answer to compare with")
-        found = tag_text(episode.answer_text, self.tag)
-        is_right = found is not None and self.equal(found, truth)
-        value = self.absent if found is None else self.right if is_right else self.wrong
+        content = tag_text(episode.answer_text, self.tag)
+        is_right = content is not None and self.equal(content, truth)
+        value = self.absent if content is None else self.right if is_right else self.wrong
         rewards = [Reward(name=self.name, value=value, weight=self.weight, success=is_right)]
         if self.think:
             thought = tag_text(episode.answer_text, "think") is not None
-            given = self.think if thought else 0.0
-            rewards.append(Reward(name=f"{self.name}_think", value=given, weight=self.weight))
+            think_value = self.think if thought else 0.0
+            rewards.append(Reward(name=f"{self.name}_think", value=think_value, weight=self.weight))
         return Score(rewards=tuple(rewards))

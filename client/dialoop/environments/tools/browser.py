@@ -1,12 +1,12 @@
-r"""A web browser as tools: navigate, click, type, scroll and extract, on named domains alone.
+r"""A web browser as tools: navigate, click, type, scroll and extract, on named domains only.
 
 BrowserTools(allowed_domains=("docs.example.org",))
 <tool>navigate\n{"url": "https://docs.example.org/start"}</tool>
 <tool>extract\n{"selector": "h1"}</tool>
 
-A domain allows its own host and those below it: "example.com" allows www.example.com, never
-evilexample.com. The browser itself resolves no other name, so that redirects, clicks, scripts and
-images cannot leave either. Needs the extra `dialoop[browser]` and a Chromium.
+A domain allows its own host and its subdomains: "example.com" allows www.example.com, but not
+evilexample.com. The browser itself resolves no other name, so redirects, clicks, scripts and images
+cannot reach other hosts either. It needs the extra `dialoop[browser]` and a Chromium.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dialoop.reasons import Reason
 
 _STATE = "browser_tab"
 _ACTIONS = ("navigate", "click", "type", "scroll", "extract")
-# The page gives up before the tool does: a page that is slow is no failure of ours.
+# The page times out before the tool does, since a slow page is not a failure of the tool.
 _PAGE_SHARE = 0.8
 _BLANK = "about:blank"
 
@@ -36,11 +36,12 @@ Launch = Callable[[Mapping[str, Any]], Awaitable[Any]]
 
 
 class BrowserTools(Transform):
-    """One browser, started with the service; each episode has a page and cookies of its own.
+    """One browser, started with the service; each episode has its own page and cookies.
 
-    What the policy got wrong (a foreign address, a selector that matches nothing) is told to it; a
-    browser that is gone ends the episode as an error of the tool. `launch` makes the browser of
-    playwright's keyword arguments; `executable` is a Chromium of yours.
+    The tool's answer reports the policy's mistakes: an address that is not allowed, or a selector
+    that matches nothing. If the browser has ended, the episode ends as an error of the tool.
+    `launch` makes the browser from playwright's keyword arguments; `executable` is the path of a
+    Chromium.
     """
 
     def __init__(  # noqa: PLR0913 - the options are the interface
@@ -55,11 +56,11 @@ class BrowserTools(Transform):
         arguments: tuple[str, ...] | list[str] = (),
         launch: Launch | None = None,
     ) -> None:
-        self._domains = tuple(_domain(given) for given in allowed_domains)
+        self._domains = tuple(_domain(domain) for domain in allowed_domains)
         if not self._domains or timeout_s <= 0:
             raise InvalidConfig(
-                "BrowserTools has no domain or no time.",
-                remedy='Name allowed_domains, as ("example.com",), and a timeout_s above 0.',
+                "`allowed_domains` of BrowserTools is empty, or `timeout_s` is not above 0.",
+                remedy='Set allowed_domains, such as ("example.com",), and a timeout_s above 0.',
             )
         self._options: dict[str, Any] = {
             "syntax": syntax or BlockCalls(),
@@ -73,18 +74,18 @@ class BrowserTools(Transform):
             "args": [*arguments, f"--host-resolver-rules=MAP * ~NOTFOUND, {rules}"],
             **({"executable_path": executable} if executable else {}),
         }
-        self._launch = launch or _launched
+        self._launch = launch or _launch_chromium
         self._browser: Any = None
 
     @property
     def traits(self) -> Traits:
-        """The actions, and the domains they may reach."""
+        """Return the actions, and the domains that they may reach."""
         use = ToolUse(_tools(_Tab(self)), **self._options)
         facts = {"browser_domains": ", ".join(self._domains)}
         return replace(use.traits, needs_session=True, facts=facts)
 
     def reset(self, opening: Opening) -> Opening:
-        """A page of its own, opened by the first action."""
+        """Remember a tab for the episode; the first action opens its page."""
         return opening.remember(**{_STATE: _Tab(self)})
 
     async def step(self, outcome: Outcome) -> Outcome:
@@ -111,35 +112,35 @@ class BrowserTools(Transform):
             await self._browser.close()
 
     async def close(self, episode: Episode) -> None:
-        """Close this episode's page; no other's."""
+        """Close this episode's page."""
         tab = episode.state.get(_STATE)
         if isinstance(tab, _Tab):
             await tab.close()
 
     def problem(self) -> str:
-        """A browser that ended."""
+        """Return that the browser is not running, or an empty text."""
         return "" if self.is_running else "The browser is not running."
 
     @property
     def is_running(self) -> bool:
-        """Whether pages can be opened."""
+        """Return whether pages can be opened."""
         return self._browser is not None and bool(self._browser.is_connected())
 
     def allows(self, url: str) -> bool:
-        """Whether a page of this address may be open."""
+        """Return whether a page at this address may be open."""
         parts = urlsplit(url)
         host = (parts.hostname or "").rstrip(".").lower()
         of_web = parts.scheme in ("http", "https")
         return of_web and any(host == d or host.endswith(f".{d}") for d in self._domains)
 
-    async def opened(self) -> Any:
-        """A page with cookies of its own, whose every request is checked."""
+    async def open_page(self) -> Any:
+        """Open a page with its own cookies and check each of its requests."""
         context = await self._browser.new_context(service_workers="block", accept_downloads=False)
         context.set_default_timeout(self._page_ms)
-        await context.route("**/*", self._checked)
+        await context.route("**/*", self._check_request)
         return await context.new_page()
 
-    async def _checked(self, route: Any) -> None:
+    async def _check_request(self, route: Any) -> None:
         if self.allows(route.request.url):
             await route.continue_()
         else:
@@ -147,7 +148,7 @@ class BrowserTools(Transform):
 
 
 class _Tab:
-    """The page of one episode, and what may be done with it; each answers with a text."""
+    """The page of one episode, and the actions on it; each action returns a text."""
 
     def __init__(self, browser: BrowserTools) -> None:
         self._browser = browser
@@ -157,24 +158,23 @@ class _Tab:
         """Open the page at a URL."""
         if not self._browser.allows(url):
             raise _foreign()
-        return await self._done(lambda page: page.goto(url), opens=True)
+        return await self._act_and_report(lambda page: page.goto(url), opens=True)
 
     async def click(self, selector: str) -> str:
         """Click on what a CSS selector matches."""
-        return await self._done(lambda page: page.click(selector))
+        return await self._act_and_report(lambda page: page.click(selector))
 
     async def type(self, selector: str, text: str) -> str:
         """Write a text into the field that a CSS selector matches."""
-        return await self._done(lambda page: page.fill(selector, text))
+        return await self._act_and_report(lambda page: page.fill(selector, text))
 
     async def scroll(self, pixels: int = 600) -> str:
         """Scroll down, or up by a negative number."""
-        return await self._done(lambda page: page.mouse.wheel(0, pixels))
+        return await self._act_and_report(lambda page: page.mouse.wheel(0, pixels))
 
     async def extract(self, selector: str = "body") -> str:
-        """The text of what a CSS selector matches."""
-        found = await self._acted(lambda page: page.inner_text(selector))
-        return str(found)
+        """Read the text of what a CSS selector matches."""
+        return str(await self._act(lambda page: page.inner_text(selector)))
 
     async def close(self) -> None:
         """Close the page and forget its cookies."""
@@ -182,15 +182,17 @@ class _Tab:
         if page is not None and self._browser.is_running:
             await page.context.close()
 
-    async def _done(self, act: Callable[[Any], Awaitable[Any]], *, opens: bool = False) -> str:
-        await self._acted(act, opens=opens)
+    async def _act_and_report(
+        self, act: Callable[[Any], Awaitable[Any]], *, opens: bool = False
+    ) -> str:
+        await self._act(act, opens=opens)
         return f"{await self._page.title()}\n{self._page.url}"
 
-    async def _acted(self, act: Callable[[Any], Awaitable[Any]], *, opens: bool = False) -> Any:
-        """Act, and stay only where that is allowed; a page that did not open leaves a blank one."""
+    async def _act(self, act: Callable[[Any], Awaitable[Any]], *, opens: bool = False) -> Any:
+        """Act, and leave a page that is not allowed; open a blank one if the page did not open."""
         if self._page is None:
-            self._page = await self._browser.opened()
-        elif self._is_foreign:  # what an earlier click led to came late
+            self._page = await self._browser.open_page()
+        elif self._is_foreign:  # an earlier click led here after it had returned
             await self._start_anew()
         try:
             result = await act(self._page)
@@ -200,7 +202,7 @@ class _Tab:
                 raise
             if opens or self._is_foreign:
                 await self._start_anew()
-            raise ToolInputError(_told(error)) from error
+            raise ToolInputError(_public_message(error)) from error
         if self._is_foreign:
             await self._start_anew()
             raise _foreign()
@@ -212,7 +214,7 @@ class _Tab:
         return url != _BLANK and not self._browser.allows(url)
 
     async def _start_anew(self) -> None:
-        """A blank page with the same cookies: the browser's error page would come in between."""
+        """Open a blank page with the same cookies, since this one may become an error page."""
         page = self._page
         self._page = await page.context.new_page()
         await page.close()
@@ -222,8 +224,8 @@ def _tools(tab: _Tab) -> list[FunctionTool]:
     return [FunctionTool(getattr(tab, action), name=action) for action in _ACTIONS]
 
 
-def _told(error: Exception) -> str:
-    """What the policy may know: a browser's own messages show addresses and its insides."""
+def _public_message(error: Exception) -> str:
+    """Return a message for the policy, since the browser's own shows addresses and internals."""
     if type(error).__name__ == "TimeoutError":
         return "nothing matched, or the page took too long."
     return "the page could not be opened, or the selector is no CSS."
@@ -233,23 +235,24 @@ def _foreign() -> ToolInputError:
     return ToolInputError("that address is not among the allowed domains.")
 
 
-def _domain(given: str) -> str:
-    name = given.strip().lower().strip(".")
-    # It becomes part of a rule of the browser, where these have a meaning.
+def _domain(domain: str) -> str:
+    name = domain.strip().lower().strip(".")
+    # These characters have a meaning in the browser's resolver rules.
     if not name or set(name) & set(" ,/*:@"):
         raise InvalidConfig(
-            f"'{given}' is no domain.", remedy="Write a host, as example.com or 127.0.0.1."
+            f"'{domain}' is not a domain.",
+            remedy="Write a host, such as example.com or 127.0.0.1.",
         )
     return name
 
 
-async def _launched(options: Mapping[str, Any]) -> Any:
-    """A headless Chromium of playwright's, which ends with it."""
+async def _launch_chromium(options: Mapping[str, Any]) -> Any:
+    """Start a headless Chromium with playwright's driver."""
     try:
         playwright = importlib.import_module("playwright.async_api")
     except ImportError as error:
         raise InvalidConfig(
-            "A browser needs the package playwright.",
+            "BrowserTools needs the package playwright.",
             reason=Reason.BROWSER_MISSING,
             remedy="Install it with `pip install 'dialoop[browser]'`.",
         ) from error
@@ -263,7 +266,7 @@ async def _launched(options: Mapping[str, Any]) -> Any:
 
 
 class _Driven:
-    """A browser that takes its driver along when it ends."""
+    """A browser that stops its driver when it closes."""
 
     def __init__(self, browser: Any, driver: Any) -> None:
         self._browser = browser

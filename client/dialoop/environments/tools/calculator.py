@@ -17,19 +17,19 @@ _TOKEN = re.compile(r"\s*(?:(\d+(?:\.\d*)?|\.\d+)|([-+*/()]))", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Calculator:
-    """Exact arithmetic; an expression that makes no sense is a ToolInputError."""
+    """Exact arithmetic. A malformed expression raises ToolInputError."""
 
     name: str = "Calculator"
     max_characters: int = 100
 
     def __call__(self, query: str) -> str:
-        """The value, integers without a decimal point: "75", "10.5", "0.3333333333"."""
+        """Return the value, integers without a decimal point: "75", "10.5", "0.3333333333"."""
         if len(query) > self.max_characters:
             raise ToolInputError("the expression is too long.")
         parser = _Parser(_tokens(query))
         value = parser.sum()
         parser.require_end()
-        return _shown(value)
+        return _format(value)
 
 
 def _tokens(query: str) -> list[str]:
@@ -47,7 +47,7 @@ def _tokens(query: str) -> list[str]:
 
 
 class _Parser:
-    """Recursive descent: sums of products of signed atoms, as deep as the query is long."""
+    """A recursive descent parser: sums of products of signed atoms."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens
@@ -64,19 +64,19 @@ class _Parser:
             raise ToolInputError("the expression is not complete.")
 
     def _product(self) -> Fraction:
-        value = self._signed()
+        value = self._factor()
         while (sign := self._take("*", "/")) is not None:
-            factor = self._signed()
+            factor = self._factor()
             if sign == "/" and not factor:
                 raise ToolInputError("division by zero.")
             value = value * factor if sign == "*" else value / factor
         return value
 
-    def _signed(self) -> Fraction:
+    def _factor(self) -> Fraction:
         sign = self._take("+", "-")
         if sign is None:
             return self._atom()
-        return self._signed() if sign == "+" else -self._signed()
+        return self._factor() if sign == "+" else -self._factor()
 
     def _atom(self) -> Fraction:
         if self._take("(") is not None:
@@ -96,7 +96,7 @@ class _Parser:
         return None
 
 
-def _shown(value: Fraction) -> str:
+def _format(value: Fraction) -> str:
     if value.denominator == 1:
         return str(value.numerator)
     try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSyntax:
-    """The markers; a policy's message stops at `call` and at `submit`."""
+    """The markers of calls; a policy's message stops at `call` and at `submit`."""
 
     request: str = "<request>"
     call: str = "<call>"
@@ -20,15 +20,15 @@ class CallSyntax:
     submit: str = "<submit>"
 
     def spans(self, text: str) -> list[str]:
-        """What stands between `request` and `call`, each time."""
+        """Return each text between `request` and `call`."""
         pattern = f"{re.escape(self.request)}(.*?){re.escape(self.call)}"
         return re.findall(pattern, text, re.DOTALL)
 
 
 def parse_span(span: str) -> tuple[str | None, str | None]:
-    """Tool and query of one span; (None, None) when no `<tool>` is in it.
+    """Return tool and query of one span; (None, None) when it has no `<tool>`.
 
-    The tool is the first `<...>`, and the query all that follows the first `>`.
+    The tool is in the first `<...>`; the query is all that follows the first `>`.
     """
     tool = re.search(r"<(.*?)>", span)
     if tool is None:
@@ -37,6 +37,6 @@ def parse_span(span: str) -> tuple[str | None, str | None]:
 
 
 def parse_call(text: str, syntax: CallSyntax | None = None) -> tuple[str | None, str | None]:
-    """Tool and query of the first call in a text; (None, None) when there is none."""
+    """Return tool and query of the first call in a text; (None, None) when there is none."""
     spans = (syntax or CallSyntax()).spans(text)
     return parse_span(spans[0]) if spans else (None, None)

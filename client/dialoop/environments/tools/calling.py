@@ -1,4 +1,4 @@
-"""Call authors' functions, sync or async, so that none can block the others."""
+"""Calls of authors' functions, sync or async, which cannot block each other."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 async def call(function: Callable[[Any], Any], argument: Any, *, timeout_s: float) -> Any:
-    """The function's result; TimeoutError after `timeout_s`.
+    """Return the function's result; raise TimeoutError after `timeout_s`.
 
-    A sync function runs in a daemon thread of its own: a pool would fill up with hanging calls and
-    hold up the shutdown. A thread that hangs is left behind, since Python cannot end it.
+    A sync function runs in its own daemon thread, since hanging calls would fill a pool and delay
+    the shutdown. A thread that hangs stays behind, because Python cannot end it.
     """
     async with asyncio.timeout(timeout_s):
         try:
@@ -22,12 +22,12 @@ async def call(function: Callable[[Any], Any], argument: Any, *, timeout_s: floa
                 return await function(argument)
             result = await _in_thread(function, argument)
             return await result if inspect.isawaitable(result) else result
-        except SystemExit as error:  # must not take the service with it
+        except SystemExit as error:  # must not end the service
             raise RuntimeError("The function called exit.") from error
 
 
 def name_of(function: object) -> str:
-    """`name` if there is one, else the function's or the class's name."""
+    """Return the object's `name` if it has one, else the function's or the class's name."""
     name = getattr(function, "name", None) or getattr(function, "__name__", None)
     return str(name or type(function).__name__)
 
@@ -43,7 +43,7 @@ async def _in_thread(function: Callable[[Any], Any], argument: Any) -> Any:
     answered: asyncio.Future[Any] = loop.create_future()
     context = copy_context()
 
-    def settle(result: Any, error: BaseException | None) -> None:
+    def set_result_once(result: Any, error: BaseException | None) -> None:
         if answered.done():
             return
         if error is None:
@@ -60,8 +60,8 @@ async def _in_thread(function: Callable[[Any], Any], argument: Any) -> Any:
         except BaseException as raised:
             error = RuntimeError(repr(raised))
         try:
-            loop.call_soon_threadsafe(settle, result, error)
-        except RuntimeError:  # the loop has ended and nobody waits any more
+            loop.call_soon_threadsafe(set_result_once, result, error)
+        except RuntimeError:  # the loop has ended, so nobody waits any more
             return
 
     threading.Thread(target=run, name=f"call-{name_of(function)}", daemon=True).start()

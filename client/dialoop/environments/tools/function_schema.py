@@ -1,6 +1,6 @@
-"""The parameters of a function: their JSON schema, and arguments checked and converted by it.
+"""The parameters of a function: their JSON schema, and the check and conversion of arguments.
 
-Imported when a tool is declared, and not before: it brings pydantic.
+It imports pydantic, so other modules import it only when a tool is declared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dialoop.reasons import Reason
 
 
 class Arguments:
-    """What a function takes; InvalidConfig (TOOL_UNANNOTATED) when JSON cannot say it."""
+    """A function's parameters; InvalidConfig (TOOL_UNANNOTATED) if JSON cannot express one."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         called = function if inspect.isroutine(function) else type(function).__call__
@@ -36,56 +36,56 @@ class Arguments:
                 raise _unusable(function, f"has no type on '{name}'")
             is_required = parameter.default is parameter.empty
             fields[name] = hints[name] if is_required else NotRequired[hints[name]]
-        # A TypedDict says which were given, so that the function's own defaults hold.
-        make: Any = TypedDict  # of fields that only this function knows
+        # A TypedDict leaves absent arguments out, so that the function's own defaults hold.
+        make: Any = TypedDict  # mypy cannot know the fields
         kind = make("Arguments", fields)
         kind.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)
         try:
             self._adapter = TypeAdapter(kind)
-            given = self._adapter.json_schema(schema_generator=_PlainSchema)
+            plain_schema = self._adapter.json_schema(schema_generator=_PlainSchema)
         except PydanticUserError as error:
             why = str(error).partition("\n")[0]
-            raise _unusable(function, f"has a type that JSON has no word for: {why}") from error
+            raise _unusable(function, f"has a type that JSON cannot express: {why}") from error
         self.schema: dict[str, Any] = {
             "type": "object",
-            "properties": given["properties"] if fields else {},
-            "required": given.get("required", []),
+            "properties": plain_schema["properties"] if fields else {},
+            "required": plain_schema.get("required", []),
             "additionalProperties": False,
-            **({"$defs": given["$defs"]} if "$defs" in given else {}),
+            **({"$defs": plain_schema["$defs"]} if "$defs" in plain_schema else {}),
         }
 
-    def converted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments as the function's types; ToolInputError names the wrong one."""
+    def convert(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments as the function's types; ToolInputError names a wrong one."""
         try:
-            # As JSON, so that "2" is no number, and a list may well be a tuple.
+            # Validate as JSON, so that "2" is not a number and a list can be a tuple.
             converted = self._adapter.validate_json(json.dumps(arguments))
         except ValidationError as error:
             wrong = error.errors(include_url=False)[0]
             where = ".".join(map(str, wrong["loc"])) or "s"
             what = wrong["msg"][:1].lower() + wrong["msg"][1:]
             raise ToolInputError(f"argument {where}: {what}.") from error
-        kept: dict[str, Any] = _whole_numbers_kept(converted, arguments)
+        kept: dict[str, Any] = _keep_whole_numbers(converted, arguments)
         return kept
 
 
-def _whole_numbers_kept(converted: Any, given: Any) -> Any:
-    """Return the converted value with 2 where 2 was given for a float, as a call by hand would."""
-    if type(converted) is float and type(given) is int:
-        return given
+def _keep_whole_numbers(converted: Any, original: Any) -> Any:
+    """Return the converted value, but with an int where the caller passed one for a float."""
+    if type(converted) is float and type(original) is int:
+        return original
     if type(converted) is list:
-        pairs = zip(converted, given, strict=True)
-        return [_whole_numbers_kept(new, old) for new, old in pairs]
-    if type(converted) is dict and isinstance(given, Mapping):
-        return {key: _whole_numbers_kept(new, given.get(key)) for key, new in converted.items()}
+        pairs = zip(converted, original, strict=True)
+        return [_keep_whole_numbers(new, old) for new, old in pairs]
+    if type(converted) is dict and isinstance(original, Mapping):
+        return {key: _keep_whole_numbers(new, original.get(key)) for key, new in converted.items()}
     return converted
 
 
 class _PlainSchema(GenerateJsonSchema):
-    """Schemas as short as a prompt wants them: the type first, and no titles."""
+    """Short schemas for a prompt: the type first, and no titles."""
 
     def generate(self, schema: Any, mode: Any = "validation") -> dict[str, Any]:
-        untitled: dict[str, Any] = _untitled(super().generate(schema, mode))
-        return untitled
+        plain: dict[str, Any] = _without_titles(super().generate(schema, mode))
+        return plain
 
     def sort(self, value: Any, parent_key: str | None = None) -> Any:
         return value
@@ -95,23 +95,23 @@ class _PlainSchema(GenerateJsonSchema):
         return {"enum": list(values)}
 
     def list_schema(self, schema: Any) -> dict[str, Any]:
-        found = super().list_schema(schema)
-        return found if found.get("items") else {"type": "array"}
+        plain = super().list_schema(schema)
+        return plain if plain.get("items") else {"type": "array"}
 
     def dict_schema(self, schema: Any) -> dict[str, Any]:
         return {"type": "object"}
 
 
-def _untitled(schema: Any) -> Any:
-    """Return the schema without titles, except of properties that are called so."""
+def _without_titles(schema: Any) -> Any:
+    """Return the schema without titles, but keep properties with the name `title`."""
     if isinstance(schema, list):
-        return [_untitled(each) for each in schema]
+        return [_without_titles(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        key: {name: _untitled(each) for name, each in value.items()}
+        key: {name: _without_titles(each) for name, each in value.items()}
         if key in ("properties", "$defs")
-        else _untitled(value)
+        else _without_titles(value)
         for key, value in schema.items()
         if key != "title"
     }
@@ -121,6 +121,6 @@ def _unusable(function: Callable[..., Any], why: str) -> InvalidConfig:
     return InvalidConfig(
         f"The tool {name_of(function)} {why}.",
         reason=Reason.TOOL_UNANNOTATED,
-        remedy="Annotate each parameter with a type that JSON can say: str, int, float, bool, "
+        remedy="Annotate each parameter with a type that JSON can express: str, int, float, bool, "
         "list, dict, Literal, None, an Enum, a dataclass, a TypedDict or a pydantic model.",
     )

@@ -1,7 +1,7 @@
 """Python functions as tools of chat models: a JSON schema from their annotations.
 
-A parameter may be a number, a text, a list, a dict, a Literal, an Enum, a dataclass, a TypedDict or
-a pydantic model, or a union of them.
+A parameter may be a number, a text, a list, a dict, a Literal, an Enum, a dataclass, a TypedDict,
+a pydantic model, or a union of these.
 
 def search(query: str, limit: int = 3) -> str:
     '''Search the library.'''
@@ -44,17 +44,17 @@ class ArgumentTool(Protocol):
 
     @property
     def definition(self) -> ToolDefinition:
-        """Name, description and JSON schema of the arguments."""
+        """Return name, description and JSON schema of the arguments."""
         ...
 
     async def run(self, arguments: Mapping[str, Any], *, timeout_s: float) -> str:
-        """The answer; ToolInputError for arguments that make no sense, TimeoutError when late."""
+        """Return the answer; ToolInputError for bad arguments, TimeoutError after `timeout_s`."""
         ...
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class FunctionTool:
-    """A plain function, sync or async, or an object that can be called."""
+    """A plain function, sync or async, or a callable object, as a tool."""
 
     function: Callable[..., Any]
     definition: ToolDefinition
@@ -86,24 +86,24 @@ class FunctionTool:
             object.__setattr__(self, attribute, value)
 
     async def run(self, arguments: Mapping[str, Any], *, timeout_s: float) -> str:
-        """Check the arguments, call, and give the result's text."""
-        checked(arguments, self._arguments.schema)
-        given = self._arguments.converted(arguments)
+        """Check the arguments, call the function, and return the result as text."""
+        check_arguments(arguments, self._arguments.schema)
+        converted = self._arguments.convert(arguments)
 
-        def bound(given: Mapping[str, Any]) -> Any:
-            return self.function(**given)
+        def call_sync(converted: Mapping[str, Any]) -> Any:
+            return self.function(**converted)
 
         limit_s = timeout_s if self.timeout_s is None else self.timeout_s
         if _is_async(self.function):
-            return _text(await call(self._awaited, given, timeout_s=limit_s))
-        return _text(await call(bound, given, timeout_s=limit_s))
+            return _text(await call(self._call_async, converted, timeout_s=limit_s))
+        return _text(await call(call_sync, converted, timeout_s=limit_s))
 
-    async def _awaited(self, given: Mapping[str, Any]) -> Any:
-        return await self.function(**given)
+    async def _call_async(self, converted: Mapping[str, Any]) -> Any:
+        return await self.function(**converted)
 
 
-def checked(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    """Raise ToolInputError, in words for the policy, unless the arguments fit the schema."""
+def check_arguments(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+    """Raise ToolInputError, with a text for the policy, unless the arguments fit the schema."""
     properties = schema.get("properties", {})
     missing = [name for name in schema.get("required", ()) if name not in arguments]
     if missing:
@@ -114,7 +114,7 @@ def checked(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
                 continue
             raise ToolInputError(f"unknown argument {name[:40]}.")
         if not _fits(value, properties[name]):
-            raise ToolInputError(f"argument {name} must be {_said(properties[name])}.")
+            raise ToolInputError(f"argument {name} must be {_describe_type(properties[name])}.")
 
 
 def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
@@ -124,7 +124,7 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
         return False
     kind = schema.get("type")
     if not isinstance(kind, str) or kind not in _CHECKS:
-        return True  # what this check does not know, the tool has to check
+        return True  # the tool itself has to check other types
     if isinstance(value, bool) and kind in ("integer", "number"):
         return False
     if not isinstance(value, _CHECKS[kind]):
@@ -134,11 +134,11 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
     return True
 
 
-def _said(schema: Mapping[str, Any]) -> str:
+def _describe_type(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return "one of " + ", ".join(map(str, schema["enum"]))
     if "anyOf" in schema:
-        return " or ".join(_said(option) for option in schema["anyOf"])
+        return " or ".join(_describe_type(option) for option in schema["anyOf"])
     return str(schema.get("type", "different"))
 
 
@@ -149,7 +149,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _text(result: Any) -> str:
-    """Text as it is; what JSON can say as JSON, so that no policy reads Python's spelling."""
+    """Return a text unchanged and other results as JSON, or as `str` if JSON cannot hold them."""
     if isinstance(result, str):
         return result
     try:

@@ -1,10 +1,11 @@
-"""Tools of MCP servers: programs that speak over stdio, or addresses of streamable HTTP.
+"""Tools of MCP servers, reached as programs over stdio or at addresses of streamable HTTP.
 
 McpTools({"files": McpServer(command="uvx", args=("mcp-server-files==1.2", "/data"))})
 McpTools({"search": McpServer(url="http://127.0.0.1:8000/mcp")}, syntax=BlockCalls())
 
-A call names `server.tool`; without a server the first one is meant. Needs the extra `dialoop[mcp]`.
-Servers run with the rights of the service: name only ones that you trust, at fixed versions.
+A call names `server.tool`; without a server it means the first one. This needs the extra
+`dialoop[mcp]`. Servers run with the rights of the service, so name only ones that you trust, at
+fixed versions.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from dialoop.chat import ToolDefinition
 from dialoop.environments.episode import Outcome
 from dialoop.environments.failures import failure_of
-from dialoop.environments.tools.function_tools import ArgumentTool, checked
+from dialoop.environments.tools.function_tools import ArgumentTool, check_arguments
 from dialoop.environments.tools.text_tools import ToolInputError
 from dialoop.environments.tools.tool_syntaxes import BlockCalls, ToolSyntax
 from dialoop.environments.tools.tool_use import ToolFailures, ToolUse
@@ -28,34 +29,37 @@ from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop.trajectory import Owner
 
-# JSON-RPC's code, in the SDK's use, for a connection that has ended.
+# The JSON-RPC code that the SDK uses for a connection that has ended.
 _CONNECTION_CLOSED = -32000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McpServer:
-    """How to reach one server: a command to run, or a URL.
+    """The command or the URL of one server.
 
-    The program gets `env` and a few variables it cannot run without (PATH, HOME), nothing else.
+    The program gets `env` and the few variables that it cannot run without (PATH, HOME).
     """
 
     command: str = ""
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     url: str = ""
-    # Tools to offer; empty: all it has.
+    # Names of the tools to offer; empty means all.
     allowed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
             raise InvalidConfig(
-                "An MCP server has a command or a url, one of the two.",
+                "An MCP server needs either a command or a url.",
                 remedy='Write McpServer(command="...") or McpServer(url="http://.../mcp").',
             )
 
 
 class McpTools(Transform):
-    """Connects when the service starts; a server that cannot be reached keeps it from starting."""
+    """The tools of some MCP servers, to which it connects when the service starts.
+
+    If a server cannot be reached, the service does not start.
+    """
 
     def __init__(  # noqa: PLR0913 - the options are the interface
         self,
@@ -69,10 +73,12 @@ class McpTools(Transform):
         max_tool_response: int = 10_000,
     ) -> None:
         if not servers:
-            raise InvalidConfig("McpTools has no server.", remedy="Name at least one.")
+            raise InvalidConfig(
+                "`servers` of McpTools is empty.", remedy="Name at least one server."
+            )
         self._connections = {
-            name: _Connection(name, _server(given), start_timeout_s)
-            for name, given in servers.items()
+            name: _Connection(name, _server(server), start_timeout_s)
+            for name, server in servers.items()
         }
         self._options: dict[str, Any] = {
             "syntax": syntax or BlockCalls(),
@@ -86,7 +92,7 @@ class McpTools(Transform):
 
     @property
     def traits(self) -> Traits:
-        """The tools of all servers, as `server.tool`; known once they are connected."""
+        """Return the tools of all servers, as `server.tool`; there are none before `acquire`."""
         return self._use.traits
 
     async def step(self, outcome: Outcome) -> Outcome:
@@ -110,22 +116,22 @@ class McpTools(Transform):
             await connection.close()
 
     def problem(self) -> str:
-        """The servers whose connection ended."""
+        """Return which servers are not connected, or an empty text."""
         return " ".join(filter(None, (c.problem for c in self._connections.values())))
 
 
 class _Use(ToolUse):
-    """ToolUse in which a name without a server means the first one's tool."""
+    """A ToolUse in which a name without a server means the first server's tool."""
 
     def __init__(self, tools: Any, servers: tuple[str, ...], options: Mapping[str, Any]) -> None:
         super().__init__(tools, **options)
         self._servers = servers
 
     def tool(self, name: str) -> ArgumentTool | None:
-        found = super().tool(name)
-        if found is None and self._servers:
-            found = super().tool(f"{self._servers[0]}.{name}")
-        return found
+        tool = super().tool(name)
+        if tool is None and self._servers:
+            tool = super().tool(f"{self._servers[0]}.{name}")
+        return tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +141,15 @@ class _McpTool:
     connection: _Connection
 
     async def run(self, arguments: Mapping[str, Any], *, timeout_s: float) -> str:
-        checked(arguments, json.loads(self.definition.parameters_json))
+        check_arguments(arguments, json.loads(self.definition.parameters_json))
         async with asyncio.timeout(timeout_s):
             return await self.connection.call(self.name, arguments)
 
 
 class _Connection:
-    """One server; a task of its own holds the connection, since the SDK's scopes must nest.
+    """One server. A task of its own holds the connection, since the SDK's scopes must nest.
 
-    A connection that breaks is made again, after a wait that grows; until then calls fail.
+    The task reconnects when the connection breaks, after a wait that grows; until then calls fail.
     """
 
     def __init__(self, name: str, server: McpServer, start_timeout_s: float) -> None:
@@ -158,7 +164,7 @@ class _Connection:
 
     @property
     def problem(self) -> str:
-        """Why no call can be made."""
+        """Return that the server is not connected, or an empty text."""
         return "" if self._client is not None else f"The MCP server {self._name} is not connected."
 
     async def open(self) -> None:
@@ -184,7 +190,7 @@ class _Connection:
             )
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text of a tool's result; ToolInputError when the server calls it an error."""
+        """Return the text of a tool's result; ToolInputError when the server reports an error."""
         client = self._client
         if client is None:
             raise ConnectionError(self.problem)
@@ -209,7 +215,7 @@ class _Connection:
             self._holder.cancel()
 
     async def _hold(self, ready: asyncio.Future[Any]) -> None:
-        """Connect, until told to leave; the first time an error is the caller's."""
+        """Keep the connection until `close`; the first connection's error goes to `open`."""
         wait_s = 0.5
         while not self._leave.is_set():
             self._broken.clear()
@@ -229,10 +235,10 @@ class _Connection:
                 failure_of(error, owner=Owner.TOOL, reason=Reason.MCP_GONE, what=what)
             finally:
                 self._client = None
-            await self._paused(wait_s)
+            await self._pause(wait_s)
             wait_s = min(wait_s * 2, 30.0)
 
-    async def _paused(self, seconds: float) -> None:
+    async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._leave.wait()
@@ -254,12 +260,12 @@ class _Connection:
         return InvalidConfig(
             f"The MCP server {self._name} ({where}) cannot be used: {why}.",
             reason=Reason.MCP_UNREACHABLE,
-            remedy="Run the command or open the address by hand, and mend what it says.",
+            remedy="Run the command or open the address by hand, and fix the error that it shows.",
         )
 
 
 def _client(server: McpServer) -> Any:
-    """The official SDK's client, not yet connected."""
+    """Return the official SDK's client, not yet connected."""
     try:
         import mcp
     except ImportError as error:
@@ -276,22 +282,22 @@ def _client(server: McpServer) -> Any:
     return mcp.Client(parameters)
 
 
-def _server(given: McpServer | Mapping[str, Any]) -> McpServer:
-    """A server as it is, or from a config's {"command": ..., "args": [...], "env": {...}}."""
-    if isinstance(given, McpServer):
-        return given
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+def _server(server: McpServer | Mapping[str, Any]) -> McpServer:
+    """Return the server, made from a config's {"command": ..., "args": [...]} if need be."""
+    if isinstance(server, McpServer):
+        return server
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in server.items()}
     try:
         return McpServer(**fields)
     except TypeError as error:
         raise InvalidConfig(
-            f"An MCP server is described by unknown fields: {error}.",
-            remedy="Give command, args and env, or url; and allowed if not all tools are.",
+            f"The config of an MCP server has unknown fields: {error}.",
+            remedy="Give command, args and env, or url; and allowed to offer only some tools.",
         ) from error
 
 
 def _content(part: Any) -> str:
-    """What one part of a result says; what is no text is named, never shown as a repr."""
+    """Return the text of one part of a result, or the type of a part without text."""
     text = getattr(part, "text", None)
     if isinstance(text, str):
         return text

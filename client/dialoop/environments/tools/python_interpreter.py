@@ -1,32 +1,37 @@
-r"""The transform that runs the Python a policy writes, in a sandbox.
+r"""The transform that runs the policy's Python code in a sandbox.
 
-The policy's message "```python\nprint(2 ** 2)\n```" is answered by a message of role `tool`:
+It answers the policy's message "```python\nprint(2 ** 2)\n```" with a message of role `tool`:
 "Code block 1 executed successfully:\n4\n".
 """
 
 from __future__ import annotations
 
+import re
+import textwrap
 from dataclasses import dataclass, field, replace
 
 from dialoop.chat import Message
 from dialoop.environments.episode import Episode, Opening, Outcome
 from dialoop.environments.failures import failure_of
-from dialoop.environments.tools.code_blocks import python_blocks
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.sandbox import Execution, PersistentInterpreter, Sandbox
 from dialoop.trajectory import Owner
 
 _STATE = "python_interpreter"
+_FENCE = "```"
+_FENCE_START = re.compile(rf"{_FENCE}(?:python3?|py)[ \t]*\r?\n", re.IGNORECASE)
+# A fence that ends a line: alone on it, or after the last line of code.
+_FENCE_END = re.compile(rf"^(?P<before>[^\n]*?){_FENCE}[ \t]*\r?$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonInterpreter(Transform):
     """Run each Python block of the policy's message and append one message per block.
 
-    `persistent`: one interpreter per episode, which remembers from block to block. Give several
-    transforms one `sandbox` to share its limits. Code that fails or times out is the policy's
-    doing and answered; a sandbox that fails ends the episode as an error of the tool.
+    If `persistent`, each episode has one interpreter, which keeps its variables from block to
+    block. Transforms with the same `sandbox` share its limits. If the code fails or times out, the
+    answer says so; if the sandbox fails, the episode ends as an error of the tool.
     """
 
     sandbox: Sandbox = field(default_factory=Sandbox)
@@ -38,13 +43,14 @@ class PythonInterpreter(Transform):
     def __post_init__(self) -> None:
         if self.timeout_s <= 0 or self.max_blocks < 1 or not self.tool_role:
             raise InvalidConfig(
-                "PythonInterpreter has no time, no block or no role.",
+                "`timeout_s` or `max_blocks` of PythonInterpreter is not above 0, or `tool_role` "
+                "is empty.",
                 remedy="Set timeout_s and max_blocks above 0, and tool_role to a role's name.",
             )
 
     @property
     def traits(self) -> Traits:
-        """Its role, and the sandbox's level and what that denies."""
+        """Return its role, and the sandbox's level with what that level denies."""
         isolation = self.sandbox.isolation
         return Traits(
             roles=(self.tool_role,),
@@ -55,13 +61,13 @@ class PythonInterpreter(Transform):
         )
 
     def reset(self, opening: Opening) -> Opening:
-        """A fresh interpreter for this episode, which starts with its first block."""
+        """Remember an interpreter for this episode; it starts with the first block."""
         if not self.persistent:
             return opening
         return opening.remember(**{_STATE: self.sandbox.interpreter()})
 
     async def step(self, outcome: Outcome) -> Outcome:
-        """Run the blocks in order; a failing one does not keep the next from running."""
+        """Run the blocks in order, also after one that fails."""
         if outcome.episode.done:
             return outcome
         for index, code in enumerate(python_blocks(outcome.episode.answer_text)):
@@ -88,7 +94,7 @@ class PythonInterpreter(Transform):
         await self.sandbox.close()
 
     async def close(self, episode: Episode) -> None:
-        """End this episode's interpreter; no other's."""
+        """End this episode's interpreter."""
         interpreter = episode.state.get(_STATE)
         if isinstance(interpreter, PersistentInterpreter):
             await interpreter.close()
@@ -104,3 +110,40 @@ class PythonInterpreter(Transform):
         else:
             text = f"Code block {number} failed:\n{execution.stderr}"
         return Message(role=self.tool_role, content=text)
+
+
+def python_blocks(text: str) -> tuple[str, ...]:
+    r"""Return the code of each closed ```python or ```py block, in order.
+
+    python_blocks("So:\n```python\nprint(1)\n```\n")      # ("print(1)\n",)
+
+    CRLF, blanks after the fences, and a closing fence at the end of a line of code are allowed. A
+    fence that is indented deeper than the block's own (in a docstring) does not close the block.
+    """
+    blocks, position = [], 0
+    while opening := _FENCE_START.search(text, position):
+        following = _FENCE_START.search(text, opening.end())
+        region_end = following.start() if following else len(text)
+        before = text[text.rfind("\n", 0, opening.start()) + 1 : opening.start()]
+        indent = len(before) if not before.strip() else 0
+        end, position = _end_of_block(text, opening.end(), region_end, indent)
+        if end < 0:
+            position = opening.end()
+            continue
+        code = text[opening.end() : end].replace("\r\n", "\n")
+        blocks.append(textwrap.dedent(code) if indent else code)
+    return tuple(blocks)
+
+
+def _end_of_block(text: str, start: int, region_end: int, indent: int) -> tuple[int, int]:
+    """Return where the code ends and where to go on; -1 twice when nothing closes it."""
+    region = text[start:region_end]
+    for closing in _FENCE_END.finditer(region):
+        before = closing["before"]
+        alone = not before.strip()
+        if alone and len(before) > indent:
+            continue
+        end = closing.start() if alone else closing.end("before")
+        return start + end, start + closing.end()
+    inline = region.find(_FENCE)
+    return (start + inline, start + inline + len(_FENCE)) if inline >= 0 else (-1, -1)

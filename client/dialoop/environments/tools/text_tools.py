@@ -1,4 +1,4 @@
-"""Tools the policy calls, and the transform that runs them.
+"""Tools that take one text, and the transform that runs them.
 
 def capital(country: str) -> str:
     if country not in CAPITALS:
@@ -26,19 +26,19 @@ from dialoop.trajectory import Failure, Owner
 
 
 class ToolInputError(Exception):
-    """The policy asked a tool for something it cannot do; its text becomes the tool's answer."""
+    """A mistake of the policy in a tool call; the error's text becomes the tool's answer."""
 
 
 class Tool(Protocol):
-    """A named tool; a plain function is one too, named by itself. Either may be async."""
+    """A named tool. A plain function is one too, under its own name. Either may be async."""
 
     @property
     def name(self) -> str:
-        """What the policy calls it."""
+        """Return the name that the policy uses."""
         ...
 
     def __call__(self, query: str) -> Any:
-        """The answer (its `str` is used); ToolInputError for a query that makes no sense."""
+        """Return the answer, of which `str` is used; raise ToolInputError for a bad query."""
         ...
 
 
@@ -46,7 +46,7 @@ ToolFunction = Tool | Callable[[str], Any]
 
 
 def cut(text: str, limit: int) -> str:
-    """At most `limit` characters, the last three of them dots where something was cut."""
+    """Return at most `limit` characters, the last three of them dots if the text was longer."""
     if len(text) <= limit:
         return text
     return text[: limit - 3] + "..." if limit > 3 else text[:limit]
@@ -56,8 +56,8 @@ def cut(text: str, limit: int) -> str:
 class ToolCalls(Transform):
     """Run the calls in the policy's message and append one message per call.
 
-    Only the message the policy sent is read, so nothing in a tool's text can call or submit. A
-    failing tool (any exception but ToolInputError, or a timeout) ends the episode as an error.
+    It reads only the policy's own message, so nothing in a tool's text can call or submit. If a
+    tool fails (any exception but ToolInputError, or a timeout), the episode ends as an error.
     """
 
     tools: Mapping[str, ToolFunction] | Sequence[ToolFunction]
@@ -70,27 +70,27 @@ class ToolCalls(Transform):
     def __post_init__(self) -> None:
         if len(self._by_name()) != len(self.tools):
             raise InvalidConfig(
-                f"Two tools have one name: {', '.join(map(name_of, self.tools))}.",
+                f"Two tools have the same name: {', '.join(map(name_of, self.tools))}.",
                 remedy="Give the tools as a dict with a name for each.",
             )
         if self.max_tool_response < 1 or self.max_calls < 1 or self.timeout_s <= 0:
             raise InvalidConfig(
-                "A limit of ToolCalls is not positive.",
+                "`max_tool_response`, `max_calls` or `timeout_s` of ToolCalls is not above 0.",
                 remedy="Set max_tool_response, max_calls and timeout_s above 0.",
             )
 
     @property
     def traits(self) -> Traits:
-        """The tools' names, and where the policy's message stops."""
+        """Return the tools' names, role and stop string."""
         return Traits(stop=(self.syntax.call,), tools=tuple(self._by_name()), roles=(self.role,))
 
     async def step(self, outcome: Outcome) -> Outcome:
-        """Run each call in turn; the first failure ends it."""
+        """Run each call in turn, up to the first tool that fails."""
         if outcome.episode.done:
             return outcome
         for number, span in enumerate(self.syntax.spans(outcome.episode.answer_text)):
             if number == self.max_calls:
-                return self._answered(outcome, "Too many calls.")
+                return self._answer(outcome, "Too many calls.")
             outcome = await self._run(outcome, span)
             if outcome.episode.done:
                 return outcome
@@ -99,21 +99,21 @@ class ToolCalls(Transform):
     async def _run(self, outcome: Outcome, span: str) -> Outcome:
         name, query = parse_span(span)
         if name is None or query is None:
-            return self._answered(outcome, "Unknown tool call.")
+            return self._answer(outcome, "Unknown tool call.")
         tool = self._by_name().get(name)
         if tool is None:
-            return self._answered(outcome, f"Unknown tool {name}.")
+            return self._answer(outcome, f"Unknown tool {name}.")
         outcome = replace(outcome, num_tool_calls=outcome.num_tool_calls + 1)
         try:
-            # str() belongs in here: it is the tool's code too.
+            # str() is inside the `try` because it runs the tool's code too.
             text = str(await call(tool, query, timeout_s=self.timeout_s))
         except ToolInputError as error:
             text = f"Tool error: {error}"
         except Exception as error:
             return outcome.fail(self._failure(error, name))
-        return self._answered(outcome, text)
+        return self._answer(outcome, text)
 
-    def _answered(self, outcome: Outcome, text: str) -> Outcome:
+    def _answer(self, outcome: Outcome, text: str) -> Outcome:
         content = cut(text, self.max_tool_response) + self.syntax.response
         return outcome.append(Message(role=self.role, content=content))
 

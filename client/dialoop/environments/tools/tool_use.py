@@ -14,7 +14,7 @@ from dialoop.environments.episode import Outcome
 from dialoop.environments.failures import failure_of
 from dialoop.environments.tools.function_tools import ArgumentTool, FunctionTool
 from dialoop.environments.tools.text_tools import ToolInputError, cut
-from dialoop.environments.tools.tool_syntaxes import AskedCall, NativeCalls, ToolSyntax
+from dialoop.environments.tools.tool_syntaxes import NativeCalls, ParsedCall, ToolSyntax
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
@@ -26,10 +26,11 @@ ToolFailures = Literal["end", "tell"]
 class ToolUse(Transform):
     """Run the calls of the policy's message in order and append one message per call.
 
-    What the policy got wrong (an unknown tool, bad arguments, ToolInputError) is told to it. What a
-    tool got wrong (any other exception, a timeout) is told too, and with `tool_failures="end"` the
-    episode then ends as an error that is never scored; "tell" lets it go on, for tools whose
-    failures are the policy's doing. `stop_on_error` skips the calls after one that went wrong.
+    The answer to a call reports the policy's mistakes (an unknown tool, bad arguments,
+    ToolInputError) and the tool's failures (any other exception, a timeout). After a tool's failure
+    the episode ends with `tool_failures="end"` as an error that is never scored. It goes on with
+    "tell", for tools whose failures the policy causes. `stop_on_error` skips the calls after one
+    that went wrong.
     """
 
     def __init__(  # noqa: PLR0913 - the options are the interface
@@ -47,7 +48,7 @@ class ToolUse(Transform):
     ) -> None:
         if timeout_s <= 0 or max_calls < 1 or max_tool_response < 1:
             raise InvalidConfig(
-                "A limit of ToolUse is not positive.",
+                "`timeout_s`, `max_calls` or `max_tool_response` of ToolUse is not above 0.",
                 remedy="Set timeout_s, max_calls and max_tool_response above 0.",
             )
         if tool_failures not in ("end", "tell"):
@@ -62,12 +63,12 @@ class ToolUse(Transform):
         self._tool_failures = tool_failures
         self._max_calls = max_calls
         self._max_tool_response = max_tool_response
-        # Begin each answer with whether the call worked, as MCP's transform does.
+        # Whether each answer begins with whether the call worked; McpTools needs this.
         self._show_outcome = show_outcome
 
     @property
     def traits(self) -> Traits:
-        """The tools' names and schemas; they need messages to stand in."""
+        """Return the tools' names and schemas, and that it needs messages."""
         return Traits(
             tools=tuple(self._tools),
             tool_definitions=tuple(tool.definition for tool in self._tools.values()),
@@ -76,20 +77,20 @@ class ToolUse(Transform):
         )
 
     def tool(self, name: str) -> ArgumentTool | None:
-        """The tool of that name."""
+        """Return the tool with this name, or None."""
         return self._tools.get(name)
 
     async def step(self, outcome: Outcome) -> Outcome:
-        """Answer each call; the failures of all of them are known before the episode ends."""
+        """Answer each call, then end the episode if a tool failed."""
         answer = outcome.episode.answer
         if outcome.episode.done or answer is None:
             return outcome
         failures: list[Failure] = []
-        for number, asked in enumerate(self._syntax.calls(answer)):
+        for number, parsed in enumerate(self._syntax.calls(answer)):
             if number == self._max_calls:
-                outcome = self._answered(outcome, asked, "too many calls.", worked=False)
+                outcome = self._answer(outcome, parsed, "too many calls.", worked=False)
                 break
-            outcome, worked, failure = await self._run(outcome, asked)
+            outcome, worked, failure = await self._run(outcome, parsed)
             failures += [failure] if failure else []
             if self._stop_on_error and not worked:
                 break
@@ -99,38 +100,38 @@ class ToolUse(Transform):
         return outcome
 
     async def _run(
-        self, outcome: Outcome, asked: AskedCall
+        self, outcome: Outcome, parsed: ParsedCall
     ) -> tuple[Outcome, bool, Failure | None]:
-        tool = self.tool(asked.name)
-        problem = asked.problem or ("" if tool else f"unknown tool {asked.name[:40]}.")
+        tool = self.tool(parsed.name)
+        problem = parsed.problem or ("" if tool else f"unknown tool {parsed.name[:40]}.")
         if tool is None or problem:
-            return self._answered(outcome, asked, problem, worked=False), False, None
+            return self._answer(outcome, parsed, problem, worked=False), False, None
         outcome = replace(outcome, num_tool_calls=outcome.num_tool_calls + 1)
         try:
-            text = await tool.run(asked.arguments, timeout_s=self._timeout_s)
+            text = await tool.run(parsed.arguments, timeout_s=self._timeout_s)
         except ToolInputError as error:
-            return self._answered(outcome, asked, str(error), worked=False), False, None
+            return self._answer(outcome, parsed, str(error), worked=False), False, None
         except Exception as error:
             reason = Reason.TOOL_TIMEOUT if isinstance(error, TimeoutError) else Reason.TOOL_FAILED
-            what = f"Tool {asked.name}"
+            what = f"Tool {parsed.name}"
             failure = failure_of(error, owner=Owner.TOOL, reason=reason, what=what)
-            said = "it took too long." if reason == Reason.TOOL_TIMEOUT else failure.message
-            return self._answered(outcome, asked, said, worked=False), False, failure
-        return self._answered(outcome, asked, text, worked=True), True, None
+            problem_text = "it took too long." if reason == Reason.TOOL_TIMEOUT else failure.message
+            return self._answer(outcome, parsed, problem_text, worked=False), False, failure
+        return self._answer(outcome, parsed, text, worked=True), True, None
 
-    def _answered(self, outcome: Outcome, asked: AskedCall, text: str, *, worked: bool) -> Outcome:
+    def _answer(self, outcome: Outcome, parsed: ParsedCall, text: str, *, worked: bool) -> Outcome:
         text = cut(text, self._max_tool_response)
-        name = asked.name or "?"
+        name = parsed.name or "?"
         if self._show_outcome:
             text = f"Tool {name} {'executed successfully' if worked else 'failed'}:\n{text}"
         elif not worked:
             text = f"Tool error: {text}"
-        message = Message(role=self._role, content=text, tool_call_id=asked.id, name=asked.name)
+        message = Message(role=self._role, content=text, tool_call_id=parsed.id, name=parsed.name)
         return outcome.append(message)
 
 
 class EndWithoutCalls(Transform):
-    """A message without a tool call terminates the episode: NO_CALL."""
+    """Terminate the episode (NO_CALL) at a message without a tool call."""
 
     def __init__(self, syntax: ToolSyntax | None = None) -> None:
         self._syntax = syntax or NativeCalls()
@@ -146,13 +147,13 @@ class EndWithoutCalls(Transform):
 def _by_name(
     tools: Sequence[ArgumentTool | Callable[..., Any]],
 ) -> dict[str, ArgumentTool]:
-    found: dict[str, ArgumentTool] = {}
-    for given in tools:
-        tool: Any = given if hasattr(given, "definition") else FunctionTool(given)
-        if tool.definition.name in found:
+    by_name: dict[str, ArgumentTool] = {}
+    for function in tools:
+        tool: Any = function if hasattr(function, "definition") else FunctionTool(function)
+        if tool.definition.name in by_name:
             raise InvalidConfig(
-                f"Two tools have one name: {tool.definition.name}.",
+                f"Two tools have the same name: {tool.definition.name}.",
                 remedy="Name them with FunctionTool(function, name=...).",
             )
-        found[tool.definition.name] = tool
-    return found
+        by_name[tool.definition.name] = tool
+    return by_name

@@ -1,1 +1,5 @@
-"""What runs inside: stdlib only, started by path with `python -I -S`, nothing of Dialoop."""
+"""The fork server and the interpreters that confine themselves and run code.
+
+`python -I -S` starts them by path, so they import only the standard library and each other. Code
+enters on a channel; a status and two output files leave.
+"""

@@ -1,4 +1,4 @@
-"""Everything a process gives up before it runs code that nobody has read."""
+"""The rights that a process gives up before it runs untrusted code."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _CAPABILITY_VERSION_3 = 0x20080522
 
 
 def confine(rules: dict[str, Any]) -> None:
-    """Limits, capabilities, Landlock, system calls: in this order, and for good.
+    """Restrict limits, capabilities, Landlock and system calls, in this order and for good.
 
-    `rules` is what `dialoop.sandbox.limits.rules_of` makes. OSError when a step is refused.
+    `dialoop.sandbox.programs.rules_of` makes `rules`. Raise OSError when the kernel refuses a step.
     """
-    os.nice(10)  # the service answers first
+    os.nice(10)  # leave the processor to the service
     with contextlib.suppress(OSError):  # no /proc inside bubblewrap
-        _be_the_first_to_go()
+        _prefer_for_oom_kill()
     _limit(rules)
     _drop_capabilities()
     prctl(PR_SET_NO_NEW_PRIVS, 1)
@@ -37,8 +37,8 @@ def confine(rules: dict[str, Any]) -> None:
     install(reads=rules["level"] != "rlimits", writes=rules["level"] == "bubblewrap")
 
 
-def _be_the_first_to_go() -> None:
-    """When the machine runs out of memory."""
+def _prefer_for_oom_kill() -> None:
+    """Let the kernel kill this process first when memory runs out."""
     fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
     os.write(fd, b"1000")
     os.close(fd)

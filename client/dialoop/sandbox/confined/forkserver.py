@@ -1,13 +1,13 @@
 """The fork server: a small process without secrets that starts, ends and reaps interpreters.
 
-It speaks with the service over one SOCK_SEQPACKET socket, one JSON object per packet:
+It and the service talk over one SOCK_SEQPACKET socket, with one JSON object per packet:
 
     {"spawn": 7, "rules": {...}, "program": null | [...]} with three descriptors: channel, out, err
     {"kill": 7}
-    {"ended": 7, "status": 9}      from here, once the process is gone
+    {"ended": 7, "status": 9}      from here, when the process has ended
     {"error": "...", "id": 7}      from here, when it could not be started
 
-When the socket closes (the service is gone, however that came) all interpreters are killed.
+When the socket closes, because the service has ended in any way, it kills all interpreters.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .libc import PR_SET_PDEATHSIG, prctl
 from .work import work
 
 
-# Loaded once and shared; at level `rlimits` nothing else can be imported afterwards.
 def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
+# Loaded once and shared by all interpreters; at level `rlimits` code can import nothing else.
 _PRELOADED = _words(
     """
     abc argparse array ast asyncio base64 binascii bisect bz2 cProfile calendar cmath codecs
@@ -48,15 +48,15 @@ _PRELOADED = _words(
 _MAX_PACKET = 1 << 16
 
 
-class ForkServer:
-    """One process per id."""
+class _Server:
+    """The interpreters by process id, and the loop that serves the service's orders."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._ids: dict[int, int] = {}
 
     def run(self) -> None:
-        """Work until the service closes its end."""
+        """Serve orders until the service closes its end."""
         woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -86,7 +86,7 @@ class ForkServer:
             return False
         order = json.loads(packet)
         if "kill" in order:
-            for pid in [pid for pid, known in self._ids.items() if known == order["kill"]]:
+            for pid in [pid for pid, number in self._ids.items() if number == order["kill"]]:
                 _kill(pid)
             return True
         self._spawn(order, fds)
@@ -95,7 +95,7 @@ class ForkServer:
         return True
 
     def _spawn(self, order: dict[str, Any], fds: list[int]) -> None:
-        # Not asked for by the child: had this process ended by then, it would get another's id.
+        # Read before the fork: if this process ended, the child's getppid() would be another id.
         server = os.getpid()
         try:
             pid = os.fork()
@@ -114,12 +114,12 @@ class ForkServer:
             self._report({"ended": self._ids.pop(pid), "status": status})
 
     def _report(self, report: dict[str, Any]) -> None:
-        with suppress(OSError):  # the service is gone, which ends the loop by itself
+        with suppress(OSError):  # the service is gone, and the closed socket ends the loop
             self._control.send(json.dumps(report).encode())
 
 
 def _kill(pid: int) -> None:
-    # A child that has just been forked has no group of its own yet.
+    # A child that was just forked has no group of its own yet, so kill both.
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     with suppress(ProcessLookupError):
@@ -127,7 +127,7 @@ def _kill(pid: int) -> None:
 
 
 def _become(order: dict[str, Any], fds: list[int], server: int) -> NoReturn:
-    """The child's whole life."""
+    """Run the child: arrange its descriptors, then execute a program or work; never return."""
     status = 1
     try:
         os.setsid()
@@ -149,7 +149,7 @@ def _become(order: dict[str, Any], fds: list[int], server: int) -> NoReturn:
 
 
 def _arrange(fds: list[int]) -> None:
-    """Input from nowhere, outputs and channel as 1, 2 and 3, and no other descriptor."""
+    """Set /dev/null as 0, outputs and channel as 1, 2 and 3, and close all other descriptors."""
     channel, out, err = (os.dup(fd) for fd in fds)
     nowhere = os.open(os.devnull, os.O_RDONLY)
     # All copies are above 3: the control socket and the wakeup pipe were opened before.
@@ -159,12 +159,12 @@ def _arrange(fds: list[int]) -> None:
 
 
 def main(control_fd: int) -> None:
-    """The fork server's whole life."""
+    """Run the fork server until the service closes the control socket."""
     for name in _PRELOADED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    server = ForkServer(socket.socket(fileno=control_fd))
+    server = _Server(socket.socket(fileno=control_fd))
     try:
         server.run()
     finally:

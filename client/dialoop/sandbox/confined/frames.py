@@ -9,7 +9,7 @@ _LENGTH = struct.Struct("!I")
 
 
 def read_frame(fd: int) -> bytes | None:
-    """The next frame; None at the end of the stream."""
+    """Return the next frame; None at the end of the stream."""
     head = _read_exactly(fd, _LENGTH.size)
     if head is None:
         return None
@@ -17,7 +17,7 @@ def read_frame(fd: int) -> bytes | None:
 
 
 def write_frame(fd: int, content: bytes) -> None:
-    """Send one frame; OSError when nobody reads any more."""
+    """Send one frame; OSError when the other end is closed."""
     rest = memoryview(_LENGTH.pack(len(content)) + content)
     while rest:
         rest = rest[os.write(fd, rest) :]

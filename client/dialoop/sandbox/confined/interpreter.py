@@ -1,7 +1,7 @@
-"""The interpreter inside: reads code, runs it in one namespace, says whether it succeeded.
+"""The confined interpreter: it reads code, runs it in one namespace, and reports success.
 
-A request is a nonce of 16 bytes and the code; the answer is the nonce and one byte. What the code
-prints goes to descriptors 1 and 2, which are files that the other side reads.
+A request is a nonce of 16 bytes and the code; the answer is the nonce and one byte. The code's
+output goes to descriptors 1 and 2, which are files that the service reads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NAME = "<code>"
 
 
 class _Capped(io.RawIOBase):
-    """A descriptor that swallows what exceeds its limit."""
+    """A descriptor that drops all output above its limit."""
 
     def __init__(self, fd: int, limit: int) -> None:
         self._fd, self._left = fd, limit
@@ -52,7 +52,7 @@ class _Capped(io.RawIOBase):
 def serve(max_output_bytes: int) -> None:
     """Answer requests until the channel closes."""
     main = ModuleType("__main__")
-    # `site` would add them, and with it folders to import from.
+    # `site` would add these, but also folders to import from.
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
     sys.modules["__main__"] = main
     write_frame(CHANNEL, bytes(NONCE_BYTES) + bytes([SUCCEEDED]))
@@ -66,11 +66,11 @@ def serve(max_output_bytes: int) -> None:
 
 
 def _run(code: str, namespace: dict[str, Any], limit: int) -> int:
-    # One byte more than will be read tells the reader that there was more, even of code that
-    # never comes back.
+    # The service reads up to the limit, so one byte more shows that there was more output, also
+    # when the code never returns.
     out, err = (_text(_Capped(fd, limit + 1)) for fd in (1, 2))
     sys.stdout, sys.stderr = out, err
-    status = SUCCEEDED if _executed(code, namespace, err) else FAILED
+    status = SUCCEEDED if _execute(code, namespace, err) else FAILED
     for stream in (out, err):
         if not stream.closed:
             stream.flush()
@@ -82,15 +82,15 @@ def _text(stream: _Capped) -> io.TextIOWrapper:
     return io.TextIOWrapper(buffered, "utf-8", "backslashreplace", line_buffering=True)
 
 
-def _executed(code: str, namespace: dict[str, Any], err: io.TextIOWrapper) -> bool:
+def _execute(code: str, namespace: dict[str, Any], err: io.TextIOWrapper) -> bool:
     linecache.cache[_NAME] = (len(code), None, code.splitlines(keepends=True), _NAME)
     try:
         exec(compile(code, _NAME, "exec", dont_inherit=True), namespace)
-    except SystemExit as leaving:
-        if leaving.code not in (None, 0) and not isinstance(leaving.code, int):
-            err.write(f"{leaving.code}\n")
-        return leaving.code in (None, 0)
-    except BaseException as error:  # KeyboardInterrupt too: it is the code's own doing
+    except SystemExit as exit_:
+        if exit_.code not in (None, 0) and not isinstance(exit_.code, int):
+            err.write(f"{exit_.code}\n")
+        return exit_.code in (None, 0)
+    except BaseException as error:  # KeyboardInterrupt too, which only the code itself raises
         own = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(type(error), error, own))
         if not err.closed:

@@ -1,4 +1,4 @@
-"""Landlock: read only below the named paths, write and execute nowhere, reach no port.
+"""Landlock: the process can read only below the named paths, not write or execute or connect.
 
 Structures and constants: include/uapi/linux/landlock.h.
 """
@@ -33,13 +33,13 @@ class _PathBeneath(ctypes.Structure):
 
 
 def abi() -> int:
-    """The kernel's Landlock version; OSError where it is off or unknown."""
+    """Return the kernel's Landlock version; OSError if it is off or unknown."""
     number = this_machine()[1]["landlock_create_ruleset"]
     return syscall(number, None, ctypes.c_size_t(0), ctypes.c_uint32(_FLAG_VERSION))
 
 
 def restrict(readable: Iterable[str]) -> None:
-    """Confine this process for good; paths that do not exist are left out."""
+    """Confine this process for good; ignore paths that do not exist."""
     version, numbers = abi(), this_machine()[1]
     rules = _Ruleset(
         fs=_FS_RIGHTS.get(version, _ALL_FS_RIGHTS),

@@ -1,4 +1,4 @@
-"""The four system calls Python has no function for."""
+"""System calls for which Python has no function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PR_SET_NO_NEW_PRIVS = 38
 
 
 def syscall(number: int, *arguments: object) -> int:
-    """The call's result; OSError when it is refused."""
+    """Make a system call and return its result; OSError when the kernel refuses it."""
     result = int(_LIBC.syscall(ctypes.c_long(number), *arguments))
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -21,7 +21,7 @@ def syscall(number: int, *arguments: object) -> int:
 
 
 def prctl(option: int, argument: int, pointer: object = None) -> None:
-    """Set one property of this process; OSError when it is refused."""
+    """Set one property of this process; OSError when the kernel refuses it."""
     more = ctypes.c_ulong(0) if pointer is None else pointer
     zero = ctypes.c_ulong(0)
     if _LIBC.prctl(ctypes.c_int(option), ctypes.c_ulong(argument), more, zero, zero) != 0:

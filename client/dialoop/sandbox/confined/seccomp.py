@@ -1,7 +1,7 @@
-"""The system call filter: what is not on the list does not happen.
+"""The system call filter, which refuses every call that is not on its list.
 
-It is a list of what is allowed, since a list of what is forbidden ages with each kernel. Structures
-and constants: include/uapi/linux/{filter,seccomp,audit}.h.
+It lists allowed calls, since a list of forbidden ones would miss the new calls of later kernels.
+Structures and constants: include/uapi/linux/{filter,seccomp,audit}.h.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Program(ctypes.Structure):
 
 
 def install(*, reads: bool, writes: bool) -> None:
-    """Filter this process for good; needs PR_SET_NO_NEW_PRIVS before."""
+    """Filter this process for good; set PR_SET_NO_NEW_PRIVS before."""
     program = filter_program(reads=reads, writes=writes, own_pid=os.getpid())
     packed = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(packed)
@@ -80,7 +80,7 @@ def install(*, reads: bool, writes: bool) -> None:
 
 
 def filter_program(*, reads: bool, writes: bool, own_pid: int) -> list[Instruction]:
-    """The filter: `reads` allows opening files for reading, `writes` everything with files."""
+    """Return the filter: `reads` allows opening files for reading, `writes` all file calls."""
     arch, numbers = this_machine()
     names = [*_ALWAYS, *(_READS if reads else ()), *(_WRITES if writes else ())]
     program = [
@@ -100,7 +100,7 @@ def filter_program(*, reads: bool, writes: bool, own_pid: int) -> list[Instructi
 
 
 def _conditions(*, reads: bool, writes: bool, own_pid: int) -> list[tuple[str, list[Instruction]]]:
-    """What is allowed only with some arguments; whatever else is refused."""
+    """Return checks for calls that are allowed only with some arguments, or refused."""
     no_prlimit_of_others = [*_among(0, (0, own_pid)), *_null(2), (_RETURN, 0, 0, _ALLOW)]
     conditions = [
         ("ioctl", _if_among(1, _IOCTLS)),
@@ -110,21 +110,21 @@ def _conditions(*, reads: bool, writes: bool, own_pid: int) -> list[tuple[str, l
         ("tkill", _if_among(0, (own_pid,))),
         ("tgkill", _if_among(0, (own_pid,))),
         ("prlimit64", no_prlimit_of_others),
-        # What asyncio wakes itself with. Only streams: a datagram could be sent to any socket.
+        # asyncio's wake-up uses these. Only streams, since a datagram can go to any socket.
         ("socketpair", [*_among(0, (_AF_UNIX,)), *_if_among(1, _STREAMS)]),
         ("sendto", [*_null(4), (_RETURN, 0, 0, _ALLOW)]),
     ]
     if writes:
         return conditions
-    opening = {"open": 1, "openat": 2}
+    open_flags = {"open": 1, "openat": 2}
     no_writing = [
         (name, _if_none(flags, _WRITING) if reads else [_refuse(errno.EACCES)])
-        for name, flags in opening.items()
+        for name, flags in open_flags.items()
     ]
     refused = [
         (name, [_refuse(errno.EACCES)])
         for name in (*_WRITES, *(() if reads else _READS))
-        if name not in opening
+        if name not in open_flags
     ]
     return conditions + no_writing + refused
 
@@ -134,7 +134,7 @@ def _refuse(code: int) -> Instruction:
 
 
 def _among(argument: int, values: Sequence[int]) -> list[Instruction]:
-    """Go on when the argument's lower half (all that an int has) is one of these."""
+    """Continue if the argument's lower half (the whole of an int) is one of these values."""
     checks: list[Instruction] = [
         (_JUMP_EQUAL, len(values) - index, 0, value & 0xFFFFFFFF)
         for index, value in enumerate(values)
@@ -156,7 +156,7 @@ def _if_none(argument: int, bits: int) -> list[Instruction]:
 
 
 def _null(argument: int) -> list[Instruction]:
-    """Go on when the pointer is null, both halves of it."""
+    """Continue if both halves of the pointer are null."""
     offset = _ARGUMENTS + 8 * argument
     return [
         (_LOAD, 0, 0, offset),

@@ -1,4 +1,4 @@
-"""System call numbers by name; those a machine lacks are left out of its table.
+"""System call numbers by name. A machine's table has only the calls of that machine.
 
 The kernel's tables: arch/x86/entry/syscalls/syscall_64.tbl and asm-generic/unistd.h.
 """
@@ -274,7 +274,7 @@ MACHINES = {"x86_64": (0xC000003E, X86_64), "aarch64": (0xC00000B7, AARCH64)}
 
 
 def this_machine() -> tuple[int, dict[str, int]]:
-    """AUDIT_ARCH and the table of this machine; OSError where there is none."""
+    """Return AUDIT_ARCH and the table of this machine; OSError if there is none."""
     machine = os.uname().machine
     if machine not in MACHINES:
         raise OSError(f"there is no system call table for {machine}")

@@ -1,4 +1,4 @@
-"""A confined interpreter's whole life; what bubblewrap starts, and what the fork server forks."""
+"""The work of a confined interpreter, which bubblewrap starts or the fork server forks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def work(rules: dict[str, Any]) -> None:
-    """Give up everything, then run what comes."""
+    """Confine this process, then serve code until the channel closes."""
     sys.path.extend(rules["packages"])
     confine(rules)
     serve(rules["max_output_bytes"])
