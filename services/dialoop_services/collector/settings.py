@@ -13,7 +13,7 @@ from dialoop.trajectory import Purpose, SamplingParams, Task
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from dialoop_services.collector.mixture import Ingredient, Mixture
+from dialoop_services.collector.mixture import Mixture, TaskStream
 from dialoop_services.config.job import JobConfig
 from dialoop_services.config.settings import JobSettings
 from dialoop_services.config.tables import CollectorSection, EnvironmentSection
@@ -74,13 +74,13 @@ class CollectorSettings(JobSettings, CollectorSection):
     @property
     def mixture(self) -> Mixture:
         """What is offered, the main environment first."""
-        ingredients = (
-            Ingredient(
+        streams = (
+            TaskStream(
                 environment=section.served_name, split=section.train_split, weight=section.weight
             )
             for section in (self.environment, *self.environments)
         )
-        return Mixture(tuple(ingredients), self.shuffle_seed)
+        return Mixture(tuple(streams), self.shuffle_seed)
 
     def sampling_of(self, task: Task, environment_stop: tuple[str, ...]) -> SamplingParams:
         """The task's own sampling, its gaps filled from here."""

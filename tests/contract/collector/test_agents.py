@@ -22,7 +22,7 @@ from dialoop.trajectory import (
     Stage,
     Task,
 )
-from dialoop_services.collector.agents import Agents, RecordingReplicas, loaded_agents
+from dialoop_services.collector.agents import Agents, RecordingReplicas, load_agents
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.learning.loss.loss_loading import load_objective
 from dialoop_services.learning.model.policy import load_policy
@@ -185,12 +185,12 @@ def test_agents_are_loaded_by_import_path():
 def test_agents_need_every_replicas_rest_door():
     environment = {"agent": f"{__name__}:ask_once"}
     with pytest.raises(InvalidConfig) as caught:
-        loaded_agents(CollectorSettings(environment=environment))
+        load_agents(CollectorSettings(environment=environment))
     assert caught.value.reason == "NO_REST_ADDRESS"
     addresses = ["127.0.0.1:1"]
     known = CollectorSettings(environment=environment, inference_rest_addresses=addresses)
-    assert loaded_agents(known) == {"arithmetic": ask_once}
-    assert loaded_agents(CollectorSettings()) == {}
+    assert load_agents(known) == {"arithmetic": ask_once}
+    assert load_agents(CollectorSettings()) == {}
 
 
 class _Away:

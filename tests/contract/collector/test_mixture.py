@@ -11,7 +11,7 @@ from dialoop.environments import ChatEnv, MaxTurns, RowTasks, arithmetic
 from dialoop.errors import InvalidConfig
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.trajectory import Task
-from dialoop_services.collector.mixture import Cursor, Ingredient, Mixture
+from dialoop_services.collector.mixture import Cursor, Mixture, TaskStream
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.collector.task_supply import TaskSupply
 
@@ -97,13 +97,13 @@ async def test_both_environments_are_played():
 
 
 def test_one_environment_cannot_be_named_twice():
-    twice = (Ingredient(environment="a"), Ingredient(environment="a", weight=2.0))
+    twice = (TaskStream(environment="a"), TaskStream(environment="a", weight=2.0))
     with pytest.raises(InvalidConfig, match="are one"):
         Mixture(twice)
 
 
 def test_a_cursor_is_read_as_it_was_written():
-    first = Ingredient(environment="a")
+    first = TaskStream(environment="a")
     cursor = Cursor(position=7, tokens={"a/train": "0:3", "b/train": "1:0"})
     assert Cursor.read(str(cursor), first) == cursor
     assert Cursor.read("0:5", first) == Cursor(tokens={"a/train": "0:5"})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from dialoop.v1 import environment_service_pb2 as env
-from dialoop_services.rest.lenient_json import reread
+from dialoop_services.rest.lenient_json import read_leniently
 from google.protobuf import descriptor_pool
 
 from tests.contract.rest.test_congruence import ANSWER, KEY
@@ -28,10 +28,10 @@ def settled(told: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("prompt", "warned"),
     [
-        (USER, "history.prompt: a single message stands where a history is expected"),
+        (USER, "history.prompt: there is a single message where a history is expected"),
         (
             {"messages": USER},
-            "history.prompt.messages: a single message stands where a list of messages is expected",
+            "history.prompt.messages: there is a single message where a list of messages is",
         ),
         ([USER], ""),
     ],
@@ -114,9 +114,12 @@ async def test_nothing_is_promoted_where_the_answer_cannot_say_so():
 
 def test_a_right_body_is_left_alone():
     descriptor = env.StepRequest.DESCRIPTOR
-    assert reread(b'{"history": {"response": {"messages": []}}, "episode": 1}', descriptor) is None
-    assert reread(b"[1", descriptor) is None
-    assert reread(b"[" * 100_000, descriptor) is None
+    assert (
+        read_leniently(b'{"history": {"response": {"messages": []}}, "episode": 1}', descriptor)
+        is None
+    )
+    assert read_leniently(b"[1", descriptor) is None
+    assert read_leniently(b"[" * 100_000, descriptor) is None
 
 
 def test_every_answer_to_a_question_in_messages_can_say_what_it_made_of_it():

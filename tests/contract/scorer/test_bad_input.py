@@ -18,8 +18,8 @@ from dialoop.trajectory import (
     SamplingParams,
     Stage,
 )
-from dialoop_services.scorer.desk import Desk
 from dialoop_services.scorer.scoring import Scoring
+from dialoop_services.scorer.servicer import SerialScorer
 from dialoop_services.scorer.settings import ScorerSettings
 from dialoop_services.scorer.worker import ScorerWorker
 
@@ -68,10 +68,10 @@ async def appended(w: World, *groups: Group) -> list[Appended]:
 
 
 @asynccontextmanager
-async def scoring(w: World, desk: Desk) -> AsyncIterator[None]:
+async def scoring(w: World, scorer: SerialScorer) -> AsyncIterator[None]:
     settings = ScorerSettings(run=RUN, worker="s", wait_s=0.2)
     stopping = asyncio.Event()
-    running = asyncio.create_task(ScorerWorker(settings, w.replay, desk).run(stopping))
+    running = asyncio.create_task(ScorerWorker(settings, w.replay, scorer).run(stopping))
     try:
         yield
     finally:
@@ -92,7 +92,7 @@ async def test_what_cannot_be_scored_is_a_dead_letter_that_says_why_and_the_rest
     caplog.set_level(logging.WARNING)
     async with world() as w:
         assert not [one.reason for one in await appended(w, *groups) if one.is_rejected]
-        async with scoring(w, Desk(Scoring(reference=Flat()), None)):
+        async with scoring(w, SerialScorer(Scoring(reference=Flat()), None)):
             await w.until(lambda c: c.num_groups_dropped == {"dead_letter": 3})
             await w.until(lambda c: c.num_groups_scored == 1)
         letters = {one.group_id: one for one in await w.replay.list_dead_letters(RUN)}
@@ -116,7 +116,7 @@ async def test_a_scorer_that_can_score_nothing_says_so_loudly(
     good = [named(make_group(0.0, 1.0, task_id=f"good{n}")) for n in range(num_good)]
     async with world() as w:
         await appended(w, *alone[:8], *good, *alone[8:])
-        async with scoring(w, Desk(Scoring(), None)):
+        async with scoring(w, SerialScorer(Scoring(), None)):
             await w.until(lambda c: c.num_groups_dropped == {"dead_letter": 16})
             await w.until(lambda c: c.num_groups_scored == num_good)
     said = [one for one in caplog.messages if "16 groups could not be scored" in one]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from dialoop.errors import InvalidInput
 from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.scorer.__main__ import make_desk
+from dialoop_services.scorer.__main__ import make_scorer
 from dialoop_services.scorer.reference import load_reference
 from dialoop_services.scorer.settings import ScorerSettings
 from transformers import AutoModelForCausalLM
@@ -60,7 +60,7 @@ def test_tokens_outside_the_vocabulary_are_refused(directory):
 
 async def test_the_settings_turn_reference_logprobs_on(directory, own):
     settings = ScorerSettings(model_dir=directory, reference_logprobs=True, kl_coefficient=0.1)
-    scored = await make_desk(settings).score(make_group(0.0, 1.0))
+    scored = await make_scorer(settings).score(make_group(0.0, 1.0))
     found = scored.trajectories[0].sequences[0].ref_logprobs
     assert np.abs(found - own([5, 8, 2, 11, 12])[-2:]).max() < 1e-4
     kl = float(sum(np.array([-0.5, -1.25]) - found))
@@ -68,7 +68,7 @@ async def test_the_settings_turn_reference_logprobs_on(directory, own):
 
 
 async def test_a_reference_nobody_scores_with_still_answers_logprobs(directory):
-    desk = make_desk(ScorerSettings(model_dir=directory))
-    scored = await desk.score(make_group(0.0, 1.0))
+    scorer = make_scorer(ScorerSettings(model_dir=directory))
+    scored = await scorer.score(make_group(0.0, 1.0))
     assert len(scored.trajectories[0].sequences[0].ref_logprobs) == 0
-    assert [len(row) for row in await desk.logprobs([[1, 2, 3]])] == [2]
+    assert [len(row) for row in await scorer.logprobs([[1, 2, 3]])] == [2]

@@ -18,10 +18,9 @@ from dialoop.errors import InvalidInput, PreconditionFailed, Unavailable
 from dialoop.trajectory import Purpose, Stage
 from dialoop.v1.scorer_service_pb2_grpc import add_ScorerServiceServicer_to_server
 from dialoop_services.runtime import GrpcServer, ServerSettings
-from dialoop_services.scorer.desk import Desk
 from dialoop_services.scorer.rewards import GroupReward
 from dialoop_services.scorer.scoring import Scoring
-from dialoop_services.scorer.servicer import ScorerServicer
+from dialoop_services.scorer.servicer import ScorerServicer, SerialScorer
 from dialoop_services.scorer.settings import ScorerSettings
 from dialoop_services.scorer.worker import ScorerWorker
 
@@ -40,10 +39,10 @@ async def collected(w: World, count: int) -> None:
 
 
 @asynccontextmanager
-async def scoring(w: World, desk: Desk | None = None, **given):
+async def scoring(w: World, scorer: SerialScorer | None = None, **given):
     settings = ScorerSettings(**{"run": RUN, "worker": "s", "wait_s": 0.2} | given)
     stopping = asyncio.Event()
-    worker = ScorerWorker(settings, w.replay, desk or Desk(Scoring(), None))
+    worker = ScorerWorker(settings, w.replay, scorer or SerialScorer(Scoring(), None))
     running = asyncio.create_task(worker.run(stopping))
     try:
         yield
@@ -112,10 +111,10 @@ async def test_a_reward_that_fails_drops_its_group_under_that_reason():
     def broken(group):
         raise KeyError("answer")
 
-    desk = Desk(Scoring(rewards=(GroupReward(name="x", function=broken),)), None)
+    scorer = SerialScorer(Scoring(rewards=(GroupReward(name="x", function=broken),)), None)
     async with world() as w:
         await collected(w, 2)
-        async with scoring(w, desk):
+        async with scoring(w, scorer):
             await w.until(lambda c: c.num_groups_dropped == {"reward_failed": 2})
         counts = await w.training()
         assert counts.num_trajectories_dropped == {"reward_failed": 4}
@@ -125,7 +124,7 @@ async def test_a_reward_that_fails_drops_its_group_under_that_reason():
 async def test_uniform_groups_are_dropped_when_asked_and_free_their_credit(caplog):
     async with world() as w:
         await collected(w, 2)
-        async with scoring(w, Desk(Scoring(drop_uniform=True), None)):
+        async with scoring(w, SerialScorer(Scoring(drop_uniform=True), None)):
             await w.until(lambda c: c.num_groups_dropped == {"uniform_reward": 2})
         assert (await w.replay.get_stats(RUN)).credits == 2
     # The course of things: counted, and nothing to be warned of.
@@ -152,10 +151,10 @@ async def test_a_scorer_told_to_stop_returns_what_it_has_not_begun():
         return [0.0, 1.0]
 
     has_begun, may_end = threading.Event(), threading.Event()
-    desk = Desk(Scoring(rewards=(GroupReward(name="x", function=slow),)), None)
+    scorer = SerialScorer(Scoring(rewards=(GroupReward(name="x", function=slow),)), None)
     async with world() as w:
         await collected(w, 4)
-        async with scoring(w, desk, max_groups=4):
+        async with scoring(w, scorer, max_groups=4):
             await w.until(lambda c: c.num_groups_scored == 1)
             asyncio.get_running_loop().call_soon(may_end.set)  # once it was told to stop
         counts = await w.training()
@@ -169,10 +168,10 @@ async def test_leases_are_extended_while_scoring_takes_long():
         time.sleep(1.8)
         return [0.0, 1.0]
 
-    desk = Desk(Scoring(rewards=(GroupReward(name="x", function=slow),)), None)
+    scorer = SerialScorer(Scoring(rewards=(GroupReward(name="x", function=slow),)), None)
     async with world() as w:
         await collected(w, 2)
-        async with scoring(w, desk, lease_s=3):
+        async with scoring(w, scorer, lease_s=3):
             await w.until(lambda c: c.num_groups_scored == 2)
         assert (await w.replay.get_stats(RUN)).num_redelivered == 0
 
@@ -203,17 +202,17 @@ class Flat:
 
 
 @asynccontextmanager
-async def served(desk: Desk):
+async def served(scorer: SerialScorer):
     server = GrpcServer(ServerSettings(drain_s=0))
     server.add(
-        add_ScorerServiceServicer_to_server, ScorerServicer(desk), "dialoop.v1.ScorerService"
+        add_ScorerServiceServicer_to_server, ScorerServicer(scorer), "dialoop.v1.ScorerService"
     )
     async with server, Channel(server.address, retry=RetryPolicy(max_attempts=1)) as channel:
         yield ScorerClient(channel)
 
 
 async def test_score_answers_with_the_scored_group():
-    async with served(Desk(Scoring(reference=Flat()), Flat())) as scorer:
+    async with served(SerialScorer(Scoring(reference=Flat()), Flat())) as scorer:
         scored = await scorer.score(make_group(0.0, 1.0))
     assert [t.sequences[0].advantage for t in scored.trajectories] == pytest.approx(
         [-0.7071, 0.7071], abs=1e-4
@@ -230,20 +229,20 @@ async def test_score_answers_with_the_scored_group():
     ],
 )
 async def test_score_refuses_what_it_cannot_score(group, reason):
-    async with served(Desk(Scoring(), None)) as scorer:
+    async with served(SerialScorer(Scoring(), None)) as scorer:
         with pytest.raises(InvalidInput) as caught:
             await scorer.score(group)
     assert caught.value.reason == reason
 
 
 async def test_logprobs_begin_at_the_second_token():
-    async with served(Desk(Scoring(), Flat())) as scorer:
+    async with served(SerialScorer(Scoring(), Flat())) as scorer:
         rows = await scorer.logprobs([[1, 2, 3], [4]])
     assert [row.tolist() for row in rows] == [[-2.0, -2.0], []]
 
 
 async def test_logprobs_without_a_reference_model_are_refused():
-    async with served(Desk(Scoring(), None)) as scorer:
+    async with served(SerialScorer(Scoring(), None)) as scorer:
         with pytest.raises(PreconditionFailed) as caught:
             await scorer.logprobs([[1, 2]])
     assert caught.value.reason == "NO_REFERENCE_MODEL"

@@ -1,4 +1,4 @@
-"""What a scorer's settings do to a group, from the settings on, as the service makes its desk."""
+"""What a scorer's settings do to a group, from the settings on, as the service makes its scorer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dialoop.sequences import Source, sequence_of
 from dialoop.trajectory import Group, Reward, Turn
 from dialoop_services.config.job import JobConfig
 from dialoop_services.runtime import load
-from dialoop_services.scorer.__main__ import _load_reference, make_desk
+from dialoop_services.scorer.__main__ import _load_reference, make_scorer
 from dialoop_services.scorer.settings import ScorerSettings
 from dialoop_services.stack.layout import Layout, ports_of
 from dialoop_services.stack.run_dir import RunDir
@@ -57,7 +57,7 @@ def group_of(*rewards: tuple[float, ...]) -> Group:
 
 async def scored(group: Group, **settings: Any) -> list[Any]:
     """The advantages of each trajectory's sequence: one number, or one of each sampled token."""
-    found = await make_desk(ScorerSettings(**settings).require_consistent()).score(group)
+    found = await make_scorer(ScorerSettings(**settings).require_consistent()).score(group)
     rows = [trajectory.sequences[0] for trajectory in found.trajectories]
     return [
         row.token_advantages.tolist() if len(row.token_advantages) else row.advantage
