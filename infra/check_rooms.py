@@ -29,27 +29,24 @@ ALLOWED: Mapping[str, str] = {
 }
 _BEING_MOVED = {
     "class": """
-        Action Answer Ask Finding ForkServer LogProbs Piece Player RecordedCall
+        Ask Finding ForkServer LogProbs Piece RecordedCall
     """,
     "room": """
         client/dialoop/cli client/dialoop/clients client/dialoop/clients/blocking
         client/dialoop/environments client/dialoop/sandbox
         client/dialoop/sandbox/confined client/dialoop/tasks client/dialoop/wire
-        services/dialoop_services services/dialoop_services/collector
-        services/dialoop_services/environment services/dialoop_services/inference
-        services/dialoop_services/learning services/dialoop_services/replay
-        services/dialoop_services/rl services/dialoop_services/runtime
-        services/dialoop_services/scorer services/dialoop_services/stack
-        services/dialoop_services/trainer
+        services/dialoop_services services/dialoop_services/inference
+        services/dialoop_services/learning services/dialoop_services/rl
+        services/dialoop_services/stack services/dialoop_services/trainer
     """,
     "small": """
         dialoop.text_environment.display dialoop_services.inference.weights.policy_adapters
         dialoop.environments.tools.code_blocks dialoop.sandbox.confined.work
-        dialoop.tokens.decoded_cache dialoop_services.environment.holding
+        dialoop.tokens.decoded_cache
         dialoop_services.inference.rendered_sequence
         dialoop_services.inference.transformers_engine.model
         dialoop_services.inference.vllm_engine.environment
-        dialoop_services.scorer.servicer dialoop_services.stack.report.gates
+        dialoop_services.stack.report.gates
         dialoop_services.stack.report.transcripts
     """,
 }
@@ -59,7 +56,24 @@ KNOWN: Mapping[str, str] = {
     for subject in subjects.split()
 }
 # Folders where the rules `word` and `binding` hold, such as "client/dialoop/tokens".
-CLEANED: tuple[str, ...] = ()
+CLEANED: tuple[str, ...] = (
+    "services/dialoop_services/rest",
+    "services/dialoop_services/runtime",
+    "services/dialoop_services/replay",
+    "services/dialoop_services/collector",
+    "services/dialoop_services/scorer",
+    "services/dialoop_services/environment",
+    "tests/contract/rest",
+    "tests/contract/runtime",
+    "tests/contract/replay",
+    "tests/contract/collector",
+    "tests/contract/scorer",
+    "tests/contract/environment",
+    "tests/unit/replay",
+    "tests/unit/scorer",
+    "tests/unit/runtime",
+    "tests/redis",
+)
 
 
 def _words(text: str) -> frozenset[str]:

@@ -16,7 +16,7 @@ from dialoop.clients.retry import RetryPolicy
 from dialoop_services.collector.agents import Agents, RecordingReplicas, load_agents
 from dialoop_services.collector.collector import Collector
 from dialoop_services.collector.counters import Counters, keep_written, write_counters
-from dialoop_services.collector.player import Player
+from dialoop_services.collector.player import GroupPlayer
 from dialoop_services.collector.replicas import Replicas, RetryingSessions
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.collector.task_supply import TaskSupply
@@ -67,7 +67,7 @@ async def make_collector(
         scores=environment,
         time_limit_s=settings.agent_time_limit_s,
     )
-    player = Player(
+    player = GroupPlayer(
         sessions,
         Replicas(replicas, retry_policy),
         counters,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dialoop.trajectory import Group
 
     from dialoop_services.collector.counters import Counters
-    from dialoop_services.collector.player import Player
+    from dialoop_services.collector.player import GroupPlayer
     from dialoop_services.collector.settings import CollectorSettings
     from dialoop_services.collector.task_supply import TaskSupply
 
@@ -43,7 +43,7 @@ class Collector:
         *,
         replay: ReplayClient,
         environment: EnvironmentClient,
-        player: Player,
+        player: GroupPlayer,
         task_supply: TaskSupply,
         counters: Counters,
     ) -> None:

@@ -63,7 +63,7 @@ class Round:
         return self.lease.group_id
 
 
-class Player:
+class GroupPlayer:
     """Plays rounds on an environment and a policy."""
 
     def __init__(  # noqa: PLR0913 - its parts

@@ -83,15 +83,15 @@ class CollectorSettings(JobSettings, CollectorSection):
         return Mixture(tuple(streams), self.shuffle_seed)
 
     def sampling_of(self, task: Task, environment_stop: tuple[str, ...]) -> SamplingParams:
-        """The task's own sampling, its gaps filled from here."""
-        given = task.sampling
-        temperature = given.temperature
+        """Return the task's own sampling; these settings fill its gaps."""
+        sampling = task.sampling
+        temperature = sampling.temperature
         if temperature is None and task.purpose is Purpose.TRAINING:
             temperature = self.temperature
         default_stop = environment_stop if self.stop is None else self.stop
         return replace(
-            given,
+            sampling,
             temperature=temperature,
-            max_new_tokens=given.max_new_tokens or self.max_new_tokens,
-            stop=given.stop or default_stop,
+            max_new_tokens=sampling.max_new_tokens or self.max_new_tokens,
+            stop=sampling.stop or default_stop,
         )

@@ -71,10 +71,10 @@ class Hints(BaseModel):
     episode_id: str = ""
 
 
-class Action(BaseModel):
+class OpenEnvAction(BaseModel):
     """An action: the policy's message."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", title="Action")
 
     message: str
     metadata: Hints = Hints()
@@ -85,7 +85,7 @@ class StepBody(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    action: Action
+    action: OpenEnvAction
     episode_id: str = ""
 
 
@@ -179,7 +179,7 @@ class OpenEnvDoor:
     async def schema(self, request: HttpRequest, answer: HttpAnswer) -> None:
         """Return the schemas of action, observation and state, the same for each environment."""
         self._catalogue.get(request.parameters["environment"])
-        await answer.json({"action": Action.model_json_schema()} | SCHEMAS)
+        await answer.json({"action": OpenEnvAction.model_json_schema()} | SCHEMAS)
 
     async def health(self, request: HttpRequest, answer: HttpAnswer) -> None:
         """Return whether the environment can work at the moment."""
@@ -198,7 +198,7 @@ class OpenEnvDoor:
                 answer = await self._reset(player, _parse(ResetBody, data))
                 return {"type": "observation", "data": answer}
             if kind == "step":
-                answer = await self._step(player, _parse(Action, data))
+                answer = await self._step(player, _parse(OpenEnvAction, data))
                 return {"type": "observation", "data": answer}
             if kind == "state":
                 state = {"episode_id": _episode_id(player), "step_count": player.num_steps}
@@ -217,7 +217,7 @@ class OpenEnvDoor:
         player.episode, player.num_steps = call.episode, 0
         return reply_of(opening.episode, _episode_id(player), info=opening.info)
 
-    async def _step(self, player: _Player, action: Action) -> dict[str, Any]:
+    async def _step(self, player: _Player, action: OpenEnvAction) -> dict[str, Any]:
         if not player.episode:
             raise InvalidInput(
                 "No episode runs.", reason=Reason.NOT_RESET, remedy="Send reset first."
