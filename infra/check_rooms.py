@@ -58,11 +58,7 @@ KNOWN: Mapping[str, str] = {
 # Folders where the rules `word` and `binding` hold, such as "client/dialoop/tokens".
 CLEANED: tuple[str, ...] = (
     "services/dialoop_services/rest",
-    "services/dialoop_services/runtime",
     "services/dialoop_services/replay",
-    "services/dialoop_services/collector",
-    "services/dialoop_services/scorer",
-    "services/dialoop_services/environment",
     "tests/contract/rest",
     "tests/contract/runtime",
     "tests/contract/replay",
