@@ -1,4 +1,4 @@
-"""Routes that are no rpc but another protocol's, such as OpenAI's. They share guard and limits.
+"""Routes of other protocols than ours, such as OpenAI's. They share the guard and the limits.
 
     async def models(request: HttpRequest, answer: HttpAnswer) -> None:
         await answer.json({"object": "list", "data": []})

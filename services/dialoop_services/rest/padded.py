@@ -41,7 +41,10 @@ class Padding(BaseModel):
     pad_token_id: int | None = Field(default=None, ge=0, le=2**31 - 1)
     """Id that fills padded positions; it may be a token as well."""
     padding_side: Literal["left", "right"] = "left"
-    """Side on which whole rows are padded. Prompts are padded left, responses right."""
+    """Side of the padding in rows whose prompt is not known.
+
+    Elsewhere prompts are padded left and responses right.
+    """
 
 
 def padding_of(rpc: str, query: bytes, *, is_json: bool) -> Padding | None:
