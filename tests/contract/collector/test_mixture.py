@@ -98,7 +98,7 @@ async def test_both_environments_are_played():
 
 def test_one_environment_cannot_be_named_twice():
     twice = (TaskStream(environment="a"), TaskStream(environment="a", weight=2.0))
-    with pytest.raises(InvalidConfig, match="are one"):
+    with pytest.raises(InvalidConfig, match="listed twice"):
         Mixture(twice)
 
 

@@ -31,7 +31,8 @@ def without_times(content: dict[str, Any]) -> dict[str, Any]:
         (USER, "history.prompt: there is a single message where a history is expected"),
         (
             {"messages": USER},
-            "history.prompt.messages: there is a single message where a list of messages is",
+            "history.prompt.messages: there is a single message where a list of messages is "
+            "expected",
         ),
         ([USER], ""),
     ],
