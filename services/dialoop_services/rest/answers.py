@@ -52,7 +52,7 @@ class Format(Enum):
         return cls.EVENTS if cls.EVENTS.value in accepted else cls.LINES
 
 
-class RpcAnswer:
+class ResponseWriter:
     """The answer to one request. Status and headers are sent with the first bytes of the body."""
 
     def __init__(self, send: Send, format_: Format, encode: Encoder) -> None:
