@@ -31,24 +31,19 @@ ALLOWED: Mapping[str, str] = {
 }
 _BEING_MOVED = {
     "class": """
-        Action Answer Ask Finding Piece Player RecordedCall
+        Ask Finding Piece RecordedCall
     """,
     "room": """
-        client/dialoop/cli services/dialoop_services services/dialoop_services/collector
-        services/dialoop_services/environment services/dialoop_services/inference
-        services/dialoop_services/learning services/dialoop_services/replay
-        services/dialoop_services/rl services/dialoop_services/runtime
-        services/dialoop_services/scorer services/dialoop_services/stack
-        services/dialoop_services/trainer
+        client/dialoop/cli services/dialoop_services services/dialoop_services/inference
+        services/dialoop_services/learning services/dialoop_services/rl
+        services/dialoop_services/stack services/dialoop_services/trainer
     """,
     "small": """
-        dialoop.sandbox.confined.work dialoop_services.environment.holding
-        dialoop_services.inference.rendered_sequence
+        dialoop.sandbox.confined.work dialoop_services.inference.rendered_sequence
         dialoop_services.inference.transformers_engine.model
         dialoop_services.inference.vllm_engine.environment
         dialoop_services.inference.weights.policy_adapters
-        dialoop_services.scorer.servicer dialoop_services.stack.report.gates
-        dialoop_services.stack.report.transcripts
+        dialoop_services.stack.report.gates dialoop_services.stack.report.transcripts
     """,
 }
 KNOWN: Mapping[str, str] = {
@@ -71,12 +66,24 @@ CLEANED: tuple[str, ...] = (
     "client/dialoop/trials",
     "client/dialoop/views",
     "client/dialoop/wire",
+    "services/dialoop_services/replay",
+    "services/dialoop_services/rest",
     "tests/contract/clients",
+    "tests/contract/collector",
     "tests/contract/compat",
+    "tests/contract/environment",
+    "tests/contract/replay",
+    "tests/contract/rest",
+    "tests/contract/runtime",
+    "tests/contract/scorer",
+    "tests/redis",
     "tests/unit/clients",
     "tests/unit/compat",
     "tests/unit/environments",
+    "tests/unit/replay",
+    "tests/unit/runtime",
     "tests/unit/sandbox",
+    "tests/unit/scorer",
     "tests/unit/tasks",
     "tests/unit/templates",
     "tests/unit/text_environment",

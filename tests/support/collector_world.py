@@ -33,7 +33,7 @@ from dialoop.wire import (
 )
 from dialoop_services.collector.collector import Collector
 from dialoop_services.collector.counters import Counters
-from dialoop_services.collector.player import Player
+from dialoop_services.collector.player import GroupPlayer
 from dialoop_services.collector.replicas import RetryingSessions
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.collector.task_supply import TaskSupply
@@ -177,7 +177,7 @@ class World:
             max_attempts=None, total_s=settings.patience_s, first_wait_s=0.02, max_wait_s=0.2
         )
         counters = Counters(settings.worker)
-        player = Player(
+        player = GroupPlayer(
             RetryingSessions(self.environment, retry_policy),
             policy,
             counters,

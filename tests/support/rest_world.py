@@ -50,9 +50,8 @@ from dialoop_services.rest.routes import Route, routes_of
 from dialoop_services.rest.schema import decode, models
 from dialoop_services.runtime import GrpcServer, Server, ServerSettings, load
 from dialoop_services.runtime.in_process import InProcessNetwork
-from dialoop_services.scorer.desk import Desk
 from dialoop_services.scorer.scoring import Scoring
-from dialoop_services.scorer.servicer import ScorerServicer
+from dialoop_services.scorer.servicer import ScorerServicer, SerialScorer
 from google.protobuf import descriptor_pool
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -229,9 +228,9 @@ def _inference(server: Server, exits: AsyncExitStack) -> None:
 
 
 def _scorer(server: Server, exits: AsyncExitStack) -> None:
-    desk = Desk(Scoring(reference=FlatReference()), FlatReference())
+    scorer = SerialScorer(Scoring(reference=FlatReference()), FlatReference())
     register = scorer_service_pb2_grpc.add_ScorerServiceServicer_to_server
-    server.add(register, ScorerServicer(desk), "dialoop.v1.ScorerService")
+    server.add(register, ScorerServicer(scorer), "dialoop.v1.ScorerService")
 
 
 def _trainer(server: Server, exits: AsyncExitStack) -> None:

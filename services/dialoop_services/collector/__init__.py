@@ -1,1 +1,4 @@
-"""Plays groups of episodes: leases tasks, plays them, appends what was played."""
+"""The collector: it leases tasks, plays groups of episodes, and appends them to the queue.
+
+Task leases enter; groups of trajectories leave, or the lease goes back with a reason.
+"""

@@ -13,10 +13,10 @@ from dialoop.clients.recordings import RecordingClient
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.retry import RetryPolicy
 
-from dialoop_services.collector.agents import Agents, RecordingReplicas, loaded_agents
+from dialoop_services.collector.agents import Agents, RecordingReplicas, load_agents
 from dialoop_services.collector.collector import Collector
 from dialoop_services.collector.counters import Counters, keep_written, write_counters
-from dialoop_services.collector.player import Player
+from dialoop_services.collector.player import GroupPlayer
 from dialoop_services.collector.replicas import Replicas, RetryingSessions
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.collector.task_supply import TaskSupply
@@ -24,13 +24,13 @@ from dialoop_services.runtime import Connect, Host, OwnProcess, load, run
 
 
 async def serve() -> None:
-    """Collect, and say on a port that we are well, until told to stop."""
+    """Collect and serve health checks until told to stop."""
     settings = load(CollectorSettings)
     await serve_in(OwnProcess(settings), settings)
 
 
 async def serve_in(host: Host, settings: CollectorSettings) -> None:
-    """Collect until the host says stop."""
+    """Collect until the host stops the service."""
     async with AsyncExitStack() as exits:
         counters = Counters(settings.worker)
         collector = await make_collector(settings, counters, host.connect, exits)
@@ -41,7 +41,7 @@ async def serve_in(host: Host, settings: CollectorSettings) -> None:
 async def make_collector(
     settings: CollectorSettings, counters: Counters, connect: Connect, exits: AsyncExitStack
 ) -> Collector:
-    """A collector with its connections, which `exits` closes."""
+    """Return a collector; `exits` closes its connections."""
 
     async def channel(address: str, retry: RetryPolicy | None = None) -> Channel:
         return await exits.enter_async_context(connect(address, retry=retry))
@@ -49,11 +49,11 @@ async def make_collector(
     retry_policy = RetryPolicy(max_attempts=None, total_s=settings.patience_s)
     environment = EnvironmentClient(await channel(settings.environment_address))
     replay = ReplayClient(await channel(settings.replay_address))
-    # One attempt: the next replica is a better second try than the same one.
+    # One attempt per replica: the second one goes to the next replica.
     once = RetryPolicy(max_attempts=1)
     replicas = [InferenceClient(await channel(a, once)) for a in settings.inference_addresses]
     sessions = RetryingSessions(environment, retry_policy)
-    agents = loaded_agents(settings)
+    agents = load_agents(settings)
     recordings = [
         RecordingClient(await channel(address, once), rest_url=f"http://{rest_address}")
         for address, rest_address in zip(
@@ -67,7 +67,7 @@ async def make_collector(
         scores=environment,
         time_limit_s=settings.agent_time_limit_s,
     )
-    player = Player(
+    player = GroupPlayer(
         sessions,
         Replicas(replicas, retry_policy),
         counters,
@@ -90,7 +90,7 @@ async def make_collector(
 async def collect(
     settings: CollectorSettings, collector: Collector, counters: Counters, stopping: asyncio.Event
 ) -> None:
-    """Run the collector until `stopping`, with its counts in `run_dir`."""
+    """Run the collector until `stopping`, and write its counts to `run_dir`."""
     path = settings.run_dir and settings.run_dir / f"collector-{settings.worker}.json"
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -1,4 +1,4 @@
-"""Playing tasks with agents: each run is recorded at one replica, the next in turn."""
+"""Play tasks with agents; replicas record the runs in turn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Agents:
-    """The agents, by the environment whose tasks they play."""
+    """The agents by the environment whose tasks they play."""
 
     def __init__(self, agents: Mapping[str, Agent], host: AgentHost) -> None:
         self._agents = dict(agents)
@@ -30,21 +30,21 @@ class Agents:
         return environment in self._agents
 
     async def play(self, task: Task, *, group_id: str, sampling: SamplingParams) -> Trajectory:
-        """One run of the environment's agent, as its record."""
+        """Run the environment's agent once and return the recorded trajectory."""
         return await play_agent(
             task,
             agent=self._agents[task.environment],
             host=self._host,
             group_id=group_id,
-            # What ends a message in its environment means nothing to an agent.
+            # An environment's stop strings mean nothing to an agent.
             sampling=replace(sampling, stop=task.sampling.stop),
         )
 
 
 class RecordingReplicas:
-    """Replicas that record, in turn; one that is away is passed over.
+    """Replicas that record in turn; one that is away is skipped.
 
-    A recording stays where it was begun: when that replica dies, the run is lost and played again.
+    A recording stays at its replica. If that replica dies, the run is lost and played again.
     """
 
     def __init__(self, replicas: Sequence[Recordings], retry_policy: RetryPolicy) -> None:
@@ -62,7 +62,10 @@ class RecordingReplicas:
         sampling: SamplingParams | None = None,
         time_to_live_s: float = 0.0,
     ) -> str:
-        """Begin a recording where that is possible; Unavailable (SERVICE_AWAY) when nowhere."""
+        """Begin a recording at a replica that can; raise Unavailable (SERVICE_AWAY) if none can.
+
+        Return the base URL for the agent.
+        """
 
         async def begin() -> str:
             replica = self._replicas[self._next % len(self._replicas)]
@@ -90,7 +93,7 @@ class RecordingReplicas:
         failures: Iterable[Failure] = (),
         labels: Mapping[str, str] | None = None,
     ) -> Trajectory:
-        """End it where it was begun."""
+        """End the recording at its replica and return the trajectory."""
         home = self._home.pop(recording_id)
         return await retry(
             lambda: home.close(recording_id, rewards=rewards, failures=failures, labels=labels),
@@ -98,8 +101,11 @@ class RecordingReplicas:
         )
 
 
-def loaded_agents(settings: CollectorSettings) -> dict[str, Agent]:
-    """The configured agents; InvalidConfig when one is none, or no replica can record."""
+def load_agents(settings: CollectorSettings) -> dict[str, Agent]:
+    """Load the configured agents by environment.
+
+    Raise InvalidConfig for a path that is no agent, and where no replica can record.
+    """
     if settings.agents and len(settings.inference_rest_addresses) != len(
         settings.inference_addresses
     ):
@@ -107,6 +113,6 @@ def loaded_agents(settings: CollectorSettings) -> dict[str, Agent]:
             f"There are agents, {len(settings.inference_addresses)} inference_addresses and "
             f"{len(settings.inference_rest_addresses)} inference_rest_addresses.",
             reason=Reason.NO_REST_ADDRESS,
-            remedy="Name the REST door of every replica, in the same order.",
+            remedy="Give the REST address of every replica, in the same order.",
         )
     return {environment: load_agent(use) for environment, use in settings.agents.items()}

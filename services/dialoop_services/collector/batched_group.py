@@ -1,9 +1,9 @@
-"""A group of one turn as three requests: its members ask environment and policy together.
+"""Play a group of one-turn episodes with three requests for all members together.
 
     8 times create, reset, generate, step    ->    CreateGroup, Generate (8 samples), BatchStep
 
-Members of a group ask for the same at the same time, and the group is whole only when the last of
-them is done. Where an episode has one turn, nobody therefore waits longer for being asked along.
+Members of a group make the same requests at the same time, and the group is complete only when the
+last member is done. With one turn per episode, joining the requests makes no member wait longer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dialoop.sequences import Sequence
     from dialoop.trajectory import SamplingParams, Task
 
-# What still closes sessions that were opened when nobody waited for them any more.
+# Tasks that close sessions which were opened after their member had been cancelled.
 _closing: set[asyncio.Task[bool]] = set()
 
 A = TypeVar("A")
@@ -45,7 +45,7 @@ class Groups(Protocol):
         ...
 
     async def batch_step(self, items: Iterable[StepItem]) -> tuple[StepResult | DialoopError, ...]:
-        """Step many sessions; an item that failed is its error."""
+        """Step many sessions; the result of an item that failed is its error."""
         ...
 
     async def close_session(self, session_id: str) -> bool:
@@ -54,49 +54,52 @@ class Groups(Protocol):
 
 
 class JoinedCall(Generic[A, R]):
-    """Asks once all members have come or left, and tells each its own answer, or raises it."""
+    """One call for all members of a group, made once every member has joined or left.
+
+    Each member gets its own answer, or its own error is raised.
+    """
 
     def __init__(
-        self, num_members: int, ask: Callable[[list[A]], Awaitable[Several[R | DialoopError]]]
+        self, num_members: int, call: Callable[[list[A]], Awaitable[Several[R | DialoopError]]]
     ) -> None:
         self._num_members = num_members
-        self._ask = ask
-        self._asked: list[A] = []
+        self._call = call
+        self._requests: list[A] = []
         self._answers: asyncio.Future[Several[R | DialoopError]] | None = None
-        self._begun = asyncio.Event()
+        self._has_started = asyncio.Event()
 
-    async def join(self, asked: A) -> R:
-        """The answer to `asked`."""
-        index = len(self._asked)
-        self._asked.append(asked)
-        self._begin_when_whole()
-        await self._begun.wait()
+    async def join(self, request: A) -> R:
+        """Return the answer to one member's request."""
+        index = len(self._requests)
+        self._requests.append(request)
+        self._start_when_complete()
+        await self._has_started.wait()
         assert self._answers is not None
-        # One member that is cancelled takes no answer from the others.
+        # Shielded: a member that is cancelled must not cancel the call of the others.
         answer = (await asyncio.shield(self._answers))[index]
         if isinstance(answer, DialoopError):
             raise answer
         return answer
 
     def leave(self) -> None:
-        """A member comes no more; the last one calls off what nobody waits for."""
+        """Take a member out; the last one cancels the call."""
         self._num_members -= 1
         if self._num_members:
-            self._begin_when_whole()
+            self._start_when_complete()
         elif self._answers is not None:
             self._answers.cancel()
 
-    def _begin_when_whole(self) -> None:
-        if self._asked and len(self._asked) >= self._num_members and self._answers is None:
-            self._answers = asyncio.ensure_future(self._ask(self._asked))
-            self._begun.set()
+    def _start_when_complete(self) -> None:
+        if self._requests and len(self._requests) >= self._num_members and self._answers is None:
+            self._answers = asyncio.ensure_future(self._call(self._requests))
+            self._has_started.set()
 
 
 class BatchedGroup:
-    """Sessions and policy of the members of one group, in their one turn.
+    """Sessions and policy for the members of one group whose episodes have one turn.
 
-    Satisfies `dialoop.episode.Sessions` and `dialoop.episode.Policy`; every member closes its
-    session, whatever becomes of it.
+    Satisfies `dialoop.episode.Sessions` and `dialoop.episode.Policy`. Every member must close its
+    session, also when it fails.
     """
 
     def __init__(
@@ -115,13 +118,13 @@ class BatchedGroup:
         self._sampling: SamplingParams | None = None
 
     async def create_session(self, session_id: str, environment: str) -> float:
-        """Nothing yet: the group's sessions are opened with their first episodes."""
+        """Do nothing: `reset` opens the sessions of the whole group."""
         return 0.0
 
     async def reset(
         self, session_id: str, *, episode: int, split: str, task_key: str, seed: int = 0
     ) -> ResetResult:
-        """The opening of a session of the group."""
+        """Return the result of this member's reset."""
         return await self._resets.join(session_id)
 
     async def generate(
@@ -134,14 +137,14 @@ class BatchedGroup:
         turn: int = 0,
         num_samples: int = 1,
     ) -> tuple[Sample, ...]:
-        """One sample; all members of a group sample alike."""
+        """Return one sample; all members must give the same `sampling`."""
         self._sampling = sampling
         return (await self._answers.join(history),)
 
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: ChatHistory
     ) -> StepResult:
-        """The outcome of this member's step."""
+        """Return the result of this member's step."""
         item = StepItem(
             session_id=self._served[session_id],
             episode=episode,
@@ -151,9 +154,9 @@ class BatchedGroup:
         return await self._steps.join(item)
 
     async def close_session(self, session_id: str) -> bool:
-        """Leave, so that the others need not wait for this member.
+        """Leave the group's calls, so that the others do not wait for this member.
 
-        A session that is being opened is closed as soon as it is there, also if the caller leaves.
+        A session that is being opened is closed once it exists, even if the caller is cancelled.
         """
         for joined in (self._resets, self._answers, self._steps):
             joined.leave()
@@ -178,7 +181,7 @@ class BatchedGroup:
         group_id = uuid.uuid4().hex
 
         async def create() -> GroupOpening:
-            # Called off half-way, it would leave sessions open whose names nobody heard.
+            # Shielded: a cancelled call would leave sessions open whose ids nobody knows.
             self._opening = asyncio.create_task(self._create(group_id, members))
             return await asyncio.shield(self._opening)
 
@@ -187,20 +190,20 @@ class BatchedGroup:
     async def _create(self, group_id: str, members: list[str]) -> GroupOpening:
         task = self._task
         choice = TaskChoice(split=task.split, task_key=task.key, seed=task.seed)
-        opened = await self._groups.create_group(
+        opening = await self._groups.create_group(
             group_id, task.environment, num_sessions=len(members), choice=choice
         )
-        self._served = dict(zip(members, opened.session_ids, strict=True))
-        return opened
+        self._served = dict(zip(members, opening.session_ids, strict=True))
+        return opening
 
     async def _generate(self, histories: list[History]) -> tuple[Sample, ...]:
         if all(history == histories[0] for history in histories):
             return await self._policy.generate(
                 histories[0], sampling=self._sampling, num_samples=len(histories)
             )
-        # An environment may open the same task in different words.
-        each = (self._policy.generate(one, sampling=self._sampling) for one in histories)
-        return tuple(sample for (sample,) in await asyncio.gather(*each))
+        # An environment may word the same task differently in each session.
+        calls = (self._policy.generate(h, sampling=self._sampling) for h in histories)
+        return tuple(sample for (sample,) in await asyncio.gather(*calls))
 
     async def _step(self, items: list[StepItem]) -> tuple[StepResult | DialoopError, ...]:
         return await retry(lambda: self._groups.batch_step(items), self._retry_policy)

@@ -1,8 +1,8 @@
-"""The collector: lease tasks, play them, append what was played, and lose nothing on the way.
+"""The collector: lease tasks, play them, and append the groups or give the leases back.
 
-Every trajectory that is finished is counted by the ledger exactly once: appended with its group,
-as a discarded member of an appended group, or with the lease that is given back. Only a lease that
-was lost to somebody else takes its trajectories with it; those are counted here.
+The ledger counts every finished trajectory exactly once: appended with its group, as a discarded
+member of an appended group, or with the lease that is given back. The exception are trajectories
+under a lease that another collector got; those are counted here.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from dialoop.trajectory import Group
 
     from dialoop_services.collector.counters import Counters
-    from dialoop_services.collector.player import Player
+    from dialoop_services.collector.player import GroupPlayer
     from dialoop_services.collector.settings import CollectorSettings
     from dialoop_services.collector.task_supply import TaskSupply
 
 log = logging.getLogger(__name__)
 
-_FAREWELL_S = 5.0
+_SHUTDOWN_S = 5.0
 
 
 class Collector:
-    """Owns the rounds being played: `lease_id` to round, and the task that plays it."""
+    """Owns the rounds that are being played and the tasks that play them, both by lease id."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Collector:
         *,
         replay: ReplayClient,
         environment: EnvironmentClient,
-        player: Player,
+        player: GroupPlayer,
         task_supply: TaskSupply,
         counters: Counters,
     ) -> None:
@@ -60,7 +60,7 @@ class Collector:
         self._infos: dict[str, EnvironmentInfo] = {}
 
     async def run(self) -> None:
-        """Collect until cancelled; then give back what is not finished."""
+        """Collect until cancelled; then give unfinished tasks back."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._task_supply.run())
@@ -69,17 +69,17 @@ class Collector:
                     for lease in await self._lease():
                         self._start(lease, tasks)
         finally:
-            await self._say_farewell()
+            await self._give_back_all()
 
     async def _lease(self) -> tuple[TaskLease, ...]:
-        """Tasks for the free slots; waits for a slot, for tasks, and while replay is away."""
+        """Lease tasks for the free slots. Wait for a slot, for tasks, and while replay is away."""
         attempt = 0
         while True:
             while (free := self._settings.max_groups_in_flight - len(self._rounds)) <= 0:
                 self._slot_freed.clear()
                 await self._slot_freed.wait()
             try:
-                found = await self._replay.lease_tasks(
+                answer = await self._replay.lease_tasks(
                     self._settings.run,
                     worker=self._settings.worker,
                     max_tasks=free,
@@ -88,12 +88,12 @@ class Collector:
                 )
             except DialoopError as error:
                 log.warning("No tasks leased.", extra={"reason": error.reason})
-                found = None
-            self._task_supply.look()
-            if found is not None and found.leases:
-                return found.leases
-            # Replay has waited for us already, unless it is away or about to stop.
-            attempt = attempt + 1 if found is None else 1
+                answer = None
+            self._task_supply.check_soon()
+            if answer is not None and answer.leases:
+                return answer.leases
+            # Replay has already waited for tasks, unless it is away or about to stop.
+            attempt = attempt + 1 if answer is None else 1
             await asyncio.sleep(self._retry_policy.wait_s(attempt))
 
     def _start(self, lease: TaskLease, tasks: asyncio.TaskGroup) -> None:
@@ -101,14 +101,14 @@ class Collector:
         self._rounds[round_.lease_id] = round_
         playing = tasks.create_task(self._collect(round_))
         self._playing[round_.lease_id] = playing
-        playing.add_done_callback(lambda _: self._finished(round_.lease_id))
+        playing.add_done_callback(lambda _: self._free_slot(round_.lease_id))
 
-    def _finished(self, lease_id: str) -> None:
+    def _free_slot(self, lease_id: str) -> None:
         del self._playing[lease_id]
         self._slot_freed.set()
 
     async def _collect(self, round_: Round) -> None:
-        """Play one round to its end in the ledger: appended or given back."""
+        """Play one round, then append its group or give its lease back."""
         try:
             info = await self._info_of(round_.task.environment)
             sampling = self._settings.sampling_of(round_.task, info.stop)
@@ -126,7 +126,7 @@ class Collector:
             await self._give_back(round_, DropReason.COLLECTOR_FAILED, failed=True)
 
     async def _info_of(self, environment: str) -> EnvironmentInfo:
-        """The environment's stop strings and limits, asked for once."""
+        """Return the environment's stop strings and limits, which are requested once."""
         if environment not in self._infos:
             self._infos[environment] = await retry(
                 lambda: self._environment.get_environment(environment), self._retry_policy
@@ -137,7 +137,7 @@ class Collector:
         purpose = round_.task.purpose
         stage = Stage.UNSCORED if purpose is Purpose.TRAINING else Stage.EVALUATION
         num_discarded = len(round_.finished) - group.num_trajectories
-        round_.is_settling = True
+        round_.is_ending = True
         item = AppendItem(group=group, lease_id=round_.lease_id, num_discarded=num_discarded)
         (outcome,) = await retry(
             lambda: self._replay.append_groups(self._settings.run, stage, [item]),
@@ -150,15 +150,15 @@ class Collector:
             await self._give_back(round_, outcome.reason.lower(), failed=True)
         else:
             del self._rounds[round_.lease_id]
-            self._counters.appended(
+            self._counters.count_append(
                 purpose, num_trajectories=group.num_trajectories, num_discarded=num_discarded
             )
 
     async def _give_back(self, round_: Round, reason: str, *, failed: bool) -> None:
-        """Return the lease; a ledger that cannot be told takes it back when it runs out."""
-        round_.is_settling = True
-        self._counters.returned(reason)
-        item = _returned(round_, reason, failed=failed)
+        """Give the lease back. If replay is away, the ledger takes it back when it expires."""
+        round_.is_ending = True
+        self._counters.count_return(reason)
+        item = _return_item(round_, reason, failed=failed)
         try:
             await retry(
                 lambda: self._replay.give_back(self._settings.run, [item]), self._retry_policy
@@ -170,18 +170,18 @@ class Collector:
     def _lose(self, round_: Round) -> None:
         log.warning("A lease was lost.", extra={"group_id": round_.group_id})
         del self._rounds[round_.lease_id]
-        self._counters.lost(round_.task.purpose, num_trajectories=len(round_.finished))
+        self._counters.count_lost_lease(round_.task.purpose, num_trajectories=len(round_.finished))
 
     async def _keep_leases(self) -> None:
-        """Extend the leases of what is played; stop playing what was lost."""
+        """Extend the leases of all rounds; stop rounds whose lease was lost."""
         while True:
             await asyncio.sleep(self._settings.lease_s / 3)
-            held = list(self._rounds)
-            if not held:
+            lease_ids = list(self._rounds)
+            if not lease_ids:
                 continue
             try:
                 lost = await self._replay.extend(
-                    self._settings.run, held, lease_s=self._settings.lease_s
+                    self._settings.run, lease_ids, lease_s=self._settings.lease_s
                 )
             except DialoopError as error:
                 log.warning("Leases are not extended.", extra={"reason": error.reason})
@@ -190,29 +190,31 @@ class Collector:
                 self._abandon(lease_id)
 
     def _abandon(self, lease_id: str) -> None:
-        """Stop a round that belongs to another by now."""
+        """Stop a round whose task another collector may have by now."""
         round_, playing = self._rounds.get(lease_id), self._playing.get(lease_id)
-        # The lease of a group that was just appended is gone too: its answer will say which.
-        if round_ is not None and playing is not None and not round_.is_settling:
+        # A round that is ending is left alone: its lease is also gone if its append succeeded, and
+        # the answer to the append will show that.
+        if round_ is not None and playing is not None and not round_.is_ending:
             self._lose(round_)
             playing.cancel()
 
-    async def _say_farewell(self) -> None:
-        """Give back what is still held, so that nobody has to wait for the leases to run out."""
-        items = [_returned(r, DropReason.SHUTDOWN, failed=False) for r in self._rounds.values()]
+    async def _give_back_all(self) -> None:
+        """Give all leases back, so that other collectors need not wait until they expire."""
+        rounds = self._rounds.values()
+        items = [_return_item(r, DropReason.SHUTDOWN, failed=False) for r in rounds]
         for item in items:
-            self._counters.returned(item.reason)
+            self._counters.count_return(item.reason)
         if not items:
             return
         try:
-            async with asyncio.timeout(_FAREWELL_S):
+            async with asyncio.timeout(_SHUTDOWN_S):
                 await self._replay.give_back(self._settings.run, items)
         except (DialoopError, TimeoutError):
-            log.warning("Leases are left to run out.", extra={"num_leases": len(items)})
+            log.warning("Leases are left to expire.", extra={"num_leases": len(items)})
         self._rounds.clear()
 
 
-def _returned(round_: Round, reason: str, *, failed: bool) -> ReturnItem:
+def _return_item(round_: Round, reason: str, *, failed: bool) -> ReturnItem:
     return ReturnItem(
         lease_id=round_.lease_id,
         reason=reason,

@@ -1,4 +1,4 @@
-"""What a collector has done, for people and dashboards: a small JSON file, always whole.
+"""Counts of a collector's work in a small JSON file, for people and dashboards.
 
 {"worker": "c1", "training": {"num_trajectories": 64, "num_tokens": 900, ...}, ...}
 """
@@ -31,8 +31,8 @@ class Counters:
         self._returned: Counter[str] = Counter()
         self._num_leases_lost = 0
 
-    def played(self, trajectory: Trajectory, purpose: Purpose) -> None:
-        """A trajectory is finished, whatever becomes of it."""
+    def count_trajectory(self, trajectory: Trajectory, purpose: Purpose) -> None:
+        """Count a finished trajectory, whether it is appended later or not."""
         self._played[purpose].update(
             num_trajectories=1,
             num_turns=len(trajectory.turns),
@@ -46,25 +46,25 @@ class Counters:
             for failure in trajectory.failures
         )
 
-    def appended(self, purpose: Purpose, *, num_trajectories: int, num_discarded: int) -> None:
-        """A group is in the queue; the discarded ones were members that were played again."""
+    def count_append(self, purpose: Purpose, *, num_trajectories: int, num_discarded: int) -> None:
+        """Count a group in the queue; `num_discarded` trajectories were played again."""
         self._appended[purpose].update(
             num_groups_appended=1,
             num_trajectories_appended=num_trajectories,
             num_trajectories_discarded=num_discarded,
         )
 
-    def returned(self, reason: str) -> None:
-        """A task was given back."""
+    def count_return(self, reason: str) -> None:
+        """Count a task that was given back."""
         self._returned[reason] += 1
 
-    def lost(self, purpose: Purpose, *, num_trajectories: int) -> None:
-        """A task went to another collector; what we played of it is worth nothing."""
+    def count_lost_lease(self, purpose: Purpose, *, num_trajectories: int) -> None:
+        """Count a task that went to another collector, with its now useless trajectories."""
         self._num_leases_lost += 1
         self._appended[purpose].update(num_trajectories_lost=num_trajectories)
 
     def to_json(self) -> dict[str, Any]:
-        """All counts, by purpose where that matters."""
+        """Return all counts, by purpose where they depend on it."""
         names = ("num_trajectories", "num_turns", "num_tokens", "num_tool_calls")
         kept = (
             "num_groups_appended",
@@ -88,7 +88,7 @@ class Counters:
 
 
 async def keep_written(counters: Counters, path: Path, *, interval_s: float = 1.0) -> None:
-    """Write the counts whenever they changed, until cancelled; the caller writes the last."""
+    """Write the counts after each change until cancelled; the caller writes the last ones."""
     written = None
     while True:
         counts = counters.to_json()
@@ -99,7 +99,7 @@ async def keep_written(counters: Counters, path: Path, *, interval_s: float = 1.
 
 
 def write_counters(counts: dict[str, Any], path: Path) -> None:
-    """Replace the file at once, so that a reader never sees half of it."""
+    """Replace the file atomically, so that a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.tmp")
     draft.write_text(json.dumps(counts) + "\n", encoding="utf-8")

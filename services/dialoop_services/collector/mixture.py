@@ -1,6 +1,6 @@
-"""Which environment each training task comes from, where a job trains on several.
+"""Draw the environment of each training task, where a job trains on several.
 
-mixture = Mixture((Ingredient(environment="a"), Ingredient(environment="b", weight=3.0)), seed=1)
+mixture = Mixture((TaskStream(environment="a"), TaskStream(environment="b", weight=3.0)), seed=1)
 mixture.draws(0, 4)      # [1, 1, 0, 1]: a pure function of the seed and the position
 """
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ingredient:
-    """A split of an environment, and how often it is drawn beside the others."""
+class TaskStream:
+    """The tasks of one split of an environment, and the weight with which they are drawn."""
 
     environment: str
     split: str = "train"
@@ -27,24 +27,24 @@ class Ingredient:
 
     @property
     def name(self) -> str:
-        """What a cursor calls it."""
+        """Return the stream's name in a cursor."""
         return f"{self.environment}/{self.split}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """How many tasks were drawn, and the page token of each ingredient: where a job stands."""
+    """A job's position in its tasks: how many were drawn, and the page token of each stream."""
 
     position: int = 0
     tokens: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, text: str, first: Ingredient) -> Cursor:
-        """A cursor of a mixture, or the page token of a job that had one environment alone."""
+    def read(cls, text: str, first: TaskStream) -> Cursor:
+        """Parse a cursor, or the page token of a job that had one environment only."""
         if not text.startswith("{"):
             return cls(tokens={first.name: text} if text else {})
-        found = json.loads(text)
-        return cls(position=found["position"], tokens=found["tokens"])
+        fields = json.loads(text)
+        return cls(position=fields["position"], tokens=fields["tokens"])
 
     def __str__(self) -> str:
         return json.dumps({"position": self.position, "tokens": dict(self.tokens)}, sort_keys=True)
@@ -52,22 +52,22 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Ingredients drawn by weight; one alone is not drawn at all."""
+    """Streams that are drawn by weight."""
 
-    ingredients: tuple[Ingredient, ...]
+    streams: tuple[TaskStream, ...]
     seed: int = 0
 
     def __post_init__(self) -> None:
-        names = [ingredient.name for ingredient in self.ingredients]
+        names = [stream.name for stream in self.streams]
         if len(set(names)) != len(names):
             raise InvalidConfig(
-                f"Two of the environments to train on are one: {', '.join(names)}.",
-                remedy="Name each split of an environment once, and give it a weight.",
+                f"A split to train on is listed twice: {', '.join(names)}.",
+                remedy="List each split of an environment once, and give it a weight.",
             )
 
     def draws(self, start: int, count: int) -> list[int]:
-        """The ingredient of each position [start, start + count)."""
-        weights = [ingredient.weight for ingredient in self.ingredients]
+        """Return the index of the stream for each position of [start, start + count)."""
+        weights = [stream.weight for stream in self.streams]
         numbers = range(len(weights))
         return [
             random.Random(f"{self.seed}:{position}").choices(numbers, weights)[0]

@@ -1,4 +1,4 @@
-"""Playing one leased task: all members at once, and a member again that failed blamelessly."""
+"""Play one leased task: all members at once, and a member again if the policy is not at fault."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SEVERAL = 2
 
 
 class MemberFailed(Exception):
-    """A member failed as often as it may; `failure` is the last one and not the policy's."""
+    """A member failed too often; `failure` is the last one, which the policy did not cause."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"{failure.owner.name.lower()}: {failure.reason}: {failure.message}")
@@ -32,7 +32,7 @@ class MemberFailed(Exception):
 
     @property
     def is_outage(self) -> bool:
-        """Whether a service was away, which says nothing against the task."""
+        """Return whether a service was away, which is no fault of the task."""
         return self.failure.reason == SERVICE_AWAY
 
 
@@ -40,33 +40,33 @@ class MemberFailed(Exception):
 class Round:
     """One attempt at a task under one lease, and every trajectory finished in it so far.
 
-    `is_settling` once its group is on the way to the ledger.
+    `is_ending` is set once its group is appended or its lease given back.
     """
 
     lease: TaskLease
     finished: list[Trajectory] = field(default_factory=list)
-    is_settling: bool = False
+    is_ending: bool = False
 
     @property
     def lease_id(self) -> str:
-        """The lease it is played under."""
+        """Return the id of the lease."""
         return self.lease.lease_id
 
     @property
     def task(self) -> Task:
-        """The task being played."""
+        """Return the task."""
         return self.lease.task
 
     @property
     def group_id(self) -> str:
-        """The name its group will have."""
+        """Return the id of its group."""
         return self.lease.group_id
 
 
-class Player:
+class GroupPlayer:
     """Plays rounds on an environment and a policy."""
 
-    def __init__(  # noqa: PLR0913 - what it plays with
+    def __init__(  # noqa: PLR0913 - its parts
         self,
         sessions: Sessions,
         policy: Policy,
@@ -90,9 +90,9 @@ class Player:
     async def play(
         self, round_: Round, sampling: SamplingParams, *, has_one_turn: bool = False
     ) -> Group:
-        """The whole group; MemberFailed when one member cannot be had (the others are stopped).
+        """Play the whole group. If one member fails, stop the others and raise MemberFailed.
 
-        Members of an environment that `has_one_turn` ask together.
+        Members of an environment that `has_one_turn` share their requests.
         """
         batched = self._batched_group(round_.task, sampling) if has_one_turn else None
         try:
@@ -109,7 +109,7 @@ class Player:
         return Group(group_id=round_.group_id, task=round_.task, trajectories=trajectories)
 
     def _batched_group(self, task: Task, sampling: SamplingParams) -> BatchedGroup | None:
-        """Return what members ask with that sample alike and have no agent, or None."""
+        """Return the requests that members share, or None where each makes its own."""
         has_agent = self._agents is not None and task.environment in self._agents
         alone = task.num_trajectories < _SEVERAL or sampling.seed is not None or has_agent
         if self._groups is None or alone:
@@ -120,10 +120,11 @@ class Player:
         self, round_: Round, sampling: SamplingParams, batched: BatchedGroup | None
     ) -> Trajectory:
         for attempt in range(1, self._member_retries + 2):
-            # A second attempt is one member's own.
-            trajectory = await self._played(round_, sampling, batched if attempt == 1 else None)
+            # A later attempt shares no requests: the other members do not repeat theirs.
+            joined = batched if attempt == 1 else None
+            trajectory = await self._play_episode(round_, sampling, joined)
             round_.finished.append(trajectory)
-            self._counters.played(trajectory, round_.task.purpose)
+            self._counters.count_trajectory(trajectory, round_.task.purpose)
             failure = _blameless_failure(trajectory)
             if failure is None:
                 return trajectory
@@ -133,10 +134,10 @@ class Player:
             await asyncio.sleep(self._retry_policy.wait_s(attempt))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _played(
+    async def _play_episode(
         self, round_: Round, sampling: SamplingParams, batched: BatchedGroup | None
     ) -> Trajectory:
-        """One episode, by the environment's agent or else by the policy itself."""
+        """Play one episode with the environment's agent, or else with the policy itself."""
         task, group_id = round_.task, round_.group_id
         if self._agents is not None and task.environment in self._agents:
             return await self._agents.play(task, group_id=group_id, sampling=sampling)
@@ -151,12 +152,12 @@ class Player:
 
 
 def _blameless_failure(trajectory: Trajectory) -> Failure | None:
-    """The last failure that is not the policy's own: the trajectory says nothing about it."""
+    """Return the last failure that the policy did not cause, or None."""
     failures = [f for f in trajectory.failures if f.owner is not Owner.POLICY]
     return failures[-1] if failures else None
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """One error of a task group; an unforeseen one before a failed member."""
-    unforeseen = [e for e in errors.exceptions if not isinstance(e, MemberFailed)]
-    return unforeseen[0] if unforeseen else errors.exceptions[0]
+    """Return one error of a task group; unexpected errors come before failed members."""
+    unexpected = [e for e in errors.exceptions if not isinstance(e, MemberFailed)]
+    return unexpected[0] if unexpected else errors.exceptions[0]

@@ -1,4 +1,4 @@
-"""Many inference replicas as one policy, and an environment that may be away for a while."""
+"""Many inference replicas as one policy, and an environment whose calls are retried."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Replica:
-    """A replica and how it has been: left alone until `back_at` after it failed."""
+    """A replica with its failures in a row; after one it gets no request until `back_at`."""
 
     policy: Policy
     num_failures: int = 0
@@ -31,10 +31,10 @@ class _Replica:
 
 
 class Replicas:
-    """Asks replicas in turn; one that is away or not ready is left alone for a growing while.
+    """Sends requests to replicas in turn; one that is away is skipped for a growing time.
 
-    A sample has no side effect, so a request that a killed replica never answered simply goes to
-    the next one. Satisfies `dialoop.episode.Policy`.
+    Sampling has no side effect, so a request that a killed replica never answered goes to the next
+    one. Satisfies `dialoop.episode.Policy`.
     """
 
     def __init__(self, policies: Several[Policy], retry_policy: RetryPolicy) -> None:
@@ -52,9 +52,9 @@ class Replicas:
         turn: int = 0,
         num_samples: int = 1,
     ) -> tuple[Sample, ...]:
-        """Answer on the first replica that can; Unavailable (SERVICE_AWAY) when none does."""
+        """Sample on the first replica that can; raise Unavailable (SERVICE_AWAY) if none can."""
 
-        async def ask() -> tuple[Sample, ...]:
+        async def generate_once() -> tuple[Sample, ...]:
             replica = await self._next_replica()
             try:
                 samples = await replica.policy.generate(
@@ -72,11 +72,11 @@ class Replicas:
             replica.num_failures, replica.back_at = 0, 0.0
             return samples
 
-        # The wait is a replica's, not a call's: all calls leave it alone for the same while.
-        return await retry(ask, self._retry_policy, wait_s=lambda _: 0.0)
+        # No wait between attempts here: `_next_replica` waits until a replica is back.
+        return await retry(generate_once, self._retry_policy, wait_s=lambda _: 0.0)
 
     async def _next_replica(self) -> _Replica:
-        """The next in turn that is not set aside, or the first that comes back."""
+        """Return the next replica in turn that is not set aside, or wait for the first one back."""
         start = next(self._turn)
         count = len(self._replicas)
         ordered = [self._replicas[(start + i) % count] for i in range(count)]
@@ -97,9 +97,9 @@ class Replicas:
 
 
 class RetryingSessions:
-    """An environment whose absence is waited out; every call there may be repeated.
+    """Sessions of an environment whose calls are retried while it is away.
 
-    Satisfies `dialoop.episode.Sessions`.
+    Every call there may be repeated. Satisfies `dialoop.episode.Sessions`.
     """
 
     def __init__(self, sessions: Sessions, retry_policy: RetryPolicy) -> None:
@@ -107,7 +107,7 @@ class RetryingSessions:
         self._retry_policy = retry_policy
 
     async def create_session(self, session_id: str, environment: str) -> float:
-        """Open a session; also waits for one to be free."""
+        """Open a session; also wait while all sessions are in use."""
         return await retry(
             lambda: self._sessions.create_session(session_id, environment), self._retry_policy
         )
@@ -126,7 +126,7 @@ class RetryingSessions:
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: ChatHistory
     ) -> StepResult:
-        """Take the policy's answer; a repeated step gets the first answer."""
+        """Take a step with the policy's message; a repeated step gets the first result."""
         return await retry(
             lambda: self._sessions.step(
                 session_id, episode=episode, step_index=step_index, history=history
@@ -135,5 +135,5 @@ class RetryingSessions:
         )
 
     async def close_session(self, session_id: str) -> bool:
-        """Forget the session; not worth waiting for, the environment reaps it."""
+        """Close the session without retrying: the environment reaps abandoned ones."""
         return await self._sessions.close_session(session_id)

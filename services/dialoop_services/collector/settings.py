@@ -13,7 +13,7 @@ from dialoop.trajectory import Purpose, SamplingParams, Task
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from dialoop_services.collector.mixture import Ingredient, Mixture
+from dialoop_services.collector.mixture import Mixture, TaskStream
 from dialoop_services.config.job import JobConfig
 from dialoop_services.config.settings import JobSettings
 from dialoop_services.config.tables import CollectorSection, EnvironmentSection
@@ -74,24 +74,24 @@ class CollectorSettings(JobSettings, CollectorSection):
     @property
     def mixture(self) -> Mixture:
         """What is offered, the main environment first."""
-        ingredients = (
-            Ingredient(
+        streams = (
+            TaskStream(
                 environment=section.served_name, split=section.train_split, weight=section.weight
             )
             for section in (self.environment, *self.environments)
         )
-        return Mixture(tuple(ingredients), self.shuffle_seed)
+        return Mixture(tuple(streams), self.shuffle_seed)
 
     def sampling_of(self, task: Task, environment_stop: tuple[str, ...]) -> SamplingParams:
-        """The task's own sampling, its gaps filled from here."""
-        given = task.sampling
-        temperature = given.temperature
+        """Return the task's own sampling; these settings fill its gaps."""
+        sampling = task.sampling
+        temperature = sampling.temperature
         if temperature is None and task.purpose is Purpose.TRAINING:
             temperature = self.temperature
         default_stop = environment_stop if self.stop is None else self.stop
         return replace(
-            given,
+            sampling,
             temperature=temperature,
-            max_new_tokens=given.max_new_tokens or self.max_new_tokens,
-            stop=given.stop or default_stop,
+            max_new_tokens=sampling.max_new_tokens or self.max_new_tokens,
+            stop=sampling.stop or default_stop,
         )

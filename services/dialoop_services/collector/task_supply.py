@@ -1,4 +1,4 @@
-"""The supply of tasks: pages of task keys from the environment into replay's ledger."""
+"""Offer tasks: pages of task keys go from the environment to replay's ledger."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import Busy, DialoopError
 from dialoop.trajectory import Purpose, Task
 
-from dialoop_services.collector.mixture import Cursor, Ingredient
+from dialoop_services.collector.mixture import Cursor, TaskStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 class TaskSupply:
     """Offers the next page of training tasks whenever less than a page is waiting.
 
-    The ledger owns the data position: a page is offered together with a compare-and-set of the
-    cursor, so any number of collectors read the source once and a restart repeats nothing.
+    The ledger owns the position in the data. A page is offered together with a compare-and-set of
+    the cursor, so that many collectors read the source once and a restart repeats nothing.
     """
 
     def __init__(
@@ -43,19 +43,19 @@ class TaskSupply:
         self._environment = environment
         self._retry_policy = retry_policy
         self._mixture = settings.mixture
-        self._wanted = asyncio.Event()
-        self._wanted.set()
+        self._is_check_due = asyncio.Event()
+        self._is_check_due.set()
 
-    def look(self) -> None:
-        """Say that tasks were taken: `run` looks whether a page is due."""
-        self._wanted.set()
+    def check_soon(self) -> None:
+        """Make `run` check whether a page is due, because tasks were leased."""
+        self._is_check_due.set()
 
     async def run(self) -> None:
-        """Top up until cancelled; an environment that is away is asked again later."""
+        """Top up until cancelled; retry later while the environment is away."""
         attempt = 0
         while True:
-            await self._wanted.wait()
-            self._wanted.clear()
+            await self._is_check_due.wait()
+            self._is_check_due.clear()
             try:
                 await retry(self.top_up, self._retry_policy)
                 attempt = 0
@@ -63,15 +63,15 @@ class TaskSupply:
                 attempt += 1
                 log.warning("No tasks to offer.", extra={"reason": error.reason})
                 await asyncio.sleep(self._retry_policy.wait_s(attempt))
-                self._wanted.set()
+                self._is_check_due.set()
 
     async def top_up(self) -> None:
-        """Offer pages until one is waiting; another collector's page is as good as ours."""
+        """Offer pages until a page of tasks is waiting, from whichever collector."""
         while True:
             stats = await self._replay.get_stats(self._settings.run)
             if stats.training.num_tasks_offered >= self._settings.page_size:
                 return
-            tasks, following = await self._page(stats.cursor)
+            tasks, next_cursor = await self._page(stats.cursor)
             if not tasks:
                 return
             try:
@@ -79,44 +79,44 @@ class TaskSupply:
                     self._settings.run,
                     tasks,
                     expected_cursor=stats.cursor,
-                    next_cursor=following,
+                    next_cursor=next_cursor,
                 )
             except Busy as error:
-                log.debug("Somebody else offered that page.", extra={"reason": error.reason})
+                log.debug("Another collector offered the page.", extra={"reason": error.reason})
 
     async def _page(self, cursor: str) -> tuple[list[Task], str]:
-        """The next tasks, and the cursor after them."""
-        ingredients, size = self._mixture.ingredients, self._settings.page_size
-        stands = Cursor.read(cursor, ingredients[0])
-        if len(ingredients) == 1:
-            token = stands.tokens.get(ingredients[0].name, "")
-            page = await self._listed(ingredients[0], token, size)
-            return [self._task(ingredients[0], ref) for ref in page.tasks], page.next_page_token
-        draws = self._mixture.draws(stands.position, size)
+        """Return the next tasks, and the cursor after them."""
+        streams, size = self._mixture.streams, self._settings.page_size
+        start = Cursor.read(cursor, streams[0])
+        if len(streams) == 1:
+            token = start.tokens.get(streams[0].name, "")
+            page = await self._list_tasks(streams[0], token, size)
+            return [self._task(streams[0], ref) for ref in page.tasks], page.next_page_token
+        draws = self._mixture.draws(start.position, size)
         refs: dict[int, Iterator[TaskRef]] = {}
-        tokens = dict(stands.tokens)
+        tokens = dict(start.tokens)
         for number, count in Counter(draws).items():
-            ingredient = ingredients[number]
-            page = await self._listed(ingredient, tokens.get(ingredient.name, ""), count)
-            refs[number], tokens[ingredient.name] = iter(page.tasks), page.next_page_token
-        drawn = [(ingredients[number], next(refs[number], None)) for number in draws]
-        tasks = [self._task(ingredient, ref) for ingredient, ref in drawn if ref is not None]
-        return tasks, str(Cursor(position=stands.position + size, tokens=tokens))
+            stream = streams[number]
+            page = await self._list_tasks(stream, tokens.get(stream.name, ""), count)
+            refs[number], tokens[stream.name] = iter(page.tasks), page.next_page_token
+        pairs = [(streams[number], next(refs[number], None)) for number in draws]
+        tasks = [self._task(stream, ref) for stream, ref in pairs if ref is not None]
+        return tasks, str(Cursor(position=start.position + size, tokens=tokens))
 
-    async def _listed(self, ingredient: Ingredient, token: str, size: int) -> TaskPage:
+    async def _list_tasks(self, stream: TaskStream, token: str, size: int) -> TaskPage:
         return await self._environment.list_tasks(
-            ingredient.environment,
-            split=ingredient.split,
+            stream.environment,
+            split=stream.split,
             page_size=size,
             page_token=token,
             shuffle_seed=self._settings.shuffle_seed,
         )
 
-    def _task(self, ingredient: Ingredient, ref: TaskRef) -> Task:
+    def _task(self, stream: TaskStream, ref: TaskRef) -> Task:
         return Task(
-            task_id=f"{ingredient.name}/{ref.epoch}/{ref.key}",
-            environment=ingredient.environment,
-            split=ingredient.split,
+            task_id=f"{stream.name}/{ref.epoch}/{ref.key}",
+            environment=stream.environment,
+            split=stream.split,
             key=ref.key,
             epoch=ref.epoch,
             seed=ref.seed,

@@ -1,1 +1,4 @@
-"""The environment service: sessions, episodes and tasks of chat environments over gRPC."""
+"""The environment service: sessions, episodes and tasks of chat environments.
+
+Requests of gRPC, REST and OpenEnv enter; observations, rewards and task pages leave.
+"""

@@ -14,7 +14,7 @@ async def main() -> None:
 
 
 async def serve_in(host: Host, settings: EnvironmentSettings) -> None:
-    """Serve until the host says stop."""
+    """Serve until the host stops the service."""
     async with serving_on(host.server, settings, connect=host.connect):
         await host.server.wait_until_stopped()
 

@@ -1,4 +1,4 @@
-"""Requests to calls, and outcomes to responses."""
+"""Translate requests to calls of the session engine, and outcomes to responses."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _VIEWS = ("history", "text", "tokens")
 
 
 def reset_call(request: pb.ResetRequest) -> ResetCall:
-    """A reset."""
+    """Return the call for a reset."""
     return ResetCall(
         session_id=request.session_id, episode=request.episode, choice=task_choice(request)
     )
 
 
 def task_choice(request: pb.ResetRequest | pb.TaskChoice) -> TaskChoice:
-    """What is to be played."""
+    """Return the task that a request chooses."""
     messages = history_from_proto(request.messages) if request.HasField("messages") else None
     return TaskChoice(
         split=request.split,
@@ -58,7 +58,7 @@ def task_choice(request: pb.ResetRequest | pb.TaskChoice) -> TaskChoice:
 
 
 def following_reset(request: pb.StepAndResetRequest) -> ResetCall:
-    """The reset that comes after the step."""
+    """Return the call for the reset that follows the step."""
     return ResetCall(
         session_id=request.step.session_id,
         episode=request.step.episode + 1,
@@ -69,20 +69,20 @@ def following_reset(request: pb.StepAndResetRequest) -> ResetCall:
 
 
 def step_call(request: pb.StepRequest) -> StepCall:
-    """A step; raises InvalidHistory when what was said contradicts itself."""
-    said = [getattr(request, view) for view in _VIEWS if request.HasField(view)]
-    content = b"".join(part.SerializeToString(deterministic=True) for part in said)
+    """Return the call for a step; raise InvalidHistory when the request has several views."""
+    views = [getattr(request, view) for view in _VIEWS if request.HasField(view)]
+    content = b"".join(view.SerializeToString(deterministic=True) for view in views)
     return StepCall(
         session_id=request.session_id,
         episode=request.episode,
         step_index=request.step_index,
-        answered=_answered(request),
+        answered=_response_of(request),
         digest=blake2b(content, digest_size=16).digest(),
     )
 
 
-def _answered(request: pb.StepRequest) -> Answered:
-    """The one view that was sent."""
+def _response_of(request: pb.StepRequest) -> Answered:
+    """Return the one view that was sent."""
     views = [view for view in _VIEWS if request.HasField(view)]
     if len(views) > 1:
         raise InvalidHistory(
@@ -100,15 +100,15 @@ def _answered(request: pb.StepRequest) -> Answered:
 class _Prompt:
     """The prompt in its environment's mode; the other views stay unset."""
 
-    def __init__(self, shown: ResetResult | StepResult | SessionState) -> None:
-        history, text, tokens = shown.history, shown.text, shown.tokens
+    def __init__(self, result: ResetResult | StepResult | SessionState) -> None:
+        history, text, tokens = result.history, result.text, result.tokens
         self.history = None if history.prompt is None else chat_history_to_proto(history)
         self.text = None if text is None else text_to_proto(text)
         self.tokens = None if tokens is None else tokens_to_proto(tokens)
 
 
 def reset_response(opening: Opening, environment: Environment) -> pb.ResetResponse:
-    """A reset's answer."""
+    """Return the answer to a reset."""
     result = reset_result(opening, environment)
     prompt = _Prompt(result)
     return pb.ResetResponse(
@@ -121,7 +121,7 @@ def reset_response(opening: Opening, environment: Environment) -> pb.ResetRespon
 
 
 def step_response(outcome: Outcome, *, replayed: bool = False) -> pb.StepResponse:
-    """A step's answer."""
+    """Return the answer to a step."""
     result = step_result(outcome, replayed=replayed)
     prompt = _Prompt(result)
     return pb.StepResponse(
@@ -140,12 +140,12 @@ def step_response(outcome: Outcome, *, replayed: bool = False) -> pb.StepRespons
 
 
 def played_response(played: AnsweredStep) -> pb.StepResponse:
-    """The answer to a step of a session."""
+    """Return the answer to a step of a session."""
     return step_response(played.outcome, replayed=played.replayed)
 
 
 def group_response(members: list[tuple[Session, Opening]]) -> pb.CreateGroupResponse:
-    """The sessions of a group and their openings."""
+    """Return a group's sessions and the answers to their resets."""
     return pb.CreateGroupResponse(
         session_ids=[session.session_id for session, _ in members],
         resets=[reset_response(opening, session.environment) for session, opening in members],
@@ -154,7 +154,7 @@ def group_response(members: list[tuple[Session, Opening]]) -> pb.CreateGroupResp
 
 
 def session_response(state: SessionState) -> pb.GetSessionResponse:
-    """Where a session stands."""
+    """Return the state of a session."""
     prompt = _Prompt(state)
     return pb.GetSessionResponse(
         session_id=state.session_id,
@@ -170,7 +170,7 @@ def session_response(state: SessionState) -> pb.GetSessionResponse:
 
 
 def environment_info(environment: Environment) -> pb.EnvironmentInfo:
-    """What an environment is."""
+    """Return the description of an environment."""
     tasks, traits = environment.tasks, environment.traits
     return pb.EnvironmentInfo(
         name=environment.name,
@@ -190,9 +190,9 @@ def _spec(environment: Environment) -> pb.EnvironmentSpec:
     return pb.EnvironmentSpec(
         input_mode=int(spec.input_mode),  # type: ignore[arg-type]
         reward_shape=int(spec.reward_shape),  # type: ignore[arg-type]
-        observation=[_field(one) for one in spec.observation],
-        action=[_field(one) for one in spec.action],
-        reward=[_field(one) for one in spec.reward],
+        observation=[_field(field) for field in spec.observation],
+        action=[_field(field) for field in spec.action],
+        reward=[_field(field) for field in spec.reward],
         policy_role=spec.policy_role,
         data_key=spec.data_key,
         tool_definitions=[tool_to_proto(tool) for tool in spec.tool_definitions],
@@ -206,13 +206,13 @@ def _field(spec: FieldSpec) -> pb.FieldSpec:
 
 
 def tasks_response(page: TaskPage) -> pb.ListTasksResponse:
-    """A page of tasks."""
+    """Return a page of tasks."""
     refs = [pb.TaskRef(key=ref.key, epoch=ref.epoch, seed=ref.seed) for ref in page.tasks]
     return pb.ListTasksResponse(tasks=refs, next_page_token=page.next_page_token)
 
 
 def trial_options(request: pb.RunTrialRequest) -> TrialOptions:
-    """How often tasks are played; InvalidInput for impossible numbers."""
+    """Return how often tasks are played; raise InvalidInput for impossible numbers."""
     return TrialOptions(
         episodes_per_trial=request.episodes_per_trial or 1,
         free_shots=request.free_shots,
@@ -222,7 +222,7 @@ def trial_options(request: pb.RunTrialRequest) -> TrialOptions:
 
 
 def score_response(scores: tuple[Score, ...]) -> pb.ScoreResponse:
-    """One list of rewards per turn, and the reward functions that could give none."""
+    """Return for each turn its rewards, and the failures of reward functions."""
     turns = [
         pb.TurnRewards(
             rewards=[reward_to_proto(reward) for reward in score.rewards],
@@ -234,5 +234,5 @@ def score_response(scores: tuple[Score, ...]) -> pb.ScoreResponse:
 
 
 def item_error(error: DialoopError) -> pb.ItemError:
-    """The error of one item."""
+    """Return the error of one item of a batch or stream."""
     return pb.ItemError(code=int(error.status), reason=error.reason, message=str(error))

@@ -1,4 +1,4 @@
-"""What OpenEnv's clients are shown: observations, schemas, and the routes in OpenAPI."""
+"""Documents for OpenEnv's clients: observations, schemas, and the routes in OpenAPI."""
 
 from __future__ import annotations
 
@@ -44,21 +44,24 @@ _SUMMARIES = {
     "reset": "Begin an episode in a session of its own.",
     "step": "Take the policy's message in the session of `episode_id`.",
     "state": "The state without a session: no episode.",
-    "state/{episode_id}": "Where a session stands.",
+    "state/{episode_id}": "The state of a session.",
     "metadata": "Name, description and version of the environment.",
     "schema": "JSON schemas of action, observation and state.",
     "health": "Whether the environment can work.",
 }
 
 
-def shown(
+def reply_of(
     episode: Episode,
     episode_id: str | None,
     *,
     info: Mapping[str, str],
     outcome: Outcome | None = None,
 ) -> dict[str, Any]:
-    """A reply of theirs: observation, reward and done; no reward where something failed."""
+    """Return OpenEnv's reply: observation, reward and done.
+
+    The reward is None where a reward function failed or the sum is not finite.
+    """
     rewards = outcome.rewards if outcome else ()
     failures = outcome.failures if outcome else ()
     total = sum(reward.value * reward.weight for reward in rewards)
@@ -87,7 +90,7 @@ def shown(
 
 
 def operation(name: str) -> dict[str, Any]:
-    """A route in OpenAPI."""
+    """Return a route as OpenAPI describes it."""
     places = ["environment", *(["episode_id"] if "{" in name else [])]
     body = {"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}}}
     return {

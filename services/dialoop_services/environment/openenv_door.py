@@ -1,13 +1,13 @@
-"""OpenEnv's protocol in front of our environments: DIALOOP_ENVIRONMENT_OPENENV=true.
+"""Serve environments by OpenEnv's protocol, with DIALOOP_ENVIRONMENT_OPENENV=true.
 
     async with GenericEnvClient(base_url="http://127.0.0.1:8000/openenv/arithmetic") as client:
         result = await client.reset(task_key="35+40")
         result = await client.step({"message": "<calculator>35+40</calculator>"})
 
-An action is the policy's message; an observation has all messages so far, the rewards by name, and
-the episode and step that it answers. A WebSocket is a session. Over plain HTTP the session is
-named by `episode_id` of the observation, which a step gives back; nothing is a fresh environment.
-With a token the URL is ws://any:TOKEN@host, as their client sets no headers.
+An action is the policy's message. An observation has all messages so far, the rewards by name, and
+the episode and step that it answers. A WebSocket is a session. Over plain HTTP each reset makes a
+session, and a step names it by `episode_id` of the observation. With a token the URL is
+ws://any:TOKEN@host, because OpenEnv's client sets no headers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dialoop.errors import CapacityExhausted, DialoopError, InvalidInput, NotFou
 from dialoop.reasons import Reason
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from dialoop_services.environment.openenv_documents import SCHEMAS, operation, shown
+from dialoop_services.environment.openenv_documents import SCHEMAS, operation, reply_of
 from dialoop_services.rest.http_routes import ErrorAnswer, HttpRoute
 from dialoop_services.rest.problems import problem_headers
 from dialoop_services.rest.socket_routes import SocketRoute
@@ -44,7 +44,7 @@ _PREFIX = "/openenv/{environment}"
 
 
 class ResetBody(BaseModel):
-    """What a reset may say: a task, or a question of the caller's own."""
+    """Body of a reset: a task, or a question of the caller's own."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -55,15 +55,15 @@ class ResetBody(BaseModel):
 
     @property
     def choice(self) -> TaskChoice:
-        """The same for a session."""
-        given = Given(query=self.question)
+        """Return the task that the body chooses."""
+        question = Given(query=self.question)
         return TaskChoice(
-            split=self.split, task_key=self.task_key, seed=self.seed or 0, question=given
+            split=self.split, task_key=self.task_key, seed=self.seed or 0, question=question
         )
 
 
 class Hints(BaseModel):
-    """What a careful client says in an action's metadata, to be answered once and in order."""
+    """Optional metadata of an action, with which a client can repeat a step safely."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -71,32 +71,32 @@ class Hints(BaseModel):
     episode_id: str = ""
 
 
-class Action(BaseModel):
-    """The policy's message."""
+class OpenEnvAction(BaseModel):
+    """An action: the policy's message."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", title="Action")
 
     message: str
     metadata: Hints = Hints()
 
 
 class StepBody(BaseModel):
-    """A step over HTTP."""
+    """Body of a step over HTTP."""
 
     model_config = ConfigDict(extra="ignore")
 
-    action: Action
+    action: OpenEnvAction
     episode_id: str = ""
 
 
 @dataclass(slots=True)
 class _Player:
-    """One session of theirs; `number` counts its episodes, `taken` the steps of the running one."""
+    """One session of a client; `episode` is 0 before its first reset."""
 
     session_id: str
     environment: str
-    number: int = 0
-    taken: int = 0
+    episode: int = 0
+    num_steps: int = 0
 
 
 class OpenEnvDoor:
@@ -107,7 +107,7 @@ class OpenEnvDoor:
         self._sessions = sessions
 
     def add_to(self, server: Server) -> None:
-        """Serve the routes, where there is a REST door."""
+        """Add the routes to a server, which serves them if it has a REST door."""
         routes = {
             ("POST", "reset"): self.reset,
             ("POST", "step"): self.step,
@@ -131,12 +131,12 @@ class OpenEnvDoor:
         server.add_socket(SocketRoute(name="OpenEnv.Socket", path=path, handle=self.converse))
 
     async def converse(self, socket: Socket) -> None:
-        """A session, one request after the other, until the other side leaves."""
+        """Answer the requests of one session until the client disconnects."""
         player = _Player(f"openenv-{uuid.uuid4().hex}", socket.parameters["environment"])
         add_log_fields({"session_id": player.session_id})
         try:
             while (text := await socket.receive()) is not None:
-                reply = await self._replied(player, text)
+                reply = await self._reply_to(player, text)
                 if reply is None:
                     return
                 await socket.send(reply)
@@ -144,96 +144,97 @@ class OpenEnvDoor:
             self._sessions.close(player.session_id)
 
     async def reset(self, request: HttpRequest, answer: HttpAnswer) -> None:
-        """A new session at the start of its episode."""
-        body = _parsed(ResetBody, _json(request.body or b"{}"))
+        """Open a session and start its episode."""
+        body = _parse(ResetBody, _json(request.body or b"{}"))
         player = _Player(f"openenv-{uuid.uuid4().hex}", request.parameters["environment"])
         await answer.json(await self._reset(player, body))
 
     async def step(self, request: HttpRequest, answer: HttpAnswer) -> None:
-        """A step of the session that `episode_id` names."""
-        body = _parsed(StepBody, _json(request.body))
+        """Take a step in the session that `episode_id` names."""
+        body = _parse(StepBody, _json(request.body))
         session = self._session(
             request.parameters["environment"], body.episode_id or body.action.metadata.episode_id
         )
         player = _Player(session.session_id, session.environment.name)
-        player.number = session.episode_number
-        player.taken = session.current.episode.step_index if session.current else 0
+        player.episode = session.episode_number
+        player.num_steps = session.current.episode.step_index if session.current else 0
         await answer.json(await self._step(player, body.action))
 
     async def state(self, request: HttpRequest, answer: HttpAnswer) -> None:
-        """Where a session stands; without its name, nowhere."""
-        name, wanted = request.parameters["environment"], request.parameters.get("episode_id")
+        """Return a session's episode and number of steps; without `episode_id` none and 0."""
+        name, episode_id = request.parameters["environment"], request.parameters.get("episode_id")
         self._catalogue.get(name)
-        session = self._session(name, wanted) if wanted else None
+        session = self._session(name, episode_id) if episode_id else None
         current = session.current if session else None
         steps = current.episode.step_index if current else 0
-        await answer.json({"episode_id": wanted, "step_count": steps})
+        await answer.json({"episode_id": episode_id, "step_count": steps})
 
     async def metadata(self, request: HttpRequest, answer: HttpAnswer) -> None:
-        """Name, description and version."""
+        """Return the environment's name, description and version."""
         served = self._catalogue.get(request.parameters["environment"])
-        told = {"description": served.description, "version": served.version}
-        await answer.json({"name": served.name} | told)
+        await answer.json(
+            {"name": served.name, "description": served.description, "version": served.version}
+        )
 
     async def schema(self, request: HttpRequest, answer: HttpAnswer) -> None:
-        """The same for each environment."""
+        """Return the schemas of action, observation and state, the same for each environment."""
         self._catalogue.get(request.parameters["environment"])
-        await answer.json({"action": Action.model_json_schema()} | SCHEMAS)
+        await answer.json({"action": OpenEnvAction.model_json_schema()} | SCHEMAS)
 
     async def health(self, request: HttpRequest, answer: HttpAnswer) -> None:
-        """Whether the environment can work at the moment."""
+        """Return whether the environment can work at the moment."""
         served = self._catalogue.get(request.parameters["environment"])
         is_ill = isinstance(served, Managed) and served.problem()
         await answer.json({"status": "unhealthy" if is_ill else "healthy"})
 
-    async def _replied(self, player: _Player, text: str) -> dict[str, Any] | None:
-        """The reply to one message; None to `close`. Of what is unforeseen only the id is told."""
+    async def _reply_to(self, player: _Player, text: str) -> dict[str, Any] | None:
+        """Return the reply to one message, or None to `close`."""
         try:
-            asked = _json(text)
-            kind, data = asked.get("type"), asked.get("data") or {}
+            message = _json(text)
+            kind, data = message.get("type"), message.get("data") or {}
             if kind == "close":
                 return None
             if kind == "reset":
-                answer = await self._reset(player, _parsed(ResetBody, data))
+                answer = await self._reset(player, _parse(ResetBody, data))
                 return {"type": "observation", "data": answer}
             if kind == "step":
-                answer = await self._step(player, _parsed(Action, data))
+                answer = await self._step(player, _parse(OpenEnvAction, data))
                 return {"type": "observation", "data": answer}
             if kind == "state":
-                told = {"episode_id": _episode_id(player), "step_count": player.taken}
-                return {"type": "state", "data": told}
+                state = {"episode_id": _episode_id(player), "step_count": player.num_steps}
+                return {"type": "state", "data": state}
             return _error_frame("There is no message of that type.", "UNKNOWN_TYPE", "UNKNOWN_TYPE")
         except Exception as error:
-            told_error = public_error(error)
-            return _error_frame(str(told_error), _code(told_error), told_error.reason)
+            public = public_error(error)
+            return _error_frame(str(public), _code(public), public.reason)
 
     async def _reset(self, player: _Player, body: ResetBody) -> dict[str, Any]:
         self._sessions.create(player.session_id, player.environment)
         call = ResetCall(
-            session_id=player.session_id, episode=player.number + 1, choice=body.choice
+            session_id=player.session_id, episode=player.episode + 1, choice=body.choice
         )
         opening = await self._sessions.reset(call)
-        player.number, player.taken = call.episode, 0
-        return shown(opening.episode, _episode_id(player), info=opening.info)
+        player.episode, player.num_steps = call.episode, 0
+        return reply_of(opening.episode, _episode_id(player), info=opening.info)
 
-    async def _step(self, player: _Player, action: Action) -> dict[str, Any]:
-        if not player.number:
+    async def _step(self, player: _Player, action: OpenEnvAction) -> dict[str, Any]:
+        if not player.episode:
             raise InvalidInput(
                 "No episode runs.", reason=Reason.NOT_RESET, remedy="Send reset first."
             )
         index = action.metadata.step_index
         call = StepCall(
             session_id=player.session_id,
-            episode=player.number,
-            step_index=player.taken if index is None else index,
-            answered=self._answered(player.environment, action.message),
+            episode=player.episode,
+            step_index=player.num_steps if index is None else index,
+            answered=self._response_of(player.environment, action.message),
             digest=blake2b(action.message.encode(), digest_size=16).digest(),
         )
         outcome = (await self._sessions.step(call)).outcome
-        player.taken = max(player.taken, call.step_index + 1)
-        return shown(outcome.episode, _episode_id(player), outcome=outcome, info=outcome.info)
+        player.num_steps = max(player.num_steps, call.step_index + 1)
+        return reply_of(outcome.episode, _episode_id(player), outcome=outcome, info=outcome.info)
 
-    def _answered(self, environment: str, message: str) -> ChatHistory | Text:
+    def _response_of(self, environment: str, message: str) -> ChatHistory | Text:
         served: Any = self._catalogue.get(environment)
         mode = getattr(served, "input_mode", InputMode.HISTORY)
         if mode is InputMode.TOKENS:
@@ -248,40 +249,42 @@ class OpenEnvDoor:
         return ChatHistory(response=History((Message(role=role, content=message),)))
 
     def _session(self, environment: str, episode_id: str) -> Any:
-        """The session of an observation's episode_id; NotFound (SESSION_LOST)."""
+        """Return the session of an observation's episode_id; raise NotFound (SESSION_LOST)."""
         if not episode_id:
             raise InvalidInput(
-                "The step names no episode.",
+                "The step has no `episode_id`.",
                 reason=Reason.EPISODE_MISSING,
                 remedy="Send episode_id of the reset's observation, or use the WebSocket.",
             )
         session = self._sessions.get(episode_id.partition("/")[0])
         if session.environment.name != environment:
             raise InvalidInput(
-                "The episode is one of another environment.",
+                "The episode belongs to another environment.",
                 reason=Reason.SESSION_CONFLICT,
-                remedy="Use the URL it was begun at.",
+                remedy="Use the URL where it was reset.",
             )
         return session
 
 
 def _episode_id(player: _Player) -> str | None:
-    return player.session_id if player.number else None
+    return player.session_id if player.episode else None
 
 
 def _json(text: str | bytes) -> dict[str, Any]:
     try:
-        found = pydantic_core.from_json(text)
+        fields = pydantic_core.from_json(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        fields = None
+    if not isinstance(fields, dict):
         raise InvalidInput(
-            "This is no JSON object.", reason=Reason.INVALID_JSON, remedy="Send one JSON object."
+            "The text is not a JSON object.",
+            reason=Reason.INVALID_JSON,
+            remedy="Send one JSON object.",
         )
-    return found
+    return fields
 
 
-def _parsed(kind: type[Any], data: Any) -> Any:
+def _parse(kind: type[Any], data: Any) -> Any:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -294,7 +297,7 @@ def _parsed(kind: type[Any], data: Any) -> Any:
 
 
 def _code(error: DialoopError) -> str:
-    """OpenEnv's name for the kind of error."""
+    """Return OpenEnv's name for the kind of error."""
     if error.reason == Reason.INVALID_JSON:
         return error.reason
     kinds = {

@@ -1,4 +1,4 @@
-"""Whole runs on the service's own policy: text environments and trials."""
+"""Play text environments and trials as a whole, with the service's own policy."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ class TextCatalogue:
 
     @classmethod
     def from_entries(cls, entries: Iterable[EnvironmentEntry]) -> TextCatalogue:
-        """Load each entry; InvalidConfig when one cannot be."""
+        """Load each entry; raise InvalidConfig for one that cannot be loaded."""
         return cls(load_text_setup(entry.use, entry.options) for entry in entries)
 
     def get(self, name: str) -> TextSetup:
-        """The text environment of that name; NotFound (ENVIRONMENT_NOT_FOUND)."""
+        """Return the text environment of a name; raise NotFound (ENVIRONMENT_NOT_FOUND)."""
         if name not in self._by_name:
             raise refusals.unknown_environment(name, self._by_name)
         return self._by_name[name]
 
 
 class OwnPolicy:
-    """The policy that the settings name, and its tokenizer, read when it is first needed."""
+    """The policy that the settings name, and its tokenizer, which is read at the first use."""
 
     def __init__(self, client: InferenceClient | None, model_dir: Path | None) -> None:
         self._client = client
@@ -69,7 +69,7 @@ class OwnPolicy:
         self._tokenizer: Tokenizer | None = None
 
     async def get(self) -> tuple[InferenceClient, Tokenizer]:
-        """Both; PreconditionFailed (NO_INFERENCE, TOKENIZER_MISMATCH) when they cannot be had."""
+        """Return both. Raise PreconditionFailed (NO_INFERENCE, TOKENIZER_MISMATCH)."""
         if self._client is None or self._model_dir is None:
             raise no_inference(_REMEDY)
         async with self._reading:
@@ -86,7 +86,7 @@ class OwnPolicy:
 
 
 class Runs:
-    """Plays whole runs: what a caller wants played, on the service's own policy."""
+    """Plays what a caller asks for from start to end, with the service's own policy."""
 
     def __init__(self, catalogue: Catalogue, texts: TextCatalogue, policy: OwnPolicy) -> None:
         self._catalogue = catalogue
@@ -102,7 +102,7 @@ class Runs:
         sampling: SamplingParams,
         compat: str,
     ) -> TextRun:
-        """One episode per query in a running text."""
+        """Play one episode per query in a text environment."""
         setup = self._texts.get(environment)
         _require_few(len(queries))
         extra = _extra(extra_json, len(queries))
@@ -118,7 +118,7 @@ class Runs:
         options: TrialOptions,
         sampling: SamplingParams,
     ) -> TrialResult:
-        """One trial per input, played by what the policy samples."""
+        """Play one trial per input with the policy."""
         game = game_of(self._catalogue.get(environment))
         _require_few(len(inputs) * options.episodes_per_trial)
         client, tokenizer = await self._policy.get()
@@ -127,11 +127,11 @@ class Runs:
 
 
 def _kind_of(compat: str) -> type[TextEnvironment]:
-    """The class that answers as `compat` says: "" is Dialoop's own, "trl" TRL's."""
+    """Return the class for `compat`: "" is Dialoop's own, "trl" that of TRL."""
     kinds = {"": TextEnvironment, "trl": TrlTextEnvironment}
     if compat not in kinds:
         raise InvalidInput(
-            f"compat is '{compat[:80]}'.",
+            f"`compat` is '{compat[:80]}'.",
             reason=Reason.BAD_COMPAT,
             remedy='Leave it empty, or give "trl".',
         )
@@ -144,22 +144,26 @@ def _require_few(num_episodes: int) -> None:
 
 
 def _extra(text: str, num_queries: int) -> dict[str, Any]:
-    """What the reward is given; InvalidInput (BAD_EXTRA) for no object or lists that do not fit."""
+    """Return the reward's extra arguments.
+
+    Raise InvalidInput (BAD_EXTRA) for text that is not an object, and for lists whose length is
+    not the number of queries.
+    """
     try:
-        found = json.loads(text) if text else {}
+        extra = json.loads(text) if text else {}
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise _bad_extra("extra_json is no JSON object.")
-    for name, value in found.items():
+        extra = None
+    if not isinstance(extra, dict):
+        raise _bad_extra("`extra_json` is not a JSON object.")
+    for name, value in extra.items():
         if isinstance(value, list) and len(value) != num_queries:
             raise _bad_extra(f"{name[:80]} has {len(value)} values for {num_queries} queries.")
-    return found
+    return extra
 
 
 def _bad_extra(message: str) -> InvalidInput:
     return InvalidInput(
         message,
         reason=Reason.BAD_EXTRA,
-        remedy='Give an object with one value per query in each list, as {"answers": ["7"]}.',
+        remedy='Send an object with one value per query in each list: {"answers": ["7"]}.',
     )

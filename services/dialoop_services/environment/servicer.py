@@ -1,4 +1,4 @@
-"""EnvironmentService: decode, call, encode."""
+"""EnvironmentService over gRPC: decode, call, encode."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Item = TypeVar("_Item")
 
 
 class EnvironmentServicer(EnvironmentServiceServicer):
-    """Serves a catalogue of environments and the sessions played in them."""
+    """Serves a catalogue of environments and the sessions in them."""
 
     def __init__(
         self,
@@ -107,8 +107,9 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         return pb.BatchStepResponse(items=items)
 
     async def Interact(self, requests: AsyncIterator[pb.InteractRequest], context: Any) -> None:
-        # Filled by the client, drained by the answers: a reader that waits for a place makes the
-        # client wait in turn. Written here and not yielded, so that the task group can hold it.
+        # Each request takes a place until its answer is written. Without a free place nothing is
+        # read, so the client has to wait. `context.write` and not `yield`, because the answers
+        # come from tasks of a task group.
         places = asyncio.Semaphore(self._max_concurrent_items)
         writing = asyncio.Lock()
 
@@ -177,7 +178,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
     async def RunTrial(self, request: pb.RunTrialRequest, context: Any) -> pb.RunTrialResponse:
         result = await self._runs.trial(
             request.environment,
-            [dict(one.data) for one in request.inputs],
+            [dict(trial_input.data) for trial_input in request.inputs],
             options=encoding.trial_options(request),
             sampling=sampling_from_proto(request.sampling),
         )
@@ -187,7 +188,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         return self._sessions.get(session_id).environment
 
     async def _interact(self, request: pb.InteractRequest, context: Any) -> pb.InteractResponse:
-        """The answer to one request of a stream, be it an error."""
+        """Return the answer to one request of a stream, or its error."""
         kind = request.WhichOneof("request")
         rpcs: dict[str | None, Callable[[Any, Any], Awaitable[Any]]] = {
             "create_session": self.CreateSession,
@@ -209,18 +210,18 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         self,
         requests: Sequence[_Request],
         answer: Callable[[_Request], Awaitable[_Item]],
-        failed: Callable[[pb.ItemError], _Item],
+        make_failed: Callable[[pb.ItemError], _Item],
     ) -> list[_Item]:
-        """Answer each item of a batch, so many at a time; an error stays with its item."""
+        """Answer `max_concurrent_items` of a batch at a time; an error concerns its item only."""
         places = asyncio.Semaphore(self._max_concurrent_items)
 
-        async def one(request: _Request) -> _Item:
+        async def answer_item(request: _Request) -> _Item:
             async with places:
                 try:
                     return await answer(request)
                 except Exception as error:
-                    return failed(encoding.item_error(public_error(error)))
+                    return make_failed(encoding.item_error(public_error(error)))
 
         async with asyncio.TaskGroup() as items:
-            working = [items.create_task(one(request)) for request in requests]
+            working = [items.create_task(answer_item(request)) for request in requests]
         return [item.result() for item in working]

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from dialoop.clients.inference import InferenceClient
-from dialoop.environments import load_environment
+from dialoop.environments import Environment, Managed, load_environment
 from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop.environments.sessions.engine import open_sessions
 from dialoop.environments.sessions.records import SessionLimits
 from dialoop.v1.environment_service_pb2_grpc import add_EnvironmentServiceServicer_to_server
 
-from dialoop_services.environment.holding import held, watched
 from dialoop_services.environment.runs import OwnPolicy, Runs, TextCatalogue
 from dialoop_services.environment.servicer import EnvironmentServicer
 from dialoop_services.environment.settings import EnvironmentSettings
 from dialoop_services.runtime import Connect, GrpcServer, OwnProcess, Server
 
+log = logging.getLogger(__name__)
+
 SERVICE = "dialoop.v1.EnvironmentService"
+
+Report = Callable[[bool, str], Awaitable[None]]
 
 
 @asynccontextmanager
 async def serving(
     settings: EnvironmentSettings, catalogue: Catalogue | None = None
 ) -> AsyncIterator[GrpcServer]:
-    """A listening server, `server.address`; leaving drains it and ends all sessions.
+    """Yield a listening server (`server.address`). Leaving drains it and ends all sessions.
 
-    Without a catalogue the environments of the settings are loaded first.
+    Without a catalogue this loads the environments of the settings.
     """
     server = GrpcServer(settings)
     async with serving_on(server, settings, catalogue):
@@ -43,9 +47,9 @@ async def serving_on(
     *,
     connect: Connect | None = None,
 ) -> AsyncIterator[None]:
-    """The same on a server of any kind, which is entered and left with the sessions.
+    """Serve on a server of any kind, which is entered and left together with the sessions.
 
-    `connect` reaches the inference service of the settings; absent: over the network.
+    `connect` reaches the inference service of the settings; without it the network does.
     """
     catalogue = catalogue or Catalogue(
         load_environment(entry.use, entry.options) for entry in settings.entries
@@ -61,7 +65,7 @@ async def serving_on(
     )
     texts = TextCatalogue.from_entries(settings.text_environments)
     async with (
-        held(catalogue),
+        acquire_all(catalogue),
         open_sessions(catalogue, limits) as sessions,
         _own_policy(settings, connect or OwnProcess(settings).connect) as policy,
     ):
@@ -79,13 +83,45 @@ async def serving_on(
         for environment in catalogue:
             if facts := environment.traits.facts:
                 server.describe(f"environments/{environment.name}", facts)
-        async with server, asyncio.TaskGroup() as beside:
+        async with server, asyncio.TaskGroup() as tasks:
             report, interval_s = server.set_serving, settings.health_interval_s
-            watching = beside.create_task(watched(catalogue, report, interval_s=interval_s))
+            watching = tasks.create_task(watch_health(catalogue, report, interval_s=interval_s))
             try:
                 yield
             finally:
                 watching.cancel()
+
+
+@asynccontextmanager
+async def acquire_all(environments: Iterable[Environment]) -> AsyncIterator[None]:
+    """Acquire what managed environments need, and release it on leaving.
+
+    Raise InvalidConfig when an environment cannot have it.
+    """
+    async with AsyncExitStack() as exits:
+        for environment in environments:
+            if isinstance(environment, Managed):
+                await environment.acquire()
+                exits.push_async_callback(environment.release)
+        yield
+
+
+async def watch_health(
+    environments: Iterable[Environment], report: Report, *, interval_s: float
+) -> None:
+    """Report, under `environments/<name>`, each managed environment that works or stops working."""
+    managed = [e for e in environments if isinstance(e, Managed)]
+    problems: dict[str, str] = {}
+    while True:
+        for environment in managed:
+            name = f"environments/{environment.name}"
+            problem = environment.problem()
+            if problems.get(name, "") != problem:
+                if problem:
+                    log.error("%s cannot work: %s", name, problem)
+                await report(not problem, name)
+                problems[name] = problem
+        await asyncio.sleep(interval_s)
 
 
 @asynccontextmanager

@@ -28,7 +28,7 @@ async def serve() -> None:
 
 
 async def serve_in(host: Host, settings: ReplaySettings) -> None:
-    """Serve until the host says stop."""
+    """Serve until the host stops the service."""
     server = host.server
     async with AsyncExitStack() as exits:
         store = await open_store(settings)
@@ -41,7 +41,10 @@ async def serve_in(host: Host, settings: ReplaySettings) -> None:
 
 
 async def open_store(settings: ReplaySettings) -> QueueStore:
-    """The configured store, reached once; InvalidConfig (STORE_UNAVAILABLE) if it is not there."""
+    """Return the configured store after reaching it once.
+
+    Raise InvalidConfig (STORE_UNAVAILABLE) when Redis does not answer.
+    """
     if settings.store == "memory":
         log.warning("The queue is kept in memory: it is gone when this process ends.")
         return MemoryStore(settings.limits)
@@ -54,7 +57,7 @@ async def open_store(settings: ReplaySettings) -> QueueStore:
             f"Redis does not answer at {_without_password(settings.redis_url)} "
             f"({type(error.__cause__).__name__}).",
             reason=Reason.STORE_UNAVAILABLE,
-            remedy="Start it, or correct DIALOOP_REPLAY_REDIS_URL.",
+            remedy="Start Redis, or correct DIALOOP_REPLAY_REDIS_URL.",
         ) from error
     log.info("Using %s.", store.description)
     return store
@@ -65,7 +68,7 @@ def _redis_store(settings: ReplaySettings) -> RedisStore:
         return RedisStore(settings.redis_url, settings.limits, timeout_s=settings.redis_timeout_s)
     except ValueError as error:
         raise InvalidConfig(
-            "DIALOOP_REPLAY_REDIS_URL is no Redis URL.",
+            "DIALOOP_REPLAY_REDIS_URL is not a Redis URL.",
             remedy="Give redis://host:port/0, rediss://... or unix:///path.",
         ) from error
 

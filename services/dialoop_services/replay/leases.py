@@ -1,4 +1,4 @@
-"""Lease ids say what is leased: "<kind>/<token>/<task_id>".
+"""Format and parse lease ids, which name what is leased: "<kind>/<token>/<task_id>".
 
 format_lease("scored", 1700000000000001, "arithmetic/0")  # "scored/1700000000000001/arithmetic/0"
 """
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What a lease holds: a task, or a group in one of the stages."""
+    """What is leased: a task, or a group in one of the stages."""
 
     TASK = "task"
     UNSCORED = "unscored"
@@ -20,19 +20,19 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseName:
-    """A lease id taken apart."""
+    """The parts of a lease id."""
 
     kind: Kind
     task_id: str
 
 
 def format_lease(kind: Kind, token: int, task_id: str) -> str:
-    """The id of a lease; the token never repeats within a run."""
+    """Return the id of a lease; within a run a token is used once."""
     return f"{kind}/{token}/{task_id}"
 
 
 def parse_lease(lease_id: str) -> LeaseName | None:
-    """The lease's kind and task; None if the id was never one of ours."""
+    """Return the lease's kind and task, or None for text that is not a lease id."""
     kind, _, rest = lease_id.partition("/")
     token, slash, task_id = rest.partition("/")
     if kind not in set(Kind) or not token.isdigit() or not slash:

@@ -1,4 +1,4 @@
-"""Why the queue refuses something, in words; the reasons are those of the proto."""
+"""The messages for the proto's reasons why the queue refuses something."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dialoop.reasons import Reason
 APPEND_MESSAGES: Mapping[Reason, str] = MappingProxyType(
     {
         Reason.UNKNOWN_TASK: "No task of that id and purpose was offered in this run.",
-        Reason.LEASE_LOST: "The lease ran out, or was given for another attempt of the task.",
-        Reason.WRONG_SIZE: "The group does not hold the number of trajectories its task asks for.",
-        Reason.DIGEST_MISMATCH: "A group of that id with other content is there; it stands.",
-        Reason.FUTURE_VERSION: "Tokens claim a policy version that was never announced.",
+        Reason.LEASE_LOST: "The lease expired, or belongs to another attempt of the task.",
+        Reason.WRONG_SIZE: "The group does not have as many trajectories as its task asks for.",
+        Reason.DIGEST_MISMATCH: "The queue keeps a group of that id with other content.",
+        Reason.FUTURE_VERSION: "Tokens have a policy version that was never announced.",
     }
 )
 
@@ -29,23 +29,23 @@ _REFUSALS: Mapping[Reason, tuple[type[DialoopError], str, str]] = MappingProxyTy
     {
         Reason.CURSOR_MOVED: (
             Busy,
-            "The cursor stands at '{}'.",
-            "Another collector offered that page: go on from the present cursor.",
+            "The cursor is '{}' now.",
+            "Another collector offered that page: continue from the present cursor.",
         ),
         Reason.VERSION_NOT_NEWER: (
             PreconditionFailed,
             "The announced policy is not newer than {}.",
-            "Count on in the present lineage, or start a new one after a restore.",
+            "Use a higher number in the present lineage, or a new lineage after a restore.",
         ),
         Reason.GROUP_NOT_FOUND: (
             NotFound,
-            "No dead letter '{}'.",
-            "ListDeadLetters names those there are.",
+            "There is no dead letter '{}'.",
+            "Take a group_id from ListDeadLetters.",
         ),
         Reason.TOO_LARGE: (
             CapacityExhausted,
-            "min_groups groups do not fit one message.",
-            "Lower min_groups, or raise max_message_bytes here and at the caller.",
+            "`min_groups` groups do not fit one message.",
+            "Lower `min_groups`, or raise max_message_bytes of this service and of the caller.",
         ),
         Reason.STORE_UNAVAILABLE: (
             Unavailable,
@@ -55,16 +55,16 @@ _REFUSALS: Mapping[Reason, tuple[type[DialoopError], str, str]] = MappingProxyTy
         Reason.STORE_FULL: (
             CapacityExhausted,
             "The queue's store is out of memory.",
-            "Raise Redis' maxmemory or lower max_outstanding_groups.",
+            "Raise maxmemory of Redis, or lower max_outstanding_groups.",
         ),
     }
 )
 
 
 def refusal(reason: Reason, detail: str = "") -> DialoopError:
-    """The error of a reason; `detail` is what its message names.
+    """Return the error for a reason; `detail` fills its message.
 
-    refusal(Reason.GROUP_NOT_FOUND, "a#1")  # NotFound("No dead letter 'a#1'.")
+    refusal(Reason.GROUP_NOT_FOUND, "a#1")  # NotFound("There is no dead letter 'a#1'.")
     """
     kind, message, remedy = _REFUSALS[reason]
     return kind(message.format(detail), reason=reason, remedy=remedy)

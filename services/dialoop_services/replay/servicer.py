@@ -1,7 +1,7 @@
-"""ReplayService: check a request, let the store apply it, and wake those who wait for its effect.
+"""ReplayService: validate a request, let the store apply it, and wake the calls that wait for it.
 
-A waiting call looks again after each local change (`_Changes`) and, for changes by other processes
-and for leases that run out, every `poll_s`.
+A waiting call tries again after each change in this process (`_Changes`). It also tries again every
+`poll_s`, because other processes make changes and leases expire.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _MAX_TASK_ID = 512
 _MAX_SECONDS = 30 * 24 * 3600.0
-# Above, Lua's JSON would round.
+# Lua's JSON would round larger numbers.
 _MAX_VERSION = 10**12
 _DEFAULT_PAGE = 20
 
@@ -48,7 +48,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         self._stop = asyncio.Event()
 
     def stop_waiting(self) -> None:
-        """Answer all who wait, so that the service can end without cutting anybody off."""
+        """Answer all waiting calls, so that the service can end without breaking them off."""
         self._stop.set()
         self._changes.signal_all()
 
@@ -79,12 +79,12 @@ class ReplayServicer(rpc.ReplayServiceServicer):
             for item in request.items
         ]
         pairs = zip(request.items, rejections, strict=True)
-        sound = [item for item, rejection in pairs if rejection is None]
-        if num_rejected := len(request.items) - len(sound):
+        valid = [item for item, rejection in pairs if rejection is None]
+        if num_rejected := len(request.items) - len(valid):
             await self.store.count_rejected(request.run, num_rejected)
-        passed = pb.AppendGroupsRequest(run=request.run, stage=request.stage, items=sound)
-        appended = iter((await self._change(passed, pb.AppendGroupsResponse)).outcomes)
-        outcomes = [next(appended) if one is None else one for one in rejections]
+        append = pb.AppendGroupsRequest(run=request.run, stage=request.stage, items=valid)
+        appended = iter((await self._change(append, pb.AppendGroupsResponse)).outcomes)
+        outcomes = [next(appended) if r is None else r for r in rejections]
         for outcome in outcomes:
             if outcome.reason and not outcome.message:
                 outcome.message = APPEND_MESSAGES[Reason(outcome.reason)]
@@ -102,7 +102,10 @@ class ReplayServicer(rpc.ReplayServiceServicer):
     ) -> pb.AcknowledgeResponse:
         for item in request.items:
             if item.outcome not in (pb.OUTCOME_CONSUMED, pb.OUTCOME_DROPPED):
-                raise InvalidInput("outcome is unspecified or unknown.", remedy="Set outcome.")
+                raise InvalidInput(
+                    "`outcome` is unspecified or unknown.",
+                    remedy="Use OUTCOME_CONSUMED or OUTCOME_DROPPED.",
+                )
             if item.outcome == pb.OUTCOME_DROPPED:
                 _check_reason(item.reason)
         return await self._change(request, pb.AcknowledgeResponse)
@@ -151,7 +154,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         _check_run(request.run)
         _check_seconds("interval_s", request.interval_s)
         if not request.interval_s:
-            raise InvalidInput("interval_s is not positive.", remedy="Give seconds above 0.")
+            raise InvalidInput("`interval_s` is 0.", remedy="Give seconds above 0.")
         last: pb.ReplayStats | None = None
         while not self._stop.is_set():
             change = self._changes.next_of(request.run)
@@ -185,7 +188,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         _check_run(request.run)
         if request.confirm != request.run:
             raise PreconditionFailed(
-                f"Run '{request.run}' is not deleted without confirmation.",
+                f"Deleting run '{request.run}' needs a confirmation.",
                 reason=Reason.CONFIRM_RUN,
                 remedy="Repeat the run's name in `confirm`.",
             )
@@ -196,36 +199,36 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         return await self.store.apply(request, answer)
 
     async def _change(self, request: Any, answer: type[Answer]) -> Answer:
-        """Apply what may give those who wait for the run what they wait for."""
-        found = await self._apply(request, answer)
+        """Apply a request, then wake the calls that wait for a change of the run."""
+        response = await self._apply(request, answer)
         self._changes.signal(request.run)
-        return found
+        return response
 
     async def _lease(self, request: Any, answer: type[_Leases]) -> _Leases:
-        """Lease as soon as there is enough; else say why not, after `wait_s`."""
+        """Lease as soon as there is enough, or return the reason why not after `wait_s`."""
         _check_seconds("wait_s", request.wait_s)
         clock = asyncio.get_running_loop().time
         end = clock() + request.wait_s
         while True:
             change = self._changes.next_of(request.run)
-            found = await self._apply(request, answer)
+            response = await self._apply(request, answer)
             remaining = end - clock()
-            if found.empty_reason == pb.EMPTY_REASON_NOT_EMPTY:
-                # What was leased changes the stats that others watch.
+            if response.empty_reason == pb.EMPTY_REASON_NOT_EMPTY:
+                # A lease changes the stats that Watch calls wait for.
                 self._changes.signal(request.run)
-                return found
+                return response
             if remaining <= 0 or self._stop.is_set():
-                return found
+                return response
             await _wait(change, min(remaining, self._poll_s))
 
     def _check_lease_s(self, request: Any) -> None:
-        """Refuse an impossible lease; 0 becomes the default."""
+        """Raise InvalidInput for an impossible `lease_s`; replace 0 by the default."""
         _check_seconds("lease_s", request.lease_s)
         request.lease_s = request.lease_s or self.store.limits.lease_s
 
 
 class _Changes:
-    """Wakes those who wait for a run to change in this process.
+    """Wakes the calls that wait for a change of a run in this process.
 
     change = changes.next_of("my-run")  # before looking, so that no change is missed
     ...look...
@@ -236,17 +239,17 @@ class _Changes:
         self._events: dict[str, asyncio.Event] = {}
 
     def next_of(self, run: str) -> asyncio.Event:
-        """The run's next change."""
+        """Return the event of the run's next change."""
         return self._events.setdefault(run, asyncio.Event())
 
     def signal(self, run: str) -> None:
-        """The run changed: wake everybody who waits for it."""
+        """Wake all who wait for the run, because it changed."""
         event = self._events.pop(run, None)
         if event is not None:
             event.set()
 
     def signal_all(self) -> None:
-        """Wake everybody, whatever they wait for."""
+        """Wake all who wait for any run."""
         for run in tuple(self._events):
             self.signal(run)
 
@@ -258,13 +261,12 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
 
 
 def _check_run(run: str) -> None:
-    """A run's name becomes part of keys."""
+    """Raise InvalidInput (BAD_RUN) for a name that cannot be part of a key."""
     if not _RUN.fullmatch(run):
         raise InvalidInput(
-            f"'{run[:128]}' is no run name.",
+            f"'{run[:128]}' is not a valid name of a run.",
             reason=Reason.BAD_RUN,
-            remedy="Use 1 to 128 letters, digits, '.', '_' and '-', beginning with one of the "
-            "former two.",
+            remedy="Use 1 to 128 letters, digits, '.', '_' and '-'; begin with a letter or digit.",
         )
 
 
@@ -280,32 +282,32 @@ def _check_task(task: trajectory_pb2.Task) -> None:
 
 
 def _stage_of(stage: int) -> Stage:
-    """The stage, which must be given."""
+    """Return the stage; raise InvalidInput where it is not set."""
     if stage not in set(Stage):
-        raise InvalidInput("stage is unspecified or unknown.", remedy="Set stage.")
+        raise InvalidInput("`stage` is unspecified or unknown.", remedy="Set `stage`.")
     return Stage(stage)
 
 
 def _check_worker(worker: str) -> None:
-    """Who leases is named, for those who look at what is pending."""
+    """Raise InvalidInput where no worker is named; people look for it when leases are pending."""
     if not worker:
-        raise InvalidInput("worker is empty.", remedy="Name the worker that leases.")
+        raise InvalidInput("`worker` is empty.", remedy="Name the worker that leases.")
 
 
 def _check_count(name: str, value: int, *, least: int = 1) -> None:
     if value < least:
-        raise InvalidInput(f"{name} is {value}.", remedy=f"Give {name} of at least {least}.")
+        raise InvalidInput(f"`{name}` is {value}.", remedy=f"Use {least} or more.")
 
 
 def _check_page(request: pb.PeekRequest | pb.ListDeadLettersRequest) -> None:
-    """How many to list; 0 becomes 20."""
+    """Raise InvalidInput for a negative `max_groups`; replace 0 by 20."""
     _check_count("max_groups", request.max_groups, least=0)
     request.max_groups = request.max_groups or _DEFAULT_PAGE
 
 
 def _check_seconds(name: str, value: float) -> None:
     if not 0 <= value <= _MAX_SECONDS:
-        raise InvalidInput(f"{name} is {value}.", remedy=f"Give {name} of 0 to 30 days.")
+        raise InvalidInput(f"`{name}` is {value}.", remedy="Use 0 to 30 days, in seconds.")
 
 
 def _check_query(request: pb.LeaseGroupsRequest) -> None:
@@ -315,16 +317,16 @@ def _check_query(request: pb.LeaseGroupsRequest) -> None:
     _check_count("min_groups", request.min_groups, least=0)
     if request.min_groups > request.max_groups:
         raise InvalidInput(
-            f"min_groups {request.min_groups} is above max_groups {request.max_groups}.",
-            remedy="Ask for at most max_groups.",
+            f"`min_groups` is {request.min_groups} and `max_groups` only {request.max_groups}.",
+            remedy="Lower `min_groups` or raise `max_groups`.",
         )
     if request.HasField("max_staleness") and stage is not Stage.SCORED:
         raise InvalidInput(
-            "max_staleness bounds only STAGE_SCORED.", remedy="Leave max_staleness out."
+            "`max_staleness` works only with STAGE_SCORED.", remedy="Leave `max_staleness` out."
         )
     if request.task_id_prefix and stage is not Stage.EVALUATION:
         raise InvalidInput(
-            "task_id_prefix selects only in STAGE_EVALUATION.", remedy="Leave it out."
+            "`task_id_prefix` works only with STAGE_EVALUATION.", remedy="Leave it out."
         )
 
 
@@ -332,8 +334,8 @@ def _check_num_discarded(item: pb.AppendItem, stage: Stage) -> None:
     _check_count("num_discarded", item.num_discarded, least=0)
     if item.num_discarded and stage is Stage.SCORED:
         raise InvalidInput(
-            "num_discarded counts what was played, and nothing is played for STAGE_SCORED.",
-            remedy="Leave num_discarded out.",
+            "`num_discarded` counts played trajectories, and none are played for STAGE_SCORED.",
+            remedy="Leave `num_discarded` out.",
         )
 
 
@@ -345,23 +347,25 @@ def _check_return(item: pb.ReturnItem) -> None:
         return
     if item.num_trajectories and lease.kind is not Kind.TASK:
         raise InvalidInput(
-            "num_trajectories counts what was played, and a group lease plays nothing.",
-            remedy="Leave num_trajectories out.",
+            "`num_trajectories` counts played trajectories, and under the lease of a group none "
+            "are played.",
+            remedy="Leave `num_trajectories` out.",
         )
     if item.set_aside and lease.kind is Kind.TASK:
         raise InvalidInput(
-            "set_aside is for groups, and this is a task's lease.", remedy="Leave set_aside out."
+            "`set_aside` is for groups, and this is the lease of a task.",
+            remedy="Leave `set_aside` out.",
         )
 
 
 def _check_reason(reason: str) -> None:
     if not _REASON.fullmatch(reason):
         raise InvalidInput(
-            f"'{reason[:64]}' is no reason.",
-            remedy="Name the reason in snake_case, up to 64 characters.",
+            f"'{reason[:64]}' is not a valid reason.",
+            remedy="Use snake_case of up to 64 characters.",
         )
 
 
 def _drop_repeats(values: MutableSequence[str]) -> None:
-    """Keep the first of each, in order."""
+    """Remove repeated values; keep the order."""
     values[:] = list(dict.fromkeys(values))

@@ -1,16 +1,16 @@
-"""What a store of the queue does, and what it keeps of a group.
+"""The interface of the queue's stores, and the facts that a store keeps of a group.
 
-Two implementations: `memory_store` (the readable one, not durable) and `redis_store`. One
-congruence suite runs on both. Every request is atomic; leases that ran out are taken back first.
+There are two implementations: `memory_store` (readable, not durable) and `redis_store`. The same
+tests run on both. Every request is atomic; expired leases are taken back before it.
 
-A group's way through the ledger:
+A group's states in the ledger:
 
     offered -> leased -> unscored -> scored -> training -> trained -> consumed
            |          |           |          |          |
            +----------+-----------+----------+----------+-> dropped(reason)
 
-A credit is held from `leased` to `training`. Evaluation groups skip `unscored`: once played they
-stand in `scored`, ready for the trainer, and in `training` while it has them.
+A group holds a credit from `leased` to `training`. Evaluation groups skip `unscored`: after play
+they are `scored`, ready for the trainer, and `training` while it has them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Answer = TypeVar("Answer", bound=Message)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
-    """When to give up, how much of that to keep, and the default and the size of a lease.
+    """Limits on attempts, deliveries, dead letters and leases.
 
-    lease_s: seconds a lease runs when nobody says. max_lease_bytes: groups handed out by one call.
+    lease_s: default duration of a lease. max_lease_bytes: size of all groups of one lease call.
     """
 
     max_attempts: int = 3
@@ -43,39 +43,39 @@ class QueueLimits:
 
 
 class QueueStore(Protocol):
-    """The queue's state; every change to it is a request of dialoop.v1.ReplayService."""
+    """The queue's state; requests of dialoop.v1.ReplayService read and change it."""
 
     @property
     def limits(self) -> QueueLimits:
-        """When the store gives up."""
+        """Return the store's limits."""
         ...
 
     async def apply(self, request: Any, answer: type[Answer]) -> Answer:
-        """Do what a checked request asks, as the proto says; `answer` is its response's class.
+        """Apply a validated request as the proto says; `answer` is the class of its response.
 
         apply(pb.ExtendRequest(run="r", lease_ids=["task/1/a"], lease_s=60), pb.ExtendResponse)
         """
         ...
 
     async def count_rejected(self, run: str, num_groups: int) -> None:
-        """Count groups that were turned away before they came here."""
+        """Count groups that the servicer rejected before they reached the store."""
         ...
 
     async def check(self) -> None:
-        """Unavailable (STORE_UNAVAILABLE) when the store cannot be reached."""
+        """Raise Unavailable (STORE_UNAVAILABLE) when the store cannot be reached."""
         ...
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFacts:
-    """What the ledger knows of a group.
+    """The facts that the ledger keeps of a group.
 
-    `digest` covers what scoring does not change; `versions` has the oldest and newest policy
-    version of each lineage that tokens were sampled under.
+    `digest` covers the fields that scoring does not change. `versions` has, for each lineage that
+    tokens were sampled in, the oldest and the newest policy version.
     """
 
     group_id: str
@@ -86,7 +86,7 @@ class GroupFacts:
 
 
 def group_facts(group: trajectory_pb2.Group) -> GroupFacts:
-    """Read off a group what the ledger keeps of it."""
+    """Return the facts that the ledger keeps of a group."""
     return GroupFacts(
         group_id=group.group_id,
         task_id=group.task.task_id,
@@ -117,4 +117,4 @@ def _versions(group: trajectory_pb2.Group) -> dict[str, tuple[int, int]]:
                 if segment.HasField("policy_version"):
                     version = segment.policy_version
                     numbers.setdefault(version.lineage, []).append(version.number)
-    return {lineage: (min(found), max(found)) for lineage, found in sorted(numbers.items())}
+    return {lineage: (min(all_), max(all_)) for lineage, all_ in sorted(numbers.items())}

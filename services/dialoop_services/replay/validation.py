@@ -1,4 +1,4 @@
-"""What a group must be before the queue takes it in: looked at on its own, without the ledger.
+"""Validate a group before the queue accepts it, without looking at the ledger.
 
 check_group(group, stage=Stage.UNSCORED, vocab_size=32000)  # None, or why it is rejected
 """
@@ -15,7 +15,7 @@ _Rejection = replay_service_pb2.AppendOutcome
 
 
 def check_group(group: pb.Group, *, stage: Stage, vocab_size: int) -> _Rejection | None:
-    """The first thing wrong with the group; vocab_size 0 means unknown."""
+    """Return the first thing wrong with the group, or None; `vocab_size` 0 means unknown."""
     num_model_tokens = 0
     for trajectory in group.trajectories:
         for index, sequence in enumerate(trajectory.sequences):
@@ -25,11 +25,9 @@ def check_group(group: pb.Group, *, stage: Stage, vocab_size: int) -> _Rejection
                 rejection.message = where + rejection.message
                 return rejection
             num_model_tokens += _num_model_tokens(sequence)
-    # An evaluation is not trained on: a policy that sampled nothing is a result like any other.
+    # Evaluation groups are not trained on, so they may have no sampled token.
     if num_model_tokens == 0 and stage is not Stage.EVALUATION:
-        return _rejected(
-            Reason.NO_TRAINABLE_TOKEN, f"Group {group.group_id}: no token was sampled."
-        )
+        return _reject(Reason.NO_TRAINABLE_TOKEN, f"Group {group.group_id}: no token was sampled.")
     return None
 
 
@@ -51,26 +49,30 @@ def _check_segments(sequence: pb.Sequence) -> _Rejection | None:
     position = 0
     for segment in sequence.segments:
         if segment.start != position or segment.length <= 0:
-            return _ragged(f"segments leave a gap or overlap at token {position}.")
+            return _reject_ragged(f"segments leave a gap or overlap at token {position}.")
         if segment.source == 0:
-            return _ragged(f"the segment at {position} has no source.")
+            return _reject_ragged(f"the segment at {position} has no source.")
         if (segment.source == pb.SOURCE_MODEL) != segment.HasField("policy_version"):
-            return _ragged(f"at {position}: exactly sampled tokens carry a policy version.")
+            return _reject_ragged(
+                f"at {position}: sampled tokens need a policy version, others must have none."
+            )
         position += segment.length
     if position != len(sequence.token_ids):
-        return _ragged(f"segments cover {position} of {len(sequence.token_ids)} tokens.")
+        return _reject_ragged(f"segments cover {position} of {len(sequence.token_ids)} tokens.")
     return None
 
 
 def _check_lengths(sequence: pb.Sequence) -> _Rejection | None:
     expected = _num_model_tokens(sequence)
     if len(sequence.inference_logprobs) != expected:
-        return _ragged(
+        return _reject_ragged(
             f"{len(sequence.inference_logprobs)} log-probs for {expected} sampled tokens."
         )
     for name in ("ref_logprobs", "token_advantages"):
         if len(getattr(sequence, name)) not in (0, expected):
-            return _ragged(f"{len(getattr(sequence, name))} {name} for {expected} sampled tokens.")
+            return _reject_ragged(
+                f"{len(getattr(sequence, name))} {name} for {expected} sampled tokens."
+            )
     return None
 
 
@@ -81,7 +83,7 @@ def _check_ids(sequence: pb.Sequence, vocab_size: int) -> _Rejection | None:
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or (vocab_size and highest >= vocab_size):
         wrong = lowest if lowest < 0 else highest
-        return _rejected(
+        return _reject(
             Reason.TOKEN_OUT_OF_RANGE,
             f"token id {wrong} is outside a vocabulary of {vocab_size or 'unknown size'}.",
         )
@@ -91,9 +93,9 @@ def _check_ids(sequence: pb.Sequence, vocab_size: int) -> _Rejection | None:
 def _check_finite(sequence: pb.Sequence) -> _Rejection | None:
     for name in ("inference_logprobs", "ref_logprobs", "token_advantages"):
         if not np.isfinite(np.array(getattr(sequence, name))).all():
-            return _rejected(Reason.NON_FINITE, f"{name} has a value that is not finite.")
+            return _reject(Reason.NON_FINITE, f"{name} has a value that is not finite.")
     if not np.isfinite(sequence.advantage):
-        return _rejected(Reason.NON_FINITE, "the advantage is not finite.")
+        return _reject(Reason.NON_FINITE, "the advantage is not finite.")
     return None
 
 
@@ -102,13 +104,13 @@ def _check_advantage(sequence: pb.Sequence) -> _Rejection | None:
         return None
     if sequence.HasField("advantage") or sequence.token_advantages:
         return None
-    return _rejected(Reason.NO_ADVANTAGE, "sampled tokens without an advantage.")
+    return _reject(Reason.NO_ADVANTAGE, "sampled tokens have no advantage.")
 
 
-def _ragged(message: str) -> _Rejection:
-    return _rejected(Reason.RAGGED, message)
+def _reject_ragged(message: str) -> _Rejection:
+    return _reject(Reason.RAGGED, message)
 
 
-def _rejected(reason: Reason, message: str) -> _Rejection:
+def _reject(reason: Reason, message: str) -> _Rejection:
     status = replay_service_pb2.APPEND_STATUS_REJECTED
     return _Rejection(status=status, reason=reason, message=message)

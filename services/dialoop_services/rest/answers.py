@@ -1,8 +1,8 @@
-"""Sending answers over HTTP: one message, or many as they come.
+"""Send answers over HTTP: one message, or a stream of them.
 
 A stream is one JSON object per line (`application/x-ndjson`), server-sent events when the caller
 accepts `text/event-stream`, or length-delimited messages for `application/x-protobuf`. When it
-breaks off in the middle, its last line is the problem document.
+breaks off, its last line is the problem document.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Format(Enum):
 
     @classmethod
     def of(cls, headers: Mapping[bytes, bytes], *, is_stream: bool) -> Format:
-        """What the caller accepts; without a word of that, what it sends."""
+        """Return the format the caller accepts, or else the one it sends."""
         accepted = headers.get(b"accept", b"*/*").lower()
         if accepted == b"*/*":
             accepted = headers.get(b"content-type", b"").lower()
@@ -52,63 +52,65 @@ class Format(Enum):
         return cls.EVENTS if cls.EVENTS.value in accepted else cls.LINES
 
 
-class Answer:
-    """The answer to one request; sends its head when there is something to say."""
+class ResponseWriter:
+    """The answer to one request. Status and headers are sent with the first bytes of the body."""
 
     def __init__(self, send: Send, format_: Format, encode: Encoder) -> None:
         self._send = send
         self._format = format_
         self._encode = encode
-        self._has_begun = False
+        self._is_started = False
 
-    async def whole(self, message: Message, beside: Mapping[str, Any] | None = None) -> None:
-        """Answer with one message, and in JSON with what stands beside its fields."""
-        body = self._bytes(message, beside or {})
-        await self._begin((b"content-length", b"%d" % len(body)))
+    async def send(self, message: Message, extra: Mapping[str, Any] | None = None) -> None:
+        """Answer with one message; JSON also has the fields of `extra`."""
+        body = self._encode_message(message, extra or {})
+        await self._start((b"content-length", b"%d" % len(body)))
         await self._send({"type": "http.response.body", "body": body})
 
-    async def part(self, message: Message) -> None:
+    async def send_part(self, message: Message) -> None:
         """Send one message of a stream."""
-        await self._write(self._bytes(message))
+        await self._write(self._encode_message(message))
 
     async def end(self) -> None:
         """End a stream."""
-        if not self._has_begun:
-            await self._begin()
+        if not self._is_started:
+            await self._start()
         await self._send({"type": "http.response.body", "body": b""})
 
     async def fail(self, error: DialoopError) -> None:
         """Answer with a problem, or end a stream with it."""
-        if not self._has_begun:
+        if not self._is_started:
             await send_problem(self._send, error)
             return
         if self._format in (Format.LINES, Format.EVENTS):
-            await self._write(self._framed(problem_body(error), event=b"event: error\n"))
-        # Delimited messages have no place for a problem: they end without their last chunk.
+            await self._write(self._frame(problem_body(error), event=b"event: error\n"))
+        # A stream of delimited messages cannot carry a problem: it ends without its last chunk.
         if self._format is not Format.DELIMITED:
             await self.end()
 
-    async def _begin(self, *headers: tuple[bytes, bytes]) -> None:
-        self._has_begun = True
+    async def _start(self, *headers: tuple[bytes, bytes]) -> None:
+        self._is_started = True
         all_headers = [(b"content-type", self._format.value), *headers]
         await self._send({"type": "http.response.start", "status": 200, "headers": all_headers})
 
     async def _write(self, chunk: bytes) -> None:
-        if not self._has_begun:
-            await self._begin((b"cache-control", b"no-store"))
+        if not self._is_started:
+            await self._start((b"cache-control", b"no-store"))
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
-    def _bytes(self, message: Message, beside: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+    def _encode_message(
+        self, message: Message, extra: Mapping[str, Any] = MappingProxyType({})
+    ) -> bytes:
         if self._format is Format.PROTOBUF:
             return message.SerializeToString()
         if self._format is Format.DELIMITED:
-            written = io.BytesIO()
-            serialize_length_prefixed(message, written)
-            return written.getvalue()
-        encoded = {**self._encode(message), **beside}
-        return self._framed(pydantic_core.to_json(encoded, inf_nan_mode="null"))
+            buffer = io.BytesIO()
+            serialize_length_prefixed(message, buffer)
+            return buffer.getvalue()
+        fields = {**self._encode(message), **extra}
+        return self._frame(pydantic_core.to_json(fields, inf_nan_mode="null"))
 
-    def _framed(self, text: bytes, event: bytes = b"") -> bytes:
+    def _frame(self, text: bytes, event: bytes = b"") -> bytes:
         if self._format is Format.LINES:
             return text + b"\n"
         return event + b"data: " + text + b"\n\n" if self._format is Format.EVENTS else text

@@ -1,11 +1,11 @@
-"""The REST application: every rpc of the servicers at its route, and the service's own pages.
+"""The REST application: every rpc of the servicers at its route, and the service's pages.
 
 app = rest_app([(servicer, pool.FindServiceByName("dialoop.v1.EnvironmentService"))], options)
 
-An endpoint decodes the request, calls the very method that gRPC calls, and encodes the answer as
-JSON or `application/x-protobuf`. Errors are those of gRPC as problem documents. FastAPI serves the
-document at /openapi.json and Swagger UI at /docs, whose files come from this process: no page loads
-anything from elsewhere.
+An endpoint decodes the request, calls the method that gRPC calls too, and encodes the answer as
+JSON or `application/x-protobuf`. Errors are those of gRPC, as problem documents. FastAPI serves the
+OpenAPI document at /openapi.json and Swagger UI at /docs. This process serves their files, so that
+pages load nothing from other hosts.
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ _KEEP_ALIVE_S = 75
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestOptions:
-    """What the application is told."""
+    """Settings of the application, and what it shows of its service."""
 
     token: str
     max_body_bytes: int
     calls: Calls
     metrics: prometheus.Metrics
-    # Service name -> whether it serves; asked on every /readyz.
+    # Service name -> whether it serves; called for every /readyz.
     serving: Callable[[], Mapping[str, bool]]
-    # Part of the service -> facts about it, shown by /readyz.
+    # Part of the service -> facts about it, which /readyz shows.
     details: Callable[[], Mapping[str, Mapping[str, str]]] = dict
     # Routes beside those of the rpcs.
-    further: Sequence[HttpRoute] = ()
-    sockets: Sequence[SocketRoute] = ()
+    http_routes: Sequence[HttpRoute] = ()
+    socket_routes: Sequence[SocketRoute] = ()
 
 
 def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOptions) -> App:
-    """The application, guarded."""
-    # The pages are ours: FastAPI's own load Swagger UI from another host.
+    """Return the application behind its guard."""
+    # FastAPI's own pages would load Swagger UI from another host; `_add_docs` adds ours.
     app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False)
     routes = [(route, servicer) for servicer, d in servicers for route in routes_of(d)]
     _require_distinct([route for route, _ in routes])
@@ -87,16 +87,16 @@ def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOp
             max_body_bytes=options.max_body_bytes,
         )
         app.router.add_route(route.path, endpoint, methods=[route.method])
-    _add_further(app, options)
+    _add_other_routes(app, options)
     described = [route for route, _ in routes]
-    # Made when somebody asks for it: a service need not wait for that when it starts.
+    # The document is made at its first request, so that the service starts sooner.
     app.openapi = cache(  # type: ignore[method-assign]
         partial(
             openapi,
             described,
             models(),
             needs_token=bool(options.token),
-            further=options.further,
+            http_routes=options.http_routes,
         )
     )
     _add_docs(app, title_of(described))
@@ -104,25 +104,25 @@ def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOp
     app.add_exception_handler(404, _no_route)
     app.add_exception_handler(405, _no_method)
     guarded: Any = app  # FastAPI spells ASGI's types with other names
-    return Guard(guarded, options.token, _refusing(options.further))
+    return Guard(guarded, options.token, _refuse_as_route(options.http_routes))
 
 
-def _add_further(app: FastAPI, options: RestOptions) -> None:
-    for route in options.further:
+def _add_other_routes(app: FastAPI, options: RestOptions) -> None:
+    for route in options.http_routes:
         endpoint: Any = HttpEndpoint(
             route, calls=options.calls, max_body_bytes=options.max_body_bytes
         )
         app.router.add_route(route.path, endpoint, methods=[route.method])
-    for socket in options.sockets:
+    for socket in options.socket_routes:
         served: Any = SocketEndpoint(socket, calls=options.calls)
         app.router.routes.append(WebSocketRoute(socket.path, served))
 
 
-def _refusing(further: Sequence[HttpRoute]) -> Refuse:
-    """Refuse in the words of the route that was asked: a client of it reads no others."""
+def _refuse_as_route(http_routes: Sequence[HttpRoute]) -> Refuse:
+    """Return a function that refuses a request in the protocol of its route."""
 
     async def refuse(scope: Scope, send: Send, error: DialoopError) -> None:
-        for route in further:
+        for route in http_routes:
             if route.has(scope["path"]):
                 await HttpAnswer(send, route.errors).fail(error)
                 return
@@ -139,7 +139,7 @@ def _add_docs(app: FastAPI, title: str) -> None:
         swagger_js_url=f"{ASSETS}swagger-ui-bundle.js",
         swagger_css_url=f"{ASSETS}swagger-ui.css",
         swagger_favicon_url=f"{ASSETS}favicon.png",
-        swagger_ui_parameters={"validatorUrl": None},  # else another host gets the document
+        swagger_ui_parameters={"validatorUrl": None},  # else the page sends it to another host
     )
     (script,) = re.findall(rb"<script>(.*?)</script>", page.body, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
@@ -156,7 +156,7 @@ def _add_docs(app: FastAPI, title: str) -> None:
 
 
 def _add_states(app: FastAPI, options: RestOptions) -> None:
-    """Serve what probes and Prometheus read."""
+    """Serve the pages that probes and Prometheus read."""
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ALIVE"})
@@ -171,13 +171,13 @@ def _add_states(app: FastAPI, options: RestOptions) -> None:
             body["details"] = {name: dict(facts) for name, facts in details.items()}
         return JSONResponse(body, status_code=200 if is_ready else 503)
 
-    async def measured(_: Request) -> Response:
+    async def show_metrics(_: Request) -> Response:
         return Response(options.metrics.exposition(), media_type=prometheus.CONTENT_TYPE)
 
     pages: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "/healthz": health,
         "/readyz": ready,
-        "/metrics": measured,
+        "/metrics": show_metrics,
     }
     for path, page_of in pages.items():
         app.router.add_route(path, page_of, methods=["GET"])
@@ -189,34 +189,34 @@ def _require_distinct(routes: Sequence[Route]) -> None:
 
 
 async def _no_route(request: Request, _: Exception) -> Response:
-    return _problem(RouteNotFound("There is no such route.", remedy="/docs lists all routes."))
+    return _problem(RouteNotFound("There is no such route.", remedy="Look for it in /docs."))
 
 
 async def _no_method(request: Request, error: Any) -> Response:
     refusal = MethodNotAllowed(
-        "The route is there, with another method.", remedy="Use a method of the `allow` header."
+        "This route has another method.", remedy="Use a method that the `allow` header names."
     )
     allowed = dict(error.headers or {}).get("Allow", "")
     return _problem(refusal, {"allow": allowed})
 
 
 def _problem(error: DialoopError, headers: Mapping[str, str] | None = None) -> Response:
-    known = {name.decode(): value.decode() for name, value in problem_headers(error)}
+    own = {name.decode(): value.decode() for name, value in problem_headers(error)}
     return Response(
         problem_body(error),
         status_code=int(error.http_status),
-        headers=known | dict(headers or {}),
+        headers=own | dict(headers or {}),
     )
 
 
 class RestDoor:
-    """uvicorn in the loop of the gRPC server: ready at once, drained with it, blind to signals.
+    """uvicorn on the event loop of the gRPC server; it serves from `open` until `close`.
 
-    It serves an application from `open` until `close`.
+    It leaves signals to the service, and drains together with the gRPC server.
     """
 
     def __init__(self, app: App, *, drain_s: float, max_socket_bytes: int = 0) -> None:
-        """`max_socket_bytes`: of one WebSocket message; 0 where no WebSocket is served."""
+        """Prepare the server; `max_socket_bytes` bounds a WebSocket message, 0 serves none."""
         asgi: Any = app
         self._config = uvicorn.Config(
             asgi,
@@ -231,19 +231,19 @@ class RestDoor:
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=math.ceil(drain_s),
         )
-        # Not `serve`, which takes the signals: they belong to the service's StopSignal.
+        # We do not call `serve`: it handles signals, which belong to the service's StopSignal.
         self._server = uvicorn.Server(self._config)
         self._ticking: asyncio.Task[None] | None = None
 
     async def open(self, bound: socket.socket) -> None:
-        """Serve on a bound socket, which is ours from now on."""
+        """Serve on a bound socket, which this door owns from now on."""
         self._config.load()
         self._server.lifespan = self._config.lifespan_class(self._config)
         await self._server.startup(sockets=[bound])
         self._ticking = asyncio.create_task(self._server.main_loop())
 
     async def close(self) -> None:
-        """Take no more connections, answer what is in flight within the drain, then end."""
+        """Stop accepting connections, answer the calls in flight within the drain, then end."""
         self._server.should_exit = True
         if self._ticking is not None:
             await self._ticking

@@ -1,4 +1,4 @@
-"""The frame of every HTTP call: its count, its deadline, its caller who may hang up, its errors."""
+"""What surrounds every HTTP call: its deadline, a client that may disconnect, its errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dialoop.errors import DeadlineExceeded, DialoopError, Unavailable
 from dialoop.reasons import Reason
 
-from dialoop_services.rest.bodies import CallerGone
+from dialoop_services.rest.bodies import ClientDisconnected
 from dialoop_services.rest.problems import FieldsRefused
 from dialoop_services.runtime.errors import public_error
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from dialoop_services.runtime.calls import Call
 
 TIMEOUT_HEADER = "x-request-timeout-s"
-# Nobody leaves a call that is over by then, and a watcher for each would cost.
+# Calls that end before this are not watched: a watcher task for each would cost time.
 _UNWATCHED_S = 0.05
 
 
 class Caller:
-    """Who called: inside its context, a caller who hangs up cancels the task that answers."""
+    """The client of one call. Inside its context, a disconnect cancels the task that answers."""
 
     def __init__(self, receive: Callable[[], Awaitable[Any]]) -> None:
         self.receive = receive
-        self._gone = False
+        self._is_disconnected = False
         self._answering: asyncio.Task[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._watching: asyncio.Task[None] | None = None
 
     @property
-    def is_gone(self) -> bool:
-        """Whether the caller hung up."""
-        return self._gone
+    def is_disconnected(self) -> bool:
+        """Return whether the client closed the connection."""
+        return self._is_disconnected
 
     def __enter__(self) -> None:
         self._answering = asyncio.current_task()
@@ -49,11 +49,11 @@ class Caller:
         if self._watching is not None:
             self._watching.cancel()
 
-    def forgive(self) -> bool:
-        """Whether the cancellation came of a caller who is gone; it is over then."""
-        if self._gone and self._answering is not None:
+    def clear_cancellation(self) -> bool:
+        """Return whether a disconnect caused the cancellation; if so, clear it."""
+        if self._is_disconnected and self._answering is not None:
             self._answering.uncancel()
-        return self._gone
+        return self._is_disconnected
 
     def _start(self) -> None:
         self._watching = asyncio.ensure_future(self._watch())
@@ -61,13 +61,13 @@ class Caller:
     async def _watch(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass
-        self._gone = True
+        self._is_disconnected = True
         assert self._answering is not None
         self._answering.cancel()
 
 
 def timeout_of(headers: Mapping[bytes, bytes]) -> float | None:
-    """Seconds until the caller wants an answer; None for no limit."""
+    """Return the seconds within which the caller wants an answer; None for no limit."""
     text = headers.get(TIMEOUT_HEADER.encode())
     if text is None:
         return None
@@ -77,9 +77,9 @@ def timeout_of(headers: Mapping[bytes, bytes]) -> float | None:
         seconds = math.nan
     if not 0 < seconds < math.inf:
         raise FieldsRefused(
-            f"{TIMEOUT_HEADER} is no time.",
+            f"{TIMEOUT_HEADER} is not a positive number of seconds.",
             reason=Reason.INVALID_FIELD,
-            remedy="Give a positive number of seconds.",
+            remedy="Give a number above 0, or leave the header out.",
             fields=[TIMEOUT_HEADER],
         )
     return seconds
@@ -89,7 +89,7 @@ class Failing(Protocol):
     """An answer that may end in an error."""
 
     async def fail(self, error: DialoopError) -> None:
-        """Answer with it, or end the answer that has begun with it."""
+        """Answer with the error, or end a started answer with it."""
 
 
 async def serve_call(call: Call, caller: Caller, answer: Failing, serving: Awaitable[None]) -> None:
@@ -104,10 +104,10 @@ async def serve_call(call: Call, caller: Caller, answer: Failing, serving: Await
             raise
         finally:
             call.end(status)
-    except CallerGone:
+    except ClientDisconnected:
         return
     except asyncio.CancelledError:
-        if not caller.forgive():  # the server's drain has run out
+        if not caller.clear_cancellation():  # the server's time to drain has run out
             stopping = Unavailable(
                 "The service is stopping.",
                 reason=Reason.STOPPING,
@@ -120,7 +120,7 @@ async def serve_call(call: Call, caller: Caller, answer: Failing, serving: Await
 
 @asynccontextmanager
 async def time_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """Raise DeadlineExceeded when what is inside takes longer; None for no limit."""
+    """Raise DeadlineExceeded when the block takes longer than `seconds`; None for no limit."""
     try:
         async with asyncio.timeout(seconds) as limit:
             yield limit
@@ -128,6 +128,6 @@ async def time_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
         if not limit.expired():
             raise
         raise DeadlineExceeded(
-            f"There was no answer within {seconds:g} s.",
-            remedy="Give x-request-timeout-s more time, or ask for less.",
+            f"The service did not answer within {seconds:g} s.",
+            remedy=f"Raise {TIMEOUT_HEADER}, or send a smaller request.",
         ) from error

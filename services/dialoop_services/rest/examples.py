@@ -1,4 +1,4 @@
-"""A request that works, or shows how, for each rpc that takes a body; tested against the models."""
+"""Example requests of the OpenAPI document, one for each rpc that takes a body."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Who may call over REST: bearer token, and no web page of another origin.
+"""Let callers of REST in: those with the bearer token, and no web page of another origin.
 
-The token may open a WebSocket as a URL's password too (Basic), ws://any:TOKEN@host: clients that
-cannot set headers have no other place for it.
+A WebSocket may carry the token as the password of its URL (Basic), ws://any:TOKEN@host, because
+some of its clients cannot set headers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Refuse = Callable[[Scope, Send, DialoopError], Awaitable[None]]
 
 HEALTH = frozenset({"/healthz", "/readyz"})
-# The same for everybody and without any data; a browser cannot send a token when it opens a page.
+# Open without a token: a browser cannot send one when it opens a page. They contain no data.
 DOCUMENTS = frozenset({"/docs", "/openapi.json"})
 ASSETS = "/docs/assets/"
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -35,9 +35,9 @@ _POLICY_VIOLATION = 1008
 
 
 class Guard:
-    """An ASGI application around another that lets only rightful requests in.
+    """An ASGI application around another that lets only allowed requests in.
 
-    `refuse` answers the others; by default with problem documents.
+    `refuse` answers the others, by default with problem documents.
     """
 
     def __init__(self, app: App, token: str, refuse: Refuse | None = None) -> None:
@@ -46,7 +46,7 @@ class Guard:
         self._expected = f"Bearer {token}".encode() if token else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on or answer it with a problem."""
+        """Pass the request on, or answer it with a problem."""
         refusal = self._refusal(scope) if scope["type"] != "lifespan" else None
         if refusal is None:
             await self._app(scope, receive, send)
@@ -67,11 +67,11 @@ class Guard:
         path = scope["path"]
         if path in HEALTH or path in DOCUMENTS or path.startswith(ASSETS):
             return None
-        # Constant time, so that answers do not tell how much of a guess was right.
-        given = headers.get(b"authorization", b"")
+        authorization = headers.get(b"authorization", b"")
         if scope["type"] == "websocket":
-            given = _bearer_of(given)
-        if hmac.compare_digest(given, self._expected):
+            authorization = _bearer_of(authorization)
+        # Comparing takes the same time whatever was sent, so that nobody can guess step by step.
+        if hmac.compare_digest(authorization, self._expected):
             return None
         return Unauthenticated(
             "The bearer token is missing or wrong.",
@@ -79,11 +79,11 @@ class Guard:
         )
 
 
-def _bearer_of(given: bytes) -> bytes:
-    """The header as a bearer's: of Basic credentials the password is the token."""
-    kind, _, credentials = given.partition(b" ")
+def _bearer_of(authorization: bytes) -> bytes:
+    """Return the header as a bearer token; the password of Basic credentials is the token."""
+    kind, _, credentials = authorization.partition(b" ")
     if kind.lower() != b"basic":
-        return given
+        return authorization
     try:
         return b"Bearer " + base64.b64decode(credentials, validate=True).partition(b":")[2]
     except binascii.Error:
@@ -91,22 +91,23 @@ def _bearer_of(given: bytes) -> bytes:
 
 
 def _foreign_origin(scope: Scope, headers: Mapping[bytes, bytes]) -> ForeignCaller | None:
-    """A page elsewhere that makes its visitor's browser change something here."""
+    """Return an error where a page of another origin makes a browser change something here."""
     origin = headers.get(b"origin")
     if origin is None or scope.get("method") in _READS:
         return None
     if origin.partition(b"://")[2] == headers.get(b"host"):
         return None
     return ForeignCaller(
-        "A page of another origin may change nothing here.",
-        remedy="Call from a program, or from a page of this address.",
+        "A web page of another origin may not change anything here.",
+        remedy="Call from a program, or from a page that this address serves.",
     )
 
 
 def _foreign_host(headers: Mapping[bytes, bytes]) -> ForeignCaller | None:
-    """A name that was made to point at this machine: its page would look like one of ours.
+    """Return an error where the host name is not one of loopback.
 
-    Only without a token, which means on loopback: no such page can know the token.
+    Somebody can point a name of theirs at this machine, so that their page seems to be of our
+    origin. With a token this is not checked, because such a page does not know the token.
     """
     host = headers.get(b"host", b"").decode("latin-1")
     name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]

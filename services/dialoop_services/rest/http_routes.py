@@ -1,12 +1,12 @@
-"""Routes that are no rpc: another protocol's, as OpenAI's, with the guard and limits of all others.
+"""Routes of other protocols than ours, such as OpenAI's. They share the guard and the limits.
 
     async def models(request: HttpRequest, answer: HttpAnswer) -> None:
         await answer.json({"object": "list", "data": []})
 
     server.add_route(HttpRoute(name="OpenAI.ListModels", method="GET", path="/v1/models", ...))
 
-A handler answers with one JSON document, or with server-sent events as they come. What it raises is
-answered in the protocol's own shape (`errors`).
+A handler answers with one JSON document, or with server-sent events. `errors` turns an error that
+it raises into an answer of the protocol's own shape.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _END_OF_EVENTS = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorAnswer:
-    """How an error is told: the document, and headers beside content-type and content-length."""
+    """The answer to an error: a document, and headers beside content-type and content-length."""
 
     document: Mapping[str, Any]
     headers: Mapping[str, str]
@@ -46,9 +46,9 @@ ToErrorAnswer = Callable[[DialoopError], ErrorAnswer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpRoute:
-    """One route: `name` is its operation id, in OpenAPI, in metrics and in logs.
+    """One route. OpenAPI, metrics and logs call it by its `name`.
 
-    path: FastAPI's, with parameters in braces. operation: its part of the OpenAPI document.
+    path: with parameters in braces, as in FastAPI. operation: its part of the OpenAPI document.
     """
 
     name: str
@@ -59,13 +59,13 @@ class HttpRoute:
     operation: Mapping[str, Any]
 
     def has(self, path: str) -> bool:
-        """Whether a request's path is this route's."""
+        """Return whether a request's path belongs to this route."""
         pattern = re.sub(r"\\\{[^}]+\\\}", "[^/]+", re.escape(self.path))
         return re.fullmatch(pattern, path) is not None
 
 
 class HttpRequest:
-    """A request whose body was read: its parameters, and why it may be cancelled."""
+    """A request with its body and path parameters."""
 
     def __init__(
         self, parameters: Mapping[str, str], body: bytes, caller: Caller, deadline: asyncio.Timeout
@@ -76,69 +76,68 @@ class HttpRequest:
         self._deadline = deadline
 
     def why_cancelled(self) -> Reason:
-        """CALLER_LEFT, DEADLINE_EXCEEDED or STOPPING; asked inside `except CancelledError`."""
-        if self._caller.is_gone:
+        """Return CALLER_LEFT, DEADLINE_EXCEEDED or STOPPING; call it in `except CancelledError`."""
+        if self._caller.is_disconnected:
             return Reason.CALLER_LEFT
         return Reason.DEADLINE_EXCEEDED if self._deadline.expired() else Reason.STOPPING
 
 
 class HttpAnswer:
-    """The answer to one request; its head is sent with the first of it."""
+    """The answer to one request. Status and headers are sent with the first bytes of the body."""
 
     def __init__(self, send: Send, errors: ToErrorAnswer) -> None:
         self._send = send
         self._errors = errors
-        self._has_begun = False
+        self._is_started = False
 
     async def json(self, document: Any) -> None:
         """Answer with one document."""
-        await self._whole(200, pydantic_core.to_json(document, inf_nan_mode="null"), {})
+        await self._send_whole(200, _encode(document), {})
 
     async def event(self, document: Any) -> None:
         """Send one event of a stream."""
-        if not self._has_begun:
-            await self._begin(200, {b"content-type": _EVENTS, b"cache-control": b"no-store"})
-        data = pydantic_core.to_json(document, inf_nan_mode="null")
-        await self._body(b"data: " + data + b"\n\n", more=True)
+        if not self._is_started:
+            await self._start(200, {b"content-type": _EVENTS, b"cache-control": b"no-store"})
+        await self._send_body(b"data: " + _encode(document) + b"\n\n", more=True)
 
     async def end(self) -> None:
         """End a stream with `[DONE]`."""
-        await self._body(_END_OF_EVENTS)
+        await self._send_body(_END_OF_EVENTS)
 
     async def fail(self, error: DialoopError) -> None:
         """Answer with an error, or end a stream with it."""
-        told = self._errors(error)
-        if self._has_begun:
-            await self.event(told.document)
-            await self._body(b"")
+        answer = self._errors(error)
+        if self._is_started:
+            await self.event(answer.document)
+            await self._send_body(b"")
             return
-        await self._whole(int(error.http_status), _encoded(told.document), told.headers)
+        await self._send_whole(int(error.http_status), _encode(answer.document), answer.headers)
 
-    async def _whole(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+    async def _send_whole(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         more = {name.encode(): value.encode() for name, value in headers.items()}
         length = b"%d" % len(body)
-        await self._begin(status, {b"content-type": _JSON, b"content-length": length} | more)
-        await self._body(body)
+        await self._start(status, {b"content-type": _JSON, b"content-length": length} | more)
+        await self._send_body(body)
 
-    async def _begin(self, status: int, headers: Mapping[bytes, bytes]) -> None:
-        self._has_begun = True
-        listed = list(headers.items())
-        await self._send({"type": "http.response.start", "status": status, "headers": listed})
+    async def _start(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        self._is_started = True
+        pairs = list(headers.items())
+        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 
-    async def _body(self, body: bytes, *, more: bool = False) -> None:
+    async def _send_body(self, body: bytes, *, more: bool = False) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-def _encoded(document: Any) -> bytes:
+def _encode(document: Any) -> bytes:
     return pydantic_core.to_json(document, inf_nan_mode="null")
 
 
 class HttpEndpoint:
-    """Serves one such route; an ASGI application."""
+    """An ASGI application that serves one such route."""
 
     def __init__(self, route: HttpRoute, *, calls: Calls, max_body_bytes: int) -> None:
         self._route = route
-        self._begin = calls.beginning(route.name, "rest")
+        self._begin = calls.starter(route.name, "rest")
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,7 +150,7 @@ class HttpEndpoint:
         headers = dict(scope["headers"])
         timeout_s = timeout_of(headers)
         body = await self._read(headers, caller)
-        call.asks(None)
+        call.set_request(None)
         with caller:
             async with time_limit(timeout_s) as deadline:
                 request = HttpRequest(scope["path_params"], body, caller, deadline)
@@ -163,6 +162,6 @@ class HttpEndpoint:
         media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if media not in (b"", _JSON):
             raise UnsupportedMediaType(
-                "The body's content-type is not read here.", remedy="Send application/json."
+                "This route does not read the body's content-type.", remedy="Send application/json."
             )
         return await read_body(caller.receive, headers, self._max_body_bytes)

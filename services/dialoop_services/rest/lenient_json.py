@@ -1,15 +1,15 @@
-"""A second reading of a JSON body that was refused: what it may mean, and the warning that says so.
+"""Read a rejected JSON body a second time, leniently, and warn about each correction.
 
-A single message where several are expected is made a history:
+A single message where several are expected becomes a history:
 
 {"history": {"prompt": {"role": "user", "content": "3+4"}}}                 a message for a history
 {"history": {"prompt": {"messages": {"role": "user", "content": "3+4"}}}}   a message for its list
 {"history": {"prompt": [{"role": "user", "content": "3+4"}]}}               a list for a history
 
 All three become {"history": {"prompt": {"messages": [{"role": "user", "content": "3+4"}]}}}; the
-first two with a warning, as one dimension was missing. A conversation where rows of them are
-expected (LogProb's histories) becomes the one row, with a warning. Nothing else is promoted, and
-nothing where the answer has no `warnings` to say it in. Sampling is also read in older names.
+first two give a warning, because a dimension was missing. One conversation where rows of them are
+expected (LogProb's histories) becomes the only row, with a warning. Nothing else is corrected, and
+nothing at all where the answer has no `warnings`. Old names of sampling parameters are read too.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ from typing import TYPE_CHECKING, Any
 from dialoop.errors import InvalidHistory
 from dialoop.reasons import Reason
 
-from dialoop_services.rest.old_field_names import modern_sampling
+from dialoop_services.rest.old_field_names import rename_old_sampling
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 _HISTORY, _CHAT = "dialoop.v1.History", "dialoop.v1.ChatHistory"
 _GENERATE = "dialoop.v1.GenerateRequest"
-_IS_ONE_MESSAGE = "a single message stands where {} is expected; it was made one."
+_SINGLE_MESSAGE = "there is a single message where {} is expected; it was read as one."
 
 
-def reread(body: bytes, request: Descriptor) -> tuple[bytes, list[str]] | None:
-    """The body with messages made histories, and what to say of it; None where none was.
+def read_leniently(body: bytes, request: Descriptor) -> tuple[bytes, list[str]] | None:
+    """Return the corrected body and its warnings, or None where nothing could be corrected.
 
-    Raises InvalidHistory (BATCH_OF_HISTORIES) where several conversations stand in one's place, and
-    what `read_generate_options` does.
+    Raise InvalidHistory (BATCH_OF_HISTORIES) where there are several conversations in place of
+    one, and what `read_generate_options` raises.
     """
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    found = _Reading()
-    made = found.message(fields, request, "")
-    return (json.dumps(made).encode(), found.warnings) if found.is_any else None
+    reader = _LenientReader()
+    corrected = reader.read_message(fields, request, "")
+    return (json.dumps(corrected).encode(), reader.warnings) if reader.has_corrected else None
 
 
-class _Reading:
-    """A walk through a body along its request's descriptor."""
+class _LenientReader:
+    """Walks through a body along its request's descriptor and corrects it."""
 
     def __init__(self) -> None:
         self.warnings: list[str] = []
-        self.is_any = False
+        self.has_corrected = False
 
-    def message(self, value: Any, kind: Descriptor, path: str) -> Any:
+    def read_message(self, value: Any, kind: Descriptor, path: str) -> Any:
         if kind.full_name == _HISTORY:
             value = self._history(value, path)
         if not isinstance(value, dict):
             return value
         if kind.full_name == _GENERATE:
             value = self._sampling(value)
-        known = kind.fields_by_name
+        fields = kind.fields_by_name
         return {
-            name: self._field(inner, known[name], _inside(path, name)) if name in known else inner
+            name: self._field(inner, fields[name], _inside(path, name)) if name in fields else inner
             for name, inner in value.items()
         }
 
@@ -70,39 +70,41 @@ class _Reading:
         if kind is None or kind.GetOptions().map_entry:
             return value
         if not field.is_repeated:
-            return self.message(value, kind, path)
+            return self.read_message(value, kind, path)
         if kind.full_name == _CHAT and isinstance(value, dict):
-            value = self._wrapped(
-                value, f"{path}: a single conversation stands where rows are expected; it is one."
+            value = self._wrap(
+                value,
+                f"{path}: there is a single conversation where rows are expected; it was read as "
+                "one row.",
             )
         if not isinstance(value, list):
             return value
-        return [self.message(one, kind, f"{path}.{i}") for i, one in enumerate(value)]
+        return [self.read_message(item, kind, f"{path}.{i}") for i, item in enumerate(value)]
 
     def _history(self, value: Any, path: str) -> Any:
         if _is_message(value):
-            said = f"{path}: {_IS_ONE_MESSAGE.format('a history')}"
-            return {"messages": self._wrapped(value, said)}
+            warning = f"{path}: {_SINGLE_MESSAGE.format('a history')}"
+            return {"messages": self._wrap(value, warning)}
         if isinstance(value, list):
             _require_one_history(value, path)
-            self.is_any = True
+            self.has_corrected = True
             return {"messages": value}
         if isinstance(value, dict) and _is_message(value.get("messages")):
-            said = f"{_inside(path, 'messages')}: {_IS_ONE_MESSAGE.format('a list of messages')}"
-            return {**value, "messages": self._wrapped(value["messages"], said)}
+            warning = f"{_inside(path, 'messages')}: {_SINGLE_MESSAGE.format('a list of messages')}"
+            return {**value, "messages": self._wrap(value["messages"], warning)}
         return value
 
     def _sampling(self, value: dict[str, Any]) -> dict[str, Any]:
-        found = modern_sampling(value)
-        if found is None:
+        renamed = rename_old_sampling(value)
+        if renamed is None:
             return value
-        self.is_any = True
-        self.warnings.extend(found[1])
-        return found[0]
+        self.has_corrected = True
+        self.warnings.extend(renamed[1])
+        return renamed[0]
 
-    def _wrapped(self, value: Any, said: str) -> list[Any]:
-        self.is_any = True
-        self.warnings.append(said)
+    def _wrap(self, value: Any, warning: str) -> list[Any]:
+        self.has_corrected = True
+        self.warnings.append(warning)
         return [value]
 
 
@@ -111,7 +113,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _require_one_history(messages: list[Any], path: str) -> None:
-    if any(isinstance(one, list) for one in messages):
+    if any(isinstance(message, list) for message in messages):
         raise InvalidHistory(
             f"{path} is a batch of histories where one is expected.",
             reason=Reason.BATCH_OF_HISTORIES,

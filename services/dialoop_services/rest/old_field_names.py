@@ -1,4 +1,4 @@
-"""Old field names that REST still reads, because the users' documents show them.
+"""Old field names that REST still reads because documents of its users show them.
 
 POST /v1/sessions/s/reset  {"episode": 1, "text": "What is 3+4?"}          text -> query
 POST /v1/sessions/s/step   {"episode": 1, "text_response": ["Result=7"]}   text_response -> history
@@ -18,65 +18,67 @@ from dialoop.v1 import trajectory_pb2
 
 _Fields = dict[str, Any]
 _SAMPLING = frozenset(trajectory_pb2.SamplingParams.DESCRIPTOR.fields_by_name.keys())
-# What older names put among the parameters of sampling, and the proto beside them.
-_BESIDE = ("num_samples", "skip_special_tokens")
+# Old requests have these among the sampling parameters, the proto has them in the request.
+_REQUEST_FIELDS = ("num_samples", "skip_special_tokens")
 
 
-def modern(rpc: str, body: bytes) -> bytes:
-    """The body of a rpc ("EnvironmentService.Reset") with today's names; any other as it is."""
+def rename_old_fields(rpc: str, body: bytes) -> bytes:
+    """Return a rpc's body with today's field names; `rpc` is "EnvironmentService.Reset".
+
+    A body that has no old names, or is not JSON, is returned unchanged.
+    """
     if rpc not in _OLD:
         return body
     mark, rename = _OLD[rpc]
-    if mark not in body:  # nearly always; nothing is parsed twice then
+    if mark not in body:  # nearly always: then nothing is parsed twice
         return body
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):
-        return body  # refused, with its reason, where bodies are validated
+        return body  # validation rejects it later and says why
     if not isinstance(fields, dict):
         return body
     return json.dumps(rename(fields)).encode()
 
 
 def _reset(fields: _Fields) -> _Fields:
-    text = _one(fields.get("text"))
+    text = _unwrap(fields.get("text"))
     if "query" in fields or not isinstance(text, str):
         return fields
     return {**{k: v for k, v in fields.items() if k != "text"}, "query": text}
 
 
 def _step(fields: _Fields) -> _Fields:
-    text = _one(fields.get("text_response"))
+    text = _unwrap(fields.get("text_response"))
     if "history" in fields or not isinstance(text, str):
         return fields
     history = {"response": {"messages": [{"role": "assistant", "content": text}]}}
     return {**{k: v for k, v in fields.items() if k != "text_response"}, "history": history}
 
 
-def modern_sampling(request: _Fields) -> tuple[_Fields, Sequence[str]] | None:
-    """A GenerateRequest with today's names in its `sampling`; None where they are already.
+def rename_old_sampling(request: _Fields) -> tuple[_Fields, Sequence[str]] | None:
+    """Return a GenerateRequest with today's names in its `sampling`, and warnings.
 
-    Raises what `read_generate_options` does.
+    Return None where it has no old names. Raise what `read_generate_options` raises.
     """
     sampling = request.get("sampling")
     if not isinstance(sampling, dict):
         return None
     if sampling.keys() <= _SAMPLING and isinstance(sampling.get("stop", []), list):
         return None
-    beside = {name: request[name] for name in _BESIDE if request.get(name)}
-    options = read_generate_options(sampling | beside)
-    made = asdict(options.sampling)
-    fields = {name: value for name, value in made.items() if value not in (None, ())}
-    modern_fields = {
-        "sampling": fields,
+    request_fields = {name: request[name] for name in _REQUEST_FIELDS if request.get(name)}
+    options = read_generate_options(sampling | request_fields)
+    parameters = asdict(options.sampling)
+    today = {
+        "sampling": {k: v for k, v in parameters.items() if v not in (None, ())},
         "num_samples": options.num_samples,
         "skip_special_tokens": options.skip_special_tokens,
     }
-    return request | modern_fields, options.warnings
+    return request | today, options.warnings
 
 
-def _one(value: Any) -> Any:
-    """The documents give a list with one text for a batch of one."""
+def _unwrap(value: Any) -> Any:
+    """Return the text of a batch of one, which old documents write as a list."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 

@@ -26,11 +26,11 @@ _REFUSALS = {
     401: "The bearer token is missing or wrong.",
     403: "A web page of another origin is calling.",
     404: "The named thing does not exist (any more).",
-    409: "The request does not fit the present state, or somebody else is at work.",
-    413: "The body is too large, as sent or unpacked.",
-    415: "The body's type or encoding is not read here.",
+    409: "The request does not fit the present state, or another caller changes the same thing.",
+    413: "The body is too large, as sent or decompressed.",
+    415: "The service does not read this type or encoding of bodies.",
     429: "No room now: try again later.",
-    500: "Our fault: error_id names the log record.",
+    500: "An internal error: look for error_id in the service's log.",
     501: "This service, engine or store cannot do it.",
     503: "Not now: try again later.",
     504: "No answer within the time the caller gave.",
@@ -41,7 +41,7 @@ _BINARY = {"schema": {"type": "string", "format": "binary"}}
 
 
 class _Plain(GenerateJsonSchema):
-    """Schemas without a title on every field."""
+    """Makes schemas without a title on every field."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -52,16 +52,16 @@ def openapi(
     models: Models,
     *,
     needs_token: bool,
-    further: Sequence[HttpRoute] = (),
+    http_routes: Sequence[HttpRoute] = (),
 ) -> dict[str, Any]:
-    """The whole document, OpenAPI 3.1."""
-    said = comments()
+    """Return the whole document, OpenAPI 3.1."""
+    texts = comments()
     definitions = _definitions(routes, models)
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
-        operation = _operation(route, models, definitions, said)
+        operation = _operation(route, models, definitions, texts)
         paths.setdefault(route.path, {})[route.method.lower()] = operation
-    for added in further:
+    for added in http_routes:
         operation = {"operationId": added.name, **added.operation}
         paths.setdefault(added.path, {})[added.method.lower()] = operation
     services = _services_of(routes)
@@ -82,7 +82,7 @@ def openapi(
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"token": []}] if needs_token else [],
-        "tags": [{"name": s.name, "description": said.get(s.full_name, "")} for s in services],
+        "tags": [{"name": s.name, "description": texts.get(s.full_name, "")} for s in services],
     }
 
 
@@ -97,8 +97,12 @@ def _services_of(routes: Sequence[Route]) -> list[ServiceDescriptor]:
 
 
 def _definitions(routes: Sequence[Route], models: Models) -> dict[str, Any]:
-    wanted = [model for route in routes for model in (_asked(route, models), _told(route, models))]
-    pairs = [(model, "validation") for model in dict.fromkeys(wanted)]
+    used = [
+        model
+        for route in routes
+        for model in (_request_model(route, models), _answer_model(route, models))
+    ]
+    pairs = [(model, "validation") for model in dict.fromkeys(used)]
     made = models_json_schema(
         pairs,  # type: ignore[arg-type]
         ref_template=_REFERENCES,
@@ -108,36 +112,36 @@ def _definitions(routes: Sequence[Route], models: Models) -> dict[str, Any]:
     return definitions
 
 
-def _asked(route: Route, models: Models) -> type[BaseModel]:
+def _request_model(route: Route, models: Models) -> type[BaseModel]:
     return models.model(route.rpc.input_type, frozenset(route.bindings.values()))
 
 
-def _told(route: Route, models: Models) -> type[BaseModel]:
+def _answer_model(route: Route, models: Models) -> type[BaseModel]:
     return models.model(route.rpc.output_type)
 
 
 def _operation(
-    route: Route, models: Models, definitions: Mapping[str, Any], said: Mapping[str, str]
+    route: Route, models: Models, definitions: Mapping[str, Any], texts: Mapping[str, str]
 ) -> dict[str, Any]:
     rpc = route.rpc
-    text = said.get(rpc.full_name, "")
-    asked = _asked(route, models).__name__
+    text = texts.get(rpc.full_name, "")
+    body = _request_model(route, models).__name__
     operation: dict[str, Any] = {
         "operationId": f"{rpc.containing_service.name}.{rpc.name}",
         "tags": [rpc.containing_service.name],
         "summary": rpc.name,
         "description": text,
-        "parameters": [*_path_parameters(route, said), _timeout()],
+        "parameters": [*_path_parameters(route, texts), _timeout()],
         "responses": {"200": _answer(route, models), **_ERRORS},
     }
     if route.reads_query:
-        operation["parameters"] += _query_parameters(definitions[asked])
+        operation["parameters"] += _query_parameters(definitions[body])
         return operation
     if operation["operationId"] in VIEWS:
         operation["parameters"] += padding_parameters()
-        told = operation["responses"]["200"]["content"]["application/json"]
-        told["schema"] = {"anyOf": [told["schema"], padded_schema()]}
-    reference = {"$ref": _REFERENCES.format(model=asked)}
+        answer = operation["responses"]["200"]["content"]["application/json"]
+        answer["schema"] = {"anyOf": [answer["schema"], padded_schema()]}
+    reference = {"$ref": _REFERENCES.format(model=body)}
     example = EXAMPLES.get(f"{rpc.containing_service.name}.{rpc.name}", {})
     operation["requestBody"] = {
         "content": {
@@ -149,13 +153,13 @@ def _operation(
 
 
 def _answer(route: Route, models: Models) -> dict[str, Any]:
-    schema = {"$ref": _REFERENCES.format(model=_told(route, models).__name__)}
+    schema = {"$ref": _REFERENCES.format(model=_answer_model(route, models).__name__)}
     if not route.is_stream:
         content = {"application/json": {"schema": schema}, "application/x-protobuf": _BINARY}
         return {"description": "OK.", "content": content}
     events = {"schema": {"type": "string"}}
     return {
-        "description": "One message per line, or per event, as they come.",
+        "description": "One message per line or event.",
         "content": {
             "application/x-ndjson": {"schema": schema},
             "text/event-stream": events,
@@ -164,13 +168,13 @@ def _answer(route: Route, models: Models) -> dict[str, Any]:
     }
 
 
-def _path_parameters(route: Route, said: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def _path_parameters(route: Route, texts: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     for parameter in route.bindings:
         yield {
             "name": parameter,
             "in": "path",
             "required": True,
-            "description": said.get(f"{route.rpc.input_type.full_name}.{parameter}", ""),
+            "description": texts.get(f"{route.rpc.input_type.full_name}.{parameter}", ""),
             "schema": {"type": "string", "minLength": 1, "pattern": "^[^/]+$"},
         }
 
@@ -197,9 +201,9 @@ def _refusal(text: str) -> dict[str, Any]:
 
 
 def _pages() -> dict[str, Any]:
-    """What every service has beside its rpcs."""
+    """Return the routes that every service has beside its rpcs."""
     states = {"schema": {"type": "object", "properties": {"status": {"type": "string"}}}}
-    said = {"description": "The state.", "content": {"application/json": states}}
+    state = {"description": "The state.", "content": {"application/json": states}}
     text = {"description": "Metrics.", "content": {"text/plain": {"schema": {"type": "string"}}}}
 
     def page(summary: str, answers: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -209,12 +213,12 @@ def _pages() -> dict[str, Any]:
     refused = {status: _ERRORS[status] for status in ("401", "403")}
     return {
         "/healthz": page(
-            "Health: the process lives.", {"200": said, "403": _ERRORS["403"]}, security=[]
+            "Health: the process lives.", {"200": state, "403": _ERRORS["403"]}, security=[]
         ),
         "/readyz": page(
-            "Readiness: whether every service of it serves.",
-            {"200": said, "503": said, "403": _ERRORS["403"]},
+            "Readiness: whether every service of the process serves.",
+            {"200": state, "503": state, "403": _ERRORS["403"]},
             security=[],
         ),
-        "/metrics": page("Metrics: in Prometheus' text format.", {"200": text, **refused}),
+        "/metrics": page("Metrics: in the text format of Prometheus.", {"200": text, **refused}),
     }

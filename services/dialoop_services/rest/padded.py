@@ -1,11 +1,11 @@
-"""Rows of answers as padded arrays, where a caller of REST asks for them in the query.
+"""Padded arrays of an answer's rows, for callers of REST that ask for them in the query.
 
 POST /v1/generate?pad_output=true&pad_token_id=0      prompt left-padded, response right, full both
 POST /v1/logprob?pad_output=true&pad_token_id=0&padding_side=right
 
-The answer stays what it is, sparse, and `padded` stands beside it: for each part its values [B, W]
-and where in each row the real ones start and how many they are. These tell padding from tokens, and
-never the pad id, which may be a token as well. A log-prob that is unknown, or padding, is null.
+The answer keeps its ragged rows and gains `padded`. For each part that holds the values [B, W], and
+for each row the start and the number of its real values. Use these to tell padding from tokens: the
+pad id may be a token as well. A log-prob is null where it is unknown or padding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dialoop.wire import logprobs_from_proto, sequence_from_proto
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dialoop_services.rest.problems import fields_refused
-from dialoop_services.rest.queries import pairs_of
+from dialoop_services.rest.queries import read_query
 
 _PARTS = ("prompt", "response", "full")
 
@@ -39,47 +39,52 @@ class Padding(BaseModel):
     pad_output: bool = False
     """Add `padded` to the JSON answer: arrays [B, W] with starts and lengths of the rows."""
     pad_token_id: int | None = Field(default=None, ge=0, le=2**31 - 1)
-    """What to pad tokens with; it may be a token as well."""
+    """Id that fills padded positions; it may be a token as well."""
     padding_side: Literal["left", "right"] = "left"
-    """Where whole rows are padded whose prompt is not known; else prompts left, responses right."""
+    """Side of the padding in rows whose prompt is not known.
+
+    Elsewhere prompts are padded left and responses right.
+    """
 
 
 def padding_of(rpc: str, query: bytes, *, is_json: bool) -> Padding | None:
-    """What a query asks for; None for nothing. FieldsRefused where it cannot be done."""
+    """Return the padding a query asks for, or None. Raise InvalidInput where it cannot be done."""
     if rpc not in VIEWS:
         if b"pad_output" in query:
-            raise _refused("These answers have no rows to pad.", remedy="Leave pad_output out.")
+            raise _padding_error(
+                "This route's answers have no rows.", remedy="Leave pad_output out."
+            )
         return None
     try:
-        asked = Padding.model_validate_strings(pairs_of(query))
+        padding = Padding.model_validate_strings(read_query(query))
     except ValidationError as error:
         raise fields_refused(error, where="query") from None
-    if asked.pad_output != (asked.pad_token_id is not None):
-        raise _refused(
-            "pad_output and pad_token_id go together, and one of them is missing.",
-            remedy="Give both, as ?pad_output=true&pad_token_id=0.",
+    if padding.pad_output != (padding.pad_token_id is not None):
+        raise _padding_error(
+            "The query has only one of pad_output and pad_token_id.",
+            remedy="Give both, for example ?pad_output=true&pad_token_id=0.",
         )
-    if asked.pad_output and not is_json:
-        raise _refused("Protobuf carries unpadded rows only.", remedy="Accept application/json.")
-    return asked if asked.pad_output else None
+    if padding.pad_output and not is_json:
+        raise _padding_error("Only JSON answers can be padded.", remedy="Accept application/json.")
+    return padding if padding.pad_output else None
 
 
-def padded(rpc: str, request: Any, answer: Any, padding: Padding) -> dict[str, Any]:
-    """The answer's rows, padded, as JSON's `padded`."""
+def pad_answer(rpc: str, request: Any, answer: Any, padding: Padding) -> dict[str, Any]:
+    """Return the JSON field `padded` with the answer's rows."""
     output = pad_output(
         VIEWS[rpc](request, answer),
         pad_token_id=padding.pad_token_id or 0,
         padding_side=padding.padding_side,
     )
-    return {"padded": _encoded(output)}
+    return {"padded": _encode(output)}
 
 
-def _samples(request: Any, answer: Any) -> list[TurnView]:
+def _rows_of_samples(request: Any, answer: Any) -> list[TurnView]:
     context = sequence_from_proto(request.context) if request.HasField("context") else None
-    return [TurnView.of_sample(one, context=context) for one in samples_from_proto(answer)]
+    return [TurnView.of_sample(sample, context=context) for sample in samples_from_proto(answer)]
 
 
-def _scored(request: Any, answer: Any) -> list[TurnView]:
+def _rows_of_logprobs(request: Any, answer: Any) -> list[TurnView]:
     rows = [row.values for row in request.token_ids] or [s.token_ids for s in answer.sequences]
     return [
         TurnView(
@@ -92,12 +97,12 @@ def _scored(request: Any, answer: Any) -> list[TurnView]:
 
 
 VIEWS: Mapping[str, Callable[[Any, Any], list[TurnView]]] = MappingProxyType(
-    {"InferenceService.Generate": _samples, "InferenceService.LogProb": _scored}
+    {"InferenceService.Generate": _rows_of_samples, "InferenceService.LogProb": _rows_of_logprobs}
 )
 """Rpcs whose answers can be padded, and the rows of their answers."""
 
 
-def _encoded(output: PaddedOutput) -> dict[str, Any]:
+def _encode(output: PaddedOutput) -> dict[str, Any]:
     tokens = {name: getattr(output.tokens, name) for name in _PARTS}
     masks = {
         "all_attention_mask": output.masks.all_attention_mask,
@@ -120,12 +125,12 @@ def _rows(rows: PaddedRows) -> dict[str, Any]:
     }
 
 
-def _refused(message: str, *, remedy: str) -> InvalidInput:
+def _padding_error(message: str, *, remedy: str) -> InvalidInput:
     return InvalidInput(message, reason=Reason.BAD_PADDING, remedy=remedy)
 
 
 def padding_parameters() -> list[dict[str, Any]]:
-    """The query's fields as OpenAPI's parameters."""
+    """Return the query's fields as parameters of OpenAPI."""
     properties = Padding.model_json_schema()["properties"]
     return [
         {
@@ -139,7 +144,7 @@ def padding_parameters() -> list[dict[str, Any]]:
 
 
 def padded_schema() -> dict[str, Any]:
-    """JSON schema of an answer with `padded`."""
+    """Return the JSON schema of an answer with `padded`."""
     numbers = {"type": "array", "items": {"type": "integer"}}
 
     def rows(item: dict[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class FieldsRefused(InvalidInput):
 
 
 class BodyTooLarge(CapacityExhausted):
-    """The body, or what it unpacks to, is above the limit; gRPC calls it RESOURCE_EXHAUSTED too."""
+    """The body is above the limit, as sent or decompressed; over gRPC it is RESOURCE_EXHAUSTED."""
 
     http_status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
     retryable = False
@@ -51,7 +51,7 @@ class BodyTooLarge(CapacityExhausted):
 
 
 class UnsupportedMediaType(InvalidInput):
-    """The body is of a type or encoding that is not read here."""
+    """The service does not read this type or encoding of bodies."""
 
     http_status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE
     default_reason = Reason.UNSUPPORTED_MEDIA_TYPE
@@ -64,7 +64,7 @@ class RouteNotFound(NotFound):
 
 
 class MethodNotAllowed(Unsupported):
-    """The path is there and the method is another."""
+    """The path exists with another method."""
 
     http_status = HTTPStatus.METHOD_NOT_ALLOWED
     default_reason = Reason.METHOD_NOT_ALLOWED
@@ -77,19 +77,19 @@ class ForeignCaller(PermissionDenied):
 
 
 def fields_refused(error: ValidationError, *, where: str) -> FieldsRefused:
-    """One sentence that names every wrong field of `where` ("body" or "query"), no values."""
+    """Return an error that names every wrong field of `where` ("body" or "query"), no values."""
     details = error.errors(include_url=False, include_input=False, include_context=False)
     names = [".".join(map(str, detail["loc"])) for detail in details]
     kinds = {detail["type"] for detail in details}
     if kinds == {"json_invalid"}:
         return FieldsRefused(
-            f"The {where} is no JSON: {details[0]['msg']}.",
+            f"The {where} is not valid JSON: {details[0]['msg']}.",
             reason=Reason.INVALID_JSON,
             remedy="Send one JSON object.",
             fields=(),
         )
     sentences = [
-        f"{name or where}: {_said(detail)}" for name, detail in zip(names, details, strict=True)
+        f"{name or where}: {_sentence(detail)}" for name, detail in zip(names, details, strict=True)
     ]
     more = f" (and {len(names) - _MAX_FIELDS} more)" if len(names) > _MAX_FIELDS else ""
     return FieldsRefused(
@@ -100,7 +100,7 @@ def fields_refused(error: ValidationError, *, where: str) -> FieldsRefused:
     )
 
 
-def _said(detail: ErrorDetails) -> str:
+def _sentence(detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":
         return "there is no such field"
     text = detail["msg"].removeprefix("Value error, ")
@@ -108,7 +108,7 @@ def _said(detail: ErrorDetails) -> str:
 
 
 def problem(error: DialoopError) -> dict[str, Any]:
-    """The document of an error that a caller may see."""
+    """Return the document of an error that a caller may see."""
     document: dict[str, Any] = {
         "type": "about:blank",
         "title": HTTPStatus(error.http_status).phrase,
@@ -125,12 +125,12 @@ def problem(error: DialoopError) -> dict[str, Any]:
 
 
 def problem_body(error: DialoopError) -> bytes:
-    """The document as bytes; escaped to ASCII, so that no text can break it."""
+    """Return the document as bytes, escaped to ASCII so that lone surrogates are valid too."""
     return json.dumps(problem(error)).encode()
 
 
 def problem_headers(error: DialoopError) -> list[tuple[bytes, bytes]]:
-    """What the status obliges us to say."""
+    """Return the headers that the error's status needs."""
     headers = [(b"content-type", MEDIA_TYPE)]
     if error.http_status == HTTPStatus.UNAUTHORIZED:
         headers.append((b"www-authenticate", b"Bearer"))
@@ -140,7 +140,7 @@ def problem_headers(error: DialoopError) -> list[tuple[bytes, bytes]]:
 
 
 def problem_schema() -> dict[str, Any]:
-    """JSON schema of the document."""
+    """Return the document's JSON schema."""
     texts = {name: {"type": "string"} for name in ("type", "title", "detail", "reason", "remedy")}
     return {
         "type": "object",
@@ -151,12 +151,12 @@ def problem_schema() -> dict[str, Any]:
             "status": {"type": "integer"},
             "error_id": {
                 "type": "string",
-                "description": "Of an internal error: to look up in the service's log.",
+                "description": "Only of an internal error: find it in the service's log.",
             },
             "fields": {
                 "type": "array",
                 "items": {"type": "string"},
-                "description": "The wrong fields, as history.response.messages.0.role.",
+                "description": "The wrong fields, such as history.response.messages.0.role.",
             },
         },
         "required": ["type", "title", "status", "detail", "reason", "remedy"],

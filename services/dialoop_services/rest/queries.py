@@ -1,4 +1,4 @@
-"""A URL's query, as names and values."""
+"""Read the query of a URL."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from dialoop_services.rest.problems import FieldsRefused
 _MAX_FIELDS = 64
 
 
-def pairs_of(query: bytes) -> dict[str, str]:
-    """The fields of a query; FieldsRefused where one is given twice."""
+def read_query(query: bytes) -> dict[str, str]:
+    """Return a query's values by field name. Raise FieldsRefused where a field is there twice."""
     try:
-        found = parse_qsl(
+        pairs = parse_qsl(
             query.decode("latin-1"), keep_blank_values=True, max_num_fields=_MAX_FIELDS
         )
     except ValueError as error:
-        raise InvalidInput("The query has too many fields.", reason=Reason.INVALID_FIELD) from error
-    names = [name for name, _ in found]
+        raise InvalidInput(
+            f"The query has more than {_MAX_FIELDS} fields.", reason=Reason.INVALID_FIELD
+        ) from error
+    names = [name for name, _ in pairs]
     if len(set(names)) < len(names):
         raise FieldsRefused(
-            "A field is given twice in the query.",
+            "The query has a field twice.",
             reason=Reason.INVALID_FIELD,
             remedy="Give each field once.",
             fields=[name for name in dict.fromkeys(names) if names.count(name) > 1],
         )
-    return dict(found)
+    return dict(pairs)

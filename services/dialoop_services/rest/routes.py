@@ -1,4 +1,4 @@
-"""Which rpc stands at which method and path; REST's whole surface in one table.
+"""The method and path of every rpc: all of REST in one table.
 
 Paths name fields of the request in braces, dotted when they are inside a message
 (`{step.session_id}` is `{session_id}` to callers). GET and DELETE take the other fields from the
@@ -72,7 +72,7 @@ TABLE: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Where a rpc stands."""
+    """The method and path of a rpc."""
 
     rpc: MethodDescriptor
     method: str
@@ -82,17 +82,17 @@ class Route:
 
     @property
     def reads_query(self) -> bool:
-        """Whether the fields that are not in the path come from the query."""
+        """Return whether the fields that are not in the path come from the query."""
         return self.method in ("GET", "DELETE")
 
     @property
     def is_stream(self) -> bool:
-        """Whether it answers with many messages."""
+        """Return whether the rpc answers with many messages."""
         return bool(self.rpc.server_streaming)
 
 
 def routes_of(service: ServiceDescriptor) -> list[Route]:
-    """The routes of all rpcs of a service that REST can carry."""
+    """Return the routes of all rpcs of a service that REST can carry."""
     return [_route(rpc) for rpc in service.methods if not rpc.client_streaming]
 
 

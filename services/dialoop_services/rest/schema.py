@@ -1,13 +1,14 @@
-"""From protobuf descriptors to pydantic models and back: the one schema behind both doors.
+"""Pydantic models and JSON encoders made from protobuf descriptors: one schema for both doors.
 
 model = models().model(pb.StepRequest.DESCRIPTOR)
-request = decode(model.model_validate_json(body), pb.StepRequest)   # unknown fields are refused
+request = decode(model.model_validate_json(body), pb.StepRequest)   # rejects unknown fields
 encode = models().encoder(pb.StepResponse.DESCRIPTOR)
 pydantic_core.to_json(encode(response))
 
-The JSON: field names as in the protos, int64 as numbers, bytes as base64, enums by their proto
-names ("STAGE_SCORED"). An optional field, a message and a member of a oneof is left out while it is
-unset; other fields are always there. A float that is not finite is left out: absent means unknown.
+The JSON has field names as in the protos, int64 as numbers, bytes as base64, and enums by their
+proto names ("STAGE_SCORED"). Optional fields, messages and members of a oneof are left out while
+they are unset; other fields are always there. A float that is not finite is left out too, because
+absent means unknown.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from google.protobuf.message import Message
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 Encoder: TypeAlias = Callable[[Any], Any]
-# Name, whether absence is told from the default, how the value is encoded (None: as it is).
+# Name, whether the field can be unset, and how its value is encoded (None: unchanged).
 _Plan: TypeAlias = list[tuple[str, bool, Encoder | None]]
 
 _F = FieldDescriptor
@@ -43,7 +44,7 @@ _CONFIG = ConfigDict(
 
 @cache
 def comments() -> Mapping[str, str]:
-    """Return what the protos say of each message, field and rpc, by full name."""
+    """Return the protos' comments by the full name of message, field or rpc."""
     text = resources.files("dialoop.v1").joinpath("comments.json").read_text("utf-8")
     texts: dict[str, str] = json.loads(text)
     return texts
@@ -51,17 +52,17 @@ def comments() -> Mapping[str, str]:
 
 @cache
 def models() -> Models:
-    """Return this process's models: making one takes milliseconds, and doors share them."""
+    """Return this process's models. Making one takes milliseconds, so doors share them."""
     return Models(comments())
 
 
 def decode(value: BaseModel, kind: type[Message]) -> Message:
-    """The protobuf message of a validated model; its arrays are copied whole, never walked."""
+    """Return the protobuf message of a validated model; arrays are copied as a whole."""
     return kind(**value.model_dump(exclude_unset=True))
 
 
 class Models:
-    """Makes and keeps the models and encoders of messages."""
+    """The models and encoders of messages, each made once."""
 
     def __init__(self, comments: Mapping[str, str]) -> None:
         self._comments = comments
@@ -71,20 +72,20 @@ class Models:
     def model(
         self, descriptor: Descriptor, without: frozenset[str] = frozenset()
     ) -> type[BaseModel]:
-        """The model of a message, `without` the fields (dotted names) that come from elsewhere.
+        """Return a message's model, `without` the fields (dotted names) that come from elsewhere.
 
         Messages that contain themselves are not supported; the protos have none.
         """
         key = (descriptor.full_name, without)
         if key not in self._models:
-            self._models[key] = self._made(descriptor, without)
+            self._models[key] = self._make(descriptor, without)
         return self._models[key]
 
     def encoder(self, descriptor: Descriptor) -> Encoder:
-        """A function from a message to what JSON is made of."""
+        """Return a function from a message to a value that can be written as JSON."""
         return partial(_encode, self._plan(descriptor))
 
-    def _made(self, descriptor: Descriptor, without: frozenset[str]) -> type[BaseModel]:
+    def _make(self, descriptor: Descriptor, without: frozenset[str]) -> type[BaseModel]:
         fields = {
             field.name: self._field(field, _inner(without, field.name))
             for field in descriptor.fields
@@ -100,19 +101,19 @@ class Models:
         )
 
     def _field(self, field: FieldDescriptor, without: frozenset[str]) -> Any:
-        says = partial(Field, description=self._comments.get(field.full_name))
+        described = partial(Field, description=self._comments.get(field.full_name))
         if _is_map(field):
             item = self._item(_value_of(field), without)
-            return (dict[str, item], says(default_factory=dict))  # type: ignore[valid-type]
+            return (dict[str, item], described(default_factory=dict))  # type: ignore[valid-type]
         item = self._item(field, without)
         if field.is_repeated:
-            return (list[item], says(default_factory=list))  # type: ignore[valid-type]
+            return (list[item], described(default_factory=list))  # type: ignore[valid-type]
         if field.has_presence:
-            return (item | None, says(default=None))
+            return (item | None, described(default=None))
         default: Any = field.default_value
         if field.enum_type is not None:
             default = field.enum_type.values_by_number[default].name
-        return (item, says(default=default))
+        return (item, described(default=default))
 
     def _item(self, field: FieldDescriptor, without: frozenset[str]) -> Any:
         if field.message_type is not None:
@@ -132,12 +133,12 @@ class Models:
     def _encoder_of(self, field: FieldDescriptor) -> Encoder | None:
         if _is_map(field):
             return partial(_encode_map, self._encoder_of_item(_value_of(field)))
-        one = self._encoder_of_item(field)
-        if one is None or not field.is_repeated:
-            return list if field.is_repeated else one
-        # Numbers of arrays go to the JSON writer as they are: a Python call for each would cost.
+        encode_item = self._encoder_of_item(field)
+        if encode_item is None or not field.is_repeated:
+            return list if field.is_repeated else encode_item
+        # Floats of arrays go to the JSON writer unchanged: a Python call for each is too slow.
         is_float = field.type in (_F.TYPE_FLOAT, _F.TYPE_DOUBLE)
-        return list if is_float else partial(_encode_all, one)
+        return list if is_float else partial(_encode_all, encode_item)
 
     def _encoder_of_item(self, field: FieldDescriptor) -> Encoder | None:
         if field.message_type is not None:
@@ -180,7 +181,7 @@ def _enum_name(enum: EnumDescriptor, number: int) -> str | int:
 
 
 def _shortest(value: float) -> float | None:
-    """The shortest decimal that is the same float32: 0.1 and not 0.10000000149011612."""
+    """Return the shortest decimal of the same float32: 0.1 and not 0.10000000149011612."""
     if not math.isfinite(value):
         return None
     for digits in (6, 7, 8):
@@ -208,16 +209,16 @@ def _scalar(field: FieldDescriptor) -> Any:
 
 def _at_most_one(name: str, members: list[str]) -> Any:
     def check(self: BaseModel) -> BaseModel:
-        given = [member for member in members if getattr(self, member, None) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} exclude each other: give one as {name}")
+        present = [member for member in members if getattr(self, member, None) is not None]
+        if len(present) > 1:
+            raise ValueError(f"{' and '.join(present)} exclude each other: give one as {name}")
         return self
 
     return model_validator(mode="after")(check)
 
 
 def _inner(without: frozenset[str], name: str) -> frozenset[str]:
-    """What is left out inside the field `name`."""
+    """Return the names that are left out inside the field `name`."""
     inside = f"{name}."
     return frozenset(path[len(inside) :] for path in without if path.startswith(inside))
 
@@ -234,5 +235,5 @@ def _value_of(field: FieldDescriptor) -> FieldDescriptor:
 
 
 def _is_real(oneof: Any) -> bool:
-    """Whether somebody wrote it: `optional` makes a oneof of its own."""
+    """Return whether the proto file has the oneof; `optional` makes one of its own."""
     return not oneof.name.startswith("_")

@@ -1,4 +1,4 @@
-"""WebSockets that are another protocol's, at the REST door with its guard and limits.
+"""WebSockets of other protocols at the REST door. They share its guard and limits.
 
     async def echo(socket: Socket) -> None:
         while (text := await socket.receive()) is not None:
@@ -6,8 +6,8 @@
 
     server.add_socket(SocketRoute(name="Echo.Socket", path="/echo/{name}", handle=echo))
 
-A text frame may be as large as a body (`max_message_bytes`); a larger one ends the connection.
-What a handler raises ends it too, and only an error_id is told.
+A text frame may be as large as a body (`max_message_bytes`); a larger one ends the connection. An
+error that a handler raises ends it too, and goes to the log.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# WebSocket close codes: all is well; our fault.
+# Close codes of WebSockets: normal closure, internal error.
 _NORMAL, _INTERNAL = 1000, 1011
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SocketRoute:
-    """One route: `name` is what metrics and logs call it; parameters stand in braces."""
+    """One route. Metrics and logs call it by its `name`; its path has parameters in braces."""
 
     name: str
     path: str
@@ -52,7 +52,7 @@ class Socket:
         self._send = send
 
     async def receive(self) -> str | None:
-        """The next text; None when the other side is gone. Bytes count as their text."""
+        """Return the next text, or None once the other side is gone. Bytes are decoded."""
         message = await self._receive()
         if message["type"] == "websocket.disconnect":
             return None
@@ -68,18 +68,18 @@ class Socket:
 
 
 class SocketEndpoint:
-    """Serves one such route; an ASGI application."""
+    """An ASGI application that serves one such route."""
 
     def __init__(self, route: SocketRoute, *, calls: Calls) -> None:
         self._route = route
-        self._begin = calls.beginning(route.name, "rest")
+        self._begin = calls.starter(route.name, "rest")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection to its end."""
         await receive()  # websocket.connect
         await send({"type": "websocket.accept"})
         call = self._begin()
-        call.asks(None)
+        call.set_request(None)
         status, code = "CANCELLED", _INTERNAL
         try:
             await self._route.handle(Socket(scope["path_params"], receive, send))
@@ -87,15 +87,15 @@ class SocketEndpoint:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            told = public_error(error)
-            status = told.status.name if isinstance(error, DialoopError) else "INTERNAL"
+            public = public_error(error)
+            status = public.status.name if isinstance(error, DialoopError) else "INTERNAL"
         finally:
             call.end(status)
-        await _closed(send, code)
+        await _close(send, code)
 
 
-async def _closed(send: Send, code: int) -> None:
-    """Close our side; it may be closed already."""
+async def _close(send: Send, code: int) -> None:
+    """Close our side, which may be closed already."""
     try:
         await send({"type": "websocket.close", "code": code})
     except Exception:
@@ -103,7 +103,7 @@ async def _closed(send: Send, code: int) -> None:
 
 
 def require_sockets() -> None:
-    """InvalidConfig (PACKAGE_MISSING) unless WebSockets can be served."""
+    """Raise InvalidConfig (PACKAGE_MISSING) unless WebSockets can be served."""
     try:
         import websockets  # noqa: F401
     except ImportError as error:

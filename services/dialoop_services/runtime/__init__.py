@@ -1,4 +1,7 @@
-"""What every service needs: a gRPC server, settings, logs, errors on the wire, and a clean end."""
+"""What every service needs: a gRPC server, settings, logs, errors on the wire, and a clean end.
+
+Servicers and settings enter; a server that serves them leaves. Nothing here knows a service.
+"""
 
 from dialoop_services.runtime.hosting import Connect, Host, OwnProcess, Server
 from dialoop_services.runtime.logs import configure_logs, log_fields

@@ -1,4 +1,4 @@
-"""Bearer tokens: every call but a health check carries the one that the service was given."""
+"""Bearer tokens: every call but a health check must carry the service's token."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 class Token:
-    """Token("secret") lets in who sends `authorization: Bearer secret`; Token("") everybody."""
+    """Token("secret") admits calls with `authorization: Bearer secret`; Token("") admits all."""
 
     def __init__(self, token: str) -> None:
         self._expected = f"Bearer {token}".encode() if token else b""
 
     def require_in(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Unauthenticated unless the call's metadata carries it."""
+        """Raise Unauthenticated unless the call's metadata have the token."""
         if not self._expected:
             return
-        given = dict(context.invocation_metadata() or ()).get("authorization", "")
-        # Constant time, so that answers do not tell how much of a guess was right.
-        if not hmac.compare_digest(str(given).encode(), self._expected):
+        authorization = dict(context.invocation_metadata() or ()).get("authorization", "")
+        # Comparing takes the same time whatever was sent, so that nobody can guess step by step.
+        if not hmac.compare_digest(str(authorization).encode(), self._expected):
             raise Unauthenticated(
                 "The bearer token is missing or wrong.",
                 remedy="Send the metadata `authorization: Bearer <DIALOOP_TOKEN>`.",

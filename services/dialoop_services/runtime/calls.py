@@ -1,6 +1,6 @@
-"""What is known of every call, whichever door it came through: log fields, log line, counts.
+"""Log fields, log lines and counts of calls, the same for every door.
 
-CallContext is the part of gRPC's context that servicers may use, for doors that are not gRPC's.
+CallContext is the part of gRPC's context that servicers may use, for the other doors.
 """
 
 from __future__ import annotations
@@ -20,60 +20,60 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Requests carry these, or have a message that does; logs carry them on.
+# Log records have these ids of a request, which may be in one of its messages.
 _IDS = ("run", "session_id", "group_id", "trajectory_id")
 _CARRIERS = ("step", "group", "trajectory", "request")
 _MAX_ID = 128
 
 
 class Counter(Protocol):
-    """What counts calls (dialoop_services.runtime.metrics)."""
+    """Counts calls, as dialoop_services.runtime.metrics does."""
 
-    def started(self, door: str) -> None:
-        """A call has begun."""
+    def count_start(self, door: str) -> None:
+        """Count a call that has begun."""
 
-    def ended(self, rpc: str, door: str, status: str, seconds: float) -> None:
-        """A call has ended with a status, as "OK" or "NOT_FOUND"."""
+    def count_end(self, rpc: str, door: str, status: str, seconds: float) -> None:
+        """Count a call that has ended; `status` is a name such as "OK" or "NOT_FOUND"."""
 
 
 class Calls:
-    """Observes calls; the counter is there only where somebody can ask for the counts."""
+    """Observes calls; there is a counter only where somebody can read the counts."""
 
     def __init__(self, counter: Counter | None = None) -> None:
         self._counter = counter
 
-    def beginning(self, rpc: str, door: str) -> Callable[[], Call]:
-        """A function that is called when a call of `rpc` has come in through `door`."""
+    def starter(self, rpc: str, door: str) -> Callable[[], Call]:
+        """Return a function that begins the observation of one call of `rpc` at `door`."""
         return partial(Call, rpc, door, self._counter)
 
 
 class Call:
-    """One call, from its coming in to its end."""
+    """One call, from its arrival to its end."""
 
-    __slots__ = ("_counter", "_door", "_rpc", "_started")
+    __slots__ = ("_counter", "_door", "_rpc", "_started_at")
 
     def __init__(self, rpc: str, door: str, counter: Counter | None) -> None:
         self._rpc, self._door, self._counter = rpc, door, counter
         if counter is not None:
-            counter.started(door)
-        self._started = time.perf_counter()
+            counter.count_start(door)
+        self._started_at = time.perf_counter()
 
-    def asks(self, request: Any) -> None:
-        """Its request is known: from now on all log records of this task carry its ids."""
+    def set_request(self, request: Any) -> None:
+        """Add the request's ids to all later log records of this task."""
         add_log_fields({"rpc": self._rpc, **ids_of(request)})
 
     def end(self, status: str) -> None:
-        """It has ended with a status."""
-        seconds = time.perf_counter() - self._started
+        """Count and log the end of the call with the name of its status."""
+        seconds = time.perf_counter() - self._started_at
         if self._counter is not None:
-            self._counter.ended(self._rpc, self._door, status, seconds)
+            self._counter.count_end(self._rpc, self._door, status, seconds)
         if log.isEnabledFor(logging.DEBUG):
             fields = {"door": self._door, "status": status, "seconds": round(seconds, 6)}
             log.debug("Answered.", extra=fields)
 
 
 class CallContext:
-    """One call's context; holds a status once the method has set one."""
+    """The context of one call, with the status that the method has set."""
 
     def __init__(self, metadata: tuple[tuple[str, Any], ...] = ()) -> None:
         self._metadata = metadata
@@ -81,42 +81,45 @@ class CallContext:
         self._details = ""
 
     def invocation_metadata(self) -> tuple[tuple[str, Any], ...]:
-        """Return what the caller sent beside the request."""
+        """Return the metadata that the caller sent with the request."""
         return self._metadata
 
     def set_code(self, code: grpc.StatusCode) -> None:
-        """Keep the status, as the generated class does before it raises NotImplementedError."""
+        """Set the status; generated classes do so before they raise NotImplementedError."""
         self._code = code
 
     def set_details(self, details: str) -> None:
-        """Keep the text."""
+        """Set the status's text."""
         self._details = details
 
     def code(self) -> Any:
-        """Return the status that was set; None before."""
+        """Return the status, or None if none was set."""
         return self._code
 
     def details(self) -> str:
-        """Return the text that was set."""
+        """Return the status's text, which is empty if none was set."""
         return self._details
 
 
 def ids_of(request: Any) -> dict[str, str]:
-    """The ids that a request carries, cut to a length that a log can bear."""
+    """Return the ids in a request by name, each cut to 128 characters for the log."""
     descriptor = getattr(request, "DESCRIPTOR", None)
     if descriptor is None:  # an iterator of requests
         return {}
-    found: dict[str, str] = {}
+    ids: dict[str, str] = {}
     for carrier, name in _places(descriptor):
         value = getattr(getattr(request, carrier) if carrier else request, name)
         if value:
-            found[name] = value[:_MAX_ID]
-    return found
+            ids[name] = value[:_MAX_ID]
+    return ids
 
 
 @cache
 def _places(descriptor: Descriptor) -> tuple[tuple[str, str], ...]:
-    """Where a message has ids: carrier (or none) and field; its own come last and win."""
+    """Return where a message has ids, as carrier ("" for itself) and field.
+
+    The message's own ids come last, so that they win.
+    """
     fields = descriptor.fields_by_name
     inner = {name: fields[name].message_type for name in _CARRIERS if name in fields}
     return (

@@ -1,14 +1,13 @@
-"""Who owns a device: one file lock, shared by the engines that sample on it or held by the trainer.
+"""A file lock on a device: engines that sample share it, or the trainer holds it alone.
 
 lock = DeviceLock(run_dir / "device.lock")
 if lock.try_own():      # only while nobody shares or owns it
     ...
     lock.release()
 
-The kernel keeps the lock (flock) and takes it back when its holder ends, however it ends: a killed
-process leaves nothing behind, and two processes cannot both believe that the device is theirs. It
-works among processes of one machine, which is where a device is. The file is never removed: a lock
-on a file that another process has replaced would protect nothing.
+The kernel keeps the lock (flock) and releases it when its holder ends, even if it is killed. So two
+processes never own the device at once. The lock works among processes of one machine. The file is
+never removed, because a lock on a file that another process has replaced protects nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 class DeviceLock:
-    """One holder's hold on a device; each holder has an object of its own."""
+    """The lock as one holder sees it; each holder has an object of its own."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,19 +40,19 @@ class DeviceLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this object holds it, alone or with others."""
+        """Return whether this object holds the lock, alone or with others."""
         return self._file is not None
 
     def try_share(self) -> bool:
-        """Hold it together with others who share it; False while somebody owns it."""
+        """Hold the lock together with others. Return False while somebody holds it alone."""
         return self._try(fcntl.LOCK_SH)
 
     def try_own(self) -> bool:
-        """Hold it alone; False while anybody else holds it."""
+        """Hold the lock alone. Return False while anybody else holds it."""
         return self._try(fcntl.LOCK_EX)
 
     async def share(self, *, within_s: float | None = None) -> bool:
-        """Wait until it can be shared, for `within_s` at most; whether it is."""
+        """Wait for `within_s` at most until the lock can be shared; return whether it is."""
         loop = asyncio.get_running_loop()
         ends_at = None if within_s is None else loop.time() + within_s
         while not self.try_share():
@@ -63,10 +62,10 @@ class DeviceLock:
         return True
 
     def release(self) -> None:
-        """Let go; nothing happens when it is not held."""
+        """Release the lock; do nothing if it is not held."""
         if self._file is None:
             return
-        # Said aloud: a forked child that has a copy of the file must not keep the lock with it.
+        # Closing is not enough: a forked child with a copy of the file would keep the lock.
         fcntl.flock(self._file, fcntl.LOCK_UN)
         os.close(self._file)
         self._file = None
@@ -74,7 +73,7 @@ class DeviceLock:
     def _try(self, kind: int) -> bool:
         if self._file is not None:
             return True
-        file = _opened(self.path)
+        file = _open(self.path)
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
         except OSError as error:
@@ -87,14 +86,14 @@ class DeviceLock:
 
 
 def is_owned(path: Path) -> bool:
-    """Whether somebody holds the lock alone at this moment."""
+    """Return whether somebody holds the lock alone at this moment."""
     lock = DeviceLock(path)
     is_free = lock.try_share()
     lock.release()
     return not is_free
 
 
-def _opened(path: Path) -> int:
+def _open(path: Path) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
@@ -104,7 +103,7 @@ def _opened(path: Path) -> int:
 
 def _no_locks(path: Path, error: OSError) -> InvalidConfig:
     return InvalidConfig(
-        f"{path} cannot be locked: {error.strerror}.",
+        f"Cannot lock {path}: {error.strerror}.",
         reason=Reason.NO_DEVICE_LOCK,
         remedy="Put the device lock on a local disk that all holders may write to.",
     )

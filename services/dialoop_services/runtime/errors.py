@@ -1,6 +1,6 @@
 """Errors on the wire: a DialoopError becomes a gRPC status with google.rpc.ErrorInfo.
 
-Anything else becomes INTERNAL with an error_id; its text is in this service's log and nowhere else.
+Any other exception becomes INTERNAL with an error_id. Its text goes to this service's log only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_BYTES = 1000
 
 
 class LoggedError(InternalError):
-    """An unexpected error as a caller may see it: its id, for who can read the log."""
+    """An unexpected error as a caller may see it: an id to look up in the service's log."""
 
     def __init__(self, error_id: str) -> None:
         super().__init__(
@@ -33,21 +33,23 @@ class LoggedError(InternalError):
         self.error_id = error_id
 
 
-def is_not_written(error: Exception, context: Any) -> bool:
-    """Whether the generated class of a service answered: nobody wrote that method."""
+def is_not_implemented(error: Exception, context: Any) -> bool:
+    """Return whether the generated base class answered, because the servicer lacks the method."""
     is_unimplemented = context.code() is grpc.StatusCode.UNIMPLEMENTED
     return isinstance(error, NotImplementedError) and is_unimplemented
 
 
 def not_served(rpc: str) -> Unsupported:
-    """A rpc that the protos name and this service does not answer."""
+    """Return the error of a rpc that the protos have and this service does not answer."""
     return Unsupported(
-        f"{rpc} is not served here.", reason=Reason.NOT_SERVED, remedy="Ask a service that does."
+        f"This service does not serve {rpc}.",
+        reason=Reason.NOT_SERVED,
+        remedy="Call a service that serves it.",
     )
 
 
 def public_error(error: Exception) -> DialoopError:
-    """The error a caller may see; logs the rest under an error_id."""
+    """Return the error a caller may see; log any other under an error_id."""
     if isinstance(error, DialoopError) and not isinstance(error, InternalError):
         return error
     error_id = uuid.uuid4().hex
@@ -56,7 +58,7 @@ def public_error(error: Exception) -> DialoopError:
 
 
 def status_of(error: DialoopError) -> status_pb2.Status:
-    """The google.rpc.Status of an error: its message, reason and remedy."""
+    """Return the google.rpc.Status of an error: its message, reason and remedy."""
     detail = any_pb2.Any()
     detail.Pack(
         error_details_pb2.ErrorInfo(
@@ -67,5 +69,5 @@ def status_of(error: DialoopError) -> status_pb2.Status:
 
 
 def _cut(text: str) -> str:
-    """Valid UTF-8 that fits; a lone surrogate becomes a question mark."""
+    """Return the text cut to valid UTF-8 that fits; a lone surrogate becomes a question mark."""
     return text.encode(errors="replace")[:_MAX_BYTES].decode(errors="ignore")

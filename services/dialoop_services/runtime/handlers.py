@@ -1,10 +1,10 @@
-"""Servicers' methods as gRPC calls them, each wrapped once: token, log fields, counts, errors.
+"""Wrap servicers' methods for gRPC: check the token, add log fields, count calls, map errors.
 
 handlers = Handlers(calls, token="secret")
 add_EnvironmentServiceServicer_to_server(servicer, handlers)
 handlers.add_to(server)
 
-No interceptors: grpc.aio would build their chain anew for every call.
+These are no interceptors, because grpc.aio builds the chain of interceptors anew for every call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import grpc
 from grpc_status import rpc_status
 
-from dialoop_services.runtime.errors import is_not_written, not_served, public_error, status_of
+from dialoop_services.runtime.errors import is_not_implemented, not_served, public_error, status_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
@@ -33,7 +33,7 @@ _OURS = "dialoop."
 
 
 class Handlers:
-    """Stands in a server's place when a generated `add_..._to_server` registers a servicer."""
+    """Collects the methods that a generated `add_..._to_server` registers, in place of a server."""
 
     def __init__(self, calls: Calls, token: Token, *, door: str = "grpc") -> None:
         self._calls = calls
@@ -42,26 +42,26 @@ class Handlers:
         self._by_service: dict[str, dict[str, Handler]] = {}
 
     def add_generic_rpc_handlers(self, _: Any) -> None:
-        """Nothing: the same methods come by name."""
+        """Do nothing: the same methods are registered by name."""
 
     def add_registered_method_handlers(self, service: str, methods: Mapping[str, Handler]) -> None:
         """Take the methods of one service."""
         self._by_service[service] = {
-            name: self._wrapped(service, name, handler) for name, handler in methods.items()
+            name: self._wrap(service, name, handler) for name, handler in methods.items()
         }
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Serve all of them."""
+        """Register all methods at a server."""
         for service, methods in self._by_service.items():
             server.add_registered_method_handlers(service, methods)
 
     def find(self, path: str) -> Handler | None:
-        """The method at `/dialoop.v1.EnvironmentService/Step`."""
+        """Return the method at a path such as `/dialoop.v1.EnvironmentService/Step`, or None."""
         _, _, full_name = path.partition("/")
         service, _, name = full_name.partition("/")
         return self._by_service.get(service, {}).get(name)
 
-    def _wrapped(self, service: str, name: str, handler: Handler) -> Handler:
+    def _wrap(self, service: str, name: str, handler: Handler) -> Handler:
         kinds = {
             (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
             (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
@@ -70,8 +70,8 @@ class Handlers:
         }
         kind, make = kinds[bool(handler.request_streaming), bool(handler.response_streaming)]
         rpc = f"{service.rpartition('.')[2]}.{name}"
-        is_ours = service.startswith(_OURS)  # reflection is no work of ours
-        begin = self._calls.beginning(rpc, self._door) if is_ours else _Unobserved
+        is_ours = service.startswith(_OURS)  # calls of reflection are not counted
+        begin = self._calls.starter(rpc, self._door) if is_ours else _Unobserved
         made: Handler = make(
             _Envelope(rpc, begin, self._token).around(getattr(handler, kind)),
             request_deserializer=handler.request_deserializer,
@@ -81,27 +81,27 @@ class Handlers:
 
 
 class Observed(Protocol):
-    """A call, or nothing in its place."""
+    """A call that is counted and logged, or `_Unobserved`."""
 
-    def asks(self, request: Any) -> None:
-        """Its request is known."""
+    def set_request(self, request: Any) -> None:
+        """Note the call's request."""
 
     def end(self, status: str) -> None:
-        """It has ended."""
+        """Note that the call has ended."""
 
 
 class _Unobserved:
-    """Neither counted nor logged."""
+    """A call that is neither counted nor logged."""
 
-    def asks(self, request: Any) -> None:
-        """Nothing."""
+    def set_request(self, request: Any) -> None:
+        """Do nothing."""
 
     def end(self, status: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class _Envelope:
-    """What surrounds one method."""
+    """The wrapper of one method."""
 
     def __init__(self, rpc: str, begin: Callable[[], Observed], token: Token) -> None:
         self._rpc = rpc
@@ -109,8 +109,8 @@ class _Envelope:
         self._token = token
 
     def around(self, function: Any) -> Any:
-        """The method as gRPC is to call it."""
-        # A method that is no generator may stream all the same, by context.write.
+        """Return the method as gRPC calls it."""
+        # A method that is not a generator may stream too, with context.write.
         if inspect.isasyncgenfunction(function):
             return self._around_stream(function)
         return self._around_unary(function)
@@ -123,7 +123,7 @@ class _Envelope:
             status = "CANCELLED"
             try:
                 token.require_in(context)
-                call.asks(request)
+                call.set_request(request)
                 answer = await function(request, context)
                 status = "OK"
             except grpc.aio.AbortError:
@@ -147,7 +147,7 @@ class _Envelope:
             status = "CANCELLED"
             try:
                 token.require_in(context)
-                call.asks(request)
+                call.set_request(request)
                 async for answer in function(request, context):
                     yield answer
                 status = "OK"
@@ -164,7 +164,9 @@ class _Envelope:
         return stream
 
     def _refusal(self, context: Context, error: Exception) -> DialoopError:
-        return not_served(self._rpc) if is_not_written(error, context) else public_error(error)
+        if is_not_implemented(error, context):
+            return not_served(self._rpc)
+        return public_error(error)
 
 
 async def _abort(context: Context, error: DialoopError) -> NoReturn:
@@ -174,9 +176,9 @@ async def _abort(context: Context, error: DialoopError) -> NoReturn:
 
 
 def _status_in(context: Context) -> str:
-    """The status that a method of ours has aborted with itself."""
+    """Return the name of the status that a method has set by `context.abort`."""
     code: Any = context.code()
     if isinstance(code, grpc.StatusCode):
         return code.name
-    names = {known.value[0]: known.name for known in grpc.StatusCode}
+    names = {status.value[0]: status.name for status in grpc.StatusCode}
     return names.get(code, "UNKNOWN")

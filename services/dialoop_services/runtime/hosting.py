@@ -1,7 +1,7 @@
-"""Where a service runs: behind a server, with a way to reach the others.
+"""What a service gets from its host: a server, and channels to other services.
 
-The same service is hosted by a process of its own (GrpcServer, and channels to host:port) and in a
-process with all others (InProcessServer, and channels to names).
+The same service runs in a process of its own (GrpcServer, channels to host:port) or in one process
+with all others (InProcessServer, channels to names).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Server(Protocol):
 
     @property
     def address(self) -> str:
-        """What the others connect to."""
+        """Return the address that other services connect to."""
 
     @property
     def stopping(self) -> asyncio.Event:
-        """Set when the service was told to stop."""
+        """Return the event that `stop` sets."""
 
     def add(self, register: Callable[[Any, Any], None], servicer: Any, service: str) -> None:
         """Serve `servicer`, given its generated `add_..._to_server` and full service name."""
@@ -45,7 +45,7 @@ class Server(Protocol):
         """Serve one more WebSocket where there is a REST door."""
 
     def show(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, int]]) -> None:
-        """Show counts by the value of a label among the service's metrics, where it has some."""
+        """Show counts by the values of a label among the service's metrics, where it has some."""
 
     def describe(self, name: str, facts: Mapping[str, str]) -> None:
         """Show facts of a part of the service in /readyz, where there is a REST door."""
@@ -57,7 +57,7 @@ class Server(Protocol):
         """Report one service, or all, as serving or not."""
 
     async def wait_until_stopped(self) -> None:
-        """Wait until it was told to stop."""
+        """Wait until `stop` or a signal stops the service."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -68,23 +68,23 @@ class Connect(Protocol):
     """Makes channels to other services."""
 
     def __call__(self, address: str, *, retry: RetryPolicy | None = None) -> Channel:
-        """A channel, to be closed by the caller."""
+        """Return a channel that the caller closes."""
 
 
 class Host(Protocol):
-    """What a service is given beside its settings."""
+    """The surroundings of a service: its server, and the way to other services."""
 
     @property
     def server(self) -> Server:
-        """Its own server, not entered yet."""
+        """Return the service's server, which is not entered yet."""
 
     @property
     def connect(self) -> Connect:
-        """The way to the others."""
+        """Return the function that makes channels to other services."""
 
 
 class OwnProcess:
-    """Hosts one service that has this process for itself."""
+    """Hosts one service that has this process to itself."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings

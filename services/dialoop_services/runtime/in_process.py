@@ -1,4 +1,4 @@
-"""Services in one process: the calls of the wire without a wire.
+"""Services in one process that call each other without a network.
 
 network = InProcessNetwork()
 server = network.server("environment")
@@ -6,9 +6,9 @@ server.add(add_EnvironmentServiceServicer_to_server, servicer, "dialoop.v1.Envir
 async with server, network.connect("environment") as channel:
     await EnvironmentClient(channel).list_environments()
 
-A call runs the very methods that gRPC runs, inside the same envelope: statuses, reasons, tokens,
-deadlines, size limits and cancellation are the same, and messages are copied by serializing them,
-so that nothing is shared. All of it lives on one event loop.
+A call runs the same methods that gRPC runs, wrapped the same way: statuses, reasons, tokens,
+deadlines, size limits and cancellation are the same. Messages are copied by serializing them, so
+that caller and servicer share nothing. Everything runs on one event loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dialoop.errors import InvalidConfig
 from dialoop_services.runtime.auth import Token
 from dialoop_services.runtime.calls import Calls
 from dialoop_services.runtime.handlers import Handlers
-from dialoop_services.runtime.in_process_call import Asked, InProcessCall, Wire, refused
+from dialoop_services.runtime.in_process_call import ClientCall, InProcessCall, Wire, rpc_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ _DRAIN_S = 10.0
 
 
 class InProcessNetwork:
-    """Knows the servers of this process by name, as a network knows addresses."""
+    """The servers of this process by name."""
 
     def __init__(self, *, token: str = "", max_message_bytes: int = _MAX_MESSAGE_BYTES) -> None:
         self._token = token
@@ -47,20 +47,20 @@ class InProcessNetwork:
         self._places: dict[str, Place] = {}
 
     def server(self, name: str, *, drain_s: float = _DRAIN_S) -> InProcessServer:
-        """A server that listens at that name once it is entered."""
+        """Return a server that listens at that name once it is entered."""
         wire = Wire(self._max_message_bytes)
         return InProcessServer(self._place(name), wire, token=self._token, drain_s=drain_s)
 
     def connect(
         self, name: str, *, retry: RetryPolicy | None = None, token: str | None = None
     ) -> Channel:
-        """A channel to the server of that name, which may start later or stop and start again."""
+        """Return a channel to the server of that name, which may start later or start again."""
         transport = InProcessTransport(self._place(name))
-        sent = self._token if token is None else token
-        return Channel(name, token=sent, retry=retry, transport=transport)
+        token = self._token if token is None else token
+        return Channel(name, token=token, retry=retry, transport=transport)
 
     def transport(self, name: str) -> InProcessTransport:
-        """What a generated stub of a service calls through."""
+        """Return the transport through which a generated stub calls a service."""
         return InProcessTransport(self._place(name))
 
     def _place(self, name: str) -> Place:
@@ -68,7 +68,7 @@ class InProcessNetwork:
 
 
 class Place:
-    """Where the server of one name listens, when there is one."""
+    """The place where the server of one name listens, if there is one."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -77,7 +77,7 @@ class Place:
 
 
 class InProcessServer:
-    """Serves servicers to this process, as GrpcServer serves them to others."""
+    """Serves servicers to callers in this process, as GrpcServer serves them to other processes."""
 
     def __init__(self, place: Place, wire: Wire, *, token: str, drain_s: float) -> None:
         self._place = place
@@ -94,25 +94,25 @@ class InProcessServer:
         self._services.append(service)
 
     def add_route(self, route: HttpRoute) -> None:
-        """Nothing: there is no REST door in a process."""
+        """Do nothing: there is no REST door in a process."""
 
     def add_socket(self, route: SocketRoute) -> None:
-        """Nothing: there is no REST door in a process."""
+        """Do nothing: there is no REST door in a process."""
 
     def show(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, int]]) -> None:
-        """Nothing: metrics are at the REST door."""
+        """Do nothing: metrics are at the REST door."""
 
     def describe(self, name: str, facts: Mapping[str, str]) -> None:
-        """Nothing: /readyz is at the REST door."""
+        """Do nothing: /readyz is at the REST door."""
 
     @property
     def serving(self) -> dict[str, bool]:
-        """Service name -> whether it reports itself as serving."""
+        """Return for each service name whether it reports itself as serving."""
         return dict(self._serving)
 
     @property
     def stopping(self) -> asyncio.Event:
-        """Set when the service was told to stop; for workers that run beside the server."""
+        """Return the event that `stop` sets, for workers that run beside the server."""
         return self._stopping
 
     def stop(self) -> None:
@@ -128,12 +128,12 @@ class InProcessServer:
         """Wait for `stop()`."""
         await self._stopping.wait()
 
-    def call(self, path: str, asked: Asked) -> InProcessCall:
+    def call(self, path: str, call: ClientCall) -> InProcessCall:
         """Begin a call of the rpc at `/dialoop.v1.EnvironmentService/Step`."""
         handler = self._handlers.find(path)
         if handler is None:
-            raise refused(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
-        return self._wire.begin(handler, asked)
+            raise rpc_error(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        return self._wire.begin(handler, call)
 
     async def __aenter__(self) -> Self:
         if self._place.is_taken.is_set():
@@ -154,7 +154,7 @@ class InProcessServer:
 
 
 class InProcessTransport:
-    """Carries the calls of a Channel or a generated stub, in the place of a grpc.aio.Channel."""
+    """Carries the calls of a Channel or a generated stub in place of a grpc.aio.Channel."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -164,40 +164,43 @@ class InProcessTransport:
     def unary_unary(
         self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any
     ) -> Callable[..., InProcessCall]:
-        """A function that begins calls of the rpc at `path`."""
+        """Return a function that begins calls of the rpc at `path`."""
 
         def begin(
             request: Any, *, timeout: float | None = None, metadata: Any = ()
         ) -> InProcessCall:
-            asked = Asked(
+            call = ClientCall(
                 request=request,
                 serialize=request_serializer,
                 deserialize=response_deserializer,
                 timeout_s=timeout,
                 metadata=tuple(metadata or ()),
             )
-            return self._begin(path, asked)
+            return self._begin(path, call)
 
         return begin
 
     unary_stream = stream_unary = stream_stream = unary_unary
 
     async def channel_ready(self) -> None:
-        """Wait until a server listens there."""
+        """Wait until a server listens at the place."""
         await self._place.is_taken.wait()
 
     async def close(self, grace: float | None = None) -> None:
-        """Cancel the calls in flight; later ones are refused."""
+        """Cancel the calls in flight and refuse later ones."""
         self._is_closed = True
         for call in tuple(self._calls):
             call.cancel()
 
-    def _begin(self, path: str, asked: Asked) -> InProcessCall:
+    def _begin(self, path: str, client_call: ClientCall) -> InProcessCall:
         if self._is_closed:
             raise grpc.aio.UsageError("Channel is closed.")
         if self._place.server is None:
-            raise refused(grpc.StatusCode.UNAVAILABLE, "Nobody serves there in this process.")
-        call = self._place.server.call(path, asked)
+            raise rpc_error(
+                grpc.StatusCode.UNAVAILABLE,
+                f"No server named '{self._place.name}' runs in this process.",
+            )
+        call = self._place.server.call(path, client_call)
         self._calls.add(call)
         call.on_end(self._calls.discard)
         return call

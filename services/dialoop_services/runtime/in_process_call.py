@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
     from dialoop_services.runtime.handlers import Handler
 
-# Answers that a stream may be ahead of its reader, as HTTP/2's window bounds it on the wire.
+# Number of answers that a stream may be ahead of its reader, like the window of HTTP/2.
 _MAX_AHEAD = 16
 
 
-def refused(
+def rpc_error(
     code: grpc.StatusCode, details: str, trailing: tuple[tuple[str, Any], ...] = ()
 ) -> grpc.aio.AioRpcError:
-    """The error that a client of gRPC gets."""
-    none = grpc.aio.Metadata()
-    return grpc.aio.AioRpcError(code, none, grpc.aio.Metadata(*trailing), details)
+    """Return an error as clients of gRPC get it."""
+    initial = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(code, initial, grpc.aio.Metadata(*trailing), details)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A call as a client makes it: its request, or an iterable of them, and how they are copied."""
+class ClientCall:
+    """A call as a client makes it: its request or an iterable of requests, and how to copy them."""
 
     request: Any
     serialize: Callable[[Any], bytes]
@@ -42,21 +42,21 @@ class Asked:
 
 
 class Wire:
-    """The calls of one server that are in flight, and the size of what they carry."""
+    """The calls in flight of one server, and the size limit of their messages."""
 
     def __init__(self, max_message_bytes: int) -> None:
         self._max_message_bytes = max_message_bytes
         self._calls: set[InProcessCall] = set()
 
-    def begin(self, handler: Handler, asked: Asked) -> InProcessCall:
+    def begin(self, handler: Handler, client_call: ClientCall) -> InProcessCall:
         """Start a call."""
-        call = InProcessCall(handler, asked, limit=self._max_message_bytes)
+        call = InProcessCall(handler, client_call, limit=self._max_message_bytes)
         self._calls.add(call)
         call.on_end(self._calls.discard)
         return call
 
     async def drain(self, seconds: float) -> None:
-        """Let the calls in flight end, then end them."""
+        """Wait for the calls in flight, then cancel those that remain after `seconds`."""
         works = [call.work for call in self._calls]
         if works:
             await asyncio.wait(works, timeout=seconds)
@@ -67,7 +67,7 @@ class Wire:
 
 
 class InProcessContext(CallContext):
-    """The context of such a call."""
+    """The context of a call in this process."""
 
     def __init__(self, metadata: tuple[tuple[str, Any], ...], write: Callable[[Any], Any]) -> None:
         super().__init__(metadata)
@@ -88,22 +88,23 @@ class InProcessContext(CallContext):
 
 
 class InProcessCall:
-    """Await it for its answer, or iterate over its answers."""
+    """A running call: await it for its answer, or iterate over its answers."""
 
-    def __init__(self, handler: Handler, asked: Asked, *, limit: int) -> None:
+    def __init__(self, handler: Handler, client_call: ClientCall, *, limit: int) -> None:
         self._handler: Any = handler
-        self._serialize, self._deserialize = asked.serialize, asked.deserialize
+        self._serialize, self._deserialize = client_call.serialize, client_call.deserialize
         self._limit = limit
         self._is_cancelled = False
         loop = asyncio.get_running_loop()
-        self._ends_at = None if asked.timeout_s is None else loop.time() + asked.timeout_s
-        self._context = InProcessContext(asked.metadata, self._write)
-        # Filled by the servicer, which waits for a place, and drained by the caller; None ends it.
+        timeout_s = client_call.timeout_s
+        self._ends_at = None if timeout_s is None else loop.time() + timeout_s
+        self._context = InProcessContext(client_call.metadata, self._write)
+        # The servicer waits for a place and puts; the caller takes. None marks the end.
         self._answers: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._places = asyncio.Semaphore(_MAX_AHEAD)
-        given = self._given(asked.request)
-        # A context of its own: the caller's log fields are not the service's, nor the reverse.
-        self.work = loop.create_task(self._serve(given), context=contextvars.Context())
+        request = self._copy_request(client_call.request)
+        # An empty context, so that caller and service do not share log fields.
+        self.work = loop.create_task(self._serve(request), context=contextvars.Context())
         self.work.add_done_callback(self._end)
 
     def on_end(self, forget: Callable[[InProcessCall], None]) -> None:
@@ -126,80 +127,83 @@ class InProcessCall:
     async def _only(self) -> Any:
         answer = await self._next()
         if answer is None:
-            raise refused(grpc.StatusCode.INTERNAL, "There was no answer.")
+            raise rpc_error(grpc.StatusCode.INTERNAL, "The service ended the call unanswered.")
         return self._deserialize(answer)
 
     async def _next(self) -> bytes | None:
-        """The next answer, None at the end; the call's error when it failed."""
+        """Return the next answer, or None at the end. Raise the call's error if it failed."""
         try:
             async with asyncio.timeout_at(self._ends_at):
                 answer = await self._answers.get()
         except TimeoutError:
             self.work.cancel()
-            raise refused(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None
+            raise rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None
         except asyncio.CancelledError:
-            self.cancel()  # a caller who leaves takes the work along
+            self.cancel()  # nobody waits for the answer: stop the servicer's work too
             raise
         if answer is None:
-            self._answers.put_nowait(None)  # whoever asks again gets the same end
+            self._answers.put_nowait(None)  # for later calls of `_next`
             self._raise_failure()
         return answer
 
     def _end(self, work: asyncio.Task[None]) -> None:
         if not work.cancelled():
-            work.exception()  # known from here on, also where nobody waits for an answer any more
+            work.exception()  # read it, so that asyncio does not log it as never retrieved
         self._answers.put_nowait(None)
 
     def _raise_failure(self) -> None:
         if self._is_cancelled:
             raise asyncio.CancelledError
         if self.work.cancelled():
-            raise refused(grpc.StatusCode.UNAVAILABLE, "The service was stopped.")
+            raise rpc_error(grpc.StatusCode.UNAVAILABLE, "The service was stopped.")
         failure = self.work.exception()
         if isinstance(failure, grpc.aio.AioRpcError):
             raise failure
         if failure is not None:
             code = self._context.code() or grpc.StatusCode.UNKNOWN
-            raise refused(code, self._context.details(), self._context.trailing)
+            raise rpc_error(code, self._context.details(), self._context.trailing)
 
-    async def _serve(self, given: Any) -> None:
+    async def _serve(self, request: Any) -> None:
         kind = ("unary", "stream")
         handler = self._handler
         name = f"{kind[handler.request_streaming]}_{kind[handler.response_streaming]}"
         function = getattr(handler, name)
         if inspect.isasyncgenfunction(function):
-            async for answer in function(given, self._context):
+            async for answer in function(request, self._context):
                 await self._write(answer)
             return
-        answer = await function(given, self._context)
+        answer = await function(request, self._context)
         if not handler.response_streaming:
             await self._write(answer)
 
     async def _write(self, answer: Any) -> None:
         await self._places.acquire()
-        self._answers.put_nowait(self._checked(self._handler.response_serializer(answer)))
+        content = self._handler.response_serializer(answer)
+        self._require_size(content)
+        self._answers.put_nowait(content)
 
-    def _given(self, request: Any) -> Any:
-        """The request as the servicer gets it: a copy, or an iterator of copies."""
-        return self._each(request) if self._handler.request_streaming else self._copied(request)
+    def _copy_request(self, request: Any) -> Any:
+        """Return a copy of the request, or an iterator of copies, for the servicer."""
+        return self._copy_each(request) if self._handler.request_streaming else self._copy(request)
 
-    async def _each(self, requests: Any) -> AsyncIterator[Any]:
+    async def _copy_each(self, requests: Any) -> AsyncIterator[Any]:
         try:
             if hasattr(requests, "__aiter__"):
                 async for request in requests:
-                    yield self._copied(request)
+                    yield self._copy(request)
             else:
                 for request in requests:
-                    yield self._copied(request)
+                    yield self._copy(request)
         except Exception:
-            self.cancel()  # as on the wire: requests that fail to come end the call
+            self.cancel()  # as over the network: an error of the request iterator ends the call
             raise
 
-    def _copied(self, request: Any) -> Any:
-        return self._handler.request_deserializer(self._checked(self._serialize(request)))
+    def _copy(self, request: Any) -> Any:
+        content = self._serialize(request)
+        self._require_size(content)
+        return self._handler.request_deserializer(content)
 
-    def _checked(self, content: bytes) -> bytes:
+    def _require_size(self, content: bytes) -> None:
         if len(content) > self._limit:
             text = f"Received message larger than max ({len(content)} vs. {self._limit})"
-            raise refused(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-        return content
+            raise rpc_error(grpc.StatusCode.RESOURCE_EXHAUSTED, text)

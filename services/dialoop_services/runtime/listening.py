@@ -1,4 +1,4 @@
-"""Addresses that a service listens on: safe, free, and named when they are not."""
+"""Check and bind the addresses that a service listens on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def require_safe_address(settings: ServerSettings) -> None:
-    """Refuse to listen beyond loopback without a token (TOKEN_REQUIRED)."""
+    """Raise InvalidConfig (TOKEN_REQUIRED) for an address beyond loopback without a token."""
     if settings.token.get_secret_value() or is_loopback(settings.host):
         return
     raise InvalidConfig(
@@ -26,7 +26,7 @@ def require_safe_address(settings: ServerSettings) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it; a name counts as reachable, unless `localhost`."""
+    """Return whether only this machine can reach it; of names, `localhost` alone counts."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -34,18 +34,18 @@ def is_loopback(host: str) -> bool:
 
 
 def address_of(host: str, port: int) -> str:
-    """`host:port`, with brackets around an IPv6 host."""
+    """Return `host:port`, with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, or InvalidConfig (PORT_TAKEN, CANNOT_LISTEN)."""
+    """Return a socket bound to the address; raise InvalidConfig (PORT_TAKEN, CANNOT_LISTEN)."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[
             0
         ]
-        # Named, since asyncio sets TCP_NODELAY only on sockets that say they are TCP: without it
-        # the body of each answer waits 40 ms for the acknowledgement of its head.
+        # asyncio sets TCP_NODELAY only on sockets whose protocol is TCP. Without it the body of
+        # each answer waits 40 ms for the acknowledgement of its head.
         bound = socket.socket(family, kind, protocol)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -54,12 +54,12 @@ def bound_socket(host: str, port: int) -> socket.socket:
             bound.close()
             raise
     except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
+        is_in_use = error.errno == errno.EADDRINUSE
         raise InvalidConfig(
             f"Port {port} on {host} is taken."
-            if taken
+            if is_in_use
             else f"Cannot listen on {address_of(host, port)}: {error.strerror}.",
-            reason=Reason.PORT_TAKEN if taken else Reason.CANNOT_LISTEN,
-            remedy="Choose another port, or 0 for any free one." if taken else "Change host.",
+            reason=Reason.PORT_TAKEN if is_in_use else Reason.CANNOT_LISTEN,
+            remedy="Choose another port, or 0 for any free one." if is_in_use else "Change host.",
         ) from error
     return bound

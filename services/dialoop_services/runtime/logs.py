@@ -24,16 +24,16 @@ _fields: ContextVar[Mapping[str, object]] = ContextVar("log_fields", default={})
 
 
 class LogSettings(BaseSettings):
-    """How to log; shared by all services."""
+    """Settings of the log, the same for all services."""
 
     model_config = SettingsConfigDict(env_prefix="DIALOOP_", use_attribute_docstrings=True)
 
     log: Literal["text", "json"] = "text"
-    """One line of text, or one JSON object, per record."""
+    """Format of log records: one line of text, or one JSON object each."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """Least severity of our own records; other libraries' start at WARNING."""
+    """Lowest severity of Dialoop's own records; those of other libraries start at WARNING."""
     run: str = ""
-    """Run id that every record carries."""
+    """Run id in every log record."""
 
 
 @contextmanager
@@ -47,12 +47,12 @@ def log_fields(**fields: object) -> Iterator[None]:
 
 
 def add_log_fields(fields: Mapping[str, object]) -> None:
-    """Add fields to every record that this task, which answers one call, makes from now on."""
+    """Add fields to all later records of this task, which answers one call."""
     _fields.set({**_fields.get(), **fields})
 
 
 def configure_logs(service: str, settings: LogSettings | None = None) -> None:
-    """Send all logs to stderr; called once, by the service's entry point."""
+    """Send all logs to stderr. A service's entry point calls this once."""
     settings = settings or LogSettings()
     identity = {"service": service} | ({"run": settings.run} if settings.run else {})
     handler = logging.StreamHandler(sys.stderr)

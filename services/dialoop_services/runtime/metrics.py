@@ -19,7 +19,7 @@ _BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledCounts:
-    """Growing counts by the value of one label: `dialoop_forks_total{cause="..."}`."""
+    """Growing counts by the values of one label: `dialoop_forks_total{cause="..."}`."""
 
     name: str
     text: str
@@ -28,7 +28,7 @@ class LabelledCounts:
 
 
 class _Shown(Collector):
-    """Counts that are read when Prometheus asks."""
+    """Reads counts when Prometheus asks for them."""
 
     def __init__(self, counts: LabelledCounts) -> None:
         self._counts = counts
@@ -42,7 +42,7 @@ class _Shown(Collector):
 
 
 class Metrics:
-    """Owns one service's registry."""
+    """The Prometheus registry of one service."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -63,15 +63,15 @@ class Metrics:
             "dialoop_calls_running", "Calls in flight.", ["door"], registry=self._registry
         )
         self._running_by_door = {door: self._running.labels(door) for door in ("grpc", "rest")}
-        # Looking a labelled counter up costs more than counting. As many as rpcs have statuses.
+        # Looking a labelled counter up costs more than counting; one entry per rpc and status.
         self._ended: dict[tuple[str, str, str], tuple[Counter, Histogram]] = {}
 
-    def started(self, door: str) -> None:
-        """A call has begun."""
+    def count_start(self, door: str) -> None:
+        """Count a call that has begun."""
         self._running_by_door[door].inc()
 
-    def ended(self, rpc: str, door: str, status: str, seconds: float) -> None:
-        """A call has ended with a status, as "OK" or "NOT_FOUND"."""
+    def count_end(self, rpc: str, door: str, status: str, seconds: float) -> None:
+        """Count a call that has ended; `status` is a name such as "OK" or "NOT_FOUND"."""
         self._running_by_door[door].dec()
         key = (rpc, door, status)
         if key not in self._ended:
@@ -82,9 +82,9 @@ class Metrics:
         times.observe(seconds)
 
     def show(self, counts: LabelledCounts) -> None:
-        """Show counts that somebody else keeps, as they are when they are asked for."""
+        """Show counts of another part of the service; they are read at each request."""
         self._registry.register(_Shown(counts))
 
     def exposition(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self._registry)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def status_of(address: str, *, service: str = "", timeout_s: float = 3.0) -> str:
-    """What grpc.health.v1 reports of `service` (empty: of the server): "SERVING", or why not."""
+    """Return the health of `service` (empty: the server): "SERVING", or another status's name."""
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
@@ -28,12 +28,12 @@ def status_of(address: str, *, service: str = "", timeout_s: float = 3.0) -> str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: an address, and the full name of a service to ask for."""
+    """Run the command line: an address, and the full name of a service. Return the exit code."""
     parser = argparse.ArgumentParser(description="Exit 0 when the server reports SERVING.")
     parser.add_argument("address", help="host:port")
     parser.add_argument("service", nargs="?", default="", help="default: the server as a whole")
-    given = parser.parse_args(arguments)
-    status = status_of(given.address, service=given.service)
+    options = parser.parse_args(arguments)
+    status = status_of(options.address, service=options.service)
     sys.stdout.write(f"{status}\n")
     return 0 if status == "SERVING" else 1
 

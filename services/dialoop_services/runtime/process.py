@@ -1,4 +1,4 @@
-"""The life of a service's process: started by a parent, ended with it, and clear about mistakes.
+"""The life of a service's process: it ends with its parent and reports errors in one line.
 
 if __name__ == "__main__":
     run(serve, name="environment")        # serve: an async function without arguments
@@ -26,36 +26,36 @@ if TYPE_CHECKING:
 
 PARENT_VARIABLE = "DIALOOP_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
-# A process that outlives its parent by this much hangs in its drain and is killed.
+# A process that outlives its parent by this much hangs in its drain, and is killed.
 _ORPHAN_GRACE_S = 15.0
 
 
 def run(service: Callable[[], Coroutine[Any, Any, None]], *, name: str) -> None:
-    """Run a service to its end; a wrong setting exits 2 and any other known error 1."""
+    """Run a service to its end. Exit with 2 for a wrong setting, with 1 for other known errors."""
     run_blocking(lambda: asyncio.run(service()), name=name)
 
 
 def run_blocking(work: Callable[[], None], *, name: str) -> None:
-    """The same for one that is more than its event loop."""
+    """Do the same as `run` for a service that is more than an event loop."""
     try:
         die_with_parent()
         configure_logs(name)
         owns_process.set(True)
         work()
     except Exception as error:
-        known = _known_error(error)
-        if known is None:
+        known_error = _known_error(error)
+        if known_error is None:
             raise
-        _exit(name, known)
+        _exit(name, known_error)
 
 
 def _known_error(error: BaseException) -> DialoopError | ValidationError | None:
-    """The error itself, or the first known one in a task group's."""
+    """Return the error, or the first known one in a task group's error; None if there is none."""
     if isinstance(error, (DialoopError, ValidationError)):
         return error
     if isinstance(error, BaseExceptionGroup):
-        found = (_known_error(inner) for inner in error.exceptions)
-        return next((inner for inner in found if inner is not None), None)
+        inner_errors = (_known_error(inner) for inner in error.exceptions)
+        return next((inner for inner in inner_errors if inner is not None), None)
     return None
 
 
@@ -69,20 +69,20 @@ def _exit(name: str, error: DialoopError | ValidationError) -> NoReturn:
 
 
 def die_with_parent() -> None:
-    """When DIALOOP_PARENT_PID is set, end this process as soon as its parent is gone."""
-    # Popped: a child of ours has another parent, and is not to judge by this number.
-    given = os.environ.pop(PARENT_VARIABLE, "")
-    if not given:
+    """End this process as soon as its parent is gone, if DIALOOP_PARENT_PID is set."""
+    # Removed from the environment, because children of this process have another parent.
+    value = os.environ.pop(PARENT_VARIABLE, "")
+    if not value:
         return
-    if not given.isdigit():
-        raise InvalidConfig(f"{PARENT_VARIABLE} is '{given}'.", remedy="Give a process id.")
-    expected = int(given)
+    if not value.isdigit():
+        raise InvalidConfig(f"{PARENT_VARIABLE} is '{value}'.", remedy="Give a process id.")
+    expected = int(value)
     parent = os.getppid()
     if sys.platform == "linux":
-        # The kernel watches the thread that started us: the parent starts us from its main thread.
+        # The kernel watches the thread that started us, so the parent uses its main thread.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if not _is_alive(expected) or os.getppid() != parent:
-        sys.exit(1)  # it died before we asked to be told
+        sys.exit(1)  # the parent died before prctl took effect
     threading.Thread(target=_outlive_briefly, args=(parent,), daemon=True).start()
 
 
@@ -97,7 +97,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _outlive_briefly(parent: int) -> None:
-    """Stop once the parent is gone (where prctl is missing), and never hang in the drain."""
+    """Stop once the parent is gone (where prctl is missing); kill a drain that hangs."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,8 +1,8 @@
-"""Pass TCP connections on: a door into a network that has none, for one service at a time.
+"""Relay TCP connections to services in a network that publishes no ports.
 
-A container on a network without egress cannot publish ports. One on both networks that runs
-`python -m dialoop_services.runtime.relay 0.0.0.0:7001=environment:7001` can, and lets nothing out:
-it connects to what it was told and to nothing else.
+A container on a network without egress cannot publish ports. A container on both networks can, if
+it runs `python -m dialoop_services.runtime.relay 0.0.0.0:7001=environment:7001`. It connects to the
+named targets only, so nothing gets out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CONNECT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """Where to listen, and where everything that arrives is sent."""
+    """An address to listen on, and the target that its connections go to."""
 
     host: str
     port: int
@@ -38,7 +38,7 @@ class Passage:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `127.0.0.1:7001=environment:7001`; ValueError when it is not one."""
+        """Parse `127.0.0.1:7001=environment:7001`; raise ValueError for any other form."""
         outer, _, inner = text.partition("=")
         (host, port), (target_host, target_port) = _split(outer), _split(inner)
         return cls(host=host, port=port, target_host=target_host, target_port=target_port)
@@ -52,24 +52,24 @@ def _split(address: str) -> tuple[str, int]:
 
 
 async def listen(passage: Passage) -> asyncio.Server:
-    """Accept connections and pass them on, until the server is closed."""
+    """Accept connections and relay them until the returned server is closed."""
 
-    async def passed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(_CONNECT_S):
                 inner = await asyncio.open_connection(passage.target_host, passage.target_port)
         except (OSError, TimeoutError) as error:
-            # The caller sees a closed connection, as from a service that is not there.
+            # The caller sees a closed connection, as if no service were there.
             log.warning("The target does not answer.", extra={"error": type(error).__name__})
             writer.close()
             return
         await asyncio.gather(_pour(reader, inner[1]), _pour(inner[0], writer))
 
-    return await asyncio.start_server(passed, passage.host, passage.port)
+    return await asyncio.start_server(relay, passage.host, passage.port)
 
 
 async def _pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Move bytes one way until either end is done with them; drain() holds a fast sender back."""
+    """Copy bytes one way until either end closes; drain() slows a fast sender down."""
     with contextlib.suppress(OSError):
         try:
             while chunk := await reader.read(_CHUNK_BYTES):
@@ -80,22 +80,22 @@ async def _pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def serve(passages: Sequence[Passage]) -> None:
-    """Listen on every passage until told to stop."""
+    """Listen on every passage until the process gets a stop signal."""
     async with contextlib.AsyncExitStack() as exits:
         stop = await exits.enter_async_context(StopSignal())
         for passage in passages:
             server = await listen(passage)
             exits.callback(server.close)
-            log.info("Passing on.", extra={"port": passage.port, "to": passage.target_host})
+            log.info("Relaying.", extra={"port": passage.port, "to": passage.target_host})
         await stop.wait()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: one LISTEN=TARGET for each port."""
-    parser = argparse.ArgumentParser(description="Pass TCP connections on.")
+    """Run the command line, which takes one LISTEN=TARGET for each port."""
+    parser = argparse.ArgumentParser(description="Relay TCP connections.")
     parser.add_argument("passages", nargs="+", type=Passage.parse, metavar="HOST:PORT=HOST:PORT")
-    given = parser.parse_args(arguments)
-    run(lambda: serve(given.passages), name="relay")
+    options = parser.parse_args(arguments)
+    run(lambda: serve(options.passages), name="relay")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One server per service, gRPC and (on `rest_port`) REST: health, errors, tokens, a drained end.
+"""The server of a service: gRPC and, on `rest_port`, REST, with health, tokens and a drain.
 
 server = GrpcServer(settings)
 server.add(add_EnvironmentServiceServicer_to_server, servicer, "dialoop.v1.EnvironmentService")
@@ -76,31 +76,31 @@ class GrpcServer:
         self._sockets.append(route)
 
     def show(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, int]]) -> None:
-        """Show counts by the value of a label among the service's metrics."""
+        """Show counts by the values of a label among the service's metrics."""
         self._shown.append((name, text, label, read))
 
     def describe(self, name: str, facts: Mapping[str, str]) -> None:
-        """Show facts of a part of the service in /readyz, as of `environments/python`."""
+        """Show facts of a part of the service, such as `environments/python`, in /readyz."""
         self._details[name] = dict(facts)
 
     @property
     def port(self) -> int:
-        """The bound port; 0 until the server listens."""
+        """Return the bound port; 0 until the server listens."""
         return self._port
 
     @property
     def address(self) -> str:
-        """`host:port` to connect to."""
+        """Return `host:port` to connect to."""
         return address_of(self._settings.host, self._port)
 
     @property
     def rest_address(self) -> str:
-        """`host:port` of the REST door; empty when there is none."""
+        """Return `host:port` of the REST door; empty when there is none."""
         return "" if self._rest_port is None else address_of(self._settings.host, self._rest_port)
 
     @property
     def stopping(self) -> asyncio.Event:
-        """Set when the service was told to stop; for workers that run beside the server."""
+        """Return the event that a stop sets, for workers that run beside the server."""
         return self._stop.event
 
     def stop(self) -> None:
@@ -141,7 +141,7 @@ class GrpcServer:
             await door.open(bound)
         await self.set_serving(True)
         if owns_process.get():
-            # What stands now stays: a full collection need not walk torch's and protobuf's objects.
+            # Existing objects stay: a full collection then skips those of torch and protobuf.
             gc.freeze()
         where = {"rest_address": self.rest_address} if door else {}
         log.info("Serving.", extra={**where, "address": self.address})
@@ -152,7 +152,7 @@ class GrpcServer:
         await self._exits.aclose()
 
     def _metrics(self) -> Metrics | None:
-        """What the REST door shows; without the door none of it is imported or counted."""
+        """Return the metrics of the REST door; without the door they are not even imported."""
         if self._settings.rest_port is None:
             return None
         from dialoop_services.runtime.metrics import LabelledCounts, Metrics
@@ -177,19 +177,19 @@ class GrpcServer:
             metrics=metrics,
             serving=lambda: dict(self._serving),
             details=lambda: dict(self._details),
-            further=tuple(self._routes),
-            sockets=tuple(self._sockets),
+            http_routes=tuple(self._routes),
+            socket_routes=tuple(self._sockets),
         )
         size = self._settings.max_message_bytes if self._sockets else 0
         app = rest_app(servicers, options)
         return RestDoor(app, drain_s=self._settings.drain_s, max_socket_bytes=size)
 
     async def _drain(self, server: grpc.aio.Server, door: RestDoor | None) -> None:
-        """Let calls in flight end, at both doors in the same time."""
+        """Let calls in flight end, at both doors at the same time."""
         self._serving = dict.fromkeys(self._serving, False)
         await self._health.enter_graceful_shutdown()
         async with asyncio.TaskGroup() as doors:
-            doors.create_task(_stopped(server, self._settings.drain_s))
+            doors.create_task(_stop(server, self._settings.drain_s))
             if door is not None:
                 doors.create_task(door.close())
 
@@ -197,10 +197,10 @@ class GrpcServer:
         size = self._settings.max_message_bytes
         server = grpc.aio.server(
             options=[
-                ("grpc.so_reuseport", 0),  # else two services would share a port unnoticed
+                ("grpc.so_reuseport", 0),  # else two services could share a port unnoticed
                 ("grpc.max_send_message_length", size),
                 ("grpc.max_receive_message_length", size),
-                # Clients ping idle connections to notice a dead server; allow it.
+                # Allow clients to ping idle connections, so that they notice a dead server.
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
             ],
@@ -212,17 +212,18 @@ class GrpcServer:
         reflected = reflection.aio.ReflectionServicer(names)
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, handlers)
         handlers.add_to(server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)  # asked without a token
+        # Registered at the server itself: health checks need no token.
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server
 
 
-async def _stopped(server: grpc.aio.Server, drain_s: float) -> None:
+async def _stop(server: grpc.aio.Server, drain_s: float) -> None:
     await server.stop(drain_s)
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
     address = address_of(host, port)
-    # Try the port before gRPC does: it would write its own complaint to stderr.
+    # Try the port before gRPC does, because gRPC would write an error of its own to stderr.
     bound_socket(host, port).close()
     try:
         return server.add_insecure_port(address)

@@ -1,4 +1,4 @@
-"""A stop signal: one event, set by SIGTERM, by SIGINT or by hand."""
+"""A stop signal: an event that SIGTERM, SIGINT or a caller sets."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 owns_process: ContextVar[bool] = ContextVar("owns_process", default=False)
-"""True inside `run`: the process is a service, and its signals are meant for the server."""
+"""True inside `run`, where the process is a service and signals are meant for its server."""
 
 
 class StopSignal:
-    """Owns the event that says the service was told to stop.
+    """Owns the event that says that the service is to stop.
 
-    Inside a service's process the signals set it from entering until leaving. Elsewhere (a test, a
-    notebook) they do so only once somebody waits, so that Ctrl-C keeps its meaning.
+    In a service's process signals set it from entering until leaving. Elsewhere (a test, a
+    notebook) they do so only once somebody waits, so that Ctrl-C works as usual before.
     """
 
     def __init__(self) -> None:
@@ -45,13 +45,13 @@ class StopSignal:
         await self._exits.aclose()
 
     def _listen(self) -> None:
-        """Listen until leaving.
+        """Listen to signals until leaving.
 
-        Repeated signals change nothing: a terminal's Ctrl-C reaches a whole process group, whose
-        supervisor then stops its children once more; the drain must survive that.
+        Repeated signals change nothing. A terminal's Ctrl-C reaches the whole process group, and
+        then the supervisor stops its children once more; the drain must survive that.
         """
         in_main_thread = threading.current_thread() is threading.main_thread()
-        if self._is_listening or not in_main_thread:  # only the main thread is told of signals
+        if self._is_listening or not in_main_thread:  # signals reach the main thread only
             return
         self._is_listening = True
         loop = asyncio.get_running_loop()

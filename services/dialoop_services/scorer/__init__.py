@@ -1,1 +1,4 @@
-"""Scores whole groups: rewards, reference log-probs, KL, advantages."""
+"""The scorer: it adds rewards, reference log-probs, KL and advantages to whole groups.
+
+Unscored groups enter; scored groups leave, or the queue drops them or sets them aside.
+"""

@@ -9,10 +9,9 @@ from dialoop.clients.replay import ReplayClient
 from dialoop.v1.scorer_service_pb2_grpc import add_ScorerServiceServicer_to_server
 
 from dialoop_services.runtime import Host, OwnProcess, load, run
-from dialoop_services.scorer.desk import Desk, LazyReference
 from dialoop_services.scorer.rewards import KlPenalty, load_rewards
-from dialoop_services.scorer.scoring import Scoring
-from dialoop_services.scorer.servicer import ScorerServicer
+from dialoop_services.scorer.scoring import LazyReference, Scoring
+from dialoop_services.scorer.servicer import ScorerServicer, SerialScorer
 from dialoop_services.scorer.settings import ScorerSettings
 from dialoop_services.scorer.worker import ScorerWorker
 
@@ -27,27 +26,27 @@ async def serve() -> None:
 
 
 async def serve_in(host: Host, settings: ScorerSettings) -> None:
-    """Score until the host says stop."""
+    """Score until the host stops the service."""
     settings = settings.require_consistent()
-    desk = make_desk(settings)
+    scorer = make_scorer(settings)
     server = host.server
     server.add(
-        add_ScorerServiceServicer_to_server, ScorerServicer(desk), "dialoop.v1.ScorerService"
+        add_ScorerServiceServicer_to_server, ScorerServicer(scorer), "dialoop.v1.ScorerService"
     )
     async with host.connect(settings.replay_address) as channel:
-        worker = ScorerWorker(settings, ReplayClient(channel), desk)
+        worker = ScorerWorker(settings, ReplayClient(channel), scorer)
         async with server, asyncio.TaskGroup() as tasks:
             tasks.create_task(worker.run(server.stopping))
             await server.wait_until_stopped()
 
 
-def make_desk(settings: ScorerSettings) -> Desk:
-    """The scoring the settings ask for; a reference that it needs is loaded now."""
+def make_scorer(settings: ScorerSettings) -> SerialScorer:
+    """Return the scorer that the settings describe; load the reference now if scoring needs it."""
     reference = None
     if settings.model_dir is not None:
         reference = LazyReference(lambda: _load_reference(settings))
     if reference is not None and settings.needs_reference:
-        reference.loaded()
+        reference.get()
     penalty = KlPenalty(coefficient=settings.kl_coefficient, estimator=settings.kl_estimator)
     scoring = Scoring(
         rewards=load_rewards(settings.rewards),
@@ -58,11 +57,11 @@ def make_desk(settings: ScorerSettings) -> Desk:
         per_turn=settings.advantages_of == "turn",
         top_k=settings.top_k,
     )
-    return Desk(scoring, reference)
+    return SerialScorer(scoring, reference)
 
 
 def _load_reference(settings: ScorerSettings) -> Reference:
-    # Imported here alone: a scorer without a reference model runs without torch.
+    # Imported only here, so that a scorer without a reference model runs without torch.
     from dialoop_services.scorer.reference import load_reference
 
     assert settings.model_dir is not None

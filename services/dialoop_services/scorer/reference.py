@@ -1,4 +1,4 @@
-"""The reference model: log-probs of tokens somebody else sampled. The one file here with torch."""
+"""The reference model: log-probs of tokens another model sampled. Only this module needs torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceModel:
-    """A frozen model that scores packed rows; one caller at a time."""
+    """A frozen model that scores packed rows, for one caller at a time."""
 
     def __init__(self, model: PolicyModel, *, max_row_tokens: int) -> None:
         self._model = model
@@ -32,12 +32,15 @@ class ReferenceModel:
     def logprobs_of_sampled(
         self, sequences: Rows[Sequence], temperatures: Rows[float]
     ) -> list[Floats]:
-        """Per sequence float32 [M], nats, at the temperature its tokens were sampled with."""
+        """Return for each sequence float32 [M], nats, at its sampling temperature."""
         rows = [TokenRow.from_sequence(sequence) for sequence in sequences]
         return self._logprobs(rows, temperatures)
 
     def logprobs_of_all(self, token_ids: Rows[Rows[int]]) -> list[Floats]:
-        """Per row float32 [L - 1], nats, of every token but the first, at temperature 1."""
+        """Return for each row float32 [L - 1], nats, of all tokens but the first, at temperature 1.
+
+        Raise InvalidInput (EMPTY_SEQUENCE, TOKEN_OUT_OF_RANGE).
+        """
         for ids in token_ids:
             if not len(ids):
                 raise InvalidInput("A row has no tokens.", reason=Reason.EMPTY_SEQUENCE)
@@ -49,9 +52,9 @@ class ReferenceModel:
     @torch.no_grad()
     def _logprobs(self, rows: list[TokenRow], temperatures: Rows[float]) -> list[Floats]:
         lengths = [len(row.token_ids) for row in rows]
-        self._require_known(rows)
+        self._require_in_vocabulary(rows)
         plan = plan_rows(lengths, max_tokens=max([self._max_row_tokens, *lengths]))
-        found: dict[int, Floats] = {}
+        logprobs: dict[int, Floats] = {}
         for indices in plan.rows:
             batch = pack_rows([rows[index] for index in indices])
             counts = torch.tensor([int(rows[index].response_mask.sum()) for index in indices])
@@ -60,15 +63,16 @@ class ReferenceModel:
                 batch.to(self._device), temperature=torch.repeat_interleave(scale, counts)
             )
             parts = batch.split(scores.logprobs.cpu())
-            found |= {i: part.numpy() for i, part in zip(indices, parts, strict=True)}
-        return [found[index] for index in range(len(rows))]
+            logprobs |= {i: part.numpy() for i, part in zip(indices, parts, strict=True)}
+        return [logprobs[index] for index in range(len(rows))]
 
-    def _require_known(self, rows: list[TokenRow]) -> None:
+    def _require_in_vocabulary(self, rows: list[TokenRow]) -> None:
         for row in rows:
             lowest, highest = int(row.token_ids.min()), int(row.token_ids.max())
             if lowest < 0 or highest >= self._vocab_size:
                 raise InvalidInput(
-                    f"Token ids {lowest} to {highest} leave the vocabulary of {self._vocab_size}.",
+                    f"Token ids {lowest} to {highest} do not fit a vocabulary of "
+                    f"{self._vocab_size}.",
                     reason=Reason.TOKEN_OUT_OF_RANGE,
                     remedy="Use the tokenizer of the reference model.",
                 )
@@ -77,7 +81,7 @@ class ReferenceModel:
 def load_reference(
     directory: Path, *, dtype: str, device: str, max_row_tokens: int, num_threads: int
 ) -> ReferenceModel:
-    """Load the model; InvalidConfig or Unsupported when it cannot score packed rows."""
+    """Load the model; raise InvalidConfig or Unsupported when it cannot score packed rows."""
     torch.set_num_threads(num_threads)
     model = load_policy(directory, dtype=dtype, device=device)
     return ReferenceModel(model, max_row_tokens=max_row_tokens)

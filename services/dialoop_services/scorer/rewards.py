@@ -1,4 +1,4 @@
-"""Rewards on whole groups: those a user adds, and the price of leaving the reference.
+"""Rewards on whole groups: a user's reward functions, and the KL penalty.
 
 def brevity(group: Group) -> list[float]:
     return [-float(trajectory.num_model_tokens) for trajectory in group.trajectories]
@@ -31,16 +31,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RewardFunction = Callable[[Group], Any]
-"""One value per trajectory of the group, in order, sync or async; an exception drops the group.
+"""Returns one value per trajectory of the group, in order; may be async. If it raises, the group
+is dropped.
 
-A value is a number, a bool, which is also its success, or a Reward: its value, success and numbers
-per token count, its weight times the setting's, under the setting's name.
+A value is a number, a bool (which is also the success) or a Reward. Of a Reward the value, success
+and values per token are kept; its weight is multiplied with the setting's, whose name it gets.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReward:
-    """A named reward function and how much it counts."""
+    """A named reward function and its weight."""
 
     name: str
     function: RewardFunction
@@ -50,14 +51,14 @@ class GroupReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlPenalty:
-    """Reward -coefficient * KL; `estimator` as in http://joschu.net/blog/kl-approx.html."""
+    """A reward of -coefficient * KL; estimators as in http://joschu.net/blog/kl-approx.html."""
 
     coefficient: float
     estimator: str = "k1"
 
 
 def load_rewards(specs: Sequence[RewardSpec]) -> tuple[GroupReward, ...]:
-    """Import the functions; InvalidConfig (REWARD_NOT_FOUND) names the one that is not there."""
+    """Import the functions; raise InvalidConfig (REWARD_NOT_FOUND) for one that is missing."""
     return tuple(
         GroupReward(
             name=spec.name,
@@ -70,47 +71,50 @@ def load_rewards(specs: Sequence[RewardSpec]) -> tuple[GroupReward, ...]:
 
 
 def _function_at(use: str) -> RewardFunction:
-    found = load_attribute(use, what="reward function", reason=Reason.REWARD_NOT_FOUND)
-    if not callable(found):
+    attribute = load_attribute(use, what="reward function", reason=Reason.REWARD_NOT_FOUND)
+    if not callable(attribute):
         raise InvalidConfig(f"'{use}' is not a function.", reason=Reason.REWARD_NOT_FOUND)
-    function: RewardFunction = found
+    function: RewardFunction = attribute
     return function
 
 
 def with_reward(group: Group, reward: GroupReward) -> Group:
-    """The group with one more reward on each trajectory's last turn.
+    """Return the group with one more reward on each trajectory's last turn.
 
-    Raises PreconditionFailed (REWARD_FAILED) when the function fails: no reward is not reward 0.
+    Raise PreconditionFailed (REWARD_FAILED) when the function fails, because a missing reward is
+    not a reward of 0.
     """
     try:
-        # Scoring has a thread of its own, so an async reward may have a loop of its own here.
-        found = asyncio.run(call(reward.function, group, timeout_s=reward.timeout_s))
-        rewards = [_reward_of(value, reward) for value in found]
+        # Scoring runs in a thread of its own, so an async reward gets an event loop of its own.
+        values = asyncio.run(call(reward.function, group, timeout_s=reward.timeout_s))
+        rewards = [_reward_of(value, reward) for value in values]
     except TimeoutError as error:
-        raise _failed(reward.name, f"took more than {reward.timeout_s:g} s") from error
+        raise _reward_failed(reward.name, f"took more than {reward.timeout_s:g} s") from error
     except Exception as error:
         log.exception("Reward %s failed.", reward.name, extra={"group_id": group.group_id})
-        raise _failed(reward.name, f"raised {type(error).__name__}") from error
+        raise _reward_failed(reward.name, f"raised {type(error).__name__}") from error
     if len(rewards) != group.num_trajectories:
-        raise _failed(reward.name, f"gave {len(rewards)} values for {group.num_trajectories}")
+        raise _reward_failed(
+            reward.name, f"gave {len(rewards)} values for {group.num_trajectories}"
+        )
     if not all(map(_is_finite, rewards)):
-        raise _failed(reward.name, "gave a value that is not finite")
-    return _rewarded(group, rewards)
+        raise _reward_failed(reward.name, "gave a value that is not finite")
+    return _with_rewards(group, rewards)
 
 
 def with_kl_penalty(group: Group, penalty: KlPenalty) -> Group:
-    """The group with the reward "kl", minus the sum of the tokens' KL, on the last turns."""
+    """Return the group with the reward "kl" on last turns: minus the sum of the tokens' KL."""
     values = [-_kl_of(trajectory, penalty.estimator) for trajectory in group.trajectories]
     weight = penalty.coefficient
-    return _rewarded(group, [Reward(name="kl", value=value, weight=weight) for value in values])
+    return _with_rewards(group, [Reward(name="kl", value=value, weight=weight) for value in values])
 
 
 def token_kl(policy: Floats, reference: Floats, estimator: str = "k1") -> Floats:
-    """Per-token estimates of KL(policy, reference) from sampled tokens' log-probs, [M].
+    """Return estimates of KL(policy, reference) per sampled token, float32 [M], from log-probs.
 
     token_kl([-1.0], [-1.5])  # k1: 0.5, k2: 0.125, k3: 0.1065
 
-    Raises InvalidInput (RAGGED) where the two are not of the same tokens.
+    Raise InvalidInput (RAGGED) where the two differ in length.
     """
     if policy.shape != reference.shape:
         raise InvalidInput(
@@ -136,18 +140,18 @@ def _kl_of(trajectory: Trajectory, estimator: str) -> float:
     )
 
 
-def _reward_of(value: Any, asked: GroupReward) -> Reward:
+def _reward_of(value: Any, setting: GroupReward) -> Reward:
     if isinstance(value, Reward):
-        return replace(value, name=asked.name, weight=asked.weight * value.weight)
+        return replace(value, name=setting.name, weight=setting.weight * value.weight)
     success = bool(value) if isinstance(value, (bool, np.bool_)) else None
-    return Reward(name=asked.name, value=float(value), weight=asked.weight, success=success)
+    return Reward(name=setting.name, value=float(value), weight=setting.weight, success=success)
 
 
 def _is_finite(reward: Reward) -> bool:
     return all(map(math.isfinite, (reward.value, reward.weight, *reward.per_token)))
 
 
-def _rewarded(group: Group, rewards: Sequence[Reward]) -> Group:
+def _with_rewards(group: Group, rewards: Sequence[Reward]) -> Group:
     pairs = zip(group.trajectories, rewards, strict=True)
     return replace(group, trajectories=tuple(_with(t, reward) for t, reward in pairs))
 
@@ -164,9 +168,9 @@ def _with(trajectory: Trajectory, reward: Reward) -> Trajectory:
     return replace(trajectory, turns=(*trajectory.turns[:-1], turn))
 
 
-def _failed(name: str, how: str) -> PreconditionFailed:
+def _reward_failed(name: str, how: str) -> PreconditionFailed:
     return PreconditionFailed(
         f"The reward {name} {how}.",
         reason=Reason.REWARD_FAILED,
-        remedy="Mend the reward function; the group is dropped, not scored 0.",
+        remedy="Fix the reward function; the group is dropped, not scored 0.",
     )

@@ -1,4 +1,4 @@
-"""Scoring one whole group: rewards, reference log-probs, KL, advantages, in this order."""
+"""Score one whole group: rewards, reference log-probs, KL, advantages, in this order."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dialoop_services.rl.selection import with_best_alone
 from dialoop_services.scorer.rewards import GroupReward, KlPenalty, with_kl_penalty, with_reward
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from collections.abc import Sequence as Rows
 
     from dialoop.sequences import Floats, Sequence
@@ -22,25 +23,49 @@ if TYPE_CHECKING:
 
 
 class Reference(Protocol):
-    """A model that says how likely it finds given tokens: `reference.ReferenceModel`.
+    """A model that gives log-probs of tokens, as `reference.ReferenceModel` does.
 
-    A protocol, because importing that file imports torch.
+    This is a protocol because importing `reference` imports torch.
     """
 
     def logprobs_of_sampled(
         self, sequences: Rows[Sequence], temperatures: Rows[float]
     ) -> list[Floats]:
-        """Per sequence float32 [M] of its sampled tokens."""
+        """Return for each sequence float32 [M], nats, of its sampled tokens."""
         ...
 
     def logprobs_of_all(self, token_ids: Rows[Rows[int]]) -> list[Floats]:
-        """Per row float32 [L - 1] of every token but the first."""
+        """Return for each row float32 [L - 1], nats, of all tokens but the first."""
         ...
+
+
+class LazyReference:
+    """A reference model that is loaded at its first use, and torch with it."""
+
+    def __init__(self, load: Callable[[], Reference]) -> None:
+        self._load = load
+        self._model: Reference | None = None
+
+    def get(self) -> Reference:
+        """Return the model; load it if it is not loaded yet."""
+        if self._model is None:
+            self._model = self._load()
+        return self._model
+
+    def logprobs_of_sampled(
+        self, sequences: Rows[Sequence], temperatures: Rows[float]
+    ) -> list[Floats]:
+        """Return what `Reference.logprobs_of_sampled` of the model returns."""
+        return self.get().logprobs_of_sampled(sequences, temperatures)
+
+    def logprobs_of_all(self, token_ids: Rows[Rows[int]]) -> list[Floats]:
+        """Return what `Reference.logprobs_of_all` of the model returns."""
+        return self.get().logprobs_of_all(token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """How groups are scored; `reference` only where log-probs or KL are wanted."""
+    """How groups are scored; `reference` is None where neither its log-probs nor KL are needed."""
 
     rewards: tuple[GroupReward, ...] = ()
     advantages: AdvantageSettings = AdvantageSettings()  # noqa: RUF009  (frozen)
@@ -51,11 +76,11 @@ class Scoring:
     top_k: int = 0
 
     def score(self, group: Group) -> Group:
-        """The scored group. The same group gives the same scores: a redelivery changes nothing.
+        """Return the scored group. The same group gives the same scores when it is delivered again.
 
-        Raises InvalidInput (GROUP_INCOMPLETE, GROUP_TOO_SMALL, UNSCORABLE_TRAJECTORY,
-        TRAJECTORY_NOT_DONE, ...) and PreconditionFailed (REWARD_FAILED, UNIFORM_REWARD); the reason
-        is what it is dropped under.
+        Raise InvalidInput (GROUP_INCOMPLETE, GROUP_TOO_SMALL, UNSCORABLE_TRAJECTORY,
+        TRAJECTORY_NOT_DONE, ...) or PreconditionFailed (REWARD_FAILED, UNIFORM_REWARD). The worker
+        drops or sets aside the group under that reason.
         """
         require_scorable(group)
         for reward in self.rewards:
@@ -65,11 +90,11 @@ class Scoring:
         if self.kl_penalty is not None:
             group = with_kl_penalty(group, self.kl_penalty)
         scored = self._with_advantages(group)
-        if self.drop_uniform and not _teaches(scored):
+        if self.drop_uniform and not _has_advantage(scored):
             raise PreconditionFailed(
-                f"No advantage of {group.group_id} differs from 0.",
+                f"All advantages of {group.group_id} are 0.",
                 reason=Reason.UNIFORM_REWARD,
-                remedy="Nothing is learned from it; set drop_uniform to false to keep it.",
+                remedy="Training learns nothing from it; set drop_uniform to false to keep it.",
             )
         return scored
 
@@ -81,13 +106,17 @@ class Scoring:
 
 
 def require_scorable(group: Group) -> None:
-    """A whole group of two or more that ended and failed by the policy alone; else InvalidInput."""
+    """Raise InvalidInput unless the group can be scored.
+
+    It must be complete and have two or more trajectories. Each must have ended, and only the policy
+    may have failed.
+    """
     if group.num_trajectories != group.task.num_trajectories:
         raise InvalidInput(
             f"{group.group_id} has {group.num_trajectories} of {group.task.num_trajectories}"
             " trajectories.",
             reason=Reason.GROUP_INCOMPLETE,
-            remedy="Play its task again: a partial group has a wrong baseline.",
+            remedy="Play its task again: a partial group would have a wrong baseline.",
         )
     if group.num_trajectories < 2:
         raise InvalidInput(
@@ -107,30 +136,31 @@ def require_scorable(group: Group) -> None:
                 f"Trajectory {trajectory.trajectory_id} has not ended: it is neither terminated "
                 "nor truncated.",
                 reason=Reason.TRAJECTORY_NOT_DONE,
-                remedy="Play it to its end, or say that it was cut: truncated, with done_reason.",
+                remedy="Play it to its end, or set `truncated` and `done_reason`.",
             )
 
 
 def _is_unfinished(trajectory: Trajectory) -> bool:
-    """Whether nobody says that it ended: what it has earned so far is not its reward."""
+    """Return whether nothing marks the trajectory as ended; then its rewards are incomplete."""
     has_ended = trajectory.terminated or trajectory.truncated
     return not has_ended and trajectory.done_reason is DoneReason.NOT_DONE
 
 
 def with_reference(group: Group, reference: Reference) -> Group:
-    """The group with `ref_logprobs` on every sequence that has sampled tokens."""
-    owned = [
+    """Return the group with `ref_logprobs` on every sequence that has sampled tokens."""
+    sampled = [
         (sequence, temperature_of(trajectory))
         for trajectory in group.trajectories
         for sequence in trajectory.sequences
         if sequence.num_model_tokens
     ]
-    found = iter(reference.logprobs_of_sampled([s for s, _ in owned], [t for _, t in owned]))
+    sequences = [sequence for sequence, _ in sampled]
+    logprobs = iter(reference.logprobs_of_sampled(sequences, [t for _, t in sampled]))
     trajectories = tuple(
         replace(
             trajectory,
             sequences=tuple(
-                replace(s, ref_logprobs=next(found)) if s.num_model_tokens else s
+                replace(s, ref_logprobs=next(logprobs)) if s.num_model_tokens else s
                 for s in trajectory.sequences
             ),
         )
@@ -140,7 +170,7 @@ def with_reference(group: Group, reference: Reference) -> Group:
 
 
 def temperature_of(trajectory: Trajectory) -> float:
-    """The temperature its tokens were sampled with; 0 has no log-probs."""
+    """Return the sampling temperature; raise InvalidInput for 0, which has no log-probs."""
     temperature = trajectory.sampling.temperature
     if temperature == 0:
         raise InvalidInput(
@@ -151,7 +181,7 @@ def temperature_of(trajectory: Trajectory) -> float:
     return 1.0 if temperature is None else temperature
 
 
-def _teaches(scored: Group) -> bool:
-    """Whether any advantage differs from 0; sums of rewards may be the same though turns differ."""
+def _has_advantage(scored: Group) -> bool:
+    """Return whether any advantage differs from 0, which equal sums of rewards do not rule out."""
     sequences = [s for trajectory in scored.trajectories for s in trajectory.sequences]
     return any(s.token_advantages.any() or s.advantage for s in sequences)

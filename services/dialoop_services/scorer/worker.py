@@ -1,7 +1,7 @@
-"""The queue worker: lease unscored groups, score each whole, append, then acknowledge.
+"""The queue worker: lease unscored groups, score each as a whole, append it, then acknowledge it.
 
-In this order, so that a scorer killed at any point loses nothing: what was not acknowledged is
-delivered again, and of two scored copies the first one stands.
+In this order a scorer that is killed loses nothing: a group that was not acknowledged is delivered
+again, and of two scored copies the queue keeps the first one.
 """
 
 from __future__ import annotations
@@ -23,32 +23,34 @@ if TYPE_CHECKING:
     from dialoop.clients.replay import GroupLease, ReplayClient
     from dialoop.trajectory import Group
 
-    from dialoop_services.scorer.desk import Desk
+    from dialoop_services.scorer.servicer import SerialScorer
     from dialoop_services.scorer.settings import ScorerSettings
 
 log = logging.getLogger(__name__)
 
-_MANY = 16
-"""Groups in a row that cannot be scored before it is said loudly: the trainer waits for them."""
+_ALARM_EVERY = 16
+"""Number of groups in a row that cannot be scored after which an error is logged."""
 
 
 class ScorerWorker:
     """Scores a run's groups until told to stop."""
 
-    def __init__(self, settings: ScorerSettings, replay: ReplayClient, desk: Desk) -> None:
+    def __init__(
+        self, settings: ScorerSettings, replay: ReplayClient, scorer: SerialScorer
+    ) -> None:
         self._settings = settings
         self._replay = replay
-        self._desk = desk
+        self._scorer = scorer
         self._retry_policy = RetryPolicy(max_attempts=None, total_s=settings.patience_s)
-        self._num_aside = 0  # in a row
+        self._num_set_aside = 0  # in a row
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Finish the group at hand when `stopping` is set, and return the others."""
+        """Score until `stopping` is set; then finish the present group and return the others."""
         attempt = 0
         while not stopping.is_set():
             try:
                 leases = await self._lease(stopping)
-                await self._settle_all(leases, stopping)
+                await self._score_all(leases, stopping)
                 attempt = 0 if leases else 1
             except DialoopError as error:
                 log.warning("Not scoring: %s", error, extra={"reason": error.reason})
@@ -57,7 +59,7 @@ class ScorerWorker:
                 await _sleep(self._retry_policy.wait_s(attempt), stopping)
 
     async def _lease(self, stopping: asyncio.Event) -> Sequence[GroupLease]:
-        """Unscored groups, as soon as there are any; none when told to stop."""
+        """Lease unscored groups as soon as there are any; return none when `stopping` is set."""
         leasing = asyncio.ensure_future(
             self._replay.lease_groups(
                 self._settings.run,
@@ -73,28 +75,28 @@ class ScorerWorker:
             await asyncio.wait([stop, leasing], return_when=asyncio.FIRST_COMPLETED)
         return () if leasing.cancelled() else leasing.result().leases
 
-    async def _settle_all(self, leases: Sequence[GroupLease], stopping: asyncio.Event) -> None:
+    async def _score_all(self, leases: Sequence[GroupLease], stopping: asyncio.Event) -> None:
         waiting = list(leases)
         ids = [lease.lease_id for lease in leases]
         async with _cancelled_at_exit(asyncio.ensure_future(self._keep(ids))):
             while waiting and not stopping.is_set():
-                await self._settle(waiting.pop(0))
+                await self._score(waiting.pop(0))
         if waiting:
             items = [
                 ReturnItem(lease_id=lease.lease_id, reason=DropReason.SHUTDOWN) for lease in waiting
             ]
             await self._replay.give_back(self._settings.run, items)
 
-    async def _settle(self, lease: GroupLease) -> None:
-        """Score one group and end its lease, one way or the other."""
+    async def _score(self, lease: GroupLease) -> None:
+        """Score one group, then end its lease: append, drop, set aside or return the group."""
         group_id = lease.group.group_id
         try:
-            scored = await self._desk.score(lease.group)
+            scored = await self._scorer.score(lease.group)
         except InvalidInput as error:
             log.warning("A group is set aside: %s", error, extra={"group_id": group_id})
             await self._set_aside(lease, error.reason.lower())
         except DialoopError as error:
-            # Asked for by the config, and the course of things where tasks are easy or hard.
+            # Uniform rewards are normal where tasks are easy or hard, and the config drops them.
             level = logging.INFO if error.reason == Reason.UNIFORM_REWARD else logging.WARNING
             log.log(level, "A group is dropped: %s", error, extra={"group_id": group_id})
             await self._drop(lease, error.reason.lower())
@@ -105,7 +107,7 @@ class ScorerWorker:
             await self._append(lease, scored)
 
     async def _append(self, lease: GroupLease, scored: Group) -> None:
-        """Hand the scored group on; a duplicate is one that an earlier delivery handed on."""
+        """Append the scored group; it is a duplicate if an earlier delivery was appended."""
         outcome = await retry(
             lambda: self._replay.append_group(
                 self._settings.run, Stage.SCORED, scored, lease_id=lease.lease_id
@@ -113,12 +115,12 @@ class ScorerWorker:
             self._retry_policy,
         )
         if outcome.reason == Reason.LEASE_LOST:
-            log.info("Somebody else scores that group.", extra={"group_id": scored.group_id})
+            log.info("Another scorer has that group.", extra={"group_id": scored.group_id})
         elif outcome.reason:
             log.error("A scored group was rejected: %s", outcome.message)
             await self._set_aside(lease, outcome.reason.lower())
         else:
-            self._num_aside = 0
+            self._num_set_aside = 0
             run, ids = self._settings.run, [lease.lease_id]
             await retry(lambda: self._replay.acknowledge(run, ids), self._retry_policy)
 
@@ -127,19 +129,19 @@ class ScorerWorker:
         await retry(lambda: self._replay.drop(run, ids, reason), self._retry_policy)
 
     async def _set_aside(self, lease: GroupLease, reason: str) -> None:
-        """Nobody can score it: it is kept as a dead letter, to be looked at."""
-        self._num_aside += 1
-        if self._num_aside % _MANY == 0:
+        """Make the group a dead letter for people to look at, because no scorer can score it."""
+        self._num_set_aside += 1
+        if self._num_set_aside % _ALARM_EVERY == 0:
             log.error(
-                "The last %d groups could not be scored, and are dead letters; training gets "
-                "nothing. The last reason: %s.",
-                self._num_aside,
+                "The last %d groups could not be scored and are dead letters now; the trainer "
+                "waits for groups. The last reason: %s.",
+                self._num_set_aside,
                 reason,
             )
         await self._give_back(ReturnItem(lease_id=lease.lease_id, reason=reason, set_aside=True))
 
     async def _return_failed(self, lease: GroupLease) -> None:
-        """Try again elsewhere; a group that fails everywhere becomes a dead letter."""
+        """Return the group as failed; the queue delivers it again, or makes it a dead letter."""
         item = ReturnItem(lease_id=lease.lease_id, reason=DropReason.SCORER_FAILED, failed=True)
         await self._give_back(item)
 
@@ -148,7 +150,7 @@ class ScorerWorker:
         await retry(lambda: self._replay.give_back(run, [item]), self._retry_policy)
 
     async def _keep(self, lease_ids: Sequence[str]) -> None:
-        """Extend the leases; one that is lost shows when its group is appended."""
+        """Extend the leases; appending a group shows whether its lease was lost."""
         lease_s = self._settings.lease_s
         while True:
             await asyncio.sleep(lease_s / 3)
@@ -160,7 +162,7 @@ class ScorerWorker:
 
 @asynccontextmanager
 async def _cancelled_at_exit(task: asyncio.Future[Any]) -> AsyncIterator[None]:
-    """Own a task for a while. Not a TaskGroup: errors are to come out as they are."""
+    """Cancel a task on leaving. A TaskGroup would wrap its errors in an ExceptionGroup."""
     try:
         yield
     finally:
@@ -169,7 +171,7 @@ async def _cancelled_at_exit(task: asyncio.Future[Any]) -> AsyncIterator[None]:
 
 
 async def _sleep(seconds: float, stopping: asyncio.Event) -> None:
-    """Sleep, but not through the end."""
+    """Sleep, but no longer than until `stopping` is set."""
     try:
         async with asyncio.timeout(seconds):
             await stopping.wait()

@@ -22,7 +22,7 @@ from dialoop.trajectory import (
     Stage,
     Task,
 )
-from dialoop_services.collector.agents import Agents, RecordingReplicas, loaded_agents
+from dialoop_services.collector.agents import Agents, RecordingReplicas, load_agents
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.learning.loss.loss_loading import load_objective
 from dialoop_services.learning.model.policy import load_policy
@@ -95,8 +95,8 @@ async def test_an_agent_that_fails_is_nobodys_reward_of_zero(directory):
     async with agent_world(directory, ScriptedEngine(directory, ["75"] * 3)) as world:
         host = AgentHost(recordings=world.recordings, time_limit_s=2.0)
         played = [await play_agent(TASK, agent=a, host=host) for a in (broken, slow, talkative)]
-    found = [(t.failures[0].owner, t.failures[0].reason) for t in played]
-    assert found == [
+    failures = [(t.failures[0].owner, t.failures[0].reason) for t in played]
+    assert failures == [
         (Owner.ENVIRONMENT, "RuntimeError"),
         (Owner.ENVIRONMENT, "AGENT_TIMED_OUT"),
         (Owner.REWARD, "ValueError"),
@@ -111,14 +111,14 @@ async def test_an_agent_that_never_asked_and_a_replica_that_is_away_are_failures
         return 1.0
 
     class Away:
-        async def create(self, recording_id, **given):
+        async def create(self, recording_id, **options):
             raise Unavailable("Nobody there.", reason="NOT_READY")
 
     async with agent_world(directory, ScriptedEngine(directory, [])) as world:
         unasked = await play_agent(TASK, agent=idle, host=AgentHost(recordings=world.recordings))
         away = await play_agent(TASK, agent=idle, host=AgentHost(recordings=Away()))
-    found = [(f.owner, f.reason) for f in unasked.failures]
-    assert found == [(Owner.ENVIRONMENT, "RECORDING_EMPTY")]
+    failures = [(f.owner, f.reason) for f in unasked.failures]
+    assert failures == [(Owner.ENVIRONMENT, "RECORDING_EMPTY")]
     assert [(f.owner, f.reason) for f in away.failures] == [(Owner.INFERENCE, "NOT_READY")]
 
 
@@ -141,7 +141,7 @@ async def test_a_full_context_ends_the_episode_without_a_failure(directory):
 
 
 async def test_an_agents_own_failures_and_labels_are_kept(directory):
-    async def scored(task, connection):
+    async def act_and_score(task, connection):
         await ask_once(task, connection)
         lost = Failure(owner=Owner.POLICY, reason="WRONG_FORMAT", message="no number")
         rewards = (Reward(name="a", value=1.0), Reward(name="b", value=1.0, weight=0.5))
@@ -149,7 +149,7 @@ async def test_an_agents_own_failures_and_labels_are_kept(directory):
 
     async with agent_world(directory, ScriptedEngine(directory, ["75"])) as world:
         trajectory = await play_agent(
-            TASK, agent=scored, host=AgentHost(recordings=world.recordings)
+            TASK, agent=act_and_score, host=AgentHost(recordings=world.recordings)
         )
     assert trajectory.reward == 1.5
     assert trajectory.is_scorable  # the policy's own mistakes are scored
@@ -185,18 +185,18 @@ def test_agents_are_loaded_by_import_path():
 def test_agents_need_every_replicas_rest_door():
     environment = {"agent": f"{__name__}:ask_once"}
     with pytest.raises(InvalidConfig) as caught:
-        loaded_agents(CollectorSettings(environment=environment))
+        load_agents(CollectorSettings(environment=environment))
     assert caught.value.reason == "NO_REST_ADDRESS"
     addresses = ["127.0.0.1:1"]
-    known = CollectorSettings(environment=environment, inference_rest_addresses=addresses)
-    assert loaded_agents(known) == {"arithmetic": ask_once}
-    assert loaded_agents(CollectorSettings()) == {}
+    settings = CollectorSettings(environment=environment, inference_rest_addresses=addresses)
+    assert load_agents(settings) == {"arithmetic": ask_once}
+    assert load_agents(CollectorSettings()) == {}
 
 
 class _Away:
     """A replica that is gone."""
 
-    async def create(self, recording_id, **given):
+    async def create(self, recording_id, **options):
         raise Unavailable("Nobody there.")
 
 

@@ -22,7 +22,7 @@ from dialoop.testing import ScriptedPolicy
 from dialoop.trajectory import DoneReason, Group, Purpose, SamplingParams, StopReason, Task
 from dialoop_services.collector.batched_group import JoinedCall
 from dialoop_services.collector.counters import Counters
-from dialoop_services.collector.player import MemberFailed, Player, Round
+from dialoop_services.collector.player import GroupPlayer, MemberFailed, Round
 
 from tests.support.patience import PATIENCE_S
 
@@ -87,7 +87,7 @@ async def _play(
         purpose=Purpose.TRAINING,
         num_trajectories=NUM,
     )
-    player = Player(
+    player = GroupPlayer(
         environment,
         policy,
         Counters("w"),
@@ -108,7 +108,7 @@ async def test_members_of_one_turn_ask_with_three_requests(environment: Counting
     group = await _play(environment, policy)
     assert policy.asked == [NUM]
     assert environment.calls == {"create_group": 1, "batch_step": 1, "close_session": NUM}
-    assert len({one.trajectory_id for one in group.trajectories}) == NUM
+    assert len({member.trajectory_id for member in group.trajectories}) == NUM
     for trajectory in group.trajectories:
         assert trajectory.reward == 1.0
         assert trajectory.done_reason is DoneReason.CONTENT
@@ -118,13 +118,13 @@ async def test_they_record_what_members_that_ask_alone_record(environment: Count
     together = await _play(environment, Policy())
     alone = await _play(environment, Policy(), has_one_turn=False)
 
-    def known(group: Group) -> list[Any]:
+    def content_of(group: Group) -> list[Any]:
         return [
             (t.history, t.done_reason, t.reward, t.sequences[0].token_ids.tolist(), t.sampling)
             for t in group.trajectories
         ]
 
-    assert known(together) == known(alone)
+    assert content_of(together) == content_of(alone)
 
 
 async def test_members_with_seeds_of_their_own_ask_alone(environment: Counting) -> None:
@@ -209,10 +209,10 @@ def _num_open(environment: Counting) -> int:
 
 
 async def test_a_joined_call_that_all_have_left_calls_its_question_off() -> None:
-    asked, ended = asyncio.Event(), asyncio.Event()
+    was_called, ended = asyncio.Event(), asyncio.Event()
 
     async def ask(questions: list[str]) -> tuple[str | DialoopError, ...]:
-        asked.set()
+        was_called.set()
         try:
             await asyncio.sleep(600)
         finally:
@@ -221,7 +221,7 @@ async def test_a_joined_call_that_all_have_left_calls_its_question_off() -> None
 
     call: JoinedCall[str, str] = JoinedCall(2, ask)
     members = [asyncio.create_task(call.join(name)) for name in ("a", "b")]
-    await asked.wait()
+    await was_called.wait()
     for member in members:
         member.cancel()
         call.leave()

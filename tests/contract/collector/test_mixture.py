@@ -11,7 +11,7 @@ from dialoop.environments import ChatEnv, MaxTurns, RowTasks, arithmetic
 from dialoop.errors import InvalidConfig
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.trajectory import Task
-from dialoop_services.collector.mixture import Cursor, Ingredient, Mixture
+from dialoop_services.collector.mixture import Cursor, Mixture, TaskStream
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.collector.task_supply import TaskSupply
 
@@ -26,31 +26,31 @@ def riddles() -> ChatEnv:
 MIXED = [{"use": "riddles", "weight": 3.0}]
 
 
-def task_supply(place: World, **given: Any) -> TaskSupply:
-    fields = {"run": RUN, "worker": "w", "page_size": 40, "shuffle_seed": 5, **given}
+def task_supply(place: World, **settings: Any) -> TaskSupply:
+    fields = {"run": RUN, "worker": "w", "page_size": 40, "shuffle_seed": 5, **settings}
     client: Any = LocalEnvironmentClient(arithmetic(), riddles())
     soon = RetryPolicy(max_attempts=None, total_s=5)
     return TaskSupply(CollectorSettings(**fields), place.replay, client, soon)
 
 
-async def leased(place: World, count: int) -> list[Task]:
+async def lease(place: World, count: int) -> list[Task]:
     await place.allow(count)
-    found = await place.replay.lease_tasks(RUN, worker="w", max_tasks=count, lease_s=60, wait_s=1)
-    return [lease.task for lease in found.leases]
+    answer = await place.replay.lease_tasks(RUN, worker="w", max_tasks=count, lease_s=60, wait_s=1)
+    return [lease.task for lease in answer.leases]
 
 
-async def drawn(place: World, pages: int, **given: Any) -> list[Task]:
+async def draw(place: World, pages: int, **settings: Any) -> list[Task]:
     """The tasks of some pages, each by a collector that has just begun."""
     tasks: list[Task] = []
     for _ in range(pages):
-        await task_supply(place, **given).top_up()
-        tasks += await leased(place, len(tasks) + 40)
+        await task_supply(place, **settings).top_up()
+        tasks += await lease(place, len(tasks) + 40)
     return tasks
 
 
 async def test_environments_are_drawn_by_weight_and_none_of_their_tasks_twice():
     async with world() as place:
-        tasks = await drawn(place, 5, environments=MIXED)
+        tasks = await draw(place, 5, environments=MIXED)
     assert len(tasks) == 200
     counts = Counter(task.environment for task in tasks)
     assert counts["riddles"] == pytest.approx(150, abs=20)
@@ -61,24 +61,24 @@ async def test_environments_are_drawn_by_weight_and_none_of_their_tasks_twice():
 
 
 async def test_the_seed_decides_the_draws():
-    found = []
+    task_ids = []
     for seed in (5, 5, 6):
         async with world() as place:
-            tasks = await drawn(place, 2, environments=MIXED, shuffle_seed=seed)
-            found.append([task.task_id for task in tasks])
-    assert found[0] == found[1]
-    assert found[0] != found[2]
+            tasks = await draw(place, 2, environments=MIXED, shuffle_seed=seed)
+            task_ids.append([task.task_id for task in tasks])
+    assert task_ids[0] == task_ids[1]
+    assert task_ids[0] != task_ids[2]
 
 
 async def test_a_job_goes_on_where_it_stood_when_environments_come_and_go():
     async with world() as place:
-        alone = await drawn(place, 1)
+        alone = await draw(place, 1)
         assert {task.environment for task in alone} == {"arithmetic"}
         assert not (await place.replay.get_stats(RUN)).cursor.startswith("{")
         await task_supply(place, environments=MIXED).top_up()
-        mixed = await leased(place, 80)
+        mixed = await lease(place, 80)
         await task_supply(place).top_up()
-        again = await leased(place, 120)
+        again = await lease(place, 120)
     keys = [task.key for task in (*alone, *mixed, *again) if task.environment == "arithmetic"]
     assert len(set(keys)) == len(keys)
     assert {task.environment for task in mixed} == {"arithmetic", "riddles"}
@@ -92,18 +92,18 @@ async def test_both_environments_are_played():
         await place.allow(12)
         async with place.collecting(policy, page_size=12, environments=MIXED):
             await place.until(lambda counts: counts.num_groups_unscored >= 8)
-    asked = Counter(sampling.stop for sampling in policy.asked)
-    assert set(asked) == {arithmetic().traits.stop, riddles().traits.stop}
+    stops = Counter(sampling.stop for sampling in policy.asked)
+    assert set(stops) == {arithmetic().traits.stop, riddles().traits.stop}
 
 
 def test_one_environment_cannot_be_named_twice():
-    twice = (Ingredient(environment="a"), Ingredient(environment="a", weight=2.0))
-    with pytest.raises(InvalidConfig, match="are one"):
+    twice = (TaskStream(environment="a"), TaskStream(environment="a", weight=2.0))
+    with pytest.raises(InvalidConfig, match="listed twice"):
         Mixture(twice)
 
 
 def test_a_cursor_is_read_as_it_was_written():
-    first = Ingredient(environment="a")
+    first = TaskStream(environment="a")
     cursor = Cursor(position=7, tokens={"a/train": "0:3", "b/train": "1:0"})
     assert Cursor.read(str(cursor), first) == cursor
     assert Cursor.read("0:5", first) == Cursor(tokens={"a/train": "0:5"})

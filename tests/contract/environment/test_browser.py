@@ -127,7 +127,7 @@ class FakeBrowser:
 
 
 @asynccontextmanager
-async def faked(door: str) -> AsyncIterator[tuple[Any, FakeBrowser]]:
+async def serve_fake_browser(door: str) -> AsyncIterator[tuple[Any, FakeBrowser]]:
     browser = FakeBrowser()
     tools = BrowserTools(allowed_domains=("example.com",), launch=browser.launch)
     async with at(door, browsing(tools)) as client:
@@ -136,19 +136,19 @@ async def faked(door: str) -> AsyncIterator[tuple[Any, FakeBrowser]]:
 
 @doors
 async def test_60_a_browser_navigates_clicks_types_scrolls_and_extracts(door):
-    async with faked(door) as (client, browser):
+    async with serve_fake_browser(door) as (client, browser):
         info = await client.get_environment("web")
         assert info.tools == ("navigate", "click", "type", "scroll", "extract")
         assert info.spec.facts["browser_domains"] == "example.com"
         await opened(client, "web", **TASK)
-        said = (
+        answers = (
             call("navigate", url="https://www.example.com/")
             + call("type", selector="#q", text="owls")
             + call("click", selector="#go")
             + call("scroll", pixels=50)
             + call("extract", selector="h1")
         )
-        (outcome,) = await play(client, said)
+        (outcome,) = await play(client, answers)
         assert outcome.num_tool_calls == 5
         assert texts(outcome)[-5] == "A page\nhttps://www.example.com/"
         assert texts(outcome)[-1] == (
@@ -162,7 +162,7 @@ async def test_60_a_browser_navigates_clicks_types_scrolls_and_extracts(door):
 
 @doors
 async def test_60_a_browser_stays_on_its_domains(door):
-    async with faked(door) as (client, _):
+    async with serve_fake_browser(door) as (client, _):
         await opened(client, "web", **TASK)
         foreign = (
             "https://evilexample.com",
@@ -184,7 +184,7 @@ async def test_60_a_browser_stays_on_its_domains(door):
 
 
 async def test_a_slow_page_is_told_and_a_browser_that_is_gone_is_a_failure_of_the_tool():
-    async with faked("sdk") as (client, _):
+    async with serve_fake_browser("sdk") as (client, _):
         await opened(client, "web", **TASK)
         page = call("navigate", url="https://example.com/")
         slow, gone = await play(
@@ -197,7 +197,7 @@ async def test_a_slow_page_is_told_and_a_browser_that_is_gone_is_a_failure_of_th
 
 
 async def test_every_request_of_a_page_is_checked_and_foreign_names_are_not_resolved():
-    async with faked("in_process") as (client, browser):
+    async with serve_fake_browser("in_process") as (client, browser):
         await opened(client, "web", **TASK)
         await play(client, call("navigate", url="https://example.com/"))
         went = []
@@ -282,7 +282,7 @@ async def test_60_a_real_chromium_reads_pages_and_reaches_no_other_host(site):
     )
     async with at("rest", browsing(tools)) as client:
         await opened(client, "web", **TASK)
-        said = (
+        answers = (
             call("navigate", url=f"{url}/start")
             + call("extract", selector="h1")
             + call("type", selector="#q", text="x")
@@ -294,12 +294,12 @@ async def test_60_a_real_chromium_reads_pages_and_reaches_no_other_host(site):
             + call("navigate", url=f"{url}/start")
             + call("scroll")
         )
-        (outcome,) = await play(client, said)
-        told = texts(outcome)[-10:]
-        assert told[0] == f"T\n{url}/start"
-        assert told[1] == "Owls"
-        assert told[3] == f"T\n{url}/next"
-        assert [t.startswith("Tool error") for t in told] == [i in (4, 5, 7) for i in range(10)]
+        (outcome,) = await play(client, answers)
+        replies = texts(outcome)[-10:]
+        assert replies[0] == f"T\n{url}/start"
+        assert replies[1] == "Owls"
+        assert replies[3] == f"T\n{url}/next"
+        assert [t.startswith("Tool error") for t in replies] == [i in (4, 5, 7) for i in range(10)]
         assert outcome.failures == ()
     assert {"127.0.0.1/start", "127.0.0.1/next", "127.0.0.1/redirect"} <= set(seen)
     assert not any(request.startswith("localhost") for request in seen)

@@ -125,10 +125,10 @@ async def test_38_what_the_environment_says_is_added_to_text_and_tokens(door, mo
     async with at(door, blank(Hint(), input_mode=mode, tokenizer=BYTES)) as client:
         await opened(client, "blank", question=Given(query="hi"))
         text = "yes<|im_end|>"
-        said = Text(response=text)
+        answer = Text(response=text)
         if mode == "tokens":
-            said = Tokens(response=(*BYTES.encode("yes").ids, *BYTES.end_of_turn_ids[:1]))
-        (outcome,) = await play(client, said)
+            answer = Tokens(response=(*BYTES.encode("yes").ids, *BYTES.end_of_turn_ids[:1]))
+        (outcome,) = await play(client, answer)
         shown = outcome.text.prompt if mode == "text" else BYTES.decode(outcome.tokens.prompt)
         assert shown == (
             "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
@@ -140,8 +140,8 @@ async def test_38_what_the_environment_says_is_added_to_text_and_tokens(door, mo
 async def test_39_reset_semantics(door):
     environment = blank(system_prompt="S", data_key="question")
     async with at(door, environment) as client:
-        given = Given(data={"question": "q", "answer": "7", "id": "r-1"})
-        opening = await opened(client, "blank", question=given)
+        row = Given(data={"question": "q", "answer": "7", "id": "r-1"})
+        opening = await opened(client, "blank", question=row)
         assert texts(opening) == ["S", "q"]
         assert opening.info == {"question": "q", "answer": "7", "id": "r-1"}
         assert opening.history.response is None
@@ -270,8 +270,8 @@ async def test_43_reward_aggregation_by_weights(door):
     async with at(door, environment) as client:
         await opened(client, "blank", **TASK)
         (outcome,) = await play(client, f"Result={TRUTH}<submit>")
-        found = {r.name: (r.value, round(r.weight, 6)) for r in outcome.rewards}
-        assert found == {"result": (1.0, 2.0), "format": (1.0, 0.1)}
+        rewards = {r.name: (r.value, round(r.weight, 6)) for r in outcome.rewards}
+        assert rewards == {"result": (1.0, 2.0), "format": (1.0, 0.1)}
         total = shape_rewards(outcome.rewards, RewardShape.SPARSE)[0, 0]
         assert total == pytest.approx(2.1)
 

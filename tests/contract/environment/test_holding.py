@@ -73,10 +73,10 @@ class Holds(Transform):
 
 
 @asynccontextmanager
-async def served(*environments, **settings):
-    given = EnvironmentSettings(rest_port=0, drain_s=1, **settings)
+async def serve(*environments, **settings):
+    environment_settings = EnvironmentSettings(rest_port=0, drain_s=1, **settings)
     async with (
-        serving(given, Catalogue(environments)) as server,
+        serving(environment_settings, Catalogue(environments)) as server,
         Channel(server.address, retry=RetryPolicy(max_attempts=1)) as channel,
     ):
         yield EnvironmentClient(channel), server
@@ -85,7 +85,7 @@ async def served(*environments, **settings):
 async def test_an_episode_is_let_go_once_whether_it_ends_or_its_session_does():
     holds = Holds()
     environment = ChatEnv(name="held", tasks=TASKS, transforms=(holds, MaxTurns(2)))
-    async with served(environment, reap_interval_s=0.02) as (client, _):
+    async with serve(environment, reap_interval_s=0.02) as (client, _):
         await opened(client, "held", **TASK)
         await play(client, "a", "b")  # over: freed
         await until(lambda: holds.freed == ["episode 0"])
@@ -104,7 +104,7 @@ async def test_an_episode_is_let_go_once_whether_it_ends_or_its_session_does():
 async def test_a_step_that_nobody_comes_back_for_is_cancelled_with_its_tool():
     gate = Gate()
     environment = tool_environment(name="gated", tasks=TASKS, tools=[gate], rewards=[])
-    async with served(environment, abandon_s=0.2) as (client, _):
+    async with serve(environment, abandon_s=0.2) as (client, _):
         await opened(client, "gated", **TASK)
         asking = asyncio.create_task(client.step("s", episode=1, step_index=0, history=say(CALL)))
         await gate.entered.wait()
@@ -126,7 +126,7 @@ async def test_a_step_that_nobody_comes_back_for_is_cancelled_with_its_tool():
 async def test_a_retry_in_time_keeps_the_step():
     gate = Gate()
     environment = tool_environment(name="gated", tasks=TASKS, tools=[gate], rewards=[])
-    async with served(environment, abandon_s=2.0) as (client, _):
+    async with serve(environment, abandon_s=2.0) as (client, _):
         await opened(client, "gated", **TASK)
         asking = asyncio.create_task(client.step("s", episode=1, step_index=0, history=say(CALL)))
         await gate.entered.wait()
@@ -141,7 +141,7 @@ async def test_a_retry_in_time_keeps_the_step():
 async def test_two_steps_at_once_are_aborted_and_too_many_steps_are_refused_for_now():
     gate = Gate()
     environment = tool_environment(name="gated", tasks=TASKS, tools=[gate], rewards=[])
-    async with served(environment, max_working_steps=1) as (client, server):
+    async with serve(environment, max_working_steps=1) as (client, server):
         await opened(client, "gated", "a", **TASK)
         await opened(client, "gated", "b", **TASK)
         first = asyncio.create_task(client.step("a", episode=1, step_index=0, history=say(CALL)))
@@ -149,8 +149,8 @@ async def test_two_steps_at_once_are_aborted_and_too_many_steps_are_refused_for_
         second = client.step("a", episode=1, step_index=0, history=say("other"))
         assert await reason_of(second) == "SESSION_BUSY"
         async with http_of(server) as http:
-            said = {"messages": [{"role": "assistant", "content": CALL}]}
-            body = {"episode": 1, "step_index": 0, "history": {"response": said}}
+            response = {"messages": [{"role": "assistant", "content": CALL}]}
+            body = {"episode": 1, "step_index": 0, "history": {"response": response}}
             busy = await http.post("/v1/sessions/a/step", json={**body, "step_index": 1})
             assert refusal(busy) == (409, "SESSION_BUSY")
             full = await http.post("/v1/sessions/b/step", json=body)
@@ -162,7 +162,7 @@ async def test_two_steps_at_once_are_aborted_and_too_many_steps_are_refused_for_
 
 
 async def test_a_group_is_all_or_none():
-    async with served(arithmetic(), ChatEnv(name="blank"), capacity=3) as (client, _):
+    async with serve(arithmetic(), ChatEnv(name="blank"), capacity=3) as (client, _):
         choice = TaskChoice(**TASK)
         too_many = client.create_group("g", "arithmetic", num_sessions=4, choice=choice)
         assert await reason_of(too_many) == "OUT_OF_RANGE"
@@ -185,7 +185,7 @@ async def test_a_group_is_all_or_none():
 
 async def test_a_retried_group_joins_its_task_and_disturbs_no_session_that_went_on():
     environment = dataset_chat_env([{"query": f"q{n}"} for n in range(9)], shuffle=False)
-    async with served(environment) as (client, _):
+    async with serve(environment) as (client, _):
         ask = {"num_sessions": 2, "choice": TaskChoice()}
         first = await client.create_group("g", "dataset", **ask)
         await client.close_session("g.0")
@@ -199,13 +199,13 @@ async def test_a_retried_group_joins_its_task_and_disturbs_no_session_that_went_
 
 
 async def test_the_documents_old_names_are_read_over_rest():
-    async with served(ChatEnv(name="blank")) as (_, server), http_of(server) as http:
+    async with serve(ChatEnv(name="blank")) as (_, server), http_of(server) as http:
         await http.post("/v1/sessions", json={"session_id": "s", "environment": "blank"})
         old = {"episode": 1, "text": "Write a function."}
         opening = (await http.post("/v1/sessions/s/reset", json=old)).json()
         assert opening["history"]["prompt"]["messages"][0]["content"] == "Write a function."
-        for index, said in enumerate(("one", ["two"])):
-            step = {"episode": 1, "step_index": index, "text_response": said}
+        for index, text in enumerate(("one", ["two"])):
+            step = {"episode": 1, "step_index": index, "text_response": text}
             outcome = (await http.post("/v1/sessions/s/step", json=step)).json()
         spoken = [m["content"] for m in outcome["history"]["prompt"]["messages"]]
         assert spoken == ["Write a function.", "one", "two"]
@@ -219,7 +219,7 @@ async def test_the_documents_example_of_a_python_interpreter_works_with_its_own_
         name="python", system_prompt="Decorate your code.", transforms=(PythonInterpreter(),)
     )
     code = "Here:\n```python\ndef square(x):\n    return x * x\nprint('square:', square(2))\n```\n"
-    async with served(environment) as (_, server), http_of(server) as http:
+    async with serve(environment) as (_, server), http_of(server) as http:
         await http.post("/v1/sessions", json={"session_id": "s", "environment": "python"})
         await http.post("/v1/sessions/s/reset", json={"episode": 1, "text": "Square a number."})
         step = {"episode": 1, "text_response": [code]}
@@ -230,13 +230,14 @@ async def test_the_documents_example_of_a_python_interpreter_works_with_its_own_
 
 
 async def test_unknown_environments_and_questions_for_closed_ones_are_refused():
-    async with served(arithmetic()) as (client, _):
+    async with serve(arithmetic()) as (client, _):
         assert await reason_of(client.create_session("x", "nope")) == "ENVIRONMENT_NOT_FOUND"
         choice = TaskChoice(question=Given(query="1+1"))
         group = client.create_group("g", "nope", num_sessions=1, choice=choice)
         assert await reason_of(group) == "ENVIRONMENT_NOT_FOUND"
-        asked = await opened(client, "arithmetic", question=Given(query="12+13"))
-        assert asked.history.prompt[0].text == "12+13"  # any ChatEnv plays what it is asked
+        opening = await opened(client, "arithmetic", question=Given(query="12+13"))
+        # Any ChatEnv plays a question of its caller.
+        assert opening.history.prompt[0].text == "12+13"
 
 
 @pytest.mark.parametrize("views", [("history", "text"), ("text", "tokens")])
@@ -246,7 +247,7 @@ async def test_a_step_in_two_views_is_refused(views):
         "text": {"response": "x"},
         "tokens": {"response": {"values": [1]}},
     }
-    async with served(ChatEnv(name="blank")) as (client, server), http_of(server) as http:
+    async with serve(ChatEnv(name="blank")) as (client, server), http_of(server) as http:
         await opened(client, "blank", question=Given(query="q"))
         step = {"episode": 1, "step_index": 0, **{view: body[view] for view in views}}
         answer = await http.post("/v1/sessions/s/step", json=step)
@@ -256,11 +257,11 @@ async def test_a_step_in_two_views_is_refused(views):
 async def test_a_blank_environment_is_served_by_config_alone():
     options = {"system_prompt": "Be brief.", "end_on_tag": "answer", "max_steps": 3}
     entries = [{"use": "chat", "options": options}]
-    given = EnvironmentSettings(rest_port=0, drain_s=1, environments=entries)
-    async with serving(given) as server, http_of(server) as http:
+    settings = EnvironmentSettings(rest_port=0, drain_s=1, environments=entries)
+    async with serving(settings) as server, http_of(server) as http:
         await http.post("/v1/sessions", json={"session_id": "s", "environment": "chat"})
-        asked = {"episode": 1, "query": "What is 3+4?", "data": {"answer": "7"}}
-        opening = (await http.post("/v1/sessions/s/reset", json=asked)).json()
+        reset = {"episode": 1, "query": "What is 3+4?", "data": {"answer": "7"}}
+        opening = (await http.post("/v1/sessions/s/reset", json=reset)).json()
         spoken = [m["content"] for m in opening["history"]["prompt"]["messages"]]
         assert spoken == ["Be brief.", "What is 3+4?"]
         step = {"episode": 1, "step_index": 0, "text_response": "<answer>7</answer>"}

@@ -88,8 +88,8 @@ def reset(episode=1, split="train", key=KEY, seed=0, session="s"):
 
 
 def take(text, index=0, episode=1, session="s"):
-    given = {"episode": episode, "step_index": index, "history": response(text)}
-    return ("step", (session,), given)
+    fields = {"episode": episode, "step_index": index, "history": response(text)}
+    return ("step", (session,), fields)
 
 
 def move_on(text, index, key=KEY):
@@ -172,9 +172,9 @@ def comparable(answer: object) -> object:
     return answer
 
 
-async def ask(client, name, arguments, given) -> object:
+async def ask(client, name, arguments, fields) -> object:
     try:
-        return comparable(await getattr(client, name)(*arguments, **given))
+        return comparable(await getattr(client, name)(*arguments, **fields))
     except DialoopError as error:
         return comparable(error)
 
@@ -182,9 +182,9 @@ async def ask(client, name, arguments, given) -> object:
 @pytest.mark.parametrize("calls", CASES.values(), ids=CASES.keys())
 async def test_the_service_and_this_process_agree(calls):
     async with both() as (service, local):
-        for name, arguments, given in calls:
-            remote = await ask(service, name, arguments, given)
-            assert await ask(local, name, arguments, given) == remote, (name, arguments, given)
+        for name, arguments, fields in calls:
+            remote = await ask(service, name, arguments, fields)
+            assert await ask(local, name, arguments, fields) == remote, (name, arguments, fields)
 
 
 async def test_what_an_environment_raises_is_there_for_its_author():
@@ -207,7 +207,7 @@ async def test_a_finished_trajectory_gets_the_same_rewards(play_once):
 
 @pytest.fixture
 def play_once():
-    async def played(local: LocalEnvironmentClient) -> Trajectory:
+    async def play_twice(local: LocalEnvironmentClient) -> Trajectory:
         from dialoop.clients.connection import Dialoop
         from dialoop.rollout import play
         from dialoop.testing import ScriptedPolicy
@@ -216,7 +216,7 @@ def play_once():
             task = await dialoop.task("arithmetic", KEY)
         return await play(task, sessions=local, policy=ScriptedPolicy([CALL, SUBMIT]))
 
-    return played
+    return play_twice
 
 
 class Gate:
@@ -241,7 +241,7 @@ class Gate:
 
 
 @asynccontextmanager
-async def gated(door: str, **limits: float):
+async def serve_gate(door: str, **limits: float):
     """A client at one door, with a session at the start of an episode whose tool hangs."""
     gate = Gate()
     environment = tool_environment(name="gated", tasks=ArithmeticTasks(), tools=[gate], rewards=[])
@@ -255,7 +255,7 @@ async def gated(door: str, **limits: float):
         yield client, gate
 
 
-def ended(result: StepResult) -> tuple[object, ...]:
+def ending(result: StepResult) -> tuple[object, ...]:
     """How a step ended, and who was at fault."""
     faults = [(failure.owner, failure.reason) for failure in result.failures]
     return faults, result.truncated, result.done_reason, result.rewards
@@ -266,9 +266,9 @@ HANG = "<request><gate>x<call>"
 
 @pytest.mark.parametrize("door", ["in_process", "sdk"])
 async def test_a_step_that_outlasts_its_time_fails_and_is_never_run_again(door):
-    async with gated(door, step_timeout_s=0.3) as (client, gate):
+    async with serve_gate(door, step_timeout_s=0.3) as (client, gate):
         late = await client.step("s", episode=1, step_index=0, history=response(HANG))
-        assert ended(late) == (
+        assert ending(late) == (
             [(Owner.ENVIRONMENT, "STEP_TIMEOUT")],
             True,
             DoneReason.ERROR,
@@ -283,7 +283,7 @@ async def test_a_step_that_outlasts_its_time_fails_and_is_never_run_again(door):
 
 @pytest.mark.parametrize("door", ["in_process", "sdk"])
 async def test_a_step_that_nobody_comes_back_for_is_cancelled_with_its_tool(door):
-    async with gated(door, abandon_s=0.2) as (client, gate):
+    async with serve_gate(door, abandon_s=0.2) as (client, gate):
         asking = asyncio.create_task(
             client.step("s", episode=1, step_index=0, history=response(HANG))
         )
@@ -294,7 +294,7 @@ async def test_a_step_that_nobody_comes_back_for_is_cancelled_with_its_tool(door
             await gate.cancelled.wait()
         again = await client.step("s", episode=1, step_index=0, history=response(HANG))
         assert again.replayed
-        assert ended(again) == (
+        assert ending(again) == (
             [(Owner.ENVIRONMENT, "STEP_CANCELLED")],
             True,
             DoneReason.ERROR,
@@ -327,26 +327,26 @@ async def test_an_answer_with_a_list_for_a_tuple_is_known_again_in_this_process(
     await opened(local, "arithmetic", split="train", task_key=KEY)
     results = []
     for _ in range(2):
-        said = Message(role="assistant", content=CALL, tool_responses=["one"])  # type: ignore[arg-type]
-        answer = ChatHistory(response=History((said,)))
+        message = Message(role="assistant", content=CALL, tool_responses=["one"])  # type: ignore[arg-type]
+        answer = ChatHistory(response=History((message,)))
         results.append(await local.step("s", episode=1, step_index=0, history=answer))
     assert [result.replayed for result in results] == [False, True]
 
 
 async def test_leaving_this_process_client_lets_go_of_episodes_before_their_environment():
-    told = []
+    events = []
 
     class Holds(Transform):
         async def close(self, episode):
             await asyncio.sleep(0.05)
-            told.append("closed")
+            events.append("closed")
 
         async def release(self):
-            told.append("released")
+            events.append("released")
 
     environment = ChatEnv(name="held", tasks=ArithmeticTasks(), transforms=(Holds(),))
     async with LocalEnvironmentClient(environment) as local:
         for session in "ab":
             await opened(local, "held", session, split="train", task_key=KEY)
         await local.close_session("a")
-    assert told == ["closed", "closed", "released"]
+    assert events == ["closed", "closed", "released"]

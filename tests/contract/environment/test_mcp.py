@@ -55,14 +55,14 @@ async def test_59_mcp_tools_over_stdio(door):
 async def test_what_the_policy_gets_wrong_is_told_to_it_and_a_picture_is_no_repr():
     async with at("sdk", environment()) as client:
         await opened(client, "lab", **TASK)
-        asked = (
+        answers = (
             call("lab.add", '{"left": "3"}')
             + call("lab.add", "{oops")
             + call("lab.nope")
             + call("lab.fail")
             + call("lab.picture")
         )
-        (outcome,) = await play(client, asked)
+        (outcome,) = await play(client, answers)
         *refused, failed, picture = texts(outcome)[-5:]
         assert [text.partition("\n")[2] for text in refused] == [
             "missing argument right.",
@@ -127,17 +127,17 @@ async def test_a_server_that_cannot_be_reached_keeps_the_service_down_and_says_w
 
 
 async def test_a_server_that_dies_is_seen_in_readyz_and_its_calls_are_failures():
-    given = EnvironmentSettings(rest_port=0, health_interval_s=0.05, drain_s=1)
+    settings = EnvironmentSettings(rest_port=0, health_interval_s=0.05, drain_s=1)
     catalogue = Catalogue([environment()])
     async with (
-        serving(given, catalogue) as server,
+        serving(settings, catalogue) as server,
         httpx.AsyncClient(base_url=f"http://{server.rest_address}", trust_env=False) as http,
     ):
         assert (await http.get("/readyz")).status_code == 200
         await http.post("/v1/sessions", json={"session_id": "s", "environment": "lab"})
         await http.post("/v1/sessions/s/reset", json={"episode": 1, **TASK})
-        said = {"messages": [{"role": "assistant", "content": call("lab.leave")}]}
-        step = {"episode": 1, "step_index": 0, "history": {"response": said}}
+        response = {"messages": [{"role": "assistant", "content": call("lab.leave")}]}
+        step = {"episode": 1, "step_index": 0, "history": {"response": response}}
         answer = (await http.post("/v1/sessions/s/step", json=step, timeout=PATIENCE_S)).json()
         assert answer["failures"][0]["owner"] == "OWNER_TOOL"
         async with asyncio.timeout(PATIENCE_S):

@@ -62,7 +62,7 @@ class Bench:
         self.is_closed = True
 
 
-def made(**options: Any) -> tuple[Any, list[Bench]]:
+def make_environment(**options: Any) -> tuple[Any, list[Bench]]:
     benches: list[Bench] = []
     environment = mlgym(
         tasks=["titanic", "broken"], make=lambda task: Bench(task, benches), **options
@@ -76,7 +76,7 @@ def block(command: str) -> str:
 
 @doors
 async def test_51_the_reward_is_the_evaluation_minus_the_baseline(door):
-    environment, benches = made()
+    environment, benches = make_environment()
     async with at(door, environment) as client:
         opening = await opened(client, "mlgym", task_key="titanic", seed=7)
         assert texts(opening)[-1] == "Improve titanic."
@@ -93,7 +93,7 @@ async def test_51_the_reward_is_the_evaluation_minus_the_baseline(door):
 
 @doors
 async def test_51_ill_formed_answers_run_nothing_and_cost_what_was_said(door):
-    environment, benches = made(format_penalty=0.1)
+    environment, benches = make_environment(format_penalty=0.1)
     async with at(door, environment) as client:
         await opened(client, "mlgym", task_key="titanic")
         outcomes = await play(
@@ -112,11 +112,11 @@ async def test_51_ill_formed_answers_run_nothing_and_cost_what_was_said(door):
 
 @doors
 async def test_51_ten_steps_end_it_and_what_was_validated_counts(door):
-    environment, _ = made()
+    environment, _ = make_environment()
     async with at(door, environment) as client:
         await opened(client, "mlgym", task_key="titanic")
-        said = [block("write 1"), block("validate"), *[block("ls")] * 8]
-        last = (await play(client, *said))[-1]
+        answers = [block("write 1"), block("validate"), *[block("ls")] * 8]
+        last = (await play(client, *answers))[-1]
         assert (last.truncated, last.done_reason) == (True, DoneReason.MAX_TURNS)
         assert [r.value for r in last.rewards] == [0.75]
         await opened(client, "mlgym", "idle", task_key="titanic")
@@ -129,7 +129,7 @@ async def test_51_ten_steps_end_it_and_what_was_validated_counts(door):
     ("command", "reason"), [("crash", "CONTAINER_LOST"), ("raise", "MLGYM_FAILED")]
 )
 async def test_51_what_mlgym_breaks_is_a_failure_and_no_reward(door, command, reason):
-    environment, benches = made()
+    environment, benches = make_environment()
     async with at(door, environment) as client:
         await opened(client, "mlgym", task_key="titanic")
         (outcome,) = await play(client, block(command))
@@ -142,7 +142,7 @@ async def test_51_what_mlgym_breaks_is_a_failure_and_no_reward(door, command, re
 
 @doors
 async def test_51_a_task_that_cannot_be_set_up_is_unavailable_and_leaves_nothing(door):
-    environment, benches = made()
+    environment, benches = make_environment()
     async with at(door, environment) as client:
         await client.create_session("s", "mlgym")
         refused = client.reset("s", episode=1, task_key="broken")
@@ -151,7 +151,7 @@ async def test_51_a_task_that_cannot_be_set_up_is_unavailable_and_leaves_nothing
 
 
 async def test_51_it_passes_the_conformance_kit():
-    environment, benches = made()
+    environment, benches = make_environment()
     environment.tasks._tasks["train"].pop("broken")
     findings = await check_environment(
         environment, answers=[block("write 0.5"), block("submit")], num_tasks=1
@@ -161,10 +161,10 @@ async def test_51_it_passes_the_conformance_kit():
 
 
 async def test_51_two_metrics_need_a_choice():
-    environment, _ = made(metric="F1")
+    environment, _ = make_environment(metric="F1")
     assert environment.commands.number({"F1": 0.5, "loss": 3}) == 0.5
     with pytest.raises(InvalidConfig, match="F1, loss"):
-        made()[0].commands.number({"F1": 0.5, "loss": 3})
+        make_environment()[0].commands.number({"F1": 0.5, "loss": 3})
 
 
 async def test_51_without_the_package_it_says_so():

@@ -104,9 +104,9 @@ async def test_others_are_answered_while_code_never_ends():
 
 
 async def test_readyz_tells_the_level():
-    given = EnvironmentSettings(rest_port=0, drain_s=1)
+    settings = EnvironmentSettings(rest_port=0, drain_s=1)
     async with (
-        serving(given, Catalogue([environment()])) as server,
+        serving(settings, Catalogue([environment()])) as server,
         httpx.AsyncClient(base_url=f"http://{server.rest_address}", trust_env=False) as http,
     ):
         details = (await http.get("/readyz")).json()["details"]

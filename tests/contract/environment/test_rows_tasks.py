@@ -43,8 +43,8 @@ async def test_04_full_must_be_set_and_becomes_the_next_prompt(door):
         assert await reason_of(neither) == "FULL_MISSING"
         for index, words in enumerate(("a", "b")):
             full = opening.history.respond(Message(role="assistant", content=words)).full
-            given = ChatHistory(full=full)
-            opening = await client.step("s", episode=1, step_index=index, history=given)
+            history = ChatHistory(full=full)
+            opening = await client.step("s", episode=1, step_index=index, history=history)
             assert opening.history.prompt == full
             assert opening.history.response is None
             assert opening.history.full is None
@@ -58,17 +58,17 @@ ANSWERS = {
 }
 
 
-def spelled(outcome: ResetResult | StepResult, mode: InputMode) -> str:
+def text_of(outcome: ResetResult | StepResult, mode: InputMode) -> str:
     """The prompt of the one view that the mode has, as text."""
     views = {
         InputMode.HISTORY: outcome.history.prompt,
         InputMode.TEXT: outcome.text,
         InputMode.TOKENS: outcome.tokens,
     }
-    assert [view for view, found in views.items() if found] == [mode]
+    assert [name for name, view in views.items() if view] == [mode]
     if mode is InputMode.HISTORY:
-        said = outcome.history.require_prompt()
-        return "".join(f"<|im_start|>{m.role}\n{m.text}<|im_end|>\n" for m in said)
+        messages = outcome.history.require_prompt()
+        return "".join(f"<|im_start|>{m.role}\n{m.text}<|im_end|>\n" for m in messages)
     return outcome.text.prompt if mode is InputMode.TEXT else BYTES.decode(outcome.tokens.prompt)
 
 
@@ -80,9 +80,9 @@ async def test_28_every_input_mode_takes_a_response_alone(door, mode):
         assert (await client.get_environment("blank")).spec.input_mode is mode
         opening = await opened(client, "blank", question=Given(query="hi"))
         (outcome,) = await play(client, ANSWERS[mode])
-        assert spelled(opening, mode).startswith("<|im_start|>user\nhi<|im_end|>\n")
-        asked = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-        assert spelled(outcome, mode).rstrip() == f"{asked}yes<|im_end|>"
+        assert text_of(opening, mode).startswith("<|im_start|>user\nhi<|im_end|>\n")
+        prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        assert text_of(outcome, mode).rstrip() == f"{prompt}yes<|im_end|>"
         for other in set(InputMode) - {mode}:
             wrong = client.step("s", episode=1, step_index=1, history=ANSWERS[other])
             assert await reason_of(wrong) == "WRONG_MODE"
@@ -98,14 +98,14 @@ async def test_49_gsm8k(door, tmp_path: Path):
         assert info.max_turns == 1
         key = (await client.list_tasks("gsm8k", split="train", page_size=1)).tasks[0].key
         values = []
-        for number, said in enumerate(
+        for number, answer in enumerate(
             ("<think>48+24</think><answer>72</answer>", "<answer>7</answer>", "72")
         ):
             session = f"s{number}"
             opening = await opened(client, "gsm8k", session, split="train", task_key=key)
             assert roles(opening) == ["system", "user"]
             assert texts(opening)[-1] == row["question"]
-            (outcome,) = await play(client, said, session=session)
+            (outcome,) = await play(client, answer, session=session)
             assert outcome.done
             assert [reward.name for reward in outcome.rewards] == [
                 "reward_answer",
@@ -129,19 +129,19 @@ async def test_50_ifeval(door, tmp_path: Path):
     }
     path.write_text(json.dumps(row), "utf-8")
     async with at(door, ifeval(path=path)) as client:
-        found = []
-        for number, said in enumerate(
+        rewards = []
+        for number, answer in enumerate(
             ("<think>so</think><answer>Fine without any</answer>", "<answer>Well, no</answer>", "x")
         ):
             session = f"s{number}"
             await opened(client, "ifeval", session, split="train", task_key="1000")
-            (outcome,) = await play(client, said, session=session)
+            (outcome,) = await play(client, answer, session=session)
             assert outcome.done
             assert outcome.failures == ()
-            found.append({reward.name: reward.value for reward in outcome.rewards})
-        assert found[0] == pytest.approx({"ifeval": 1.15, "strict": 1.0, "loose": 1.0})
-        assert found[1]["strict"] == 0.5
-        assert found[2]["ifeval"] == 0.0
+            rewards.append({reward.name: reward.value for reward in outcome.rewards})
+        assert rewards[0] == pytest.approx({"ifeval": 1.15, "strict": 1.0, "loose": 1.0})
+        assert rewards[1]["strict"] == 0.5
+        assert rewards[2]["ifeval"] == 0.0
 
 
 @doors

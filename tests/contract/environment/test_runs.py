@@ -80,8 +80,8 @@ def model_of(directory: Path, **config: Any) -> Path:
     """A model directory that holds a tokenizer alone."""
     directory.mkdir(exist_ok=True)
     (directory / "tokenizer.json").write_text(BYTES._trusting.to_str())
-    told = {"eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE, **config}
-    (directory / "tokenizer_config.json").write_text(json.dumps(told))
+    saved_config = {"eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE, **config}
+    (directory / "tokenizer_config.json").write_text(json.dumps(saved_config))
     return directory
 
 
@@ -127,13 +127,13 @@ def setup() -> TextSetup:
 
 @asynccontextmanager
 async def at(
-    door: str, script: Script | Engine, directory: Path, **given: Any
+    door: str, script: Script | Engine, directory: Path, **settings: Any
 ) -> AsyncIterator[Any]:
     """A client of a service with a policy, through one door."""
     model_dir = model_of(directory / "model")
     async with AsyncExitStack() as exits:
         address = await exits.enter_async_context(policy(script, model_dir))
-        fields = {"inference_address": address, "model_dir": model_dir, **given}
+        fields = {"inference_address": address, "model_dir": model_dir, **settings}
         fields = {"text_environments": f"{__name__}:setup", "rest_port": 0, "drain_s": 1, **fields}
         catalogue = Catalogue([arithmetic(), twenty_questions()])
         server = await exits.enter_async_context(serving(EnvironmentSettings(**fields), catalogue))
@@ -230,7 +230,9 @@ async def test_78_79_prompts_and_actions_alternate_and_the_mask_counts_actions(
     ids, mask = result.full_token_ids[0], result.completion_only_mask[0]
     assert BYTES.decode(ids) == text
     assert result.full_attention_mask[0] == [1] * len(ids)
-    counted = BYTES.decode([token for token, one in zip(ids, mask, strict=True) if one])
+    counted = BYTES.decode(
+        [token for token, is_counted in zip(ids, mask, strict=True) if is_counted]
+    )
     assert counted == ("[key]" if scope is MaskScope.FINAL else "Is it alive?[key]")
 
 
@@ -268,8 +270,8 @@ async def test_85_86_tools_by_function_and_by_class_answer_inline(door, tmp_path
     async with at(door, script, tmp_path) as client:
         run = await client.run_text("sums", ["say "])
     history = run.histories[0]
-    said = ("AB" * 100)[:97] + "..."
-    assert history.text == f"say <request><loud>ab<call>{said}<response>{SUBMIT}"
+    reply = ("AB" * 100)[:97] + "..."
+    assert history.text == f"say <request><loud>ab<call>{reply}<response>{SUBMIT}"
     assert [segment.source for segment in history.segments] == [
         Source.PROMPT,
         Source.MODEL,

@@ -92,15 +92,15 @@ async def test_environments_say_what_they_are():
 
 async def test_tasks_come_in_pages():
     async with service() as stub:
-        asked = pb.ListTasksRequest(environment="arithmetic", split="heldout", page_size=200)
-        page = await stub.ListTasks(asked)
-        asked.page_token = page.next_page_token
-        page = await stub.ListTasks(asked)
+        list_request = pb.ListTasksRequest(environment="arithmetic", split="heldout", page_size=200)
+        page = await stub.ListTasks(list_request)
+        list_request.page_token = page.next_page_token
+        page = await stub.ListTasks(list_request)
         assert [page.tasks[0].epoch, page.tasks[-1].epoch] == [0, 1]
-        asked.page_token = "nonsense"
-        assert await refusal(stub.ListTasks(asked)) == ("INVALID_ARGUMENT", "BAD_PAGE_TOKEN")
-        asked.split = "nope"
-        assert await refusal(stub.ListTasks(asked)) == ("NOT_FOUND", "SPLIT_NOT_FOUND")
+        list_request.page_token = "nonsense"
+        assert await refusal(stub.ListTasks(list_request)) == ("INVALID_ARGUMENT", "BAD_PAGE_TOKEN")
+        list_request.split = "nope"
+        assert await refusal(stub.ListTasks(list_request)) == ("NOT_FOUND", "SPLIT_NOT_FOUND")
 
 
 async def test_golden_episode_over_the_wire():
@@ -283,14 +283,14 @@ async def test_a_stream_answers_out_of_order():
         await call.write(pb.InteractRequest(request_id="slow", step=slowly))
         await call.write(pb.InteractRequest(request_id="quick", step=step("no", session="b")))
         await call.done_writing()
-        found = []
+        request_ids = []
         async for answer in call:
-            found.append(answer.request_id)
+            request_ids.append(answer.request_id)
             answered.set()
-        assert found == ["quick", "slow"]
+        assert request_ids == ["quick", "slow"]
 
 
-def finished(key: str = KEY) -> trajectory_pb2.Trajectory:
+def make_trajectory(key: str = KEY) -> trajectory_pb2.Trajectory:
     history = History.from_chats(
         [{"role": "user", "content": key}, {"role": "assistant", "content": SUBMIT}]
     )
@@ -310,11 +310,11 @@ def finished(key: str = KEY) -> trajectory_pb2.Trajectory:
 
 async def test_a_finished_trajectory_can_be_scored():
     async with service() as stub:
-        answer = await stub.Score(pb.ScoreRequest(split="train", trajectory=finished()))
+        answer = await stub.Score(pb.ScoreRequest(split="train", trajectory=make_trajectory()))
         assert [[r.value for r in turn.rewards] for turn in answer.turns] == [[1.0]]
-        unknown = pb.ScoreRequest(split="train", trajectory=finished("1+1"))
+        unknown = pb.ScoreRequest(split="train", trajectory=make_trajectory("1+1"))
         assert await refusal(stub.Score(unknown)) == ("NOT_FOUND", "TASK_NOT_FOUND")
-        running = pb.ScoreRequest(split="train", trajectory=finished())
+        running = pb.ScoreRequest(split="train", trajectory=make_trajectory())
         running.trajectory.terminated = False
         refused = await refusal(stub.Score(running))
         assert refused == ("INVALID_ARGUMENT", "TRAJECTORY_NOT_DONE")
@@ -350,6 +350,6 @@ async def test_the_sdk_client_plays_scores_and_reads_tasks():
         assert outcome.rewards[0].success
         again = await client.step("s", episode=1, step_index=0, history=answered)
         assert again.replayed
-        scores = await client.score(trajectory_from_proto(finished()), split="train")
+        scores = await client.score(trajectory_from_proto(make_trajectory()), split="train")
         assert [[r.value for r in score.rewards] for score in scores] == [[1.0]]
         assert await client.close_session("s")

@@ -143,8 +143,8 @@ async def test_native_tool_calls_are_answered_by_id(door):
             ToolCall(id="3", name="nope", arguments_json="{}"),
         )
         (outcome,) = await play(client, say("", tool_calls=calls))
-        told = [(m.tool_call_id, m.text) for m in outcome.history.prompt[-3:]]
-        assert told == [
+        replies = [(m.tool_call_id, m.text) for m in outcome.history.prompt[-3:]]
+        assert replies == [
             ("1", "7"),
             ("2", "Tool error: missing argument right."),
             ("3", "Tool error: unknown tool nope."),

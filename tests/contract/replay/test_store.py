@@ -54,8 +54,8 @@ async def test_a_moved_cursor_refuses_the_page(store: QueueStore, run: str) -> N
 
 async def test_an_empty_task_lease_says_why(store: QueueStore, run: str) -> None:
     async def why() -> int:
-        found = await lease_tasks(store, run, 5)
-        return found.empty_reason
+        answer = await lease_tasks(store, run, 5)
+        return answer.empty_reason
 
     assert await why() == pb.EMPTY_REASON_NO_TASKS
     await offer(store, run, "a", "b")
@@ -73,16 +73,16 @@ async def test_evaluation_tasks_come_first_and_need_neither_policy_nor_credit(
     assert (await lease_task(store, run)).task.task_id == "eval"
     await offer(store, run, "eval2", purpose=Purpose.EVALUATION)
     await announce(store, run, credits=5)
-    found = await lease_tasks(store, run, 5)
-    assert [held.task.task_id for held in found.leases] == ["eval2", "train"]
-    assert found.credits == 4
+    answer = await lease_tasks(store, run, 5)
+    assert [held.task.task_id for held in answer.leases] == ["eval2", "train"]
+    assert answer.credits == 4
 
 
 async def test_tasks_are_leased_in_the_order_of_their_offer(store: QueueStore, run: str) -> None:
     await announce(store, run)
     await offer(store, run, *(f"t{i}" for i in range(12)))
-    found = await lease_tasks(store, run, 12)
-    assert [held.task.task_id for held in found.leases] == [f"t{i}" for i in range(12)]
+    answer = await lease_tasks(store, run, 12)
+    assert [held.task.task_id for held in answer.leases] == [f"t{i}" for i in range(12)]
 
 
 async def test_credits_bound_what_is_outstanding_until_it_is_trained(
@@ -90,9 +90,9 @@ async def test_credits_bound_what_is_outstanding_until_it_is_trained(
 ) -> None:
     await announce(store, run, credits=2)
     await offer(store, run, "a", "b", "c")
-    found = await lease_tasks(store, run, 9)
-    assert (len(found.leases), found.credits) == (2, 0)
-    for held in found.leases:
+    answer = await lease_tasks(store, run, 9)
+    assert (len(answer.leases), answer.credits) == (2, 0)
+    for held in answer.leases:
         group = bare_group(held.task.task_id, held.lease_id)
         await append(store, run, Stage.UNSCORED, group)
         await score(store, run)
@@ -274,7 +274,7 @@ async def test_a_lease_that_ran_out_still_counts_while_nobody_took_over(
     assert (await lease(store, run, Stage.SCORED)).empty_reason == pb.EMPTY_REASON_NO_GROUPS
 
 
-async def test_a_scorer_that_dies_after_its_append_leaves_nothing_to_redo(
+async def test_a_scorer_that_dies_after_its_append_leaves_nothing_to_score(
     store: QueueStore, run: str, clock: Clock
 ) -> None:
     await announce(store, run)

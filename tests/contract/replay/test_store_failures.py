@@ -104,8 +104,8 @@ async def test_of_too_many_dead_letters_the_oldest_is_forgotten_and_counted(
     names = "abcdef"
     await ready_to_train(store, run, *names)
     held = (await lease(store, run, Stage.SCORED, num=6)).leases
-    for one in held:
-        await return_(store, run, one.lease_id, set_aside=True)
+    for group_lease in held:
+        await return_(store, run, group_lease.lease_id, set_aside=True)
     letters = await dead_letters(store, run, 10)
     assert [letter.group_id for letter in letters] == ["c#1", "d#1", "e#1", "f#1"]
     assert letters[0].group == held[2].group

@@ -52,8 +52,8 @@ async def test_a_lease_gives_distinct_groups_in_order(store: QueueStore, run: st
 
 async def test_below_the_minimum_nothing_is_leased(store: QueueStore, run: str) -> None:
     await ready_to_train(store, run, "a", "b")
-    found = await lease(store, run, Stage.SCORED, num=4, least=3)
-    assert (list(found.leases), found.empty_reason, found.num_ready) == (
+    answer = await lease(store, run, Stage.SCORED, num=4, least=3)
+    assert (list(answer.leases), answer.empty_reason, answer.num_ready) == (
         [],
         pb.EMPTY_REASON_TOO_FEW,
         2,
@@ -100,8 +100,8 @@ async def test_stale_groups_are_dropped_and_refunded_instead_of_leased(
     group = bare_group("new", held.lease_id, versions={"main": (2, 3)})
     await append(store, run, Stage.UNSCORED, group)
     await score(store, run)
-    found = await lease(store, run, Stage.SCORED, num=5, least=2, max_staleness=2)
-    assert (found.empty_reason, found.num_ready) == (pb.EMPTY_REASON_TOO_FEW, 1)
+    answer = await lease(store, run, Stage.SCORED, num=5, least=2, max_staleness=2)
+    assert (answer.empty_reason, answer.num_ready) == (pb.EMPTY_REASON_TOO_FEW, 1)
     stats = await stats_of(store, run)
     assert (stats.training.num_groups_dropped, stats.credits) == ({"stale": 1}, 1)
     (kept,) = (await lease(store, run, Stage.SCORED, num=5, max_staleness=1)).leases
@@ -130,8 +130,8 @@ async def test_staleness_follows_the_table(
     (outcome,) = await append(store, run, Stage.UNSCORED, group)
     assert outcome.status == pb.APPEND_STATUS_APPENDED
     await score(store, run)
-    found = await lease(store, run, Stage.SCORED, max_staleness=max_staleness)
-    assert bool(found.leases) is not expected
+    answer = await lease(store, run, Stage.SCORED, max_staleness=max_staleness)
+    assert bool(answer.leases) is not expected
     dropped = {"stale": 1} if expected else {}
     assert (await stats_of(store, run)).training.num_groups_dropped == dropped
 
@@ -139,8 +139,8 @@ async def test_staleness_follows_the_table(
 async def test_a_group_of_a_lineage_given_up_is_stale(store: QueueStore, run: str) -> None:
     await ready_to_train(store, run, "a")
     await announce(store, run, 0, lineage="second")
-    found = await lease(store, run, Stage.SCORED, max_staleness=100)
-    assert found.empty_reason == pb.EMPTY_REASON_NO_GROUPS
+    answer = await lease(store, run, Stage.SCORED, max_staleness=100)
+    assert answer.empty_reason == pb.EMPTY_REASON_NO_GROUPS
     assert (await stats_of(store, run)).training.num_groups_dropped == {"stale": 1}
 
 
@@ -226,8 +226,8 @@ async def test_leases_are_reopened_together_or_not_at_all(
     await ready_to_train(store, run, "a", "b")
     kept, lost = (held.lease_id for held in (await lease(store, run, Stage.SCORED, num=2)).leases)
     await return_(store, run, lost)
-    found = await reopen(store, run, kept, lost, "x/1/y")
-    assert (list(found.leases), found.lost_lease_ids) == ([], [lost, "x/1/y"])
+    answer = await reopen(store, run, kept, lost, "x/1/y")
+    assert (list(answer.leases), answer.lost_lease_ids) == ([], [lost, "x/1/y"])
     clock.pass_s(61)
     assert (await stats_of(store, run)).training.num_groups_scored == 2
     # It ran out, but nobody took it: its holder may go on.
@@ -292,10 +292,10 @@ async def test_evaluation_groups_go_to_who_asks_for_their_prefix(
     await offer(store, run, "e1/a", "e2/a", "e1/b", purpose=Purpose.EVALUATION)
     for _ in range(3):
         await play(store, run, stage=Stage.EVALUATION)
-    found = await lease(store, run, Stage.EVALUATION, num=5, prefix="e1/")
-    assert names_of(found.leases) == ["e1/a#1", "e1/b#1"]
+    answer = await lease(store, run, Stage.EVALUATION, num=5, prefix="e1/")
+    assert names_of(answer.leases) == ["e1/a#1", "e1/b#1"]
     assert (await lease(store, run, Stage.SCORED)).empty_reason == pb.EMPTY_REASON_NO_GROUPS
-    for held in found.leases:
+    for held in answer.leases:
         assert await ack(store, run, held.lease_id) == ""
     counts = (await stats_of(store, run)).evaluation
     assert (counts.num_groups_consumed, counts.num_groups_scored) == (2, 1)

@@ -48,13 +48,13 @@ ANSWER = TASKS.get("train", KEY).answer
 _VOLATILE = ("expires_in_s", "generate_s", "queue_s", "lease_id")
 
 
-def said(text: str, role: str = "assistant") -> dict[str, Any]:
+def response_of(text: str, role: str = "assistant") -> dict[str, Any]:
     return {"response": {"messages": [{"role": role, "content": text}]}}
 
 
 def step(text: str, index: int = 0, session: str = "s", episode: int = 1) -> env.StepRequest:
     return env.StepRequest(
-        session_id=session, episode=episode, step_index=index, history=said(text)
+        session_id=session, episode=episode, step_index=index, history=response_of(text)
     )
 
 
@@ -77,10 +77,10 @@ async def environment_script(call: Call) -> None:
         environment="arithmetic", split="train", page_size=3, shuffle_seed=5
     )
     for fields in ({}, {"split": "nope"}, {"page_token": "x"}, {"page_size": -1}):
-        asked = env.ListTasksRequest()
-        asked.CopyFrom(page)
-        asked.MergeFrom(env.ListTasksRequest(**fields))
-        await of("ListTasks", asked)
+        page_request = env.ListTasksRequest()
+        page_request.CopyFrom(page)
+        page_request.MergeFrom(env.ListTasksRequest(**fields))
+        await of("ListTasks", page_request)
     for fields in (
         {"session_id": "s", "environment": "arithmetic"},
         {"session_id": "s", "environment": "arithmetic", "ttl_s": 5.5},
@@ -101,7 +101,7 @@ async def environment_script(call: Call) -> None:
         step(TOOL, 4),
         step(TOOL, session="gone"),
         env.StepRequest(session_id="s", episode=1, step_index=1),
-        env.StepRequest(session_id="s", episode=1, step_index=1, history=said("x", role="")),
+        env.StepRequest(session_id="s", episode=1, step_index=1, history=response_of("x", role="")),
         step(SUBMIT, 1),
         step(SUBMIT, 2),
     ):
@@ -128,11 +128,11 @@ async def environment_script(call: Call) -> None:
 
 async def runs_script(of: Call) -> None:
     for fields in ({}, {"extra_json": "[]"}, {"environment": "nope"}):
-        asked = {"environment": "calculator", "queries": ["1+2"], **fields}
-        await of("RunText", env.RunTextRequest(**asked))
+        run = {"environment": "calculator", "queries": ["1+2"], **fields}
+        await of("RunText", env.RunTextRequest(**run))
     for fields in ({}, {"free_shots": 1}, {"environment": "nope"}):
-        asked = {"environment": "arithmetic", "inputs": [{"data": {"solution": "key"}}], **fields}
-        await of("RunTrial", env.RunTrialRequest(**asked))
+        trial = {"environment": "arithmetic", "inputs": [{"data": {"solution": "key"}}], **fields}
+        await of("RunTrial", env.RunTrialRequest(**trial))
 
 
 async def replay_script(call: Call) -> None:
@@ -163,10 +163,10 @@ async def replay_script(call: Call) -> None:
         await of("AppendGroups", rep.AppendGroupsRequest(run="r", stage=stage, items=items))
     for stage in (0, unscored):
         await of("Peek", rep.PeekRequest(run="r", stage=stage, max_groups=2))
-    found = await of(
+    leased = await of(
         "LeaseGroups", rep.LeaseGroupsRequest(run="r", stage=unscored, worker="w", max_groups=1)
     )
-    item = rep.AppendItem(group=scored(group), lease_id=found.leases[0].lease_id)
+    item = rep.AppendItem(group=scored(group), lease_id=leased.leases[0].lease_id)
     await of("AppendGroups", rep.AppendGroupsRequest(run="r", stage=to_train, items=[item]))
     for staleness in (None, 2):
         await of(
@@ -175,7 +175,7 @@ async def replay_script(call: Call) -> None:
                 run="r", stage=to_train, worker="t", max_groups=1, max_staleness=staleness
             ),
         )
-    done = rep.AcknowledgeItem(lease_id=found.leases[0].lease_id, outcome=rep.OUTCOME_CONSUMED)
+    done = rep.AcknowledgeItem(lease_id=leased.leases[0].lease_id, outcome=rep.OUTCOME_CONSUMED)
     for items in ([done], [done], [rep.AcknowledgeItem(lease_id="x")]):
         await of("Acknowledge", rep.AcknowledgeRequest(run="r", items=items))
     await of("Return", rep.ReturnRequest(run="r", items=[{"lease_id": "x", "reason": "Bad R"}]))
@@ -287,7 +287,7 @@ REACHED = {
 }
 
 
-def settled(message: Any) -> Any:
+def without_ids(message: Any) -> Any:
     """Without what differs from one run to the next."""
     if not isinstance(message, Proto):
         return message
@@ -307,29 +307,31 @@ def _clear(message: Proto) -> None:
 
 
 async def transcript(name: str, door: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    async with opened(name, door) as caller:
+    answers: list[tuple[str, Any]] = []
+    async with open_door(name, door) as caller:
 
         async def call(rpc: str, request: Proto) -> Any:
             answer = await caller(rpc, request)
-            found.append((rpc, settled(answer)))
+            answers.append((rpc, without_ids(answer)))
             return answer
 
         await SCRIPTS[name](call)
-    return found
+    return answers
 
 
 @asynccontextmanager
-async def opened(name: str, door: str) -> AsyncIterator[Call]:
+async def open_door(name: str, door: str) -> AsyncIterator[Call]:
     """A fresh service behind a door."""
-    given: dict[str, Any] = {"token": "right"} | ({"capacity": 2} if name == "environment" else {})
+    settings: dict[str, Any] = {"token": "right"} | (
+        {"capacity": 2} if name == "environment" else {}
+    )
     async with AsyncExitStack() as exits:
         caller: GrpcDoor | RestDoor
         if door == "in_process":
-            network = await exits.enter_async_context(service_in_process(name, **given))
+            network = await exits.enter_async_context(service_in_process(name, **settings))
             caller = GrpcDoor(network.transport(name), "right")
         else:
-            server = await exits.enter_async_context(service(name, **given))
+            server = await exits.enter_async_context(service(name, **settings))
             if door == "grpc":
                 caller = GrpcDoor(grpc.aio.insecure_channel(server.address), "right")
             else:
@@ -342,8 +344,8 @@ async def opened(name: str, door: str) -> AsyncIterator[Call]:
 async def test_every_door_answers_and_refuses_alike(name):
     by_door = {door: await transcript(name, door) for door in DOORS}
     for door in DOORS[1:]:
-        for expected, found in zip(by_door["grpc"], by_door[door], strict=True):
-            assert found == expected, door
+        for expected, answer in zip(by_door["grpc"], by_door[door], strict=True):
+            assert answer == expected, door
     reasons = {answer[1] for _, answer in by_door["grpc"] if isinstance(answer, tuple)}
     assert reasons >= REACHED[name]
     assert "INTERNAL" not in reasons  # all doors would agree on that, too
@@ -354,24 +356,24 @@ async def test_environments_without_a_server_answer_and_refuse_alike():
         service("environment") as server,
         Channel(server.address, retry=RetryPolicy(max_attempts=1)) as channel,
     ):
-        served = await played(EnvironmentClient(channel))
-    assert await played(LocalEnvironmentClient(arithmetic(), failing_environment())) == served
+        served = await play_calls(EnvironmentClient(channel))
+    assert await play_calls(LocalEnvironmentClient(arithmetic(), failing_environment())) == served
 
 
-async def played(client: Any) -> list[Any]:
+async def play_calls(client: Any) -> list[Any]:
     """What a client's user sees of a whole script."""
-    found: list[Any] = []
+    answers: list[Any] = []
 
     async def see(call: Awaitable[Any]) -> None:
         try:
-            found.append(await call)
+            answers.append(await call)
         except DialoopError as error:
-            found.append((type(error), error.reason))
+            answers.append((type(error), error.reason))
 
     def answer(text: str) -> ChatHistory:
         return ChatHistory(response=History((Message(role="assistant", content=text),)))
 
-    def stepped(text: str, index: int, session: str = "s") -> Awaitable[Any]:
+    def see_step(text: str, index: int, session: str = "s") -> Awaitable[Any]:
         return client.step(session, episode=1, step_index=index, history=answer(text))
 
     await see(client.list_environments())
@@ -386,14 +388,14 @@ async def played(client: Any) -> list[Any]:
     for _ in range(2):
         await see(client.reset("s", episode=1, split="train", task_key=KEY))
     await see(client.reset("s", episode=5, split="train", task_key=KEY))
-    await see(stepped(TOOL, 0))
-    await see(stepped(TOOL, 0))
-    await see(stepped("other", 0))
-    await see(stepped(TOOL, 7))
+    await see(see_step(TOOL, 0))
+    await see(see_step(TOOL, 0))
+    await see(see_step("other", 0))
+    await see(see_step(TOOL, 7))
     await see(client.step("s", episode=1, step_index=1, history=ChatHistory()))
-    await see(stepped(SUBMIT, 1))
-    await see(stepped(SUBMIT, 2))
-    await see(stepped(SUBMIT, 0, "gone"))
+    await see(see_step(SUBMIT, 1))
+    await see(see_step(SUBMIT, 2))
+    await see(see_step(SUBMIT, 0, "gone"))
     await see(client.close_session("s"))
     await see(client.close_session("s"))
-    return found
+    return answers

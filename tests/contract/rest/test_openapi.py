@@ -61,8 +61,8 @@ schemathesis.openapi.format("binary", st.text())
 
 @pytest.fixture(params=SERVICES)
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
-    with served(request.param, token="right") as found:
-        yield found
+    with served(request.param, token="right") as url:
+        yield url
 
 
 def test_documents_are_valid_and_name_every_route(url: str) -> None:
@@ -154,8 +154,8 @@ def judge_lines(lines: list[bytes], name: str) -> None:
 
 def test_the_table_names_rpcs_that_there_are() -> None:
     names = {name.partition(".")[0] for name in TABLE}
-    known = {f"{name}.{rpc}" for name in names for rpc in routes(name)}
-    assert set(TABLE) <= known
+    rpcs = {f"{name}.{rpc}" for name in names for rpc in routes(name)}
+    assert set(TABLE) <= rpcs
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

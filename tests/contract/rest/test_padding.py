@@ -27,12 +27,14 @@ SEVEN = TOKENIZER.encode("7").ids[0]
 PROMPT = {"prompt": {"messages": [{"role": "user", "content": "3+4"}]}}
 
 
-def unpadded(part: dict[str, Any], index: int) -> list[Any]:
+def unpad(part: dict[str, Any], index: int) -> list[Any]:
     start = part["starts"][index]
     return part["values"][index][start : start + part["lengths"][index]]
 
 
-async def asked(http: httpx.AsyncClient, path: str, body: Any, **query: Any) -> dict[str, Any]:
+async def post_padded(
+    http: httpx.AsyncClient, path: str, body: Any, **query: Any
+) -> dict[str, Any]:
     answer = await http.post(path, json=body, params={"pad_output": "true", **query})
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -51,20 +53,20 @@ async def test_padded_samples_are_the_sparse_ones_whatever_the_pad_id_is(
             "a sampled token": plain["samples"][0]["sequence"]["token_ids"][-1],
             "no token": 10**6,
         }[padding]
-        told = await asked(http, "/v1/generate", body, pad_token_id=pad)
-    assert told["samples"] == plain["samples"]
+        answer = await post_padded(http, "/v1/generate", body, pad_token_id=pad)
+    assert answer["samples"] == plain["samples"]
     assert "padded" not in plain
-    padded = told["padded"]
+    padded = answer["padded"]
     tokens, log_probs, masks = padded["tokens"], padded["log_probs"], padded["masks"]
     assert (padded["pad_token_id"], padded["padding_side"]) == (pad, "left")
     lengths = set(tokens["response"]["lengths"])
     assert len(lengths) > 1  # else nothing is padded
     for index, sample in enumerate(plain["samples"]):
         row = sample["sequence"]
-        assert unpadded(tokens["full"], index) == row["token_ids"]
+        assert unpad(tokens["full"], index) == row["token_ids"]
         num_model = len(row["inference_logprobs"])
-        assert unpadded(tokens["response"], index) == row["token_ids"][-num_model:]
-        assert unpadded(log_probs["response"], index) == pytest.approx(row["inference_logprobs"])
+        assert unpad(tokens["response"], index) == row["token_ids"][-num_model:]
+        assert unpad(log_probs["response"], index) == pytest.approx(row["inference_logprobs"])
         width, start = len(tokens["full"]["values"][0]), tokens["full"]["starts"][index]
         real = [start <= i < start + len(row["token_ids"]) for i in range(width)]
         assert masks["all_attention_mask"][index] == real
@@ -73,8 +75,8 @@ async def test_padded_samples_are_the_sparse_ones_whatever_the_pad_id_is(
         assert tokens["response"]["starts"][index] == 0
         values = tokens["full"]["values"][index]
         assert all(v == pad for v, is_token in zip(values, real, strict=True) if not is_token)
-        known = [value is not None for value in log_probs["full"]["values"][index]]
-        assert known == masks["all_assistant_mask"][index]
+        is_known = [value is not None for value in log_probs["full"]["values"][index]]
+        assert is_known == masks["all_assistant_mask"][index]
 
 
 async def test_a_continued_context_is_part_of_the_padded_row(model_dir, tmp_path):
@@ -90,10 +92,10 @@ async def test_a_continued_context_is_part_of_the_padded_row(model_dir, tmp_path
             "num_context_messages": 2,
             "sampling": {"max_new_tokens": 3, "temperature": 0.0},
         }  # fmt: skip
-        told = await asked(http, "/v1/generate", body, pad_token_id=0)
-    (sample,) = told["samples"]
+        answer = await post_padded(http, "/v1/generate", body, pad_token_id=0)
+    (sample,) = answer["samples"]
     whole = first.sequence.token_ids.tolist() + sample["sequence"]["token_ids"]
-    assert unpadded(told["padded"]["tokens"]["full"], 0) == whole
+    assert unpad(answer["padded"]["tokens"]["full"], 0) == whole
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -101,8 +103,8 @@ async def test_scored_rows_are_padded_on_the_side_that_is_asked(side):
     rows = [[SEVEN, EOS], [SEVEN, SEVEN, EOS, EOS]]
     body = {"token_ids": [{"values": row} for row in rows]}
     async with service("inference") as server, http_of(server) as http:
-        told = await asked(http, "/v1/logprob", body, pad_token_id=EOS, padding_side=side)
-    padded, pads = told["padded"], [EOS, EOS]
+        answer = await post_padded(http, "/v1/logprob", body, pad_token_id=EOS, padding_side=side)
+    padded, pads = answer["padded"], [EOS, EOS]
     first = pads + rows[0] if side == "left" else rows[0] + pads
     assert padded["tokens"]["full"]["values"] == [first, rows[1]]
     assert padded["tokens"]["full"]["lengths"] == [2, 4]
@@ -127,13 +129,13 @@ async def test_padding_is_asked_for_whole_or_refused():
         ):
             answer = await http.post(f"/v1/generate?{query}", json=body)
             assert refusal(answer) == (400, reason), query
-        asked = "pad_output=true&pad_token_id=0"
+        padding = "pad_output=true&pad_token_id=0"
         answer = await http.post(
-            f"/v1/generate?{asked}", json=body, headers={"accept": "application/x-protobuf"}
+            f"/v1/generate?{padding}", json=body, headers={"accept": "application/x-protobuf"}
         )
         assert refusal(answer) == (400, "BAD_PADDING")
         for path in ("/v1/generate_stream", "/v1/pause"):
-            assert refusal(await http.post(f"{path}?{asked}", json={})) == (400, "BAD_PADDING")
+            assert refusal(await http.post(f"{path}?{padding}", json={})) == (400, "BAD_PADDING")
         assert (await http.post("/v1/generate?pad_output=false", json=body)).status_code == 200
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from dialoop.v1 import environment_service_pb2 as env
-from dialoop_services.rest.lenient_json import reread
+from dialoop_services.rest.lenient_json import read_leniently
 from google.protobuf import descriptor_pool
 
 from tests.contract.rest.test_congruence import ANSWER, KEY
@@ -17,21 +17,22 @@ SUBMIT = {"role": "assistant", "content": f"Result={ANSWER}<submit>"}
 PLAIN = {"prompt": {"messages": [USER]}}
 
 
-def generated(history: Any) -> tuple[str, dict[str, Any]]:
+def generate_request(history: Any) -> tuple[str, dict[str, Any]]:
     return "/v1/generate", {"history": history}
 
 
-def settled(told: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in told.items() if k not in ("warnings", "queue_s", "generate_s")}
+def without_times(content: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in content.items() if k not in ("warnings", "queue_s", "generate_s")}
 
 
 @pytest.mark.parametrize(
     ("prompt", "warned"),
     [
-        (USER, "history.prompt: a single message stands where a history is expected"),
+        (USER, "history.prompt: there is a single message where a history is expected"),
         (
             {"messages": USER},
-            "history.prompt.messages: a single message stands where a list of messages is expected",
+            "history.prompt.messages: there is a single message where a list of messages is "
+            "expected",
         ),
         ([USER], ""),
     ],
@@ -41,19 +42,19 @@ async def test_a_single_message_is_made_a_history_and_the_answer_says_so(prompt,
         plain = (await http.post("/v1/generate", json={"history": PLAIN})).json()
         answer = await http.post("/v1/generate", json={"history": {"prompt": prompt}})
         assert answer.status_code == 200, answer.text
-        told = answer.json()
-        assert settled(told) == settled(plain)
+        content = answer.json()
+        assert without_times(content) == without_times(plain)
         assert plain["warnings"] == []
-        assert [w.partition(";")[0] for w in told["warnings"]] == ([warned] if warned else [])
+        assert [w.partition(";")[0] for w in content["warnings"]] == ([warned] if warned else [])
 
 
 async def test_one_conversation_is_one_row_to_score():
     whole = {"messages": [USER, {"role": "assistant", "content": "7"}]}
     async with service("inference") as server, http_of(server) as http:
         rows = await http.post("/v1/logprob", json={"histories": [{"full": whole}]})
-        one = await http.post("/v1/logprob", json={"histories": {"full": whole}})
-        assert settled(one.json()) == settled(rows.json())
-        assert [w.split(":")[0] for w in one.json()["warnings"]] == ["histories"]
+        single = await http.post("/v1/logprob", json={"histories": {"full": whole}})
+        assert without_times(single.json()) == without_times(rows.json())
+        assert [w.split(":")[0] for w in single.json()["warnings"]] == ["histories"]
 
 
 async def test_an_environment_takes_a_single_message_everywhere_and_counts_it_once():
@@ -114,9 +115,12 @@ async def test_nothing_is_promoted_where_the_answer_cannot_say_so():
 
 def test_a_right_body_is_left_alone():
     descriptor = env.StepRequest.DESCRIPTOR
-    assert reread(b'{"history": {"response": {"messages": []}}, "episode": 1}', descriptor) is None
-    assert reread(b"[1", descriptor) is None
-    assert reread(b"[" * 100_000, descriptor) is None
+    assert (
+        read_leniently(b'{"history": {"response": {"messages": []}}, "episode": 1}', descriptor)
+        is None
+    )
+    assert read_leniently(b"[1", descriptor) is None
+    assert read_leniently(b"[" * 100_000, descriptor) is None
 
 
 def test_every_answer_to_a_question_in_messages_can_say_what_it_made_of_it():

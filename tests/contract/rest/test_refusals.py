@@ -22,14 +22,14 @@ SESSION = {"session_id": "s", "environment": "arithmetic"}
 
 
 @asynccontextmanager
-async def environment(**given):
-    token = given.setdefault("token", TOKEN)
-    async with service("environment", **given) as server, http_of(server, token) as http:
+async def environment(**settings):
+    token = settings.setdefault("token", TOKEN)
+    async with service("environment", **settings) as server, http_of(server, token) as http:
         yield http
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[str]:
+def shared_url() -> Iterator[str]:
     with served("environment", token=TOKEN) as url:
         yield url
 
@@ -43,11 +43,13 @@ async def num_sessions(http: httpx.AsyncClient, session: str = "s") -> int:
     return int((await http.get(f"/v1/sessions/{session}")).status_code == 200)
 
 
-@pytest.mark.parametrize("given", [None, "Bearer wrong", "right", "Bearer rightt", "Basic right"])
-async def test_a_missing_or_wrong_token_is_refused_and_changes_nothing(shared, given):
-    async with client(shared) as http:
+@pytest.mark.parametrize(
+    "authorization", [None, "Bearer wrong", "right", "Bearer rightt", "Basic right"]
+)
+async def test_a_missing_or_wrong_token_is_refused_and_changes_nothing(shared_url, authorization):
+    async with client(shared_url) as http:
         async with httpx.AsyncClient(base_url=http.base_url) as stranger:
-            headers = {"authorization": given} if given is not None else {}
+            headers = {"authorization": authorization} if authorization is not None else {}
             response = await stranger.post("/v1/sessions", json=SESSION, headers=headers)
             assert refusal(response) == (401, "UNAUTHENTICATED")
             assert response.headers["www-authenticate"] == "Bearer"
@@ -55,9 +57,9 @@ async def test_a_missing_or_wrong_token_is_refused_and_changes_nothing(shared, g
         assert not await num_sessions(http)
 
 
-async def test_health_and_documents_need_no_token(shared):
+async def test_health_and_documents_need_no_token(shared_url):
     async with (
-        client(shared) as http,
+        client(shared_url) as http,
         httpx.AsyncClient(base_url=http.base_url) as stranger,
     ):
         assert (await stranger.get("/healthz")).json() == {"status": "ALIVE"}
@@ -69,9 +71,9 @@ async def test_health_and_documents_need_no_token(shared):
         assert "/v1/sessions/{session_id}/step" in (await stranger.get("/openapi.json")).text
 
 
-async def test_the_docs_page_loads_all_that_it_needs_from_the_service(shared):
+async def test_the_docs_page_loads_all_that_it_needs_from_the_service(shared_url):
     async with (
-        client(shared) as http,
+        client(shared_url) as http,
         httpx.AsyncClient(base_url=http.base_url) as stranger,
     ):
         answer = await stranger.get("/docs")
@@ -126,8 +128,10 @@ STEP = {"episode": 1, "history": {"response": {"messages": [{"role": "assistant"
         ),
     ],
 )
-async def test_what_does_not_fit_a_route_is_one_clear_error(shared, path, body, expected, field):
-    async with client(shared) as http:
+async def test_what_does_not_fit_a_route_is_one_clear_error(
+    shared_url, path, body, expected, field
+):
+    async with client(shared_url) as http:
         response = await http.post(path, json=body)
         assert refusal(response) == expected
         if field is not None:
@@ -149,8 +153,8 @@ async def test_what_does_not_fit_a_route_is_one_clear_error(shared, path, body, 
         (b"session_id=s", "application/x-www-form-urlencoded", (415, "UNSUPPORTED_MEDIA_TYPE")),
     ],
 )
-async def test_a_body_that_cannot_be_read_is_refused(shared, content, kind, expected):
-    async with client(shared) as http:
+async def test_a_body_that_cannot_be_read_is_refused(shared_url, content, kind, expected):
+    async with client(shared_url) as http:
         response = await http.post("/v1/sessions", content=content, headers={"content-type": kind})
         assert refusal(response) == expected
 
@@ -158,15 +162,15 @@ async def test_a_body_that_cannot_be_read_is_refused(shared, content, kind, expe
 @pytest.mark.parametrize(
     "query", ["page_size=x", "nope=1", "page_size=1&page_size=2", "one_epoch=3"]
 )
-async def test_a_wrong_query_is_refused(shared, query):
-    async with client(shared) as http:
+async def test_a_wrong_query_is_refused(shared_url, query):
+    async with client(shared_url) as http:
         response = await http.get(f"/v1/environments/arithmetic/tasks?split=train&{query}")
         assert refusal(response)[0] == 400
         assert response.json()["fields"] == [query.partition("=")[0]]
 
 
-async def test_a_body_that_contradicts_its_path_is_refused(shared):
-    async with client(shared) as http:
+async def test_a_body_that_contradicts_its_path_is_refused(shared_url):
+    async with client(shared_url) as http:
         body = pb.ResetRequest(session_id="t").SerializeToString()
         headers = {"content-type": "application/x-protobuf"}
         response = await http.post("/v1/sessions/s/reset", content=body, headers=headers)
@@ -175,8 +179,8 @@ async def test_a_body_that_contradicts_its_path_is_refused(shared):
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1"])
 @pytest.mark.parametrize("method", ["POST", "DELETE"])
-async def test_a_page_of_another_origin_may_change_nothing(shared, method, origin):
-    async with client(shared) as http:
+async def test_a_page_of_another_origin_may_change_nothing(shared_url, method, origin):
+    async with client(shared_url) as http:
         path = "/v1/sessions" if method == "POST" else "/v1/sessions/s"
         response = await http.request(method, path, headers={"origin": origin})
         assert refusal(response) == (403, "FOREIGN_ORIGIN")
@@ -185,8 +189,8 @@ async def test_a_page_of_another_origin_may_change_nothing(shared, method, origi
         assert not [name for name in read.headers if name.startswith("access-control")]
 
 
-async def test_a_page_of_this_origin_may_call(shared):
-    async with client(shared) as http:
+async def test_a_page_of_this_origin_may_call(shared_url):
+    async with client(shared_url) as http:
         origin = str(http.base_url).rstrip("/")
         response = await http.post(
             "/v1/sessions", json=SESSION | {"session_id": "own"}, headers={"origin": origin}
@@ -201,12 +205,12 @@ async def test_without_a_token_only_loopback_names_are_answered():
             assert response.status_code == status
 
 
-def zipped(size: int) -> bytes:
+def zip_zeros(size: int) -> bytes:
     return gzip.compress(b" " * size)
 
 
-async def test_a_zipped_body_is_read(shared):
-    async with client(shared) as http:
+async def test_a_zipped_body_is_read(shared_url):
+    async with client(shared_url) as http:
         content = gzip.compress(json.dumps(SESSION | {"session_id": "zipped"}).encode())
         headers = {"content-encoding": "gzip", "content-type": "application/json"}
         response = await http.post("/v1/sessions", content=content, headers=headers)
@@ -217,8 +221,8 @@ async def test_a_zipped_body_is_read(shared):
     ("content", "encoding", "expected"),
     [
         (b"x" * 5000, "identity", (413, "MESSAGE_TOO_LARGE")),
-        (zipped(5000), "gzip", (413, "MESSAGE_TOO_LARGE")),
-        (zipped(50_000_000), "gzip", (413, "MESSAGE_TOO_LARGE")),
+        (zip_zeros(5000), "gzip", (413, "MESSAGE_TOO_LARGE")),
+        (zip_zeros(50_000_000), "gzip", (413, "MESSAGE_TOO_LARGE")),
         (b"no gzip", "gzip", (400, "BAD_GZIP")),
         (gzip.compress(b"{}")[:-3], "gzip", (400, "BAD_GZIP")),
         (gzip.compress(b"{}") + b"more", "gzip", (400, "BAD_GZIP")),

@@ -29,12 +29,12 @@ SESSION = {"session_id": "s", "environment": "arithmetic"}
 
 async def test_gzip_bombs_do_not_delay_the_other_requests(monkeypatch):
     """Between two slices of at most 64 KiB everybody else has a turn, on any machine."""
-    unpack, turns, slices = bodies._unpack, 0, []
+    unpack, turns, slices = bodies._decompress_slice, 0, []
 
-    def seen(unpacking, chunk):
-        found = unpack(unpacking, chunk)
-        slices.append((turns, len(found)))
-        return found
+    def record_slice(unpacking, chunk):
+        content = unpack(unpacking, chunk)
+        slices.append((turns, len(content)))
+        return content
 
     async def take_turns() -> None:
         nonlocal turns
@@ -42,7 +42,7 @@ async def test_gzip_bombs_do_not_delay_the_other_requests(monkeypatch):
             turns += 1
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(bodies, "_unpack", seen)
+    monkeypatch.setattr(bodies, "_decompress_slice", record_slice)
     bomb = gzip.compress(b" " * 200_000_000)
     headers = {"content-encoding": "gzip"}
     async with service("environment") as server, http_of(server) as http:
@@ -87,8 +87,8 @@ class Slow(stubs.EnvironmentServiceServicer):
         return pb.CloseSessionResponse(closed=True)
 
 
-def slow_server(servicer: Slow, **given) -> GrpcServer:
-    server = GrpcServer(load(ServerSettings, rest_port=0, **given))
+def slow_server(servicer: Slow, **settings) -> GrpcServer:
+    server = GrpcServer(load(ServerSettings, rest_port=0, **settings))
     register = stubs.add_EnvironmentServiceServicer_to_server
     server.add(register, servicer, "dialoop.v1.EnvironmentService")
     return server
@@ -192,16 +192,16 @@ async def test_a_watch_goes_on_until_its_caller_leaves():
 
 
 def parse(chunk: bytes) -> replay_service_pb2.WatchResponse:
-    found = parse_length_prefixed(replay_service_pb2.WatchResponse, io.BytesIO(chunk))
-    assert found is not None
-    return found
+    response = parse_length_prefixed(replay_service_pb2.WatchResponse, io.BytesIO(chunk))
+    assert response is not None
+    return response
 
 
 async def test_a_generation_streams_its_tokens_and_ends_with_the_whole_sample():
     prompt = {"messages": [{"role": "user", "content": "1+1"}]}
-    asked = {"request": {"history": {"prompt": prompt}, "sampling": {"max_new_tokens": 4}}}
+    stream_request = {"request": {"history": {"prompt": prompt}, "sampling": {"max_new_tokens": 4}}}
     async with service("inference") as server, http_of(server) as http:
-        answer = await http.post("/v1/generate_stream", json=asked)
+        answer = await http.post("/v1/generate_stream", json=stream_request)
         *pieces, last = [json.loads(line) for line in answer.text.splitlines()]
         refused = await http.post("/v1/generate_stream", json={"request": {}})
     (sample,) = last["completed"]["samples"]

@@ -107,7 +107,7 @@ def close(channel: Channel, session: str = "s", **options: Any) -> Any:
     return channel.call(CLOSE_SESSION, pb.CloseSessionRequest(session_id=session), **options)
 
 
-async def asked(*ids: str) -> AsyncIterator[pb.InteractRequest]:
+async def make_requests(*ids: str) -> AsyncIterator[pb.InteractRequest]:
     for request_id in ids:
         yield pb.InteractRequest(request_id=request_id)
 
@@ -183,15 +183,15 @@ async def test_a_closed_channel_ends_its_calls_and_takes_no_more(kind: str) -> N
 async def test_a_stream_gives_its_answers_and_then_its_error(kind: str) -> None:
     async with probing(kind) as (probe, channel):
         probe.error = errors.NotFound("n", reason="SESSION_LOST")
-        found: list[str] = []
+        request_ids: list[str] = []
 
         async def read() -> None:
-            async for answer in channel.exchange(INTERACT, asked(*map(str, range(100)))):
-                found.append(answer.request_id)  # noqa: PERF401 - those before the error count
+            async for answer in channel.exchange(INTERACT, make_requests(*map(str, range(100)))):
+                request_ids.append(answer.request_id)  # noqa: PERF401 - those before the error count
 
         with pytest.raises(errors.NotFound) as caught:
             await read()
-    assert found == [str(number) for number in range(100)]
+    assert request_ids == [str(number) for number in range(100)]
     assert caught.value.reason == "SESSION_LOST"
 
 

@@ -119,11 +119,11 @@ async def test_a_stream_that_ends_well_delivers_its_messages():
         assert await interact(server) == ["a"]
 
 
-@pytest.mark.parametrize("given", ["", "wrong", "rightt"])
-async def test_a_wrong_token_is_refused(given):
+@pytest.mark.parametrize("token", ["", "wrong", "rightt"])
+async def test_a_wrong_token_is_refused(token):
     async with serving(Raising(), token="right") as server:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await close(server, given)
+            await close(server, token)
     assert info_of(caught.value).reason == "UNAUTHENTICATED"
 
 
@@ -138,9 +138,9 @@ async def test_reflection_needs_the_token_too(token):
         serving(Raising(), token="right") as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
-        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        list_services = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
         answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
-            asked, metadata=(("authorization", f"Bearer {token}"),)
+            list_services, metadata=(("authorization", f"Bearer {token}"),)
         )
         if token:
             (answer,) = [answer async for answer in answers]

@@ -18,8 +18,8 @@ from dialoop.trajectory import (
     SamplingParams,
     Stage,
 )
-from dialoop_services.scorer.desk import Desk
 from dialoop_services.scorer.scoring import Scoring
+from dialoop_services.scorer.servicer import SerialScorer
 from dialoop_services.scorer.settings import ScorerSettings
 from dialoop_services.scorer.worker import ScorerWorker
 
@@ -38,7 +38,7 @@ class Flat:
         raise NotImplementedError
 
 
-def named(group: Group) -> Group:
+def with_names(group: Group) -> Group:
     """The group with trajectories that are named after its task."""
     task_id = group.task.task_id
     members = (
@@ -48,14 +48,14 @@ def named(group: Group) -> Group:
     return replace(group, trajectories=tuple(members))
 
 
-def failed(group: Group) -> Group:
+def with_failure(group: Group) -> Group:
     """The second member ended by a failure that is not the policy's."""
     first, second = group.trajectories
     failure = Failure(owner=Owner.ENVIRONMENT, reason="DOWN", message="")
     return replace(group, trajectories=(first, replace(second, failures=(failure,))))
 
 
-async def appended(w: World, *groups: Group) -> list[Appended]:
+async def append(w: World, *groups: Group) -> list[Appended]:
     """What the queue says to each of the groups."""
     await w.allow(len(groups))
     await w.replay.offer_tasks(RUN, [group.task for group in groups])
@@ -68,10 +68,10 @@ async def appended(w: World, *groups: Group) -> list[Appended]:
 
 
 @asynccontextmanager
-async def scoring(w: World, desk: Desk) -> AsyncIterator[None]:
+async def scoring(w: World, scorer: SerialScorer) -> AsyncIterator[None]:
     settings = ScorerSettings(run=RUN, worker="s", wait_s=0.2)
     stopping = asyncio.Event()
-    running = asyncio.create_task(ScorerWorker(settings, w.replay, desk).run(stopping))
+    running = asyncio.create_task(ScorerWorker(settings, w.replay, scorer).run(stopping))
     try:
         yield
     finally:
@@ -84,19 +84,19 @@ async def test_what_cannot_be_scored_is_a_dead_letter_that_says_why_and_the_rest
 ) -> None:
     greedy = SamplingParams(temperature=0.0)
     groups = [
-        named(make_group(1.0, task_id="alone")),
-        named(make_group(0.0, 1.0, task_id="good")),
-        failed(named(make_group(0.0, 1.0, task_id="failed"))),
-        named(make_group(0.0, 1.0, task_id="greedy", sampling=greedy)),
+        with_names(make_group(1.0, task_id="alone")),
+        with_names(make_group(0.0, 1.0, task_id="good")),
+        with_failure(with_names(make_group(0.0, 1.0, task_id="failed"))),
+        with_names(make_group(0.0, 1.0, task_id="greedy", sampling=greedy)),
     ]
     caplog.set_level(logging.WARNING)
     async with world() as w:
-        assert not [one.reason for one in await appended(w, *groups) if one.is_rejected]
-        async with scoring(w, Desk(Scoring(reference=Flat()), None)):
+        assert not [outcome.reason for outcome in await append(w, *groups) if outcome.is_rejected]
+        async with scoring(w, SerialScorer(Scoring(reference=Flat()), None)):
             await w.until(lambda c: c.num_groups_dropped == {"dead_letter": 3})
             await w.until(lambda c: c.num_groups_scored == 1)
-        letters = {one.group_id: one for one in await w.replay.list_dead_letters(RUN)}
-        assert {name: one.reason for name, one in letters.items()} == {
+        letters = {letter.group_id: letter for letter in await w.replay.list_dead_letters(RUN)}
+        assert {name: letter.reason for name, letter in letters.items()} == {
             "alone#1": "group_too_small",
             "failed#1": "unscorable_trajectory",
             "greedy#1": "invalid_temperature",
@@ -112,34 +112,40 @@ async def test_what_cannot_be_scored_is_a_dead_letter_that_says_why_and_the_rest
 async def test_a_scorer_that_can_score_nothing_says_so_loudly(
     num_good: int, is_said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    alone = [named(make_group(1.0, task_id=f"alone{n}")) for n in range(16)]
-    good = [named(make_group(0.0, 1.0, task_id=f"good{n}")) for n in range(num_good)]
+    alone = [with_names(make_group(1.0, task_id=f"alone{n}")) for n in range(16)]
+    good = [with_names(make_group(0.0, 1.0, task_id=f"good{n}")) for n in range(num_good)]
     async with world() as w:
-        await appended(w, *alone[:8], *good, *alone[8:])
-        async with scoring(w, Desk(Scoring(), None)):
+        await append(w, *alone[:8], *good, *alone[8:])
+        async with scoring(w, SerialScorer(Scoring(), None)):
             await w.until(lambda c: c.num_groups_dropped == {"dead_letter": 16})
             await w.until(lambda c: c.num_groups_scored == num_good)
-    said = [one for one in caplog.messages if "16 groups could not be scored" in one]
-    assert bool(said) == is_said
-    assert all("group_too_small" in one for one in said)
+    errors = [text for text in caplog.messages if "16 groups could not be scored" in text]
+    assert bool(errors) == is_said
+    assert all("group_too_small" in text for text in errors)
 
 
 async def test_what_the_queue_refuses_names_the_trajectory_and_leaves_its_lease() -> None:
     ragged = replace(make_sequence(), inference_logprobs=make_sequence().inference_logprobs)
     object.__setattr__(ragged, "inference_logprobs", ragged.inference_logprobs[:1])
     groups = [
-        named(make_group(0.0, 1.0, task_id="ragged", sequences=(ragged,))),
-        named(make_group(0.0, task_id="part", size=2)),
-        named(make_group(0.0, 1.0, task_id="empty", sequences=())),
-        named(make_group(0.0, 1.0, task_id="good")),
+        with_names(make_group(0.0, 1.0, task_id="ragged", sequences=(ragged,))),
+        with_names(make_group(0.0, task_id="part", size=2)),
+        with_names(make_group(0.0, 1.0, task_id="empty", sequences=())),
+        with_names(make_group(0.0, 1.0, task_id="good")),
     ]
     async with world() as w:
-        found = await appended(w, *groups)
-        assert [one.reason for one in found] == ["RAGGED", "WRONG_SIZE", "NO_TRAINABLE_TOKEN", ""]
+        outcomes = await append(w, *groups)
+        assert [outcome.reason for outcome in outcomes] == [
+            "RAGGED",
+            "WRONG_SIZE",
+            "NO_TRAINABLE_TOKEN",
+            "",
+        ]
         assert (
-            "Trajectory ragged.0, sequence 0: 1 log-probs for 2 sampled tokens" in found[0].message
+            "Trajectory ragged.0, sequence 0: 1 log-probs for 2 sampled tokens"
+            in outcomes[0].message
         )
-        assert "Group empty#1" in found[2].message
+        assert "Group empty#1" in outcomes[2].message
         stats = await w.replay.get_stats(RUN)
     assert stats.num_rejected_appends == 3
     assert (stats.training.num_groups_leased, stats.training.num_groups_unscored) == (3, 1)

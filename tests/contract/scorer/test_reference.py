@@ -5,7 +5,7 @@ import pytest
 import torch
 from dialoop.errors import InvalidInput
 from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.scorer.__main__ import make_desk
+from dialoop_services.scorer.__main__ import make_scorer
 from dialoop_services.scorer.reference import load_reference
 from dialoop_services.scorer.settings import ScorerSettings
 from transformers import AutoModelForCausalLM
@@ -40,16 +40,16 @@ def reference(directory, max_row_tokens=16):
 
 @pytest.mark.parametrize("max_row_tokens", [16, 4])
 def test_packed_logprobs_are_the_models_own(directory, own, max_row_tokens):
-    found = reference(directory, max_row_tokens).logprobs_of_all(ROWS)
-    for ids, logprobs in zip(ROWS, found, strict=True):
+    scores = reference(directory, max_row_tokens).logprobs_of_all(ROWS)
+    for ids, logprobs in zip(ROWS, scores, strict=True):
         assert np.abs(logprobs - own(ids)).max() < 1e-4
 
 
 def test_each_sequence_is_scored_at_its_own_temperature(directory, own):
     sequences = [make_sequence(), make_sequence(prompt=(9, 9), sampled=(3,), logprobs=(-1.0,))]
-    found = reference(directory).logprobs_of_sampled(sequences, [0.5, 2.0])
-    assert np.abs(found[0] - own([5, 8, 2, 11, 12], 0.5)[-2:]).max() < 1e-4
-    assert np.abs(found[1] - own([9, 9, 3], 2.0)[-1:]).max() < 1e-4
+    scores = reference(directory).logprobs_of_sampled(sequences, [0.5, 2.0])
+    assert np.abs(scores[0] - own([5, 8, 2, 11, 12], 0.5)[-2:]).max() < 1e-4
+    assert np.abs(scores[1] - own([9, 9, 3], 2.0)[-1:]).max() < 1e-4
 
 
 def test_tokens_outside_the_vocabulary_are_refused(directory):
@@ -60,15 +60,15 @@ def test_tokens_outside_the_vocabulary_are_refused(directory):
 
 async def test_the_settings_turn_reference_logprobs_on(directory, own):
     settings = ScorerSettings(model_dir=directory, reference_logprobs=True, kl_coefficient=0.1)
-    scored = await make_desk(settings).score(make_group(0.0, 1.0))
-    found = scored.trajectories[0].sequences[0].ref_logprobs
-    assert np.abs(found - own([5, 8, 2, 11, 12])[-2:]).max() < 1e-4
-    kl = float(sum(np.array([-0.5, -1.25]) - found))
+    scored = await make_scorer(settings).score(make_group(0.0, 1.0))
+    scores = scored.trajectories[0].sequences[0].ref_logprobs
+    assert np.abs(scores - own([5, 8, 2, 11, 12])[-2:]).max() < 1e-4
+    kl = float(sum(np.array([-0.5, -1.25]) - scores))
     assert scored.trajectories[0].reward == pytest.approx(-0.1 * kl, abs=1e-4)
 
 
 async def test_a_reference_nobody_scores_with_still_answers_logprobs(directory):
-    desk = make_desk(ScorerSettings(model_dir=directory))
-    scored = await desk.score(make_group(0.0, 1.0))
+    scorer = make_scorer(ScorerSettings(model_dir=directory))
+    scored = await scorer.score(make_group(0.0, 1.0))
     assert len(scored.trajectories[0].sequences[0].ref_logprobs) == 0
-    assert [len(row) for row in await desk.logprobs([[1, 2, 3]])] == [2]
+    assert [len(row) for row in await scorer.logprobs([[1, 2, 3]])] == [2]

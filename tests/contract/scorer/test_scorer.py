@@ -18,10 +18,9 @@ from dialoop.errors import InvalidInput, PreconditionFailed, Unavailable
 from dialoop.trajectory import Purpose, Stage
 from dialoop.v1.scorer_service_pb2_grpc import add_ScorerServiceServicer_to_server
 from dialoop_services.runtime import GrpcServer, ServerSettings
-from dialoop_services.scorer.desk import Desk
 from dialoop_services.scorer.rewards import GroupReward
 from dialoop_services.scorer.scoring import Scoring
-from dialoop_services.scorer.servicer import ScorerServicer
+from dialoop_services.scorer.servicer import ScorerServicer, SerialScorer
 from dialoop_services.scorer.settings import ScorerSettings
 from dialoop_services.scorer.worker import ScorerWorker
 
@@ -32,7 +31,7 @@ from tests.support.samples.scorer_samples import make_group
 ROOT = Path(__file__).parents[3]
 
 
-async def collected(w: World, count: int) -> None:
+async def collect(w: World, count: int) -> None:
     """Unscored groups, as a collector leaves them."""
     await w.allow(count)
     async with w.collecting(ScriptedPolicy()):
@@ -40,10 +39,10 @@ async def collected(w: World, count: int) -> None:
 
 
 @asynccontextmanager
-async def scoring(w: World, desk: Desk | None = None, **given):
-    settings = ScorerSettings(**{"run": RUN, "worker": "s", "wait_s": 0.2} | given)
+async def scoring(w: World, scorer: SerialScorer | None = None, **options):
+    settings = ScorerSettings(**{"run": RUN, "worker": "s", "wait_s": 0.2} | options)
     stopping = asyncio.Event()
-    worker = ScorerWorker(settings, w.replay, desk or Desk(Scoring(), None))
+    worker = ScorerWorker(settings, w.replay, scorer or SerialScorer(Scoring(), None))
     running = asyncio.create_task(worker.run(stopping))
     try:
         yield
@@ -54,16 +53,16 @@ async def scoring(w: World, desk: Desk | None = None, **given):
 
 async def test_every_unscored_group_is_scored_whole_and_once():
     async with world() as w:
-        await collected(w, 5)
+        await collect(w, 5)
         async with scoring(w, max_groups=2):
             await w.until(lambda c: c.num_groups_scored == 5)
             await asyncio.sleep(0.3)
         leased = await w.replay.lease_groups(RUN, Stage.SCORED, worker="t", max_groups=9)
         assert len({lease.group.group_id for lease in leased.leases}) == 5
         for lease in leased.leases:
-            found = [s.advantage for t in lease.group.trajectories for s in t.sequences]
-            assert None not in found
-            assert sum(found) == pytest.approx(0.0, abs=1e-5)
+            advantages = [s.advantage for t in lease.group.trajectories for s in t.sequences]
+            assert None not in advantages
+            assert sum(advantages) == pytest.approx(0.0, abs=1e-5)
         stats = await w.replay.get_stats(RUN)
         assert (stats.num_redelivered, stats.num_rejected_appends) == (0, 0)
         assert not (
@@ -74,7 +73,7 @@ async def test_every_unscored_group_is_scored_whole_and_once():
 
 async def test_two_scorers_share_the_groups():
     async with world() as w:
-        await collected(w, 8)
+        await collect(w, 8)
         async with scoring(w, worker="a", max_groups=1), scoring(w, worker="b", max_groups=1):
             await w.until(lambda c: c.num_groups_scored == 8)
         assert (await w.replay.get_stats(RUN)).num_duplicate_appends == 0
@@ -82,7 +81,7 @@ async def test_two_scorers_share_the_groups():
 
 async def test_a_group_delivered_again_is_scored_once():
     async with world() as w:
-        await collected(w, 1)
+        await collect(w, 1)
         leased = await w.replay.lease_groups(
             RUN, Stage.UNSCORED, worker="gone", max_groups=1, lease_s=2.0
         )
@@ -102,7 +101,7 @@ async def test_a_group_delivered_again_is_scored_once():
 
 async def test_a_killed_scorers_groups_are_scored_by_another():
     async with world() as w:
-        await collected(w, 2)
+        await collect(w, 2)
         await w.replay.lease_groups(RUN, Stage.UNSCORED, worker="gone", max_groups=2, lease_s=0.3)
         async with scoring(w):
             await w.until(lambda c: c.num_groups_scored == 2)
@@ -112,10 +111,10 @@ async def test_a_reward_that_fails_drops_its_group_under_that_reason():
     def broken(group):
         raise KeyError("answer")
 
-    desk = Desk(Scoring(rewards=(GroupReward(name="x", function=broken),)), None)
+    scorer = SerialScorer(Scoring(rewards=(GroupReward(name="x", function=broken),)), None)
     async with world() as w:
-        await collected(w, 2)
-        async with scoring(w, desk):
+        await collect(w, 2)
+        async with scoring(w, scorer):
             await w.until(lambda c: c.num_groups_dropped == {"reward_failed": 2})
         counts = await w.training()
         assert counts.num_trajectories_dropped == {"reward_failed": 4}
@@ -124,12 +123,14 @@ async def test_a_reward_that_fails_drops_its_group_under_that_reason():
 
 async def test_uniform_groups_are_dropped_when_asked_and_free_their_credit(caplog):
     async with world() as w:
-        await collected(w, 2)
-        async with scoring(w, Desk(Scoring(drop_uniform=True), None)):
+        await collect(w, 2)
+        async with scoring(w, SerialScorer(Scoring(drop_uniform=True), None)):
             await w.until(lambda c: c.num_groups_dropped == {"uniform_reward": 2})
         assert (await w.replay.get_stats(RUN)).credits == 2
     # The course of things: counted, and nothing to be warned of.
-    assert not [one for one in caplog.records if one.name == "dialoop_services.scorer.worker"]
+    assert not [
+        record for record in caplog.records if record.name == "dialoop_services.scorer.worker"
+    ]
 
 
 async def test_evaluation_groups_are_not_scored():
@@ -144,7 +145,7 @@ async def test_evaluation_groups_are_not_scored():
         assert len(await w.replay.peek(RUN, Stage.EVALUATION)) == 1
 
 
-async def test_a_scorer_told_to_stop_returns_what_it_has_not_begun():
+async def test_a_scorer_told_to_stop_returns_groups_it_has_not_started():
     def slow(group):
         if has_begun.is_set():
             may_end.wait(PATIENCE_S)
@@ -152,10 +153,10 @@ async def test_a_scorer_told_to_stop_returns_what_it_has_not_begun():
         return [0.0, 1.0]
 
     has_begun, may_end = threading.Event(), threading.Event()
-    desk = Desk(Scoring(rewards=(GroupReward(name="x", function=slow),)), None)
+    scorer = SerialScorer(Scoring(rewards=(GroupReward(name="x", function=slow),)), None)
     async with world() as w:
-        await collected(w, 4)
-        async with scoring(w, desk, max_groups=4):
+        await collect(w, 4)
+        async with scoring(w, scorer, max_groups=4):
             await w.until(lambda c: c.num_groups_scored == 1)
             asyncio.get_running_loop().call_soon(may_end.set)  # once it was told to stop
         counts = await w.training()
@@ -169,17 +170,17 @@ async def test_leases_are_extended_while_scoring_takes_long():
         time.sleep(1.8)
         return [0.0, 1.0]
 
-    desk = Desk(Scoring(rewards=(GroupReward(name="x", function=slow),)), None)
+    scorer = SerialScorer(Scoring(rewards=(GroupReward(name="x", function=slow),)), None)
     async with world() as w:
-        await collected(w, 2)
-        async with scoring(w, desk, lease_s=3):
+        await collect(w, 2)
+        async with scoring(w, scorer, lease_s=3):
             await w.until(lambda c: c.num_groups_scored == 2)
         assert (await w.replay.get_stats(RUN)).num_redelivered == 0
 
 
 async def test_a_replay_that_is_away_is_waited_for():
     async with world() as w:
-        await collected(w, 1)
+        await collect(w, 1)
         lease, outages = w.replay.lease_groups, iter(range(3))
 
         async def flaky(*arguments, **named):
@@ -203,17 +204,17 @@ class Flat:
 
 
 @asynccontextmanager
-async def served(desk: Desk):
+async def serve(scorer: SerialScorer):
     server = GrpcServer(ServerSettings(drain_s=0))
     server.add(
-        add_ScorerServiceServicer_to_server, ScorerServicer(desk), "dialoop.v1.ScorerService"
+        add_ScorerServiceServicer_to_server, ScorerServicer(scorer), "dialoop.v1.ScorerService"
     )
     async with server, Channel(server.address, retry=RetryPolicy(max_attempts=1)) as channel:
         yield ScorerClient(channel)
 
 
 async def test_score_answers_with_the_scored_group():
-    async with served(Desk(Scoring(reference=Flat()), Flat())) as scorer:
+    async with serve(SerialScorer(Scoring(reference=Flat()), Flat())) as scorer:
         scored = await scorer.score(make_group(0.0, 1.0))
     assert [t.sequences[0].advantage for t in scored.trajectories] == pytest.approx(
         [-0.7071, 0.7071], abs=1e-4
@@ -230,20 +231,20 @@ async def test_score_answers_with_the_scored_group():
     ],
 )
 async def test_score_refuses_what_it_cannot_score(group, reason):
-    async with served(Desk(Scoring(), None)) as scorer:
+    async with serve(SerialScorer(Scoring(), None)) as scorer:
         with pytest.raises(InvalidInput) as caught:
             await scorer.score(group)
     assert caught.value.reason == reason
 
 
 async def test_logprobs_begin_at_the_second_token():
-    async with served(Desk(Scoring(), Flat())) as scorer:
+    async with serve(SerialScorer(Scoring(), Flat())) as scorer:
         rows = await scorer.logprobs([[1, 2, 3], [4]])
     assert [row.tolist() for row in rows] == [[-2.0, -2.0], []]
 
 
 async def test_logprobs_without_a_reference_model_are_refused():
-    async with served(Desk(Scoring(), None)) as scorer:
+    async with serve(SerialScorer(Scoring(), None)) as scorer:
         with pytest.raises(PreconditionFailed) as caught:
             await scorer.logprobs([[1, 2]])
     assert caught.value.reason == "NO_REFERENCE_MODEL"
@@ -251,7 +252,7 @@ async def test_logprobs_without_a_reference_model_are_refused():
 
 async def test_the_process_scores_and_ends_with_exit_code_0():
     async with world() as w:
-        await collected(w, 2)
+        await collect(w, 2)
         settings = {
             "DIALOOP_SCORER_RUN": RUN,
             "DIALOOP_SCORER_REPLAY_ADDRESS": w.replay_address,

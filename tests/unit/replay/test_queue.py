@@ -61,15 +61,15 @@ async def test_a_waiting_collector_wakes_when_a_credit_comes_free(queue: ReplayS
 
 async def test_waiting_ends_with_the_reason(queue: ReplayServicer) -> None:
     started = time.monotonic()
-    found = await lease(queue, 0.05)
-    assert found.empty_reason == pb.EMPTY_REASON_NO_TASKS
+    answer = await lease(queue, 0.05)
+    assert answer.empty_reason == pb.EMPTY_REASON_NO_TASKS
     assert 0.04 < time.monotonic() - started < PATIENCE_S
 
 
 async def test_stopping_answers_those_who_wait(queue: ReplayServicer) -> None:
     query = pb.LeaseGroupsRequest(run=RUN, stage=2, worker="t", max_groups=1, wait_s=60)  # type: ignore[arg-type]
     waiting = asyncio.create_task(queue.LeaseGroups(query, CONTEXT))
-    watching = asyncio.create_task(anext(drained(queue)))
+    watching = asyncio.create_task(anext(watch_changes(queue)))
     await asyncio.sleep(0.01)
     queue.stop_waiting()
     async with asyncio.timeout(PATIENCE_S):
@@ -82,7 +82,7 @@ def watch_of(queue: ReplayServicer) -> AsyncIterator[pb.WatchResponse]:
     return queue.Watch(pb.WatchRequest(run=RUN, interval_s=0.01), CONTEXT)
 
 
-async def drained(queue: ReplayServicer) -> AsyncIterator[pb.WatchResponse]:
+async def watch_changes(queue: ReplayServicer) -> AsyncIterator[pb.WatchResponse]:
     """What a watch gives after its first snapshot."""
     watch = watch_of(queue)
     await anext(watch)
@@ -115,7 +115,7 @@ async def test_valid_and_invalid_groups_of_one_call_are_judged_one_by_one(
     del items[0].group.trajectories[0].sequences[0].inference_logprobs[:]
     request = pb.AppendGroupsRequest(run=RUN, stage=1, items=items)  # type: ignore[arg-type]
     outcomes = (await queue.AppendGroups(request, CONTEXT)).outcomes
-    assert [(one.status, one.reason) for one in outcomes] == [
+    assert [(outcome.status, outcome.reason) for outcome in outcomes] == [
         (pb.APPEND_STATUS_REJECTED, "RAGGED"),
         (pb.APPEND_STATUS_APPENDED, ""),
     ]

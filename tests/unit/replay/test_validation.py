@@ -126,12 +126,12 @@ def test_scoring_keeps_the_digest_and_any_other_change_breaks_it() -> None:
 
 
 def test_the_digest_ignores_the_order_of_labels() -> None:
-    one, other = make_group(TASK), make_group(TASK)
+    group, other = make_group(TASK), make_group(TASK)
     for name in ("x", "y", "z"):
-        one.trajectories[0].labels[name] = name
+        group.trajectories[0].labels[name] = name
     for name in ("z", "y", "x"):
         other.trajectories[0].labels[name] = name
-    assert group_facts(one).digest == group_facts(other).digest
+    assert group_facts(group).digest == group_facts(other).digest
 
 
 def test_the_facts_hold_the_oldest_and_newest_version_of_each_lineage() -> None:

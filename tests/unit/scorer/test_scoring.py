@@ -78,16 +78,16 @@ def test_an_extra_reward_counts_with_its_weight_on_the_last_turn():
 
 
 def test_an_extra_reward_may_say_whether_it_is_a_success():
-    def graded(_):
+    def grade(_):
         return [
             Reward(name="own", value=0.5, weight=2.0, success=False),
             Reward.dense("own", (0.25, 0.75)),
         ]
 
-    extra = GroupReward(name="graded", function=graded, weight=0.1)
+    extra = GroupReward(name="graded", function=grade, weight=0.1)
     scored = Scoring(rewards=(extra,)).score(make_group(0.0, 1.0))
-    found = [t.turns[-1].rewards[-1] for t in scored.trajectories]
-    assert found == [
+    rewards = [t.turns[-1].rewards[-1] for t in scored.trajectories]
+    assert rewards == [
         Reward(name="graded", value=0.5, weight=0.2, success=False),
         Reward(name="graded", value=1.0, weight=0.1, per_token=(0.25, 0.75)),
     ]
@@ -97,8 +97,8 @@ def test_an_extra_reward_may_say_whether_it_is_a_success():
 def test_an_extra_reward_of_true_or_false_is_its_own_success(right):
     extra = GroupReward(name="right", function=lambda _: [right, not right])
     scored = Scoring(rewards=(extra,)).score(make_group(0.0, 1.0))
-    found = [t.turns[-1].rewards[-1] for t in scored.trajectories]
-    assert [(r.value, r.success) for r in found] == [(1.0, True), (0.0, False)]
+    rewards = [t.turns[-1].rewards[-1] for t in scored.trajectories]
+    assert [(r.value, r.success) for r in rewards] == [(1.0, True), (0.0, False)]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_uniform_groups_are_kept_with_advantage_zero_or_dropped_when_asked():
     assert caught.value.reason == "UNIFORM_REWARD"
 
 
-def played(*rewards: float) -> dict[str, Any]:
+def played_turns(*rewards: float) -> dict[str, Any]:
     """Turns of one sampled token and one reward each."""
     turns = tuple(
         Turn(message_start=1, num_messages=1, rewards=(Reward(name="r", value=value),))
@@ -179,18 +179,20 @@ def played(*rewards: float) -> dict[str, Any]:
 
 
 def test_turns_that_differ_are_no_uniform_group_though_their_sums_are_the_same():
-    turns = (played(1.0, 0.0), played(0.0, 1.0))
+    turns = (played_turns(1.0, 0.0), played_turns(0.0, 1.0))
     group = make_group(0.0, 0.0)
     pairs = zip(group.trajectories, turns, strict=True)
     differing = replace(group, trajectories=tuple(replace(t, **own) for t, own in pairs))
     scored = Scoring(per_turn=True, drop_uniform=True).score(differing)
-    found = [t.sequences[0].token_advantages.tolist() for t in scored.trajectories]
-    assert found == [
+    advantages = [t.sequences[0].token_advantages.tolist() for t in scored.trajectories]
+    assert advantages == [
         pytest.approx([0.866, -0.866], abs=1e-3),
         pytest.approx([-0.866, 0.866], abs=1e-3),
     ]
     with pytest.raises(PreconditionFailed) as caught:
-        Scoring(per_turn=True, drop_uniform=True).score(make_group(0.0, 0.0, **played(1.0, 1.0)))
+        Scoring(per_turn=True, drop_uniform=True).score(
+            make_group(0.0, 0.0, **played_turns(1.0, 1.0))
+        )
     assert caught.value.reason == "UNIFORM_REWARD"
 
 
@@ -242,7 +244,7 @@ def test_a_reward_that_cannot_be_found_names_itself(use):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "settings",
     [
         {"kl_coefficient": 0.1},
         {"reference_logprobs": True},
@@ -250,9 +252,9 @@ def test_a_reward_that_cannot_be_found_names_itself(use):
         {"rewards": [{"name": "kl", "use": "m:f"}]},
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(given):
+def test_settings_that_contradict_each_other_are_refused(settings):
     with pytest.raises(InvalidConfig):
-        load(ScorerSettings, **given).require_consistent()
+        load(ScorerSettings, **settings).require_consistent()
 
 
 def test_a_scorer_without_a_reference_imports_no_torch():

@@ -1,4 +1,4 @@
-"""What a scorer's settings do to a group, from the settings on, as the service makes its desk."""
+"""What a scorer's settings do to a group, from the settings on, as the service makes its scorer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dialoop.sequences import Source, sequence_of
 from dialoop.trajectory import Group, Reward, Turn
 from dialoop_services.config.job import JobConfig
 from dialoop_services.runtime import load
-from dialoop_services.scorer.__main__ import _load_reference, make_desk
+from dialoop_services.scorer.__main__ import _load_reference, make_scorer
 from dialoop_services.scorer.settings import ScorerSettings
 from dialoop_services.stack.layout import Layout, ports_of
 from dialoop_services.stack.run_dir import RunDir
@@ -55,10 +55,10 @@ def group_of(*rewards: tuple[float, ...]) -> Group:
     return replace(group, trajectories=tuple(trajectories))
 
 
-async def scored(group: Group, **settings: Any) -> list[Any]:
+async def advantages_of(group: Group, **settings: Any) -> list[Any]:
     """The advantages of each trajectory's sequence: one number, or one of each sampled token."""
-    found = await make_desk(ScorerSettings(**settings).require_consistent()).score(group)
-    rows = [trajectory.sequences[0] for trajectory in found.trajectories]
+    scored = await make_scorer(ScorerSettings(**settings).require_consistent()).score(group)
+    rows = [trajectory.sequences[0] for trajectory in scored.trajectories]
     return [
         row.token_advantages.tolist() if len(row.token_advantages) else row.advantage
         for row in rows
@@ -67,9 +67,9 @@ async def scored(group: Group, **settings: Any) -> list[Any]:
 
 async def test_a_trajectory_has_one_advantage_of_the_sum_of_its_turns() -> None:
     group = group_of((1.0, 0.0), (1.0, 2.0))
-    assert await scored(group) == pytest.approx([-HALF_ROOT, HALF_ROOT])
-    assert await scored(group, divide_by_std=False) == [-1.0, 1.0]
-    assert await scored(group, divide_by_std=False, leave_one_out=True) == [-2.0, 2.0]
+    assert await advantages_of(group) == pytest.approx([-HALF_ROOT, HALF_ROOT])
+    assert await advantages_of(group, divide_by_std=False) == [-1.0, 1.0]
+    assert await advantages_of(group, divide_by_std=False, leave_one_out=True) == [-2.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -80,17 +80,17 @@ async def test_a_trajectorys_reward_is_the_sum_the_largest_or_the_mean_of_its_tu
 ) -> None:
     # sums 3, 2; largest 1, 2; means 0.75, 2
     two = group_of((1.0, 1.0, 1.0, 0.0), (2.0,))
-    found = await scored(two, advantage_aggregate=aggregate)
-    assert found[better] == pytest.approx(HALF_ROOT)
-    assert found[1 - better] == pytest.approx(-HALF_ROOT)
+    advantages = await advantages_of(two, advantage_aggregate=aggregate)
+    assert advantages[better] == pytest.approx(HALF_ROOT)
+    assert advantages[1 - better] == pytest.approx(-HALF_ROOT)
     # sums 0, 2, 3; largest 0, 2, 1; means 0, 2, 0.75
     three = group_of((0.0,), (2.0,), (1.0, 1.0, 1.0, 0.0))
-    found = await scored(three, advantage_aggregate=aggregate, top_k=1)
-    assert found == [float(place == best) for place in range(3)]
+    advantages = await advantages_of(three, advantage_aggregate=aggregate, top_k=1)
+    assert advantages == [float(place == best) for place in range(3)]
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"advantages_of": "turn", "advantage_aggregate": "max"}, "advantage_aggregate is max"),
         ({"advantages_of": "turn", "top_k": 1}, "top_k chooses whole trajectories"),
@@ -98,50 +98,51 @@ async def test_a_trajectorys_reward_is_the_sum_the_largest_or_the_mean_of_its_tu
     ],
 )
 def test_settings_of_which_one_would_undo_the_other_are_refused(
-    settings: dict[str, object], said: str
+    settings: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(ValidationError, match=said):
+    with pytest.raises(ValidationError, match=message):
         JobConfig.model_validate({"scorer": settings})
 
 
 async def test_advantages_of_turns_are_given_to_each_turns_own_tokens() -> None:
     # rewards 0, 0 | 0, 1: mean 0.25, std 0.5
-    found = await scored(group_of((0.0, 0.0), (0.0, 1.0)), advantages_of="turn")
-    assert found == [pytest.approx([-0.5, -0.5, -0.5]), pytest.approx([-0.5, 1.5, 1.5])]
+    advantages = await advantages_of(group_of((0.0, 0.0), (0.0, 1.0)), advantages_of="turn")
+    assert advantages == [pytest.approx([-0.5, -0.5, -0.5]), pytest.approx([-0.5, 1.5, 1.5])]
 
 
 async def test_the_best_alone_are_to_be_imitated() -> None:
     group = group_of((0.1,), (0.4,), (0.5,), (0.9,), (0.7,))
-    assert await scored(group, top_k=3) == [0.0, 0.0, 0.0, 1.0, 1.0]
-    assert await scored(group, top_k=1) == [0.0, 0.0, 0.0, 1.0, 0.0]
+    assert await advantages_of(group, top_k=3) == [0.0, 0.0, 0.0, 1.0, 1.0]
+    assert await advantages_of(group, top_k=1) == [0.0, 0.0, 0.0, 1.0, 0.0]
     with pytest.raises(InvalidInput) as caught:
-        await scored(group, top_k=6)
+        await advantages_of(group, top_k=6)
     assert caught.value.reason == "TOP_K_TOO_LARGE"
 
 
 async def test_rewards_that_differ_by_no_more_than_eps_have_no_advantage() -> None:
     group = group_of((0.0,), (0.01,))
-    assert await scored(group, advantage_eps=0.1) == [0.0, 0.0]
-    assert await scored(group) == pytest.approx([-HALF_ROOT, HALF_ROOT])
+    assert await advantages_of(group, advantage_eps=0.1) == [0.0, 0.0]
+    assert await advantages_of(group) == pytest.approx([-HALF_ROOT, HALF_ROOT])
 
 
 def test_a_job_says_where_its_reference_model_is_and_in_which_format(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"device": "cuda:1", "dtype": "bfloat16", "num_threads": 3}
-    config = JobConfig.model_validate({"scorer": given})
+    scorer = {"device": "cuda:1", "dtype": "bfloat16", "num_threads": 3}
+    config = JobConfig.model_validate({"scorer": scorer})
     ports = ports_of(config, with_redis=False)
     layout = Layout(config=config, run_dir=RunDir(path=tmp_path, run_id="r"), ports=ports)
     for name, value in layout.spec("scorer").environment.items():
         monkeypatch.setenv(name, value)
-    found = load(ScorerSettings)
-    assert (found.device, found.dtype, found.num_threads) == ("cuda:1", "bfloat16", 3)
-    asked: dict[str, Any] = {}
+    settings = load(ScorerSettings)
+    assert (settings.device, settings.dtype, settings.num_threads) == ("cuda:1", "bfloat16", 3)
+    arguments: dict[str, Any] = {}
     monkeypatch.setattr(
-        "dialoop_services.scorer.reference.load_reference", lambda path, **said: asked.update(said)
+        "dialoop_services.scorer.reference.load_reference",
+        lambda path, **options: arguments.update(options),
     )
-    _load_reference(found)
-    assert asked == {
+    _load_reference(settings)
+    assert arguments == {
         "device": "cuda:1",
         "dtype": "bfloat16",
         "num_threads": 3,

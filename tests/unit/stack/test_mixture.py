@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from dialoop.errors import InvalidConfig
-from dialoop_services.collector.mixture import Ingredient
+from dialoop_services.collector.mixture import TaskStream
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.config.file import load_config, toml_of
 from dialoop_services.config.job import JobConfig
@@ -63,10 +63,10 @@ def test_every_environment_is_served_and_offered_by_its_weight(config, tmp_path,
         "max_turns": 2,
     }
     assert [entry.use for entry in served.text_environments] == ["calculator", "mine:setup"]
-    assert load(CollectorSettings).mixture.ingredients == (
-        Ingredient(environment="arithmetic", weight=2.0),
-        Ingredient(environment="jsonl", weight=0.5),
-        Ingredient(environment="twenty_questions"),
+    assert load(CollectorSettings).mixture.streams == (
+        TaskStream(environment="arithmetic", weight=2.0),
+        TaskStream(environment="jsonl", weight=0.5),
+        TaskStream(environment="twenty_questions"),
     )
 
 

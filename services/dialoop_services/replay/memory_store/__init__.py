@@ -1,4 +1,4 @@
 """The queue in memory: the readable specification of the Redis store, and its twin in tests.
 
-Store calls enter; their answers leave. Nothing survives the process.
+Requests of ReplayService enter; their answers leave. Nothing survives the process.
 """

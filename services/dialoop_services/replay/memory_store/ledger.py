@@ -28,7 +28,7 @@ STAGE_OF_KIND = {kind: stage for stage, kind in KIND_OF_STAGE.items()}
 
 
 class GroupState(StrEnum):
-    """Where a task and its group stand; the value is the field of LedgerCounts that counts it."""
+    """State of a task and its group; the value is the field of LedgerCounts that counts it."""
 
     OFFERED = "num_tasks_offered"
     LEASED = "num_groups_leased"
@@ -45,7 +45,7 @@ _OUTSTANDING = (GroupState.LEASED, GroupState.UNSCORED, GroupState.SCORED, Group
 
 @dataclass(slots=True, kw_only=True)
 class StagedGroup:
-    """A group in one stage. After it left, `lease_id` still knows who finished it."""
+    """A group in one stage. `lease_id` keeps the last lease, also after the group has left."""
 
     order: int
     payload: bytes
@@ -53,7 +53,7 @@ class StagedGroup:
     worker: str = ""
     num_deliveries: int = 0
     num_failures: int = 0
-    # Under the present lease its work was done once: nothing about it can have stopped its holder.
+    # Its work was finished once under the present lease, so the group did not stop its holder.
     is_innocent: bool = False
     is_present: bool = True
 
@@ -77,8 +77,8 @@ class Record:
 
 
 @dataclass(slots=True, kw_only=True)
-class BuriedGroup:
-    """A dead letter: why it is one, and after how many deliveries."""
+class DeadGroup:
+    """A group that is set aside, with the reason and the number of its deliveries."""
 
     record: Record
     stage: Stage
@@ -89,7 +89,7 @@ class BuriedGroup:
 
 @dataclass(slots=True, kw_only=True)
 class Ledger:
-    """All of a run's state; each method is one transition. `now` is the clock's at this request."""
+    """The state of a run; each method is one transition. `now` is the time of this request."""
 
     limits: QueueLimits
     token: int
@@ -104,7 +104,7 @@ class Ledger:
         default_factory=lambda: {stage: {} for stage in Stage}
     )
     deadlines: dict[str, float] = field(default_factory=dict)
-    dead: dict[str, BuriedGroup] = field(default_factory=dict)
+    dead: dict[str, DeadGroup] = field(default_factory=dict)
     policy: PolicyVersion | None = None
     lineages: dict[str, int] = field(default_factory=dict)
     max_outstanding: int = 0
@@ -117,45 +117,45 @@ class Ledger:
 
     @property
     def credits(self) -> int:
-        """Training groups that may still be started."""
+        """Return how many training groups may still be started."""
         counts = self.counts[Purpose.TRAINING]
         num_outstanding: int = sum(getattr(counts, state) for state in _OUTSTANDING)
         return max(0, self.max_outstanding - num_outstanding)
 
     def counts_of(self, record: Record) -> LedgerCounts:
-        """The counts the record belongs to."""
+        """Return the counts of the record's purpose."""
         return self.counts[record.purpose]
 
     def next_order(self) -> int:
-        """A number that grows with every entry."""
+        """Return a number that is larger than all before."""
         self.order += 1
         return self.order
 
     def new_lease(self, kind: Kind, task_id: str, lease_s: float) -> str:
-        """A fresh lease that runs for `lease_s`."""
+        """Return a new lease that runs for `lease_s`."""
         self.token += 1
         lease_id = format_lease(kind, self.token, task_id)
         self.deadlines[lease_id] = self.now + lease_s
         return lease_id
 
     def count(self, record: Record, state: GroupState, by: int) -> None:
-        """Change how many groups stand in a state; drops are counted by reason."""
+        """Add `by` to the groups in a state; `drop` counts drops, by reason."""
         counts = self.counts_of(record)
         if state is not GroupState.DROPPED:
             setattr(counts, state, getattr(counts, state) + by)
 
     def move(self, record: Record, state: GroupState) -> None:
-        """Change the state and the counts with it."""
+        """Change the record's state, and the counts with it."""
         self.count(record, record.state, -1)
         self.count(record, state, 1)
         record.state = state
 
     def push_task(self, record: Record) -> None:
-        """Make the task leasable, at its old place in line."""
+        """Make the task leasable, at its old place in the order."""
         heapq.heappush(self.offered[record.purpose], (record.order, record.task_id))
 
     def drop(self, record: Record, reason: str) -> None:
-        """The final drop: counted under its reason, the credit free."""
+        """Drop the group for good and count it under the reason; this frees its credit."""
         self.move(record, GroupState.DROPPED)
         counts = self.counts_of(record)
         _add(counts.num_groups_dropped, reason, 1)
@@ -164,26 +164,29 @@ class Ledger:
             _add(counts.num_trajectories_dropped, reason, record.num_trajectories)
 
     def count_played(self, record: Record, num_discarded: int) -> None:
-        """The group's trajectories are live; those of members played again are dropped."""
+        """Count the group's trajectories as live, and those of members played again as dropped."""
         counts = self.counts_of(record)
         counts.num_trajectories_generated += record.num_trajectories + num_discarded
         counts.num_trajectories_live += record.num_trajectories
         _add(counts.num_trajectories_dropped, DropReason.MEMBER_RETRIED, num_discarded)
 
-    def count_thrown_away(self, record: Record, num_trajectories: int, reason: str) -> None:
-        """Trajectories that were played under a task lease for nothing."""
+    def count_wasted(self, record: Record, num_trajectories: int, reason: str) -> None:
+        """Count trajectories that were played under a task lease and not appended."""
         counts = self.counts_of(record)
         counts.num_trajectories_generated += num_trajectories
         _add(counts.num_trajectories_dropped, reason, num_trajectories)
 
     def consume(self, record: Record) -> None:
-        """The group is in a checkpoint."""
+        """Mark the group as consumed: it is in a checkpoint."""
         self.move(record, GroupState.CONSUMED)
         self.counts_of(record).num_trajectories_live -= record.num_trajectories
         self.counts_of(record).num_trajectories_consumed += record.num_trajectories
 
     def reissue(self, record: Record, reason: str, *, failed: bool) -> bool:
-        """Take the task's lease away; True if the task is given up for `reason`."""
+        """End the task's lease and offer the task again.
+
+        Return True if the task was dropped for `reason` instead, after too many failures.
+        """
         self.deadlines.pop(record.lease_id, None)
         record.lease_id = ""
         record.num_failures += failed
@@ -219,27 +222,27 @@ class Ledger:
         failed: bool,
         set_aside: bool = False,
     ) -> bool:
-        """Make a leased group leasable again; True if it became a dead letter instead."""
+        """Make a leased group leasable again; return True if it became a dead letter instead."""
         entry = record.entries[stage]
         self.deadlines.pop(entry.lease_id, None)
         if stage is Stage.UNSCORED and record.is_scored:
-            # The scored copy stands: nothing is left to do here.
+            # The scored copy is in the queue, so nobody needs the unscored one.
             self.remove_entry(record, stage)
             return False
         entry.num_failures += failed
         if set_aside or entry.num_failures >= self.limits.max_deliveries:
-            self.bury(record, stage, reason)
+            self.add_dead_letter(record, stage, reason)
             return True
         if record.state in (GroupState.TRAINING, GroupState.TRAINED):
             self.move(record, GroupState.SCORED)
         self.ready[stage][entry.order] = record
         return False
 
-    def bury(self, record: Record, stage: Stage, reason: str) -> None:
+    def add_dead_letter(self, record: Record, stage: Stage, reason: str) -> None:
         """Set the group aside as a dead letter."""
         assert record.group is not None
         entry = record.entries[stage]
-        self.dead[record.group.group_id] = BuriedGroup(
+        self.dead[record.group.group_id] = DeadGroup(
             record=record,
             stage=stage,
             reason=reason,
@@ -253,7 +256,7 @@ class Ledger:
             self.forget_letter(next(iter(self.dead)))
 
     def forget_letter(self, group_id: str) -> None:
-        """Let go of a dead letter's group; it stays dropped, now for this reason."""
+        """Delete a dead letter; its group stays dropped, with DEAD_LETTER_FORGOTTEN as reason."""
         record = self.dead.pop(group_id).record
         counts = self.uncount_dead(record)
         _add(counts.num_groups_dropped, DropReason.DEAD_LETTER_FORGOTTEN, 1)
@@ -264,14 +267,14 @@ class Ledger:
         )
 
     def uncount_dead(self, record: Record) -> LedgerCounts:
-        """The record's counts, where it is no dead letter any more."""
+        """Return the record's counts after taking it out of the dead letters."""
         counts = self.counts_of(record)
         _add(counts.num_groups_dropped, DropReason.DEAD_LETTER, -1)
         _add(counts.num_trajectories_dropped, DropReason.DEAD_LETTER, -record.num_trajectories)
         return counts
 
-    def exhume(self, group_id: str) -> None:
-        """Put a dead letter back at the end of its stage, as if never delivered."""
+    def requeue(self, group_id: str) -> None:
+        """Move a dead letter to the end of its stage, as if it was never delivered."""
         dead = self.dead.pop(group_id)
         record = dead.record
         self.uncount_dead(record).num_trajectories_live += record.num_trajectories
@@ -281,13 +284,13 @@ class Ledger:
         self.add_entry(record, dead.stage, dead.payload)
 
     def held_task(self, lease_id: str) -> Record | None:
-        """The record whose task is leased under this id, if it still is."""
+        """Return the record whose task is leased under this id, or None if it no longer is."""
         name = parse_lease(lease_id)
         record = self.records.get(name.task_id) if name and name.kind is Kind.TASK else None
         return record if record and record.lease_id == lease_id else None
 
     def held_group(self, lease_id: str) -> tuple[Record, Stage, StagedGroup] | None:
-        """The entry this lease was the last to hold, even if it expired or left since."""
+        """Return the group whose last lease has this id, even if it expired or left since."""
         name = parse_lease(lease_id)
         if name is None or name.kind is Kind.TASK or name.task_id not in self.records:
             return None
@@ -296,17 +299,17 @@ class Ledger:
         return (record, stage, entry) if entry and entry.lease_id == lease_id else None
 
     def hold(self, record: Record, stage: Stage, lease_s: float) -> None:
-        """Let the holder keep the group for `lease_s`, also if it expired but nobody took it."""
+        """Extend a group's lease to `lease_s` from now, even if it expired and nobody took it."""
         entry = record.entries[stage]
         if self.ready[stage].pop(entry.order, None):
-            # It had run out, which counted as a failure; but here is its holder.
+            # Its expiry counted as a failure, but the holder is still at work.
             entry.num_failures -= not entry.is_innocent
             if stage is not Stage.UNSCORED:
                 self.move(record, GroupState.TRAINING)
         self.deadlines[entry.lease_id] = self.now + lease_s
 
     def reap(self, now: float) -> None:
-        """Take back every lease whose deadline has passed."""
+        """End every lease whose deadline has passed."""
         self.now = now
         expired = sorted(
             (deadline, lease_id) for lease_id, deadline in self.deadlines.items() if deadline <= now
@@ -321,7 +324,7 @@ class Ledger:
                 )
 
     def is_stale(self, record: Record, max_staleness: int | None) -> bool:
-        """Whether the group's oldest sampled token lags too far behind the policy."""
+        """Return whether the group's oldest sampled token lags too far behind the policy."""
         if self.policy is None or record.group is None:
             return False
         versions = [
@@ -330,8 +333,8 @@ class Ledger:
         ]
         return is_stale(versions, current=self.policy, max_staleness=max_staleness)
 
-    def are_known(self, group: GroupFacts) -> bool:
-        """Whether its versions were announced; everything is before the first announcement."""
+    def are_announced(self, group: GroupFacts) -> bool:
+        """Return whether its versions were announced; before the first announcement all count."""
         return self.policy is None or all(
             newest <= self.lineages.get(lineage, -1)
             for lineage, (_, newest) in group.versions.items()
@@ -339,7 +342,7 @@ class Ledger:
 
 
 def _add(dropped: MutableMapping[str, int], reason: str, by: int) -> None:
-    """Count under a reason; what comes to 0 is not listed."""
+    """Add to the count of a reason, and remove a count of 0."""
     dropped[reason] = dropped.get(reason, 0) + by
     if not dropped[reason]:
         del dropped[reason]

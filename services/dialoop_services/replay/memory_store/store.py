@@ -1,6 +1,6 @@
-"""The queue in memory: the readable twin of `redis_store`, gone when the process ends.
+"""The queue in memory, which ends with the process: the readable twin of `redis_store`.
 
-One function per request, as `redis_store` has one script per request.
+Each request has one function here, and one script in `redis_store`.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ class MemoryStore:
         self._ledgers: dict[str, Ledger] = {}
 
     async def apply(self, request: Any, answer: type[Answer]) -> Answer:
-        """See `QueueStore`."""
+        """Apply a request, as `QueueStore.apply` says."""
         if isinstance(request, pb.PurgeRequest):
             self._ledgers.pop(request.run, None)
             return answer()
-        found = _TRANSITIONS[type(request)](self._ledger(request.run), request)
-        assert isinstance(found, answer)
-        return found
+        response = _TRANSITIONS[type(request)](self._ledger(request.run), request)
+        assert isinstance(response, answer)
+        return response
 
     async def count_rejected(self, run: str, num_groups: int) -> None:
-        """See `QueueStore`."""
+        """Count groups that the servicer rejected."""
         self._ledger(run).num_rejected += num_groups
 
     async def check(self) -> None:
-        """Memory is always there."""
+        """Do nothing: memory is always reachable."""
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there are no connections."""
 
     def _ledger(self, run: str) -> Ledger:
         now = self._clock()
         if run not in self._ledgers:
-            # Tokens begin at the clock so that leases of a purged run stay lost.
+            # Tokens start at the clock, so that leases of a purged run are never used again.
             self._ledgers[run] = Ledger(limits=self.limits, token=int(now * 1_000_000))
         ledger = self._ledgers[run]
         ledger.reap(now)
@@ -122,32 +122,35 @@ def _append_groups(ledger: Ledger, request: pb.AppendGroupsRequest) -> pb.Append
     stage, answer = Stage(request.stage), pb.AppendGroupsResponse()
     append = _append_scored if stage is Stage.SCORED else _append_played
     for item in request.items:
-        why_not = append(ledger, stage, item, group_facts(item.group))
-        if not why_not:
+        refusal_reason = append(ledger, stage, item, group_facts(item.group))
+        if not refusal_reason:
             answer.outcomes.add(status=pb.APPEND_STATUS_APPENDED)
-        elif why_not == "DUPLICATE":
+        elif refusal_reason == "DUPLICATE":
             ledger.num_duplicates += 1
             answer.outcomes.add(status=pb.APPEND_STATUS_DUPLICATE)
         else:
             ledger.num_rejected += 1
-            answer.outcomes.add(status=pb.APPEND_STATUS_REJECTED, reason=why_not)
+            answer.outcomes.add(status=pb.APPEND_STATUS_REJECTED, reason=refusal_reason)
     return answer
 
 
 def _append_played(ledger: Ledger, stage: Stage, item: pb.AppendItem, group: GroupFacts) -> str:
-    """Take in what a collector played; its task lease is used up."""
+    """Append a group that a collector played, and end its task lease.
+
+    Return an empty string, or why the group is not appended.
+    """
     record = ledger.records.get(group.task_id)
     purpose = Purpose.EVALUATION if stage is Stage.EVALUATION else Purpose.TRAINING
     if record is None or record.purpose is not purpose:
         return Reason.UNKNOWN_TASK
     if record.group is not None and record.group.group_id == group.group_id:
         return "DUPLICATE" if record.group.digest == group.digest else Reason.DIGEST_MISMATCH
-    is_named = f"{group.task_id}#{record.attempt}" == group.group_id
-    if ledger.held_task(item.lease_id) is not record or not is_named:
+    is_attempt = f"{group.task_id}#{record.attempt}" == group.group_id
+    if ledger.held_task(item.lease_id) is not record or not is_attempt:
         return Reason.LEASE_LOST
     if group.num_trajectories != record.num_trajectories:
         return Reason.WRONG_SIZE
-    if not ledger.are_known(group):
+    if not ledger.are_announced(group):
         return Reason.FUTURE_VERSION
     ledger.deadlines.pop(record.lease_id, None)
     record.lease_id, record.payload, record.group = "", b"", group
@@ -158,7 +161,10 @@ def _append_played(ledger: Ledger, stage: Stage, item: pb.AppendItem, group: Gro
 
 
 def _append_scored(ledger: Ledger, stage: Stage, item: pb.AppendItem, group: GroupFacts) -> str:
-    """Take in what a scorer scored; its group lease is still to be acknowledged."""
+    """Append a group that a scorer scored; the scorer acknowledges its group lease afterwards.
+
+    Return an empty string, or why the group is not appended.
+    """
     record = ledger.records.get(group.task_id)
     if record is None or record.purpose is not Purpose.TRAINING:
         return Reason.UNKNOWN_TASK
@@ -176,7 +182,7 @@ def _append_scored(ledger: Ledger, stage: Stage, item: pb.AppendItem, group: Gro
     ledger.move(record, GroupState.SCORED)
     ledger.add_entry(record, stage, item.group.SerializeToString())
     if held[2].order in ledger.ready[Stage.UNSCORED]:
-        # The lease had expired and nobody took over: nobody has to, now.
+        # The lease had expired and nobody took the group over; nobody needs to score it now.
         ledger.remove_entry(record, Stage.UNSCORED)
     return ""
 
@@ -234,26 +240,26 @@ def _group_lease(entry: StagedGroup, lease_s: float) -> pb.GroupLease:
 def _acknowledge(ledger: Ledger, request: pb.AcknowledgeRequest) -> pb.AcknowledgeResponse:
     answer = pb.AcknowledgeResponse()
     for item in request.items:
-        why_not = _acknowledge_one(ledger, item)
-        answer.outcomes.add(lease_id=item.lease_id, acknowledged=not why_not, reason=why_not)
+        reason = _acknowledge_one(ledger, item)
+        answer.outcomes.add(lease_id=item.lease_id, acknowledged=not reason, reason=reason)
     return answer
 
 
 def _acknowledge_one(ledger: Ledger, item: pb.AcknowledgeItem) -> str:
-    """Empty if the lease is acknowledged, now or before; else the reason it is not."""
+    """Acknowledge a lease. Return an empty string, or the reason if it is not acknowledged."""
     held = ledger.held_group(item.lease_id)
     if held is None:
         return Reason.LEASE_LOST
     record, stage, entry = held
     is_consumed = item.outcome == pb.OUTCOME_CONSUMED
-    wanted = GroupState.CONSUMED if is_consumed else GroupState.DROPPED
+    final_state = GroupState.CONSUMED if is_consumed else GroupState.DROPPED
     if stage is Stage.UNSCORED and is_consumed:
         if not record.is_scored:
             return Reason.NOT_SCORED
     elif stage is Stage.UNSCORED and record.is_scored:
         return Reason.ALREADY_SCORED
     elif record.state in (GroupState.CONSUMED, GroupState.DROPPED):
-        if record.state is wanted:
+        if record.state is final_state:
             return ""
         is_consumed = record.state is GroupState.CONSUMED
         return Reason.ALREADY_CONSUMED if is_consumed else Reason.ALREADY_DROPPED
@@ -276,9 +282,9 @@ def _return(ledger: Ledger, request: pb.ReturnRequest) -> pb.ReturnResponse:
 
 
 def _return_one(ledger: Ledger, item: pb.ReturnItem) -> tuple[bool, bool]:
-    """Whether the lease was returned, and whether its task or group was given up."""
+    """Return whether the lease was returned, and whether its task or group was dropped for good."""
     if record := ledger.held_task(item.lease_id):
-        ledger.count_thrown_away(record, item.num_trajectories, item.reason)
+        ledger.count_wasted(record, item.num_trajectories, item.reason)
         return True, ledger.reissue(record, item.reason, failed=item.failed)
     held = ledger.held_group(item.lease_id)
     if held is None or item.lease_id not in ledger.deadlines:
@@ -306,17 +312,18 @@ def _extend(ledger: Ledger, request: pb.ExtendRequest) -> pb.ExtendResponse:
 def _list_leases(ledger: Ledger, request: pb.ListLeasesRequest) -> pb.ListLeasesResponse:
     stage = Stage(request.stage)
     held = (ledger.held_group(lease_id) for lease_id in ledger.deadlines)
-    entries = [found[2] for found in held if found and found[1] is stage]
+    entries = [group[2] for group in held if group and group[1] is stage]
     own = sorted((e.order, e.lease_id) for e in entries if e.worker == request.worker)
     return pb.ListLeasesResponse(lease_ids=[lease_id for _, lease_id in own])
 
 
 def _reopen_leases(ledger: Ledger, request: pb.ReopenLeasesRequest) -> pb.ReopenLeasesResponse:
-    found = {lease_id: ledger.held_group(lease_id) for lease_id in request.lease_ids}
-    held = [one for one in found.values() if one is not None and one[2].is_present]
-    if len(held) < len(found):
+    groups = [ledger.held_group(lease_id) for lease_id in request.lease_ids]
+    held = [group for group in groups if group is not None and group[2].is_present]
+    if len(held) < len(groups):
         present = {entry.lease_id for _, _, entry in held}
-        return pb.ReopenLeasesResponse(lost_lease_ids=[one for one in found if one not in present])
+        lost = [lease_id for lease_id in request.lease_ids if lease_id not in present]
+        return pb.ReopenLeasesResponse(lost_lease_ids=lost)
     if sum(len(entry.payload) for _, _, entry in held) > ledger.limits.max_lease_bytes:
         raise refusal(Reason.TOO_LARGE)
     for record, stage, entry in held:
@@ -395,7 +402,7 @@ def _requeue(ledger: Ledger, request: pb.RequeueRequest) -> pb.RequeueResponse:
         if group_id not in ledger.dead:
             raise refusal(Reason.GROUP_NOT_FOUND, group_id)
     for group_id in request.group_ids:
-        ledger.exhume(group_id)
+        ledger.requeue(group_id)
     return pb.RequeueResponse(num_requeued=len(request.group_ids))
 
 

@@ -1,10 +1,10 @@
-"""The queue in Redis (6.2 or later, or Valkey): every request is one Lua script of its name.
+"""The queue in Redis (6.2 or later, or Valkey): every request runs the Lua script of its name.
 
-The scripts hold the logic (`scripts/ledger.lua` lists the keys). A script finds the request's
-fields as JSON in `call` and answers with the response's fields as JSON; tasks and groups travel
-beside that as raw bytes. Commands are not retried here: the caller's retry is safe, a blind one
-could lease twice what is wanted. With an append-only file flushed every second a power failure can
-undo the last second; work is then done again, never counted twice.
+The scripts contain the logic (`scripts/ledger.lua` lists the keys). A script gets the request's
+fields as JSON in `call` and returns the response's fields as JSON; tasks and groups are raw bytes
+beside it. Commands are not retried here, because a repeated one could lease twice as much; callers
+retry safely. With an append-only file flushed every second, a power failure can undo the last
+second. Then work is done again, but never counted twice.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dialoop_services.replay.refusals import refusal
 from dialoop_services.replay.store import Answer, QueueLimits, group_facts
 
 _SCRIPTS = Path(__file__).parent / "scripts"
-# One script call blocks Redis while it copies its payloads; larger requests go in several.
+# A script call blocks Redis while it copies its payloads, so larger requests take several calls.
 _MAX_CALL_BYTES = 8 * 1024 * 1024
 
 
@@ -64,20 +64,23 @@ class RedisStore:
         self._description = "redis"
 
     async def apply(self, request: Any, answer: type[Answer]) -> Answer:
-        """See `QueueStore`."""
-        found = answer()
+        """Apply a request, as `QueueStore.apply` says."""
+        response = answer()
         for part in _parts(request):
-            found.MergeFrom(await self._call(part, answer))
-        return found
+            response.MergeFrom(await self._call(part, answer))
+        return response
 
     async def count_rejected(self, run: str, num_groups: int) -> None:
-        """See `QueueStore`."""
-        async with _translated(self._client):
+        """Count groups that the servicer rejected."""
+        async with _map_errors(self._client):
             await self._client.hincrby(f"{_prefix(run)}counts", "rejected", num_groups)
 
     async def check(self) -> None:
-        """See `QueueStore`; also learns how durable this Redis is."""
-        async with _translated(self._client):
+        """Raise Unavailable (STORE_UNAVAILABLE) if Redis is away, InvalidConfig if it is too old.
+
+        Also read how durable this Redis is.
+        """
+        async with _map_errors(self._client):
             server = await self._client.info("server")
             durability = await self._client.info("persistence")
         major, minor, *_ = (*map(int, str(server["redis_version"]).split(".")), 0)
@@ -92,11 +95,11 @@ class RedisStore:
 
     @property
     def description(self) -> str:
-        """Which Redis this is and whether it keeps what it is told."""
+        """Return the version of Redis and whether it is durable."""
         return self._description
 
     async def close(self) -> None:
-        """See `QueueStore`."""
+        """Close the connections."""
         await self._client.aclose()
 
     async def _call(self, request: Any, answer: type[Answer]) -> Answer:
@@ -107,7 +110,7 @@ class RedisStore:
             "limits": asdict(self.limits),
             "store": self._description,
         }
-        async with _translated(self._client):
+        async with _map_errors(self._client):
             raw, *blobs = await self._scripts[_script_name(request)](
                 keys=[_prefix(request.run)], args=[now, json.dumps(call), *payloads]
             )
@@ -115,25 +118,30 @@ class RedisStore:
         if "refused" in reply:
             raise refusal(Reason(reply["refused"]), reply.get("detail", ""))
         # Lua writes an empty list as {}.
-        found = ParseDict({name: value for name, value in reply.items() if value != {}}, answer())
-        for place, blob in zip(_places(found), blobs, strict=True):
-            place.ParseFromString(blob)
-        return found
+        response = ParseDict(
+            {name: value for name, value in reply.items() if value != {}}, answer()
+        )
+        for message, blob in zip(_payloads_of(response), blobs, strict=True):
+            message.ParseFromString(blob)
+        return response
 
 
 def _prefix(run: str) -> str:
-    """All keys of a run; the braces keep them on one node of a cluster."""
+    """Return the prefix of all keys of a run; its braces keep them on one node of a cluster."""
     return f"dialoop:{{{run}}}:"
 
 
 def _script_name(request: Message) -> str:
-    """LeaseGroupsRequest: lease_groups."""
+    """Return the script of a request: "lease_groups" for LeaseGroupsRequest."""
     name = request.DESCRIPTOR.name.removesuffix("Request")
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 def _fields(message: Message, payloads: list[bytes]) -> dict[str, Any]:
-    """The message's fields by name; of a task or group its facts, while it joins `payloads`."""
+    """Return the message's fields by name.
+
+    Of a task or group return its facts, and append its bytes to `payloads`.
+    """
     if isinstance(message, trajectory_pb2.Task):
         payloads.append(message.SerializeToString())
         names = ("task_id", "purpose", "num_trajectories")
@@ -141,18 +149,18 @@ def _fields(message: Message, payloads: list[bytes]) -> dict[str, Any]:
     if isinstance(message, trajectory_pb2.Group):
         payloads.append(message.SerializeToString())
         return asdict(group_facts(message))
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         if field.is_repeated:
-            found[field.name] = [_value(field, one, payloads) for one in value]
+            fields[field.name] = [_value(field, item, payloads) for item in value]
         elif field.message_type or not field.has_presence or message.HasField(field.name):
-            found[field.name] = _value(field, value, payloads)
-    return found
+            fields[field.name] = _value(field, value, payloads)
+    return fields
 
 
 def _value(field: Any, value: Any, payloads: list[bytes]) -> Any:
-    """A field's value as JSON; STAGE_SCORED is "scored"."""
+    """Return a field's value as JSON; STAGE_SCORED is "scored"."""
     if field.message_type:
         return _fields(value, payloads)
     if field.enum_type:
@@ -161,8 +169,8 @@ def _value(field: Any, value: Any, payloads: list[bytes]) -> Any:
     return value
 
 
-def _places(answer: Message) -> Iterator[Message]:
-    """The empty tasks and groups of an answer's leases, letters or groups, in order."""
+def _payloads_of(answer: Message) -> Iterator[Message]:
+    """Yield the empty tasks and groups of an answer's leases, dead letters or groups, in order."""
     for field in answer.DESCRIPTOR.fields:
         for item in getattr(answer, field.name) if field.is_repeated else ():
             if isinstance(item, trajectory_pb2.Group):
@@ -174,7 +182,7 @@ def _places(answer: Message) -> Iterator[Message]:
 
 
 def _parts(request: Any) -> list[Any]:
-    """The request, or requests of no more than `_MAX_CALL_BYTES` of groups each."""
+    """Split an append into requests of at most `_MAX_CALL_BYTES` of groups, if it is larger."""
     if not isinstance(request, pb.AppendGroupsRequest):
         return [request]
     parts: list[pb.AppendGroupsRequest] = []
@@ -190,12 +198,13 @@ def _parts(request: Any) -> list[Any]:
 
 
 @asynccontextmanager
-async def _translated(client: redis.asyncio.Redis) -> AsyncIterator[None]:
-    """Turn Redis' errors into ours; what is left over is a bug and stays one."""
+async def _map_errors(client: redis.asyncio.Redis) -> AsyncIterator[None]:
+    """Raise errors of Redis as ours; other errors are bugs and pass unchanged."""
     try:
         yield
     except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError) as error:
-        # Idle connections are likely as dead as this one: one error per restart, not one each.
+        # Other idle connections are probably broken too: drop them, so that a restart of Redis
+        # gives one error and not one per connection.
         with suppress(redis.exceptions.RedisError, OSError):  # closing them may fail, or take long
             await client.connection_pool.disconnect(inuse_connections=False)
         raise refusal(Reason.STORE_UNAVAILABLE) from error

@@ -1,7 +1,7 @@
 local announced = call.policy_version
 local lineage, number = meta('lineage'), tonumber(meta('number'))
-local known = redis.call('HEXISTS', key('lineages'), announced.lineage) == 1
-if known and (announced.lineage ~= lineage or announced.number < number) then
+local is_announced = redis.call('HEXISTS', key('lineages'), announced.lineage) == 1
+if is_announced and (announced.lineage ~= lineage or announced.number < number) then
   return refused('VERSION_NOT_NEWER', lineage .. '-' .. string.format('%.0f', number))
 end
 set_meta('lineage', announced.lineage)

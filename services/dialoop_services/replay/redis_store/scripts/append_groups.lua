@@ -1,4 +1,4 @@
-local function are_known(versions)
+local function are_announced(versions)
   if meta('max_outstanding') == '' then return true end
   for lineage, span in pairs(versions) do
     local highest = tonumber(redis.call('HGET', key('lineages'), lineage) or '-1')
@@ -18,7 +18,7 @@ local function append_played(item, group, payload)
   local name = group.task_id .. '#' .. string.format('%.0f', rec.a)
   if rec.l == '' or rec.l ~= item.lease_id or name ~= group.group_id then return 'LEASE_LOST' end
   if group.num_trajectories ~= rec.n then return 'WRONG_SIZE' end
-  if not are_known(group.versions) then return 'FUTURE_VERSION' end
+  if not are_announced(group.versions) then return 'FUTURE_VERSION' end
   end_lease(rec.l)
   rec.l, rec.g, rec.d, rec.v = '', group.group_id, group.digest, group.versions
   redis.call('HDEL', key('tasks'), rec.id)
@@ -42,7 +42,7 @@ local function append_scored(item, group, payload)
   rec.sc = true
   move(rec, 'scored')
   add_entry(rec, 'scored', payload)
-  -- The lease had expired and nobody took over: nobody has to, now.
+  -- The lease had expired and nobody took the group over; nobody needs to score it now.
   if is_ready(rec, 'unscored') then remove_entry(rec, 'unscored') end
   save(rec)
   return ''

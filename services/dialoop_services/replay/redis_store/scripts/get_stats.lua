@@ -13,7 +13,7 @@ for i = 1, #flat, 2 do
   local ledger, value = ledgers[tonumber(purpose)], tonumber(flat[i + 1])
   local group_reason = name and string.match(name, '^dropped:(.*)$')
   local trajectory_reason = name and string.match(name, '^t:dropped:(.*)$')
-  if not ledger or value == 0 then -- of the whole run, or nothing to list
+  if not ledger or value == 0 then -- a count of the whole run, or 0, is not listed
   elseif FIELDS[name] then ledger[FIELDS[name]] = value
   elseif group_reason then ledger.num_groups_dropped[group_reason] = value
   elseif trajectory_reason then ledger.num_trajectories_dropped[trajectory_reason] = value end

@@ -1,7 +1,7 @@
 local stage, ready = call.stage, key('ready:' .. call.stage)
 local lineage, number = meta('lineage'), tonumber(meta('number'))
 
--- The rule of services/dialoop_services/rl/staleness.py.
+-- The same rule as services/dialoop_services/rl/staleness.py.
 local function is_stale(rec)
   if stage ~= 'scored' or not call.max_staleness or not number then return false end
   for sampled_in, span in pairs(rec.v) do
@@ -46,7 +46,7 @@ for i, rec in ipairs(chosen) do
   if entry.n > 1 then count('redelivered', 1) end
   if stage ~= 'unscored' then move(rec, 'training') end
   save(rec)
-  -- FORCE makes it pending under this worker whoever had it before, or nobody.
+  -- FORCE makes the entry pending under this worker, even if it was not pending before.
   local claimed = redis.call(
     'XCLAIM', key(stage), WORKERS, call.worker, 0, entry_id(entry), 'FORCE')
   leases[i] = {lease_id = entry.l, num_deliveries = entry.n, expires_in_s = call.lease_s}

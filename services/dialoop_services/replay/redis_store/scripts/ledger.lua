@@ -1,19 +1,19 @@
--- Put before every other script: one run's ledger and the transitions between its states, the same
--- as services/dialoop_services/replay/memory_store/ledger.py, function for function.
+-- One run's ledger and the transitions between its states, the same functions as in
+-- services/dialoop_services/replay/memory_store/ledger.py. This text precedes every other script.
 --
--- KEYS[1]   "dialoop:{run}:"; all keys begin so and share a cluster slot through the braces
+-- KEYS[1]   "dialoop:{run}:", the prefix of all keys; its braces put them into one cluster slot
 -- ARGV[1]   now in ms, or "" for this server's clock
--- ARGV[2]   the request's fields as JSON, with `limits` (QueueLimits) and `store`; a task or group
---           is there by its facts (GroupFacts), and follows as raw bytes from ARGV[3]
+-- ARGV[2]   the request's fields as JSON, with `limits` (QueueLimits) and `store`; of a task or
+--           group it has the facts (GroupFacts), and ARGV[3] and later have the raw bytes
 --
--- A script returns the response's fields as JSON, then its tasks or groups as raw bytes in order;
--- or {refused = reason, detail}.
+-- A script returns the response's fields as JSON, then its tasks or groups as raw bytes in order.
+-- If it refuses the request it returns {refused = reason, detail}.
 --
 -- meta      hash: cursor, lineage, number, max_outstanding, order, token
 -- lineages  hash: lineage -> highest number announced
 -- counts    hash: "<purpose>:<state>", "<purpose>:dropped:<reason>", "<purpose>:t:...", ...
--- tasks     hash: task id -> serialised task, until the task's group arrived or was dropped
--- ledger    hash: task id -> record as JSON (below); small, and kept for idempotency
+-- tasks     hash: task id -> serialised task, until its group is appended or dropped
+-- ledger    hash: task id -> record as JSON (below); small, and kept so that repeats are noticed
 -- offered:<purpose>  zset: task id by order       ready:<stage>  zset: task id by entry order
 -- deadlines          zset: lease id by deadline
 -- unscored, scored, evaluation, dead   streams: {g = group id, b = serialised group}
@@ -71,7 +71,7 @@ end
 local function deadline(lease_s) return now + math.floor(lease_s * 1000 + 0.5) end
 
 local function new_lease(kind, task_id)
-  -- Tokens begin at the clock so that leases of a purged run stay lost.
+  -- Tokens start at the clock, so that leases of a purged run are never used again.
   redis.call('HSETNX', key('meta'), 'token', string.format('%.0f', now * 1000))
   local token = redis.call('HINCRBY', key('meta'), 'token', 1)
   local lease = kind .. '/' .. string.format('%.0f', token) .. '/' .. task_id
@@ -155,7 +155,7 @@ local function uncount_dead(rec)
   count(rec.p .. ':t:dropped:dead_letter', -rec.n)
 end
 
--- Let go of a dead letter's group; it stays dropped, now for this reason.
+-- Delete a dead letter; its group stays dropped, with dead_letter_forgotten as reason.
 local function forget_letter(item)
   local rec = load(string.match(item[2][2], '^(.*)#%d+$'))
   redis.call('XDEL', key('dead'), item[1])
@@ -165,7 +165,7 @@ local function forget_letter(item)
   save(rec)
 end
 
-local function bury(rec, stage, reason)
+local function add_dead_letter(rec, stage, reason)
   local entry = rec.e[stage]
   local id = redis.call('XADD', key('dead'), '*', 'g', rec.g, 'b', read(stage, entry_id(entry)))
   rec.dead = {id = id, stage = stage, reason = reason, n = entry.n}
@@ -183,13 +183,13 @@ local function redeliver(rec, stage, reason, failed, aside)
   local entry = rec.e[stage]
   end_lease(entry.l)
   if stage == 'unscored' and rec.sc then
-    -- The scored copy stands: nothing is left to do here.
+    -- The scored copy is in the queue, so nobody needs the unscored one.
     remove_entry(rec, stage)
     return false
   end
   if failed then entry.f = entry.f + 1 end
   if aside or entry.f >= limits.max_deliveries then
-    bury(rec, stage, reason)
+    add_dead_letter(rec, stage, reason)
     return true
   end
   if rec.s == 'training' or rec.s == 'trained' then move(rec, 'scored') end
@@ -203,7 +203,7 @@ local function held_task(lease)
   return rec and rec.l == lease and rec or nil
 end
 
--- The entry this lease was the last to hold, even if it expired or left since.
+-- Return the group whose last lease this is, even if it expired or left since.
 local function held_group(lease)
   local kind, id = parse_lease(lease)
   local rec = kind and kind ~= 'task' and load(id)
@@ -211,11 +211,11 @@ local function held_group(lease)
   if entry and entry.l == lease then return rec, kind, entry end
 end
 
--- Let the holder keep the group for lease_s, also if it expired but nobody took it.
+-- Extend a group's lease to lease_s from now, even if it expired and nobody took it.
 local function hold(rec, stage, lease_s)
   local entry = rec.e[stage]
   if redis.call('ZREM', key('ready:' .. stage), rec.id) == 1 then
-    -- It had run out, which counted as a failure; but here is its holder.
+    -- Its expiry counted as a failure, but the holder is still at work.
     if not entry.i then entry.f = entry.f - 1 end
     if stage ~= 'unscored' then move(rec, 'training') end
   end

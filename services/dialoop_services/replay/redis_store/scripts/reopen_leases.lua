@@ -1,4 +1,4 @@
--- All or none.
+-- Reopen all leases, or none if one is lost.
 local lost, held, bytes = {}, {}, 0
 for i, lease in ipairs(call.lease_ids) do
   local rec, stage, entry = held_group(lease)
@@ -13,12 +13,12 @@ if #lost > 0 then return {cjson.encode({lost_lease_ids = lost})} end
 if bytes > limits.max_lease_bytes then return refused('TOO_LARGE') end
 
 local leases, reply = {}, {''}
-for i, one in ipairs(held) do
-  hold(one.rec, one.stage, call.lease_s)
-  one.entry.i = true
-  save(one.rec)
-  leases[i] = {lease_id = one.entry.l, num_deliveries = one.entry.n, expires_in_s = call.lease_s}
-  reply[i + 1] = read(one.stage, entry_id(one.entry))
+for i, group in ipairs(held) do
+  hold(group.rec, group.stage, call.lease_s)
+  group.entry.i = true
+  save(group.rec)
+  leases[i] = {lease_id = group.entry.l, num_deliveries = group.entry.n, expires_in_s = call.lease_s}
+  reply[i + 1] = read(group.stage, entry_id(group.entry))
 end
 reply[1] = cjson.encode({leases = leases})
 return reply

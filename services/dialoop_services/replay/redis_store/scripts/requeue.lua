@@ -1,4 +1,4 @@
--- All or none.
+-- Requeue all groups, or none if one is not a dead letter.
 local records = {}
 for i, group in ipairs(call.group_ids) do
   local id = string.match(group, '^(.*)#%d+$')
