@@ -39,7 +39,14 @@ BLOCK = re.compile(r"(?:<!-- (test|not run|output): (.*?) -->\n)?^```(\w*)\n(.*?
 TESTED_HERE = frozenset(
     {"agent", "capitals", "curl", "in_process", "loss", "python_environment", "sdk", "template"}
 )
-TESTED_ELSEWHERE = {"grpo_by_hand": "tests/e2e/test_grpo_by_hand.py"}
+TESTED_ELSEWHERE = {
+    "grpo_by_hand": "tests/e2e/test_grpo_by_hand.py",
+    "add_config_key": "tests/e2e/test_places_to_touch.py",
+    "add_loss": "tests/e2e/test_places_to_touch.py",
+    "add_rpc": "tests/e2e/test_places_to_touch.py",
+    "add_template_family": "tests/e2e/test_places_to_touch.py",
+    "add_trajectory_field": "tests/e2e/test_places_to_touch.py",
+}
 LIGHT = """
 run = "default"
 engine = "transformers"
