@@ -14,7 +14,8 @@ from dialoop.reasons import DropReason, Reason
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reasons.md"
 HEAD = """# Reasons
 
-Every error carries a `reason`, over gRPC, over REST and in the SDK. Match on it, not on the message:
+Every error carries a `reason`, over gRPC, over REST and in the SDK. Match on the reason, not on the
+message:
 
 | where | how |
 |---|---|

@@ -46,6 +46,7 @@ def rpc(folder: Path) -> None:
 
 
 async def _call_rpc() -> None:
+    import pytest
     from dialoop.clients.blocking.template import BlockingTemplateClient
     from dialoop.clients.channel import Channel
     from dialoop.clients.template import TemplateClient
@@ -58,12 +59,8 @@ async def _call_rpc() -> None:
     async with service("inference") as server, Channel(server.address) as channel:
         client = TemplateClient(channel)
         assert await client.source("qwen") == expected
-        try:
+        with pytest.raises(NotFound, match="unheard_of"):
             await client.source("unheard_of")
-        except NotFound as error:
-            assert error.reason == "TEMPLATE_NOT_FOUND"
-        else:
-            raise AssertionError("a template of that name was found")
         async with http_of(server) as http:
             answer = await http.get("/v1/templates/qwen")
             assert (answer.status_code, answer.json()) == (200, {"source": expected})
@@ -75,6 +72,7 @@ async def _call_rpc() -> None:
 
 def config_key(folder: Path) -> None:
     """Read the key from a job file into the trainer's optimiser."""
+    import pytest
     import torch
     from dialoop.errors import InvalidConfig
     from dialoop_services.config.file import load_config, toml_of
@@ -90,12 +88,8 @@ def config_key(folder: Path) -> None:
     (adamw,) = optimizer.torch_optimizers
     assert adamw.param_groups[0]["betas"] == (0.9, 0.99)
     path.write_text(BETA2.replace("0.99", "1.5"), encoding="utf-8")
-    try:
+    with pytest.raises(InvalidConfig, match="beta2"):
         load_config(path, environment={})
-    except InvalidConfig as error:
-        assert "beta2" in error.message
-    else:
-        raise AssertionError("a beta2 of 1.5 was taken")
 
 
 def loss(folder: Path) -> None:
