@@ -108,8 +108,9 @@ async def main(seed: int, folder: Path) -> dict[str, float]:  # noqa: PLR0915 - 
     async def play(split: str, keys: list[str], group_size: int) -> list[Group]:
         """Play a group of episodes of each task, all at once."""
         # A member resets its session, then samples and steps until the environment ends it. In the
-        # services a task is leased from a queue (replay/servicer.py) and played (collector/player.py);
-        # its group goes into the queue that the scorer and the trainer lease from.
+        # services a task is leased from a queue (replay/servicer.py) and played
+        # (collector/player.py); its group goes into the queue that the scorer and the trainer lease
+        # from.
         tasks = [
             Task(
                 task_id=key,

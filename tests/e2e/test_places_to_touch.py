@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+# At most 15 CPU seconds each; a machine that is busy is no fault of what is tested.
+pytestmark = pytest.mark.timeout(600)
+
 ROOT = Path(__file__).parents[2]
 GENERATED = ("client/dialoop/v1/", "client/dialoop/clients/blocking/")
 PRODUCT = ("client/dialoop/", "services/dialoop_services/", "proto/")
@@ -54,11 +57,15 @@ def run(*command: str | Path, folder: Path, **variables: str) -> None:
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
 
-def patched_copy(folder: Path, patch: str) -> None:
-    """Copy the product, apply the diff, and generate what follows from it."""
+def copy_product(folder: Path) -> None:
+    """Copy what is written by hand, and what generates the rest."""
     for name in ("client/dialoop", "services/dialoop_services", "proto", "infra"):
         shutil.copytree(ROOT / name, folder / name)
     shutil.copy(ROOT / "pyproject.toml", folder)
+
+
+def apply_patch(patch: str, folder: Path) -> None:
+    """Apply the diff to a copy of the product, and generate what follows from it."""
     (folder / "example.patch").write_text(patch, encoding="utf-8")
     # Outside any repository: git leaves paths alone that a repository around it does not have.
     run("git", "apply", "example.patch", folder=folder, GIT_CEILING_DIRECTORIES=str(folder.parent))
@@ -69,6 +76,14 @@ def patched_copy(folder: Path, patch: str) -> None:
         run(sys.executable, "infra/generate_blocking.py", folder=folder)
 
 
+def use(example: str, folder: Path) -> None:
+    """Use in a fresh interpreter what an example adds to the copy."""
+    paths = (folder / "client", folder / "services", folder, ROOT)
+    program = "tests.support.programs.places_to_touch"
+    search = os.pathsep.join(map(str, paths))
+    run(sys.executable, "-m", program, example, folder, folder=folder, PYTHONPATH=search)
+
+
 @pytest.mark.parametrize("example", LIMITS)
 def test_an_addition_touches_few_files_and_works(example: str, tmp_path: Path) -> None:
     patch = patch_of(example)
@@ -77,14 +92,13 @@ def test_an_addition_touches_few_files_and_works(example: str, tmp_path: Path) -
     assert not any(path.startswith(GENERATED) for path in paths), paths
     assert 0 < len(paths) <= LIMITS[example], paths
 
-    patched_copy(tmp_path, patch)
+    copy_product(tmp_path)
+    apply_patch(patch, tmp_path)
     modules = [path for path in paths if path.endswith(".py")]
     ruff = (sys.executable, "-m", "ruff")
     run(*ruff, "check", "--no-cache", *modules, folder=tmp_path)
     run(*ruff, "format", "--no-cache", "--check", *modules, folder=tmp_path)
-    search = os.pathsep.join(map(str, (tmp_path / "client", tmp_path / "services", ROOT)))
-    program = "tests.support.programs.places_to_touch"
-    run(sys.executable, "-m", program, example, tmp_path, folder=tmp_path, PYTHONPATH=search)
+    use(example, tmp_path)
 
 
 def test_every_example_of_contributing_has_a_limit() -> None:
