@@ -34,12 +34,26 @@ from tests.support.patience import PATIENCE_S
 from tests.support.stack_jobs import Job, wait_for
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+DECISIONS = ROOT / "infra" / "decisions"
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks" / "README.md",
+    DECISIONS / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+)
 BLOCK = re.compile(r"(?:<!-- (test|not run|output): (.*?) -->\n)?^```(\w*)\n(.*?)^```", re.M | re.S)
 TESTED_HERE = frozenset(
     {"agent", "capitals", "curl", "in_process", "loss", "python_environment", "sdk", "template"}
 )
-TESTED_ELSEWHERE = {"grpo_by_hand": "tests/e2e/test_grpo_by_hand.py"}
+TESTED_ELSEWHERE = {
+    "grpo_by_hand": "tests/e2e/test_grpo_by_hand.py",
+    "add_config_key": "tests/e2e/test_places_to_touch.py",
+    "add_loss": "tests/e2e/test_places_to_touch.py",
+    "add_rpc": "tests/e2e/test_places_to_touch.py",
+    "add_template_family": "tests/e2e/test_places_to_touch.py",
+    "add_trajectory_field": "tests/e2e/test_places_to_touch.py",
+}
 LIGHT = """
 run = "default"
 engine = "transformers"
@@ -109,6 +123,11 @@ def test_every_path_and_link_exists() -> None:
             assert (ROOT / path).exists(), f"{page.name} names {path}"
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_every_decision_is_listed() -> None:
+    listed = re.findall(r"\]\((0[\w-]+\.md)\)", (DECISIONS / "README.md").read_text("utf-8"))
+    assert listed == sorted(path.name for path in DECISIONS.glob("0*.md"))
 
 
 def test_every_module_and_command_named_exists() -> None:

@@ -1,0 +1,168 @@
+"""Show that what a worked example of CONTRIBUTING.md adds is there and works.
+
+python -m tests.support.programs.places_to_touch loss FOLDER
+
+The test runs it in a fresh interpreter on a copy of the product that has the example's patch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import dialoop
+
+TOPR = 'run = "mine"\n[train]\nloss = "topr"\nnum_steps = 1\n'
+BETA2 = 'run = "mine"\n[train]\nbeta2 = 0.99\nnum_steps = 1\n'
+
+
+def trajectory_field(folder: Path) -> None:
+    """Play an episode, and send its record over the wire and back."""
+    from dialoop import LocalEnvironmentClient, Task, arithmetic, play
+    from dialoop.testing import ScriptedPolicy
+    from dialoop.v1 import trajectory_pb2
+    from dialoop.wire import trajectory_from_proto, trajectory_to_proto
+
+    environment = arithmetic()
+    key = environment.tasks.keys("train")[0]
+    task = Task(task_id=key, environment=environment.name, split="train", key=key)
+    policy = ScriptedPolicy(["Result=1<submit>"])
+    sessions = LocalEnvironmentClient(environment)
+    trajectory = asyncio.run(play(task, sessions=sessions, policy=policy))
+    assert trajectory.play_s > 0
+
+    sent = trajectory_to_proto(trajectory).SerializeToString()
+    arrived = trajectory_pb2.Trajectory.FromString(sent)
+    assert trajectory_from_proto(arrived).play_s == trajectory.play_s
+    arrived.ClearField("play_s")  # as a sender that does not know the field
+    assert trajectory_from_proto(arrived).play_s == 0.0
+
+
+def rpc(folder: Path) -> None:
+    """Call the rpc over gRPC with both clients' code, and over REST."""
+    asyncio.run(_call_rpc())
+
+
+async def _call_rpc() -> None:
+    import pytest
+    from dialoop.clients.blocking.template import BlockingTemplateClient
+    from dialoop.clients.channel import Channel
+    from dialoop.clients.template import TemplateClient
+    from dialoop.errors import NotFound
+    from dialoop.templates.registry import named_template
+
+    from tests.support.rest_world import http_of, service
+
+    expected = named_template("qwen").source
+    async with service("inference") as server, Channel(server.address) as channel:
+        client = TemplateClient(channel)
+        assert await client.source("qwen") == expected
+        with pytest.raises(NotFound, match="unheard_of"):
+            await client.source("unheard_of")
+        async with http_of(server) as http:
+            answer = await http.get("/v1/templates/qwen")
+            assert (answer.status_code, answer.json()) == (200, {"source": expected})
+            assert (await http.get("/v1/templates/unheard_of")).status_code == 404
+            described = (await http.get("/openapi.json")).json()["paths"]
+            assert "get" in described["/v1/templates/{template_name}"]
+    assert callable(BlockingTemplateClient.source)
+
+
+def config_key(folder: Path) -> None:
+    """Read the key from a job file into the trainer's optimiser."""
+    import pytest
+    import torch
+    from dialoop.errors import InvalidConfig
+    from dialoop_services.config.file import load_config, toml_of
+    from dialoop_services.learning.optim import GuardedOptimizer
+    from dialoop_services.runtime.settings import load
+    from dialoop_services.trainer.learner.learner import optimizer_of
+    from dialoop_services.trainer.settings import TrainerSettings
+
+    path = _job_file(folder, BETA2)
+    assert "\nbeta2 = 0.99  # Decay of" in toml_of(load_config(path, environment={}))
+    settings = optimizer_of(load(TrainerSettings))
+    optimizer = GuardedOptimizer([torch.nn.Parameter(torch.zeros(2))], settings)
+    (adamw,) = optimizer.torch_optimizers
+    assert adamw.param_groups[0]["betas"] == (0.9, 0.99)
+    path.write_text(BETA2.replace("0.99", "1.5"), encoding="utf-8")
+    with pytest.raises(InvalidConfig, match="beta2"):
+        load_config(path, environment={})
+
+
+def loss(folder: Path) -> None:
+    """Train one update with the loss that a job file names."""
+    from dataclasses import replace
+
+    import torch
+    from dialoop.sequences import PolicyVersion, Source, sequence_of
+    from dialoop_services.config.losses import facts_of
+    from dialoop_services.learning.model.policy import load_policy
+    from dialoop_services.learning.model.tiny import make_tiny_model
+    from dialoop_services.learning.optim import GuardedOptimizer
+    from dialoop_services.learning.packing.rows import TokenRow, pack_rows
+    from dialoop_services.learning.training import update
+    from dialoop_services.runtime.settings import load
+    from dialoop_services.trainer.learner.learner import objective_of, optimizer_of
+    from dialoop_services.trainer.settings import TrainerSettings
+
+    torch.set_num_threads(1)
+    _job_file(folder, TOPR)
+    settings = load(TrainerSettings)
+    assert settings.loss == "topr"
+    assert not facts_of(settings.loss).divide_by_std
+
+    version = PolicyVersion(lineage="main", number=0)
+    parts = [([5, 6], {"source": Source.PROMPT})]
+    parts += [([7, 8, 9], {"source": Source.MODEL, "policy_version": version})]
+    sequence = sequence_of(parts, logprobs=[-1.0, -1.0, -1.0])
+    rows = [TokenRow.from_sequence(replace(sequence, advantage=value)) for value in (1.0, -0.5)]
+    policy = load_policy(make_tiny_model(folder / "model", seed=0))
+    optimizer = GuardedOptimizer(policy.parameters(), optimizer_of(settings))
+    before = policy(pack_rows(rows[:1]), temperature=1.0).logprobs.sum().item()
+    report = update(policy, optimizer, [pack_rows(rows)], objective_of(settings))
+    assert report.step.applied
+    assert report.step.grad_norm > 0
+    assert policy(pack_rows(rows[:1]), temperature=1.0).logprobs.sum().item() > before
+
+
+def template_family(folder: Path) -> None:
+    """Render with the template that is chosen for the family, and read the text back."""
+    import tokenizers
+    from dialoop import History, Message
+    from dialoop.templates.registry import TemplateRegistry, named_template
+    from dialoop.tokens.tokenizer import Tokenizer
+
+    template = named_template("phi")
+    talk = (Message(role="user", content="1+2?"), Message(role="assistant", content="3"))
+    text = template.render(History(talk), add_generation_prompt=False)
+    assert text == "<|user|>\n1+2?<|end|>\n<|assistant|>\n3<|end|>\n"
+    assert tuple(template.parse(text)) == talk
+    assert template.has_generation_blocks
+
+    engines = (tokenizers.Tokenizer(tokenizers.models.BPE()) for _ in range(2))
+    without_template = Tokenizer(*engines, {"name_or_path": "microsoft/Phi-4-mini-instruct"})
+    assert TemplateRegistry().choose(without_template).name == "phi"
+
+
+def _job_file(folder: Path, text: str) -> Path:
+    path = folder / "job.toml"
+    path.write_text(text, encoding="utf-8")
+    os.environ["DIALOOP_CONFIG"] = str(path)
+    return path
+
+
+EXAMPLES = {
+    "add_trajectory_field": trajectory_field,
+    "add_rpc": rpc,
+    "add_config_key": config_key,
+    "add_loss": loss,
+    "add_template_family": template_family,
+}
+
+if __name__ == "__main__":
+    name, folder = sys.argv[1], Path(sys.argv[2]).resolve()
+    assert Path(dialoop.__file__).is_relative_to(folder), "another dialoop than the patched copy"
+    EXAMPLES[name](folder)
