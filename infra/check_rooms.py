@@ -43,12 +43,9 @@ _BEING_MOVED = {
         services/dialoop_services/trainer
     """,
     "small": """
-        dialoop.text_environment.display dialoop_services.inference.weights.policy_adapters
+        dialoop.text_environment.display
         dialoop.environments.tools.code_blocks dialoop.sandbox.confined.work
         dialoop.tokens.decoded_cache dialoop_services.environment.holding
-        dialoop_services.inference.rendered_sequence
-        dialoop_services.inference.transformers_engine.model
-        dialoop_services.inference.vllm_engine.environment
         dialoop_services.scorer.servicer dialoop_services.stack.report.gates
         dialoop_services.stack.report.transcripts
     """,

@@ -36,6 +36,7 @@ from dialoop import (
     arithmetic,
     play_group,
 )
+from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.generate import EnginePolicy
 from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
@@ -92,7 +93,8 @@ async def main(seed: int, folder: Path) -> dict[str, float]:  # noqa: PLR0915 - 
     # It has weights of its own and samples all sequences that are under way in one batch. Here
     # trainer and engine take turns; the services let the engine go on while the trainer works.
     engine = await TransformersEngine.start(
-        model_dir, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS, seed=seed
+        model_dir,
+        EngineOptions(max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS, seed=seed),
     )
     player = EnginePolicy(engine, renderer)
     # Temperature 1 and nothing cut off: the engine's log-probs are those of the policy itself.

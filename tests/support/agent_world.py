@@ -120,15 +120,21 @@ class ScriptedEngine:
     num_running: int = 0
     is_alive: bool = True
     policy_version: PolicyVersion = BASE_VERSION
-    transfer_backend: str = ""
     fails: Callable[[int], Exception | None] = lambda number: None
 
     def __post_init__(self) -> None:
         self._tokenizer = Tokenizer.from_directory(self.directory)
         self.vocab_size = self._tokenizer.vocab_size
 
-    async def sample(
-        self, prompt_ids, sampling, *, stop, num_samples=1, on_tokens=None, **given
+    async def sample(self, prompt_ids, sampling, *, stop, num_samples=1) -> tuple[Sampled, ...]:
+        return await self._answers(prompt_ids, sampling, stop, num_samples, None)
+
+    async def stream(self, prompt_ids, sampling, *, stop, on_tokens) -> Sampled:
+        (sampled,) = await self._answers(prompt_ids, sampling, stop, 1, on_tokens)
+        return sampled
+
+    async def _answers(
+        self, prompt_ids, sampling, stop, num_samples, on_tokens
     ) -> tuple[Sampled, ...]:
         answers = [self._next() for _ in range(num_samples)]
         self.num_running += 1
@@ -136,8 +142,8 @@ class ScriptedEngine:
             error = self.fails(len(self.log))
             return tuple(
                 [
-                    await self._answer(tuple(prompt_ids), one, sampling, stop, on_tokens, error)
-                    for one in answers
+                    await self._answer(tuple(prompt_ids), answer, sampling, stop, on_tokens, error)
+                    for answer in answers
                 ]
             )
         finally:
@@ -199,6 +205,11 @@ class LoggingEngine:
     async def sample(self, prompt_ids: Sequence[int], *arguments, **given):
         sampled = await self._engine.sample(prompt_ids, *arguments, **given)
         self.log += [Sampling(tuple(prompt_ids), one.token_ids) for one in sampled]
+        return sampled
+
+    async def stream(self, prompt_ids: Sequence[int], *arguments, **given):
+        sampled = await self._engine.stream(prompt_ids, *arguments, **given)
+        self.log.append(Sampling(tuple(prompt_ids), sampled.token_ids))
         return sampled
 
 

@@ -20,6 +20,7 @@ from dialoop.errors import (
 from dialoop.sequences import PolicyVersion
 from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_server
+from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.replica.device_lease import DeviceTurn
 from dialoop_services.inference.replica.replica import Replica
@@ -77,7 +78,8 @@ async def world(
     """A replica that may read `root`, or is on another host; with a REST door if asked."""
     root.mkdir(exist_ok=True)
     engine = await TransformersEngine.start(
-        model_dir, max_model_len=MAX_MODEL_LEN, max_num_seqs=16, adapters=adapters
+        model_dir,
+        EngineOptions(max_model_len=MAX_MODEL_LEN, max_num_seqs=16, adapters=adapters),
     )
     server = GrpcServer(ServerSettings(port=0, rest_port=0 if has_rest else None))
 

@@ -79,12 +79,10 @@ class TwinEngine:
 
     name, version, max_model_len, vocab_size = "twin", "1", 200, 258
     policy_version = MAIN_3
-    is_alive, num_running, transfer_backend = True, 0, ""
+    is_alive = True
     adapter_space = AdapterSpace(limits=AdapterLimits(max_adapters=1, max_rank=8), shapes={})
 
-    async def sample(
-        self, prompt_ids, sampling, *, stop, num_samples=1, on_tokens=None, adapter=None
-    ):
+    async def sample(self, prompt_ids, sampling, *, stop, num_samples=1, adapter=None):
         ids = (*byte_tokenizer().encode("7").ids, *byte_tokenizer().end_of_turn_ids[:1])
         spans = (VersionSpan(start=0, length=len(ids), policy_version=MAIN_3),)
         one = Sampled(
@@ -93,10 +91,13 @@ class TwinEngine:
             versions=spans,
             stop_reason=StopReason.STOP,
         )
-        if on_tokens is not None:
-            for token, logprob in zip(ids, one.logprobs, strict=True):
-                on_tokens(Piece(token_ids=(token,), logprobs=(logprob,), policy_version=MAIN_3))
         return (one,) * min(num_samples, 4)
+
+    async def stream(self, prompt_ids, sampling, *, stop, on_tokens, adapter=None):
+        (sampled,) = await self.sample(prompt_ids, sampling, stop=stop)
+        for token, logprob in zip(sampled.token_ids, sampled.logprobs, strict=True):
+            on_tokens(Piece(token_ids=(token,), logprobs=(logprob,), policy_version=MAIN_3))
+        return sampled
 
     async def logprobs(self, token_ids, *, adapter=None):
         require_ids(token_ids, vocab_size=self.vocab_size)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dialoop.episode import Sample
     from dialoop.sequences import Ids, Sequence
 
-    from dialoop_services.inference.engine import Engine, OnTokens, Sampled, StopTokens
+    from dialoop_services.inference.engine import Engine, Sampled, StopTokens
     from dialoop_services.inference.rendering import Renderer
 
 
@@ -40,7 +40,6 @@ class Sampler(Protocol):
         *,
         stop: StopTokens,
         num_samples: int = 1,
-        on_tokens: OnTokens | None = None,
     ) -> tuple[Sampled, ...]:
         """Sample `num_samples` continuations."""
         ...
@@ -52,9 +51,8 @@ async def generate(
     *,
     renderer: Renderer,
     max_model_len: int,
-    on_tokens: OnTokens | None = None,
 ) -> tuple[Sample, ...]:
-    """Answer `ask` with `ask.num_samples` samples; `on_tokens` sees the tokens as they come."""
+    """Answer `ask` with `ask.num_samples` samples."""
     started = time.perf_counter()
     prompt = renderer.prompt(
         ask, room=ask.sampling.max_new_tokens or 0, max_model_len=max_model_len
@@ -64,7 +62,6 @@ async def generate(
         ask.sampling,
         stop=renderer.stop_tokens(ask.sampling.stop),
         num_samples=ask.num_samples,
-        on_tokens=on_tokens,
     )
     made = [renderer.sample(prompt, one) for one in sampled]
     num_cut = prompt.num_truncated_tokens if isinstance(prompt, RawPrompt) else 0

@@ -154,10 +154,13 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
     ) -> pb.GenerateResponse:
         samples = await generate(
             ask_of(request, max_new_tokens=self._max_new_tokens),
-            partial(self._replica.sample, adapter=request.adapter),
+            partial(
+                self._replica.sample,
+                adapter=request.adapter,
+                on_tokens=None if pieces is None else pieces.put_nowait,
+            ),
             renderer=self._renderer,
             max_model_len=self._replica.engine.max_model_len,
-            on_tokens=None if pieces is None else pieces.put_nowait,
         )
         return generated_to_proto(samples)
 

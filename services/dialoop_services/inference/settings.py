@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from pydantic_settings import SettingsConfigDict
 
+from dialoop_services.config.engines import EngineName
 from dialoop_services.config.job import JobConfig
 from dialoop_services.config.settings import JobSettings, job_key
 from dialoop_services.config.tables import DEVICE_PLANES, Dtype, InferenceFields
@@ -23,8 +24,8 @@ class InferenceSettings(JobSettings, InferenceFields):
 
     model_dir: Path
     """Hugging Face model directory with its tokenizer."""
-    engine: Literal["vllm", "transformers"] = job_key("engine")
-    """What samples; nothing falls back to the other by itself."""
+    engine: EngineName = job_key("engine")
+    """What samples: vllm, transformers, or the import path of an engine, module:Class."""
     seed: int = job_key("seed")
     """Seeds sampling of requests that carry no seed."""
     weights_root: Path | None = None

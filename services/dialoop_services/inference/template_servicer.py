@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.chat import History
 from dialoop.errors import AlreadyExists, InvalidInput, Unsupported
 from dialoop.reasons import Reason
+from dialoop.sequences import Sequence, Source, sequence_of
 from dialoop.templates.chat_template import require_variables
 from dialoop.templates.masks import Rendered, content_spans, tokenised
 from dialoop.templates.registry import TemplateInfo
@@ -16,13 +17,13 @@ from dialoop.v1 import template_service_pb2_grpc as rpc
 from dialoop.wire import history_from_proto, history_to_proto, sequence_to_proto, tool_from_proto
 from dialoop.wire.templates import template_info_to_proto, template_parser_from_proto
 
-from dialoop_services.inference.rendered_sequence import rendered_sequence
 from dialoop_services.inference.requests import template_options_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import grpc
-    from dialoop.sequences import Sequence
-    from dialoop.templates.chat_template import ChatTemplate
+    from dialoop.templates.chat_template import ChatTemplate, Span
 
     from dialoop_services.inference.rendering import Renderer
 
@@ -130,4 +131,33 @@ class TemplateServicer(rpc.TemplateServiceServicer):
             given = {"with_mask": False, "with_offsets": True, **options}
             found = replace(tokenised(template, tokenizer, history, **given), assistant_mask=None)
         spans = content_spans(template, history, found.text, **options) or {}
-        return found, rendered_sequence(found, spans)
+        return found, _rendered_sequence(found, spans)
+
+
+def _rendered_sequence(rendered: Rendered, contents: Mapping[int, Span]) -> Sequence:
+    """Return a rendered conversation as segments: PROMPT where a content stands, else TEMPLATE.
+
+    contents: the characters of the content of each message, by its index. A token belongs to where
+    its first character stands. Without contents everything is PROMPT.
+    """
+    ids = rendered.token_ids.tolist()
+    if rendered.offsets is None or not contents:
+        return sequence_of([(ids, {"source": Source.PROMPT})])
+    starts = rendered.offsets[:, 0]
+    pieces: list[tuple[list[int], dict[str, Any]]] = []
+    done = 0
+    for index, (begin, end) in sorted(contents.items(), key=lambda item: item[1]):
+        first, last = int((starts < begin).sum()), int((starts < end).sum())
+        pieces.append((ids[done:first], {"source": Source.TEMPLATE}))
+        if last > first:
+            char_start = int(starts[first]) - begin
+            fields = {
+                "source": Source.PROMPT,
+                "message_index": index,
+                "char_start": char_start,
+                "char_length": end - begin - char_start,
+            }
+            pieces.append((ids[first:last], fields))
+        done = last
+    pieces.append((ids[done:], {"source": Source.TEMPLATE}))
+    return sequence_of(pieces)

@@ -16,7 +16,7 @@ from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
 from dialoop_services.inference.replica.device_lease import DeviceTurn
 from dialoop_services.inference.transformers_engine import engine as transformers_engine
-from dialoop_services.inference.transformers_engine.model import score
+from dialoop_services.inference.transformers_engine.engine import score
 from dialoop_services.runtime.device_lock import DeviceLock
 
 from tests.support.inference_world import (  # noqa: F401

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from dialoop_services.inference.engine import Engine
+    from dialoop_services.inference.engine import Engine, EngineOptions
 
 TOLERANCE = 1e-5
 LIMITS = AdapterLimits(max_adapters=2, max_rank=8)
@@ -49,18 +49,15 @@ pytestmark = [
 
 
 async def start(kind: str, folder: Path) -> Engine:
+    options = EngineOptions(max_model_len=MAX_MODEL_LEN, adapters=LIMITS)
     if kind == "vllm":
         pytest.importorskip("vllm")
         from dialoop_services.inference.vllm_engine.engine import VllmEngine
-        from dialoop_services.inference.vllm_engine.options import VllmOptions
 
-        options = VllmOptions(max_model_len=MAX_MODEL_LEN, adapters=LIMITS)
         return await VllmEngine.start(folder, options)
     from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 
-    return await TransformersEngine.start(
-        folder, max_model_len=MAX_MODEL_LEN, max_num_seqs=64, adapters=LIMITS
-    )
+    return await TransformersEngine.start(folder, options)
 
 
 class World:

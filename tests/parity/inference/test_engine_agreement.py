@@ -95,7 +95,7 @@ async def test_every_token_rescores_under_its_version_after_publishes_on_the_way
     first, told = world.engine.policy_version, []
     tasks = [
         asyncio.create_task(
-            world.engine.sample(prompt, sampling, stop=NO_STOP, on_tokens=told.append)
+            world.engine.stream(prompt, sampling, stop=NO_STOP, on_tokens=told.append)
         )
         for prompt in asked
     ]
@@ -103,7 +103,7 @@ async def test_every_token_rescores_under_its_version_after_publishes_on_the_way
         while sum(len(piece.token_ids) for piece in told) < number * 16 * 10:
             await asyncio.sleep(0.002)
         await world.publish(mode)
-    answers = [(await task)[0] for task in tasks]
+    answers = [await task for task in tasks]
     seen = {span.policy_version for sampled in answers for span in sampled.versions}
     assert len(seen) >= 2
     assert first in seen
@@ -128,7 +128,7 @@ async def test_kept_keys_are_for_those_under_way_alone(world: Gated) -> None:
     prompt = prompts(1, shortest=140)[0]  # longer than a block of vLLM's prefix cache on a CPU
     told: list[int] = []
     running = asyncio.create_task(
-        world.engine.sample(
+        world.engine.stream(
             prompt,
             SamplingParams(max_new_tokens=110),
             stop=NO_STOP,
@@ -139,7 +139,7 @@ async def test_kept_keys_are_for_those_under_way_alone(world: Gated) -> None:
         await asyncio.sleep(0.002)
     loaded = await world.publish(UpdateMode.KEEP_KV)
     (later,) = await world.engine.sample(prompt, SamplingParams(max_new_tokens=20), stop=NO_STOP)
-    (sampled,) = await running
+    sampled = await running
     assert [span.policy_version for span in later.versions] == [loaded]
     mine = world.trainer_logprobs([[*prompt, *later.token_ids], [*prompt, *sampled.token_ids]])
     world.require_close(mine[0][len(prompt) - 1 :], np.array(later.logprobs))

@@ -102,7 +102,7 @@ async def test_every_token_rescores_under_its_own_version(running: Running) -> N
     ]
     streamed: list[int] = []
     watched = asyncio.create_task(
-        running.engine.sample(
+        running.engine.stream(
             [5, 6, 7], sampling, stop=NO_STOP, on_tokens=lambda p: streamed.extend(p.token_ids)
         )
     )
@@ -113,9 +113,7 @@ async def test_every_token_rescores_under_its_own_version(running: Running) -> N
         seeds[await running.load(seed)] = seed
     results = [(await task)[0] for task in tasks]
     mixed = 0
-    for prompt, sampled in zip(
-        [*prompts(24), [5, 6, 7]], [*results, (await watched)[0]], strict=True
-    ):
+    for prompt, sampled in zip([*prompts(24), [5, 6, 7]], [*results, await watched], strict=True):
         ids = [*prompt, *sampled.token_ids]
         assert sum(span.length for span in sampled.versions) == 120
         mixed += len(sampled.versions) > 1
@@ -130,14 +128,14 @@ async def test_every_token_rescores_under_its_own_version(running: Running) -> N
 async def test_streamed_pieces_carry_the_versions_of_the_whole_sample(running: Running) -> None:
     pieces: list = []
     task = asyncio.create_task(
-        running.engine.sample(
+        running.engine.stream(
             [9, 8], SamplingParams(max_new_tokens=100), stop=NO_STOP, on_tokens=pieces.append
         )
     )
     while len(pieces) < 30:
         await asyncio.sleep(0.002)
     await running.load(running.seed + 1)
-    (sampled,) = await task
+    sampled = await task
     assert tuple(i for p in pieces for i in p.token_ids) == sampled.token_ids
     assert tuple(x for p in pieces for x in p.logprobs) == sampled.logprobs
     labels = [p.policy_version for p in pieces for _ in p.token_ids]

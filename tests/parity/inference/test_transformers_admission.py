@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from dialoop.trajectory import SamplingParams
+from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.transformers_engine.batch import DecodingBatch
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 from dialoop_services.inference.transformers_engine.sampler import sample_rows
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.engine_world import NO_STOP, save_model
 
 PLACES = 8
+OPTIONS = EngineOptions(max_model_len=64, max_num_seqs=PLACES)
 
 
 @pytest.fixture
@@ -36,9 +38,7 @@ def admitted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 async def _sampled(folder: Path, lengths: Sequence[int]) -> list[int]:
-    engine = await TransformersEngine.start(
-        save_model(folder, seed=0, tied=True), max_model_len=64, max_num_seqs=PLACES
-    )
+    engine = await TransformersEngine.start(save_model(folder, seed=0, tied=True), OPTIONS)
     try:
         found = await asyncio.gather(
             *(
@@ -114,9 +114,7 @@ async def test_the_samples_of_a_prompt_are_taken_in_as_one_row(
         return admit(batch, rows, which)
 
     monkeypatch.setattr(DecodingBatch, "admit", seen)
-    engine = await TransformersEngine.start(
-        save_model(tmp_path, seed=0, tied=True), max_model_len=64, max_num_seqs=PLACES
-    )
+    engine = await TransformersEngine.start(save_model(tmp_path, seed=0, tied=True), OPTIONS)
     sampling = SamplingParams(max_new_tokens=4, seed=3)
     sampled = await engine.sample([5, 6, 7], sampling, stop=NO_STOP, num_samples=4)
     await engine.close()

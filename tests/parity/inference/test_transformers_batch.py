@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from dialoop_services.inference.transformers_engine.batch import DecodingBatch, closed_up
+from dialoop_services.inference.transformers_engine.engine import load_model
 from dialoop_services.inference.transformers_engine.keys import DECODING_ATTENTION
-from dialoop_services.inference.transformers_engine.model import load_model
 
 from tests.support.engine_world import save_model
 

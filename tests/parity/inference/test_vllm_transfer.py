@@ -14,6 +14,7 @@ from dialoop.clients.inference import WeightsManifest
 from dialoop.clients.weights import TransferPhase, WeightsManifest, weights_requests
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.sequences import PolicyVersion
+from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.requests import contents_of, manifest_of
 from dialoop_services.inference.weights.data_planes import PlaneName, Transfer
 from safetensors.torch import save_file
@@ -225,7 +226,6 @@ async def test_policies_go_from_device_to_device(
     if torch.cuda.device_count() < num_devices:
         pytest.skip(f"not run: needs CUDA devices: {num_devices} for {backend}, found fewer")
     from dialoop_services.inference.vllm_engine.engine import VllmEngine
-    from dialoop_services.inference.vllm_engine.options import VllmOptions
     from dialoop_services.trainer.learner.learner_state import ExportedWeights
     from dialoop_services.trainer.publish.vllm_transfer import VllmTransfer
 
@@ -235,7 +235,7 @@ async def test_policies_go_from_device_to_device(
     model = save_model(tmp_path / "model", seed=0, tied=True)
     path = save_weights(tmp_path / "w.safetensors", seed=1, tied=True)
     weights = ExportedWeights(path=path, sha256="", num_bytes=0)
-    engine = await VllmEngine.start(model, VllmOptions(weight_transfer=backend))
+    engine = await VllmEngine.start(model, EngineOptions(weight_transfer=backend))
     plane = VllmTransfer(backend, num_workers=1)
     said = WeightsManifest(policy_version=VERSION)
     await plane.send(Replica(engine), said, weights, deadline_s=120)

@@ -25,7 +25,7 @@ class Engine:
     def __init__(self, tokenizer, *texts):
         self.tokenizer, self.texts, self.asked = tokenizer, list(texts), []
 
-    async def sample(self, prompt_ids, sampling, *, stop, num_samples=1, on_tokens=None):
+    async def sample(self, prompt_ids, sampling, *, stop, num_samples=1):
         self.asked.append(SimpleNamespace(ids=list(prompt_ids), sampling=sampling, stop=stop))
         ids = tuple(self.tokenizer.encode(self.texts.pop(0)).ids)
         span = VersionSpan(start=0, length=len(ids), policy_version=VERSION)

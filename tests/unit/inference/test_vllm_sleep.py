@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: see `make setup`")
 
 from dialoop.errors import InternalError, Unavailable
+from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.vllm_engine.engine import VllmEngine
-from dialoop_services.inference.vllm_engine.options import VllmOptions
+from dialoop_services.inference.vllm_engine.options import frees_memory_asleep
 from dialoop_services.inference.vllm_engine.sleep import SharedDevice, Sleep
 from dialoop_services.runtime.device_lock import DeviceLock
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -55,10 +56,8 @@ def sleeping(
     monkeypatch: pytest.MonkeyPatch, folder: Path, *, cuda: bool
 ) -> tuple[FakeLlm, Sleep, DeviceLock]:
     """The engine's sleep, awake, and the trainer's end of the lock."""
-    known = property(lambda options: cuda)
-    monkeypatch.setattr(VllmOptions, "frees_memory_asleep", known)
     llm, path = FakeLlm(), folder / "device.lock"
-    return llm, Sleep(cast("AsyncLLM", llm), VllmOptions(device_lock=path)), DeviceLock(path)
+    return llm, Sleep(cast("AsyncLLM", llm), lock=path, frees_memory=cuda), DeviceLock(path)
 
 
 async def test_weights_that_were_dropped_come_back_with_a_load_alone(
@@ -209,5 +208,5 @@ def test_sleep_mode_is_asked_of_vllm_only_where_it_has_one(tmp_path: Path) -> No
     from vllm.platforms import current_platform
 
     can = current_platform.is_sleep_mode_available()
-    assert VllmOptions(device_lock=tmp_path / "lock").frees_memory_asleep is can
-    assert not VllmOptions().frees_memory_asleep
+    assert frees_memory_asleep(EngineOptions(device_lock=tmp_path / "lock")) is can
+    assert not frees_memory_asleep(EngineOptions())

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.weights import WeightsKind
 from dialoop.episode import UpdateMode
-from dialoop.errors import DialoopError, PreconditionFailed, Unavailable
+from dialoop.errors import DialoopError, PreconditionFailed, Unavailable, Unsupported
 from dialoop.reasons import Reason
 
 from dialoop_services.inference.engine import (
+    SupportsPause,
+    SupportsPolicyAdapters,
+    SupportsStreaming,
+    SupportsTransfer,
     context_full,
     require_ids,
     require_one_stream,
@@ -24,8 +29,12 @@ from dialoop_services.inference.replica.batching import RequestBatches
 from dialoop_services.inference.replica.device_lease import DeviceTurn, to_the_end
 from dialoop_services.inference.replica.sleeper import Sleeper
 from dialoop_services.inference.weights.data_planes import Arrived, DataPlanes
-from dialoop_services.inference.weights.policy_adapters import BaseDigest, policy_adapter
-from dialoop_services.inference.weights.publications import Publications, require_intact
+from dialoop_services.inference.weights.publications import (
+    BaseDigest,
+    Publications,
+    policy_adapter,
+    require_intact,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -43,7 +52,7 @@ if TYPE_CHECKING:
         Scored,
         StopTokens,
     )
-    from dialoop_services.inference.weights.loadable import PolicyAdapter
+    from dialoop_services.inference.weights.loadable import Adapter, PolicyAdapter
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +83,11 @@ class Replica(Sleeper):
         self._is_held = False
         # What latest.json named when we last did as it says.
         self._followed: WeightsManifest | None = None
-        self._base_digest = BaseDigest(engine)
+        base = engine.base_weights if isinstance(engine, SupportsPolicyAdapters) else None
+        self._base_digest = None if base is None else BaseDigest(base)
         self._batches = batches or RequestBatches()
-        self._data_planes = DataPlanes(self._publications, transfer_backend=engine.transfer_backend)
+        backend = engine.transfer_backend if isinstance(engine, SupportsTransfer) else ""
+        self._data_planes = DataPlanes(self._publications, transfer_backend=backend)
         self.num_sampled_tokens = 0
         self.num_requests_running = 0
 
@@ -106,7 +117,10 @@ class Replica(Sleeper):
         self._adapters.require(adapter)
         require_ids(prompt_ids, vocab_size=self._engine.vocab_size)
         require_sampling(sampling)
-        require_one_stream(num_samples, on_tokens)
+        if on_tokens is not None:
+            require_one_stream(num_samples)
+            if not isinstance(self._engine, SupportsStreaming):
+                raise self._unsupported("stream")
         if room_for(prompt_ids, sampling, self._engine.max_model_len) <= 0:
             return context_full(num_samples)
         self.num_requests_running += 1
@@ -114,24 +128,44 @@ class Replica(Sleeper):
             async with self._batches.place(num_samples):
                 self._require_ready()  # or no longer, after a wait for others
                 num_ended = self._num_ended  # loads during that wait changed nothing of this
-                sampling_now = self._adapters.sample(
-                    adapter,
-                    lambda chosen, tell: self._engine.sample(
-                        prompt_ids,
-                        sampling,
-                        stop=stop,
-                        num_samples=num_samples,
-                        on_tokens=tell,
-                        adapter=chosen,
-                    ),
-                    on_tokens=on_tokens,
+                call = partial(
+                    self._engine_sample, prompt_ids, sampling, stop=stop, num_samples=num_samples
                 )
-                sampled = await self._turn.run(sampling_now)
+                sampled = await self._turn.run(
+                    self._adapters.sample(adapter, call, on_tokens=on_tokens)
+                )
         finally:
             self.num_requests_running -= 1
         self.num_sampled_tokens += sum(len(one.token_ids) for one in sampled)
         mode = self._mode_since(num_ended)
         return tuple(replace(one, update_mode=mode) for one in sampled)
+
+    async def _engine_sample(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        adapter: Adapter | None,
+        on_tokens: OnTokens | None,
+        *,
+        stop: StopTokens,
+        num_samples: int,
+    ) -> tuple[Sampled, ...]:
+        engine = self._engine
+        # Only an engine that SupportsAdapters is ever given one.
+        extra: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
+        if on_tokens is not None and isinstance(engine, SupportsStreaming):
+            stream = engine.stream(prompt_ids, sampling, stop=stop, on_tokens=on_tokens, **extra)
+            return (await stream,)
+        return await engine.sample(
+            prompt_ids, sampling, stop=stop, num_samples=num_samples, **extra
+        )
+
+    def _unsupported(self, verb: str) -> Unsupported:
+        return Unsupported(
+            f"The engine {self._engine.name} does not {verb}.",
+            reason=Reason.UNSUPPORTED,
+            remedy="Leave that out, or serve with another engine.",
+        )
 
     def release(self) -> None:
         """Begin whatever waits for a batch, and let nobody wait for one again."""
@@ -219,12 +253,16 @@ class Replica(Sleeper):
         return True
 
     async def pause(self) -> None:
-        """Hold generation; requests keep their place."""
+        """Hold generation; requests keep their place. Unsupported where the engine cannot."""
+        if not isinstance(self._engine, SupportsPause):
+            raise self._unsupported("pause")
         self._is_held = True
         await self._engine.pause()
 
     async def resume(self) -> None:
-        """Go on."""
+        """Go on with generation."""
+        if not isinstance(self._engine, SupportsPause):
+            raise self._unsupported("pause")
         self._is_held = False
         await self._engine.resume()
 
@@ -283,6 +321,8 @@ class Replica(Sleeper):
         """The adapter that is the policy, checked; None for whole weights."""
         if manifest.kind is WeightsKind.WHOLE:
             return None
+        if self._base_digest is None or not isinstance(self._engine, SupportsPolicyAdapters):
+            raise self._unsupported("load a policy that is an adapter")
         await self._base_digest.require(manifest.base_digest)
         path, base = arrived.require_file(), self._engine.base_weights
         return await asyncio.to_thread(policy_adapter, path, manifest, base)
@@ -296,11 +336,12 @@ class Replica(Sleeper):
     ) -> LoadTimes:
         if self._turn.is_over:
             mode = UpdateMode.RECOMPUTE  # a sleeper has nothing under way
-        if adapter is not None:
-            return await self._engine.load_onto_base(adapter, version, mode=mode)
-        if arrived.steps is not None:
-            return await self._engine.transfer_weights(arrived.steps, version, mode=mode)
-        return await self._engine.load_weights(arrived.require_file(), version, mode=mode)
+        engine = self._engine
+        if adapter is not None and isinstance(engine, SupportsPolicyAdapters):
+            return await engine.load_onto_base(adapter, version, mode=mode)
+        if arrived.steps is not None and isinstance(engine, SupportsTransfer):
+            return await engine.transfer_weights(arrived.steps, version, mode=mode)
+        return await engine.load_weights(arrived.require_file(), version, mode=mode)
 
     def _require_ready(self) -> None:
         if self.fault:

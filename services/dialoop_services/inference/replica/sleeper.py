@@ -14,9 +14,10 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.errors import DialoopError, InvalidConfig, PreconditionFailed
 from dialoop.reasons import Reason
 
+from dialoop_services.inference.engine import SupportsSleep
 from dialoop_services.inference.replica.device_lease import to_the_end
 from dialoop_services.inference.weights.adapters import Adapters
 from dialoop_services.inference.weights.data_planes import Arrived
@@ -87,8 +88,9 @@ class Sleeper:
                 log.exception("The replica does not wake.")
 
     async def _sleep_alone(self, drain_s: float) -> None:
+        engine = self._require_sleep()
         async with self._loading:
-            if self._engine.is_asleep:
+            if engine.is_asleep:
                 await self._leave_again()
                 return
             # Without a publication there is nothing to come back with.
@@ -96,7 +98,7 @@ class Sleeper:
             keep = bool(self._adapters.versions) or named is None
             await self._end_turn(drain_s)
             try:
-                await self._engine.sleep(keep_weights=keep)
+                await engine.sleep(keep_weights=keep)
             except BaseException:
                 await self._leave_rotation(Reason.WEIGHTS_BAD)  # and the device stays ours
                 self._turn.begin()
@@ -119,7 +121,7 @@ class Sleeper:
     async def _leave_again(self) -> None:
         """Hold nothing of the device: whoever failed to wake may have left a hold on it behind."""
         self._turn.close()
-        await self._engine.sleep(keep_weights=not self._has_no_weights)
+        await self._require_sleep().sleep(keep_weights=not self._has_no_weights)
         self._turn.let_go()
 
     async def _wake_alone(self) -> None:
@@ -141,8 +143,8 @@ class Sleeper:
     async def _be_awake(self) -> None:
         """The device is ours and the policy on it is good, or will be as soon as it wakes."""
         try:
-            if self._turn.is_over and self._engine.is_asleep:
-                await self._engine.wake()
+            if self._turn.is_over and self._is_asleep:
+                await self._require_sleep().wake()
         except BaseException:
             self._settle_turn()
             raise
@@ -152,10 +154,23 @@ class Sleeper:
 
     def _settle_turn(self) -> None:
         """After a load or a wake that failed: the device is ours only if the engine woke."""
-        if self._turn.is_over and self._engine.is_asleep:
+        if self._turn.is_over and self._is_asleep:
             self._turn.let_go()
         else:
             self._turn.begin()
+
+    @property
+    def _is_asleep(self) -> bool:
+        return isinstance(self._engine, SupportsSleep) and self._engine.is_asleep
+
+    def _require_sleep(self) -> SupportsSleep:
+        if isinstance(self._engine, SupportsSleep):
+            return self._engine
+        raise PreconditionFailed(
+            f"The engine {self._engine.name} does not sleep.",
+            reason=Reason.SLEEP_DISABLED,
+            remedy='Set placement = "split", or serve with another engine.',
+        )
 
     def _why_not(self) -> str:
         if self._fault or not self._engine.is_alive:

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from dialoop.episode import UpdateMode
-from dialoop.errors import InvalidConfig, Unsupported
-from dialoop.reasons import Reason
+from dialoop.errors import InternalError, InvalidConfig
 from dialoop.tokens.tokenizer import Tokenizer
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from dialoop_services.inference.engine import (
     BASE_VERSION,
+    EngineOptions,
     LoadTimes,
     OnTokens,
     Sampled,
@@ -33,7 +34,6 @@ from dialoop_services.inference.engine import (
     engine_stopped,
     require_fit,
     require_ids,
-    require_one_stream,
     require_sampling,
     room_for,
     weights_bad,
@@ -41,20 +41,12 @@ from dialoop_services.inference.engine import (
 from dialoop_services.inference.replica.device_lease import to_the_end
 from dialoop_services.inference.transformers_engine.adapters import AdaptedModel, require_peft
 from dialoop_services.inference.transformers_engine.batch import DecodingBatch
-from dialoop_services.inference.transformers_engine.model import (
-    copy_weights,
-    load_model,
-    score,
-    summed,
-)
+from dialoop_services.inference.transformers_engine.keys import DECODING_ATTENTION
 from dialoop_services.inference.transformers_engine.rows import BatchRow, distinct, generator_of
 from dialoop_services.inference.transformers_engine.sampler import processed_logprobs, sample_rows
-from dialoop_services.inference.weights.adapter_files import (
-    NO_ADAPTERS,
-    AdapterLimits,
-    AdapterSpace,
-)
+from dialoop_services.inference.weights.adapter_files import AdapterSpace
 from dialoop_services.inference.weights.parameters import (
+    HEAD,
     is_tied,
     model_shapes,
     require_same_parameters,
@@ -62,12 +54,12 @@ from dialoop_services.inference.weights.parameters import (
 from dialoop_services.learning.lora.base_weights import BaseWeights
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Sequence
 
     from dialoop.sequences import PolicyVersion
     from dialoop.trajectory import SamplingParams
 
-    from dialoop_services.inference.weights.loadable import Adapter, PolicyAdapter, Step
+    from dialoop_services.inference.weights.loadable import Adapter, PolicyAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -79,17 +71,13 @@ class TransformersEngine:
 
     name = "transformers"
     version = str(transformers.__version__)
-    transfer_backend = ""
 
     def __init__(
         self,
         model: Any,
         *,
         model_dir: Path,
-        max_model_len: int,
-        max_num_seqs: int,
-        seed: int,
-        adapters: AdapterLimits,
+        options: EngineOptions,
     ) -> None:
         self._model = model
         self._tokenizer = Tokenizer.from_directory(model_dir)
@@ -113,42 +101,28 @@ class TransformersEngine:
         self._is_drained = asyncio.Event()
         self._loading = asyncio.Lock()
         self._model_lock = asyncio.Lock()
-        self._generator = torch.Generator().manual_seed(seed)
-        self._max_num_seqs = max_num_seqs
-        self.max_model_len = max_model_len
+        self._generator = torch.Generator().manual_seed(options.seed)
+        self._max_num_seqs = options.max_num_seqs
+        self.max_model_len = options.max_model_len
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
-        self.adapter_space = AdapterSpace(limits=adapters, shapes=self._shapes)
+        self.adapter_space = AdapterSpace(limits=options.adapters, shapes=self._shapes)
         self._runner = asyncio.create_task(self._run(), name="transformers-engine")
 
     @classmethod
-    async def start(
-        cls,
-        model_dir: Path,
-        *,
-        max_model_len: int,
-        max_num_seqs: int,
-        dtype: str = "float32",
-        seed: int = 0,
-        adapters: AdapterLimits = NO_ADAPTERS,
-    ) -> TransformersEngine:
+    async def start(cls, model_dir: Path, options: EngineOptions) -> TransformersEngine:
         """Load the model and start decoding; `dtype` is float32 or bfloat16."""
-        if adapters.max_adapters:
+        if options.num_threads:
+            torch.set_num_threads(options.num_threads)
+        if options.adapters.max_adapters:
             await asyncio.to_thread(require_peft)
-        model = await asyncio.to_thread(load_model, model_dir, getattr(torch, dtype))
+        model = await asyncio.to_thread(load_model, model_dir, getattr(torch, options.dtype))
         limit = int(model.config.get_text_config().max_position_embeddings)
-        if max_model_len > limit:
+        if options.max_model_len > limit:
             raise InvalidConfig(
-                f"max_model_len is {max_model_len}, the model has {limit} positions.",
+                f"max_model_len is {options.max_model_len}, the model has {limit} positions.",
                 remedy=f"Set DIALOOP_INFERENCE_MAX_MODEL_LEN to at most {limit}.",
             )
-        return cls(
-            model,
-            model_dir=model_dir,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            seed=seed,
-            adapters=adapters,
-        )
+        return cls(model, model_dir=model_dir, options=options)
 
     @property
     def policy_version(self) -> PolicyVersion:
@@ -172,13 +146,38 @@ class TransformersEngine:
         *,
         stop: StopTokens,
         num_samples: int = 1,
-        on_tokens: OnTokens | None = None,
         adapter: Adapter | None = None,
     ) -> tuple[Sampled, ...]:
-        """Continue `prompt_ids`; `on_tokens` sees the tokens as they come (one sample only)."""
+        """Continue `prompt_ids` `num_samples` times."""
+        return await self._sample(prompt_ids, sampling, stop, num_samples, adapter=adapter)
+
+    async def stream(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        stop: StopTokens,
+        on_tokens: OnTokens,
+        adapter: Adapter | None = None,
+    ) -> Sampled:
+        """Continue `prompt_ids` once; call `on_tokens` with the tokens as they come."""
+        (sampled,) = await self._sample(
+            prompt_ids, sampling, stop, 1, on_tokens=on_tokens, adapter=adapter
+        )
+        return sampled
+
+    async def _sample(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        stop: StopTokens,
+        num_samples: int,
+        *,
+        on_tokens: OnTokens | None = None,
+        adapter: Adapter | None,
+    ) -> tuple[Sampled, ...]:
         require_ids(prompt_ids, vocab_size=self.vocab_size)
         require_sampling(sampling)
-        require_one_stream(num_samples, on_tokens)
         room = room_for(prompt_ids, sampling, self.max_model_len)
         if room <= 0:
             return context_full(num_samples)
@@ -226,7 +225,7 @@ class TransformersEngine:
     ) -> LoadTimes:
         """As `load_weights`, of the base weights with the adapter added in."""
         begun = time.monotonic()
-        tensors = await asyncio.to_thread(summed, self.base_weights, adapter)
+        tensors = await asyncio.to_thread(add_to_base, self.base_weights, adapter)
         return await self._exchange(tensors, version, mode=mode, begun=begun)
 
     async def _exchange(
@@ -248,20 +247,6 @@ class TransformersEngine:
                 self._may_admit.set()
             ended = time.monotonic()
         return LoadTimes(pause_s=ended - paused, load_s=ended - begun)
-
-    async def transfer_weights(
-        self,
-        steps: AsyncIterator[Step],
-        version: PolicyVersion,
-        *,
-        mode: UpdateMode = UpdateMode.RECOMPUTE,
-    ) -> LoadTimes:
-        """Refuse: this engine has no devices to meet."""
-        raise Unsupported(
-            "The transformers engine takes weights from files only.",
-            reason=Reason.DATA_PLANE_UNAVAILABLE,
-            remedy="Publish over shared_memory or chunks.",
-        )
 
     async def _drain(self) -> None:
         """Admit nobody and return when all running rows have ended."""
@@ -410,3 +395,38 @@ class TransformersEngine:
         self._running = []
         self._waiting.clear()
         self._batch.clear()
+
+
+def load_model(model_dir: Path, dtype: torch.dtype) -> Any:
+    """Return the model of a directory, in evaluation mode."""
+    transformers.utils.logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(DECODING_ATTENTION)
+    return model.eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def score(model: AdaptedModel, token_ids: list[int], adapter: Adapter | None) -> torch.Tensor:
+    """Return the log-probs, float32 [L - 1], of given ids from position 1 on."""
+    with model.rows_of([adapter]):
+        output = model(input_ids=torch.tensor([token_ids]), use_cache=False)
+    logits = output.logits[0, :-1]
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    return logprobs.gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+
+
+@torch.inference_mode()
+def copy_weights(model: Any, tensors: dict[str, torch.Tensor], *, tied: bool) -> None:
+    """Replace all weights in place; InternalError when the names are not the model's."""
+    if tied:
+        tensors.pop(HEAD, None)
+    outcome = model.load_state_dict(tensors, strict=False)
+    missing = set(outcome.missing_keys) - ({HEAD} if tied else set())
+    if missing or outcome.unexpected_keys:
+        raise InternalError("The model's parameter names are not those of its files.")
+
+
+def add_to_base(base: BaseWeights, adapter: PolicyAdapter) -> dict[str, torch.Tensor]:
+    """Return the base weights with an adapter added."""
+    return dict(base.with_adapter(load_file(adapter.path), scaling=adapter.scaling))

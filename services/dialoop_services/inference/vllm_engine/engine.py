@@ -32,6 +32,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from dialoop_services.inference.engine import (
     BASE_VERSION,
+    EngineOptions,
     LoadTimes,
     OnTokens,
     Sampled,
@@ -42,7 +43,6 @@ from dialoop_services.inference.engine import (
     engine_stopped,
     require_fit,
     require_ids,
-    require_one_stream,
     require_sampling,
     room_for,
 )
@@ -51,7 +51,11 @@ from dialoop_services.inference.vllm_engine.adapters import (
     lora_request,
     remove_from_vllm,
 )
-from dialoop_services.inference.vllm_engine.options import VllmOptions, engine_args, vllm_params
+from dialoop_services.inference.vllm_engine.options import (
+    engine_args,
+    frees_memory_asleep,
+    vllm_params,
+)
 from dialoop_services.inference.vllm_engine.orphans import OWNER_VARIABLE
 from dialoop_services.inference.vllm_engine.outputs import (
     label_of,
@@ -83,7 +87,7 @@ class VllmEngine:
     name = "vllm"
     version = str(vllm.__version__)
 
-    def __init__(self, llm: AsyncLLM, *, model_dir: Path, options: VllmOptions) -> None:
+    def __init__(self, llm: AsyncLLM, *, model_dir: Path, options: EngineOptions) -> None:
         self._llm = llm
         self._shapes = model_shapes(model_dir)
         self._tied = is_tied(model_dir)
@@ -91,14 +95,16 @@ class VllmEngine:
         self._policy_version = BASE_VERSION
         self._control = asyncio.Lock()
         self._is_held = False
-        self._sleep = Sleep(llm, options)
+        self._sleep = Sleep(
+            llm, lock=options.device_lock, frees_memory=frees_memory_asleep(options)
+        )
         self.max_model_len = options.max_model_len
         self.transfer_backend = options.weight_transfer
         self.vocab_size = int(llm.model_config.get_vocab_size())
         self.adapter_space = AdapterSpace(limits=options.adapters, shapes=self._shapes)
 
     @classmethod
-    async def start(cls, model_dir: Path, options: VllmOptions) -> VllmEngine:
+    async def start(cls, model_dir: Path, options: EngineOptions) -> VllmEngine:
         """Build the engine core (its own process) and wait until it answers."""
         args = await asyncio.to_thread(engine_args, model_dir, options)
         os.environ[OWNER_VARIABLE] = str(os.getpid())
@@ -137,24 +143,59 @@ class VllmEngine:
         *,
         stop: StopTokens,
         num_samples: int = 1,
-        on_tokens: OnTokens | None = None,
         adapter: Adapter | None = None,
     ) -> tuple[Sampled, ...]:
-        """Continue `prompt_ids`; `on_tokens` sees the tokens as they come (one sample only)."""
+        """Continue `prompt_ids` `num_samples` times."""
+        params = self._params(prompt_ids, sampling, stop=stop)
+        if params is None:
+            return context_full(num_samples)
+        params.n = num_samples
+        final = await self._final(prompt_ids, params, adapter)
+        queue_s = queued_s(final)
+        return tuple(sampled_of(output, stop, queue_s=queue_s) for output in final.outputs)
+
+    async def stream(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        stop: StopTokens,
+        on_tokens: OnTokens,
+        adapter: Adapter | None = None,
+    ) -> Sampled:
+        """Continue `prompt_ids` once; call `on_tokens` with the tokens as they come."""
+        params = self._params(prompt_ids, sampling, stop=stop)
+        if params is None:
+            return context_full(1)[0]
+        params.output_kind = RequestOutputKind.DELTA
+        request_id = uuid.uuid4().hex
+        ids: list[int] = []
+        logprobs: list[float] = []
+        async for output in self._outputs(request_id, prompt_ids, params, adapter):
+            completion = output.outputs[0]
+            start = len(ids)
+            ids.extend(completion.token_ids)
+            logprobs.extend(completion.logprobs.logprobs if completion.logprobs else ())
+            spans = self._spans_so_far(request_id, completion, num_tokens=len(ids))
+            for piece in pieces_of(ids, logprobs, spans, start=start):
+                on_tokens(piece)
+        return Sampled(
+            token_ids=tuple(ids),
+            logprobs=tuple(logprobs),
+            versions=spans,
+            stop_reason=stop_reason_of(completion),
+            stop_string=stop_string_of(completion, stop),
+            queue_s=queued_s(output),
+        )
+
+    def _params(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, *, stop: StopTokens
+    ) -> vllm.SamplingParams | None:
+        """Return what to ask of vLLM; None when the prompt fills the context."""
         require_ids(prompt_ids, vocab_size=self.vocab_size)
         require_sampling(sampling)
-        require_one_stream(num_samples, on_tokens)
         room = room_for(prompt_ids, sampling, self.max_model_len)
-        if room <= 0:
-            return context_full(num_samples)
-        params = vllm_params(sampling, stop=stop, room=room)
-        params.n = num_samples
-        if on_tokens is None:
-            final = await self._final(prompt_ids, params, adapter)
-            queue_s = queued_s(final)
-            return tuple(sampled_of(one, stop, queue_s=queue_s) for one in final.outputs)
-        outputs = self._outputs(request_id := uuid.uuid4().hex, prompt_ids, params, adapter)
-        return (await self._stream(request_id, outputs, params, stop=stop, on_tokens=on_tokens),)
+        return None if room <= 0 else vllm_params(sampling, stop=stop, room=room)
 
     async def logprobs(self, token_ids: Sequence[int], *, adapter: Adapter | None = None) -> Scored:
         """Score given ids; the one token vLLM must sample with them tells the version."""
@@ -335,35 +376,6 @@ class VllmEngine:
                     yield output
         except (EngineDeadError, EngineGenerateError) as error:
             raise engine_stopped() from error
-
-    async def _stream(
-        self,
-        request_id: str,
-        outputs: Any,
-        params: vllm.SamplingParams,
-        *,
-        stop: StopTokens,
-        on_tokens: OnTokens,
-    ) -> Sampled:
-        params.output_kind = RequestOutputKind.DELTA
-        ids: list[int] = []
-        logprobs: list[float] = []
-        async for output in outputs:
-            completion = output.outputs[0]
-            start = len(ids)
-            ids.extend(completion.token_ids)
-            logprobs.extend(completion.logprobs.logprobs if completion.logprobs else ())
-            spans = self._spans_so_far(request_id, completion, num_tokens=len(ids))
-            for piece in pieces_of(ids, logprobs, spans, start=start):
-                on_tokens(piece)
-        return Sampled(
-            token_ids=tuple(ids),
-            logprobs=tuple(logprobs),
-            versions=spans,
-            stop_reason=stop_reason_of(completion),
-            stop_string=stop_string_of(completion, stop),
-            queue_s=queued_s(output),
-        )
 
     def _spans_so_far(
         self, request_id: str, completion: Any, *, num_tokens: int

@@ -1,12 +1,18 @@
-"""The variables that vLLM and its processes read as they start; what is set already stays."""
+"""The way into vLLM: what its processes read as they start is set before it is imported."""
 
 from __future__ import annotations
 
 import logging
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
+
+if TYPE_CHECKING:
+    from dialoop_services.inference.engine import Engine, EngineOptions
 
 LOGGING = Path(__file__).with_name("logging.json")
 """The logging that vLLM would set up itself, with our filter; all its processes read it."""
@@ -22,8 +28,29 @@ _KNOWN = (
 )
 
 
+class Vllm:
+    """What `engine = "vllm"` names."""
+
+    @classmethod
+    async def start(cls, model_dir: Path, options: EngineOptions) -> Engine:
+        """Start a VllmEngine; InvalidConfig (VLLM_MISSING) when vLLM cannot be imported."""
+        prepare()
+        try:
+            from dialoop_services.inference.vllm_engine.engine import VllmEngine
+        except Exception as error:  # a torch of another build raises RuntimeError or OSError
+            raise InvalidConfig(
+                f"vLLM does not import ({type(error).__name__}: {error}).",
+                reason=Reason.VLLM_MISSING,
+                remedy="Run `make setup`, or set DIALOOP_INFERENCE_ENGINE=transformers.",
+            ) from error
+        return await VllmEngine.start(model_dir, options)
+
+
 def prepare() -> None:
-    """Nothing from the network, no compiler on a CPU, and warnings only of what matters."""
+    """Set the variables that vLLM reads; those that are set already stay.
+
+    It then asks nothing of the network, needs no compiler on a CPU, and warns of what matters.
+    """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not torch.cuda.is_available():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import vllm
@@ -12,36 +11,19 @@ from vllm import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from dialoop_services.inference.engine import StopTokens
+from dialoop_services.inference.engine import EngineOptions, StopTokens
 from dialoop_services.inference.vllm_engine.adapters import lora_arguments
 from dialoop_services.inference.vllm_engine.transfer import transfer_arguments
-from dialoop_services.inference.weights.adapter_files import NO_ADAPTERS, AdapterLimits
 
 _EXTENSION = "dialoop_services.inference.vllm_engine.weights.WeightsExtension"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmOptions:
-    """How large vLLM is built."""
-
-    max_model_len: int = 512
-    max_num_seqs: int = 64
-    kv_cache_bytes: int = 64 << 20
-    dtype: str = "float32"
-    tensor_parallel_size: int = 1
-    seed: int = 0
-    adapters: AdapterLimits = NO_ADAPTERS
-    weight_transfer: str = ""
-    device_lock: Path | None = None
-    """The lock of a device that the engine shares with the trainer."""
-
-    @property
-    def frees_memory_asleep(self) -> bool:
-        """Whether it sleeps, on a device whose memory vLLM can give back."""
-        return self.device_lock is not None and current_platform.is_sleep_mode_available()
+def frees_memory_asleep(options: EngineOptions) -> bool:
+    """Return whether the engine sleeps, on a device whose memory vLLM can give back."""
+    return options.device_lock is not None and current_platform.is_sleep_mode_available()
 
 
-def engine_args(model_dir: Path, options: VllmOptions) -> AsyncEngineArgs:
+def engine_args(model_dir: Path, options: EngineOptions) -> AsyncEngineArgs:
     """The arguments of vLLM; InvalidConfig when the model has too few positions."""
     limit = _max_positions(model_dir)
     if options.max_model_len >= limit:
@@ -64,7 +46,7 @@ def engine_args(model_dir: Path, options: VllmOptions) -> AsyncEngineArgs:
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         worker_extension_cls=_EXTENSION,
-        enable_sleep_mode=options.frees_memory_asleep,
+        enable_sleep_mode=frees_memory_asleep(options),
         **lora_arguments(options.adapters),
         **transfer_arguments(options.weight_transfer),
     )

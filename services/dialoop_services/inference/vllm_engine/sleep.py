@@ -28,8 +28,6 @@ from dialoop_services.runtime.device_lock import DeviceLock
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from dialoop_services.inference.vllm_engine.options import VllmOptions
-
 log = logging.getLogger(__name__)
 
 _KEEP, _DROP = 1, 2
@@ -38,10 +36,10 @@ _KEEP, _DROP = 1, 2
 class Sleep:
     """Whether the core sleeps, and the way in and out; used by one caller at a time."""
 
-    def __init__(self, llm: AsyncLLM, options: VllmOptions) -> None:
+    def __init__(self, llm: AsyncLLM, *, lock: Path | None, frees_memory: bool) -> None:
         self._llm = llm
-        self._lock = options.device_lock
-        self._gives_memory_back = options.frees_memory_asleep
+        self._lock = lock
+        self._frees_memory = frees_memory
         self._has_lost_weights = False
         self._is_half_awake = False
         self.is_asleep = False
@@ -61,7 +59,7 @@ class Sleep:
         if self.is_asleep:
             await self._leave_device()
             return
-        if self._gives_memory_back:
+        if self._frees_memory:
             await self._llm.sleep(level=_KEEP if keep_weights else _DROP, mode="abort")
             self._has_lost_weights = not keep_weights
         else:
@@ -109,7 +107,7 @@ class Sleep:
             raise
 
     async def _take_memory(self, tags: list[str] | None = None) -> None:
-        if not self._gives_memory_back:
+        if not self._frees_memory:
             return
         try:
             await self._llm.wake_up(tags=tags)

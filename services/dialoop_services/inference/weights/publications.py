@@ -15,8 +15,18 @@ from dialoop.errors import DataLost, InvalidConfig, InvalidInput, PreconditionFa
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 
+from dialoop_services.inference.weights.adapter_files import (
+    finite_tensors,
+    fitting_modules,
+    modules_of,
+)
+from dialoop_services.inference.weights.loadable import PolicyAdapter
+from dialoop_services.learning.lora.adapter_config import AdapterConfig
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from dialoop_services.learning.lora.base_weights import BaseWeights
 
 
 _LATEST = "latest.json"
@@ -103,6 +113,36 @@ def require_intact(path: Path, manifest: WeightsManifest) -> None:
             reason=Reason.CHECKSUM_MISMATCH,
             remedy="Send them again.",
         )
+
+
+class BaseDigest:
+    """The digest of an engine's base weights, computed once and again when their files change."""
+
+    def __init__(self, base: BaseWeights) -> None:
+        self._base = base
+        self._digest: tuple[object, str] | None = None
+
+    async def require(self, expected: str) -> None:
+        """Refuse an adapter of other weights with PreconditionFailed (BASE_MISMATCH)."""
+        from dialoop_services.learning.lora.base_weights import require_base
+
+        state = [(file.stat().st_size, file.stat().st_mtime_ns) for file in self._base.files]
+        if self._digest is None or self._digest[0] != state:
+            self._digest = state, await asyncio.to_thread(self._base.digest)
+        require_base(self._digest[1], expected)
+
+
+def policy_adapter(path: Path, manifest: WeightsManifest, base: BaseWeights) -> PolicyAdapter:
+    """Return a policy that was published as a LoRA adapter, checked before any weight is touched.
+
+    Raises DataLost (CHECKSUM_MISMATCH), InvalidInput (INVALID_ADAPTER_CONFIG, ADAPTER_NOT_FINITE),
+    PreconditionFailed (ADAPTER_MISMATCH) or Unsupported (ADAPTER_UNSUPPORTED).
+    """
+    require_intact(path, manifest)
+    config = AdapterConfig.from_json(manifest.adapter_config_json)
+    fitting_modules(path, config, modules_of(base.shapes()))
+    finite_tensors(path)
+    return PolicyAdapter(path=path, scaling=config.scaling)
 
 
 def _size_mismatch(num_bytes: int, manifest: WeightsManifest) -> InvalidInput:
