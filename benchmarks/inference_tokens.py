@@ -24,7 +24,7 @@ from dialoop.clients.channel import Channel
 from dialoop.clients.inference import InferenceClient
 from dialoop.trajectory import SamplingParams
 from dialoop_services.inference.engine import EngineOptions
-from dialoop_services.inference.rendering import Ask, Renderer
+from dialoop_services.inference.rendering import GenerationRequest, Renderer
 from dialoop_services.inference.vllm_engine.environment import prepare
 
 from benchmarks.servers.models import SIZES, make_model
@@ -81,7 +81,9 @@ async def _measure(
         History((Message(role="user", content=f"{10 + n % 90}+{17 + n % 80}"),))
         for n in range(options.requests)
     ]
-    rows = [renderer.prompt(Ask(history=h)).sequence.token_ids.tolist() for h in histories]
+    rows = [
+        renderer.prompt(GenerationRequest(history=h)).sequence.token_ids.tolist() for h in histories
+    ]
     params = vllm_params(sampling, stop=renderer.stop_tokens(()), room=NEW_TOKENS)
 
     async def raw(index: int) -> int:

@@ -26,7 +26,13 @@ from dialoop.episode import UpdateMode
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
 from dialoop_services.config.tables import ModelSection
-from dialoop_services.inference.engine import Engine, EngineOptions, LoadTimes, Piece, StopTokens
+from dialoop_services.inference.engine import (
+    Engine,
+    EngineOptions,
+    LoadTimes,
+    StopTokens,
+    TokenChunk,
+)
 from dialoop_services.inference.vllm_engine.environment import prepare
 from dialoop_services.inference.weights.loadable import PolicyAdapter
 from dialoop_services.learning.lora.layers import ADAPTER
@@ -69,7 +75,7 @@ async def _publish_under_load(
 ) -> dict[str, Any]:
     at: list[float] = []
 
-    def told(_: Piece) -> None:
+    def told(_: TokenChunk) -> None:
         at.append(time.perf_counter())
 
     pauses, loads, gaps, steps = [], [], [], []

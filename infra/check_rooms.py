@@ -29,7 +29,7 @@ ALLOWED: Mapping[str, str] = {
 }
 _BEING_MOVED = {
     "class": """
-        Action Answer Ask Finding ForkServer LogProbs Piece Player RecordedCall
+        Action
     """,
     "room": """
         client/dialoop/cli client/dialoop/clients client/dialoop/clients/blocking

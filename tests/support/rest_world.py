@@ -30,14 +30,14 @@ from dialoop_services.environment.serving import serving_on
 from dialoop_services.environment.settings import EnvironmentSettings
 from dialoop_services.inference.engine import (
     LoadTimes,
-    Piece,
     Sampled,
     Scored,
+    TokenChunk,
     VersionSpan,
     require_ids,
 )
 from dialoop_services.inference.openai.routes import OpenAiService, openai_routes
-from dialoop_services.inference.recordings.book import RecordingBook, RecordingLimits
+from dialoop_services.inference.recordings.store import RecordingLimits, RecordingStore
 from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.replica.replica import Replica
 from dialoop_services.inference.servicer import InferenceServicer
@@ -96,7 +96,7 @@ class TwinEngine:
     async def stream(self, prompt_ids, sampling, *, stop, on_tokens, adapter=None):
         (sampled,) = await self.sample(prompt_ids, sampling, stop=stop)
         for token, logprob in zip(sampled.token_ids, sampled.logprobs, strict=True):
-            on_tokens(Piece(token_ids=(token,), logprobs=(logprob,), policy_version=MAIN_3))
+            on_tokens(TokenChunk(token_ids=(token,), logprobs=(logprob,), policy_version=MAIN_3))
         return sampled
 
     async def logprobs(self, token_ids, *, adapter=None):
@@ -218,9 +218,11 @@ def _inference(server: Server, exits: AsyncExitStack) -> None:
     tokenizer = byte_tokenizer()
     renderer = Renderer(tokenizer, ChatTemplate.of(tokenizer))
     replica = Replica(TwinEngine(), weights_root=None, report=report)
-    book = RecordingBook(RecordingLimits())
-    servicer = InferenceServicer(replica, renderer, num_parameters=7, max_new_tokens=20, book=book)
-    openai = OpenAiService(replica, renderer, book, model_name="bytes", max_new_tokens=20)
+    store = RecordingStore(RecordingLimits())
+    servicer = InferenceServicer(
+        replica, renderer, num_parameters=7, max_new_tokens=20, store=store
+    )
+    openai = OpenAiService(replica, renderer, store, model_name="bytes", max_new_tokens=20)
     for route in openai_routes(openai):
         server.add_route(route)
     register = inference_service_pb2_grpc.add_InferenceServiceServicer_to_server

@@ -23,7 +23,7 @@ from dialoop_services.inference.engine import (
     engine_stopped,
 )
 from dialoop_services.inference.openai.routes import OpenAiService, openai_routes
-from dialoop_services.inference.recordings.book import RecordingBook, RecordingLimits
+from dialoop_services.inference.recordings.store import RecordingLimits, RecordingStore
 from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.replica.batching import RequestBatches
 from dialoop_services.inference.replica.device_lease import device_turn
@@ -83,7 +83,7 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
 def _add_servicers(
     server: Server, replica: Replica, renderer: Renderer, settings: InferenceSettings
 ) -> None:
-    book = RecordingBook(
+    store = RecordingStore(
         RecordingLimits(
             max_recordings=settings.max_recordings,
             max_calls=settings.max_recorded_calls,
@@ -101,12 +101,12 @@ def _add_servicers(
         renderer,
         num_parameters=num_parameters(settings.model_dir),
         max_new_tokens=settings.max_new_tokens,
-        book=book,
+        store=store,
     )
     service = OpenAiService(
         replica,
         renderer,
-        book,
+        store,
         model_name=settings.model_name,
         max_new_tokens=settings.max_new_tokens,
     )

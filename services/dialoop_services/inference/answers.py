@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dialoop.episode import Sample
     from dialoop.tokens.tokenizer import RunningText
 
-    from dialoop_services.inference.engine import Piece
+    from dialoop_services.inference.engine import TokenChunk
 
 
 def generated_to_proto(samples: Sequence[Sample]) -> pb.GenerateResponse:
@@ -55,13 +55,13 @@ def sample_to_proto(sample: Sample) -> pb.Sample:
     return proto
 
 
-def piece_to_proto(
-    piece: Piece, text: RunningText, shown: Iterable[int]
+def chunk_to_proto(
+    chunk: TokenChunk, text: RunningText, shown: Iterable[int]
 ) -> pb.GenerateStreamResponse:
     """Some tokens of a stream, and the whole characters that those of them add that are shown."""
     return pb.GenerateStreamResponse(
-        token_ids=piece.token_ids,
-        inference_logprobs=piece.logprobs,
-        policy_version=policy_version_to_proto(piece.policy_version),
+        token_ids=chunk.token_ids,
+        inference_logprobs=chunk.logprobs,
+        policy_version=policy_version_to_proto(chunk.policy_version),
         text=text.add(shown),
     )

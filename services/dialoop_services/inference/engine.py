@@ -74,7 +74,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TokenChunk:
     """A few new tokens of a running sample, all of one version."""
 
     token_ids: tuple[int, ...]
@@ -98,7 +98,7 @@ class LoadTimes:
     load_s: float
 
 
-OnTokens = Callable[[Piece], None]
+OnTokens = Callable[[TokenChunk], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from dialoop.episode import UpdateMode
 from dialoop.trajectory import SamplingParams
 
-from dialoop_services.inference.rendering import Ask, RawPrompt
+from dialoop_services.inference.rendering import GenerationRequest, RawPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,22 +46,22 @@ class Sampler(Protocol):
 
 
 async def generate(
-    ask: Ask,
+    request: GenerationRequest,
     sample: Sampler,
     *,
     renderer: Renderer,
     max_model_len: int,
 ) -> tuple[Sample, ...]:
-    """Answer `ask` with `ask.num_samples` samples."""
+    """Answer `request` with `request.num_samples` samples."""
     started = time.perf_counter()
     prompt = renderer.prompt(
-        ask, room=ask.sampling.max_new_tokens or 0, max_model_len=max_model_len
+        request, room=request.sampling.max_new_tokens or 0, max_model_len=max_model_len
     )
     sampled = await sample(
         prompt.sequence.token_ids.tolist(),
-        ask.sampling,
-        stop=renderer.stop_tokens(ask.sampling.stop),
-        num_samples=ask.num_samples,
+        request.sampling,
+        stop=renderer.stop_tokens(request.sampling.stop),
+        num_samples=request.num_samples,
     )
     made = [renderer.sample(prompt, one) for one in sampled]
     num_cut = prompt.num_truncated_tokens if isinstance(prompt, RawPrompt) else 0
@@ -69,16 +69,16 @@ async def generate(
     return tuple(
         replace(
             one,
-            sampling=ask.sampling,
+            sampling=request.sampling,
             tokenizer_digest=renderer.tokenizer.digest,
-            template_digest=renderer.template_named(ask.template_name).digest,
+            template_digest=renderer.template_named(request.template_name).digest,
             generate_s=generate_s,
             queue_s=max(one.queue_s for one in sampled),
             update_mode=_update_mode_of(sampled),
             num_truncated_tokens=num_cut,
             prompt_id=_prompt_id_of(prompt.sequence.token_ids),
             sample_index=index,
-            warnings=_warnings_of(ask),
+            warnings=_warnings_of(request),
         )
         for index, one in enumerate(made)
     )
@@ -113,7 +113,7 @@ class EnginePolicy:
     ) -> tuple[Sample, ...]:
         """Answer the prompt `num_samples` times."""
         sampling = sampling or SamplingParams()
-        ask = Ask(
+        request = GenerationRequest(
             history=history,
             context=context,
             num_context_messages=num_context_messages,
@@ -123,7 +123,7 @@ class EnginePolicy:
         )
         engine = self._engine
         return await generate(
-            ask, engine.sample, renderer=self._renderer, max_model_len=engine.max_model_len
+            request, engine.sample, renderer=self._renderer, max_model_len=engine.max_model_len
         )
 
 
@@ -138,22 +138,22 @@ def _update_mode_of(sampled: Iterable[Sampled]) -> UpdateMode:
     return next((m for m in (UpdateMode.KEEP_KV, UpdateMode.WAIT) if m in modes), min(modes))
 
 
-def _warnings_of(ask: Ask) -> tuple[str, ...]:
+def _warnings_of(request: GenerationRequest) -> tuple[str, ...]:
     """Say in words what is taken otherwise than asked."""
     found = []
-    if ask.history is None:
+    if request.history is None:
         unused = ("template_name", "tools", "template_options")
         found += [
             f"{name} is not used: the prompt is continued as it stands."
             for name in unused
-            if getattr(ask, name)
+            if getattr(request, name)
         ]
     else:
-        if ask.truncate_prompt:
+        if request.truncate_prompt:
             found.append("truncate_prompt is not used: a history is never cut.")
-        if ask.skip_special_tokens:
+        if request.skip_special_tokens:
             found.append("skip_special_tokens is not used: a content is all that was sampled.")
-    sampling = ask.sampling
+    sampling = request.sampling
     if sampling.temperature == 0 and (sampling.truncates or sampling.seed is not None):
         found.append("top_p, top_k, min_p and seed are not used: temperature 0 is greedy.")
     return tuple(found)

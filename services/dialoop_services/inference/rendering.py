@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class GenerationRequest:
     """A generate request in domain types; exactly one of history, text and token_ids is set."""
 
     history: History | None = None
@@ -90,38 +90,40 @@ class Renderer:
         templates = TemplateRegistry()
         return cls(tokenizer, templates.choose(tokenizer), templates)
 
-    def prompt(self, ask: Ask, *, room: int = 0, max_model_len: int = 0) -> Prompt | RawPrompt:
+    def prompt(
+        self, request: GenerationRequest, *, room: int = 0, max_model_len: int = 0
+    ) -> Prompt | RawPrompt:
         """The tokens to continue.
 
-        Where `ask.truncate_prompt` is set, a raw prompt that fills `max_model_len` loses its oldest
+        Where `truncate_prompt` is set, a raw prompt that fills `max_model_len` loses its oldest
         tokens, so that `room` new ones fit, but never more than half of the context.
         """
-        if ask.history is not None:
-            tools = {"tools": ask.tools} if ask.tools else {}
-            prompt = self.builder(ask.template_name).prompt(
-                ask.history,
-                context=ask.context,
-                num_context_messages=ask.num_context_messages,
-                vouched=ask.vouched,
-                turn=ask.turn,
-                options=_without_tools(ask.template_options) | tools,
+        if request.history is not None:
+            tools = {"tools": request.tools} if request.tools else {}
+            prompt = self.builder(request.template_name).prompt(
+                request.history,
+                context=request.context,
+                num_context_messages=request.num_context_messages,
+                vouched=request.vouched,
+                turn=request.turn,
+                options=_without_tools(request.template_options) | tools,
             )
             if prompt.fork_cause is not ForkCause.NONE:
                 self.num_forks[prompt.fork_cause.name.lower()] += 1
             return prompt
-        ids = list(ask.token_ids or ())
-        if ask.text is not None:
-            ids = list(self.tokenizer.encode(ask.text, trusted=True).ids)
+        ids = list(request.token_ids or ())
+        if request.text is not None:
+            ids = list(self.tokenizer.encode(request.text, trusted=True).ids)
         num_cut = 0
-        if ask.truncate_prompt and len(ids) >= max_model_len:
+        if request.truncate_prompt and len(ids) >= max_model_len:
             num_cut = len(ids) - max(max_model_len - room, (max_model_len + 1) // 2)
             ids = ids[num_cut:]
         return RawPrompt(
-            sequence=_prompt_row(ids, ask.turn),
-            text=None if num_cut else ask.text,
-            turn=ask.turn,
+            sequence=_prompt_row(ids, request.turn),
+            text=None if num_cut else request.text,
+            turn=request.turn,
             num_truncated_tokens=num_cut,
-            skip_special_tokens=ask.skip_special_tokens,
+            skip_special_tokens=request.skip_special_tokens,
         )
 
     def template_named(self, name: str) -> ChatTemplate:

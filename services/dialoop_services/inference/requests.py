@@ -26,7 +26,7 @@ from dialoop.wire import (
 )
 
 from dialoop_services.inference.generate import with_defaults
-from dialoop_services.inference.rendering import Ask
+from dialoop_services.inference.rendering import GenerationRequest
 from dialoop_services.inference.weights.data_planes import PlaneName
 
 if TYPE_CHECKING:
@@ -42,14 +42,14 @@ _INPUTS = ("history", "text", "token_ids")
 _ROWS = ("token_ids", "histories", "texts")
 
 
-def ask_of(request: pb.GenerateRequest, *, max_new_tokens: int) -> Ask:
+def generation_request_of(request: pb.GenerateRequest, *, max_new_tokens: int) -> GenerationRequest:
     """Read what to continue, how to render it and how to sample; `max_new_tokens` by default."""
     found = [name for name in _INPUTS if request.HasField(name)]
     given = require_one_of(found, _INPUTS)
     if given != "history":
         _require_no_context(request, given)
     has_context = request.HasField("context")
-    return Ask(
+    return GenerationRequest(
         history=_prompt_of(request.history) if given == "history" else None,
         text=request.text if given == "text" else None,
         token_ids=tuple(request.token_ids.values) if given == "token_ids" else None,

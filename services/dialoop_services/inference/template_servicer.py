@@ -144,11 +144,11 @@ def _rendered_sequence(rendered: Rendered, contents: Mapping[int, Span]) -> Sequ
     if rendered.offsets is None or not contents:
         return sequence_of([(ids, {"source": Source.PROMPT})])
     starts = rendered.offsets[:, 0]
-    pieces: list[tuple[list[int], dict[str, Any]]] = []
+    runs: list[tuple[list[int], dict[str, Any]]] = []
     done = 0
     for index, (begin, end) in sorted(contents.items(), key=lambda item: item[1]):
         first, last = int((starts < begin).sum()), int((starts < end).sum())
-        pieces.append((ids[done:first], {"source": Source.TEMPLATE}))
+        runs.append((ids[done:first], {"source": Source.TEMPLATE}))
         if last > first:
             char_start = int(starts[first]) - begin
             fields = {
@@ -157,7 +157,7 @@ def _rendered_sequence(rendered: Rendered, contents: Mapping[int, Span]) -> Sequ
                 "char_start": char_start,
                 "char_length": end - begin - char_start,
             }
-            pieces.append((ids[first:last], fields))
+            runs.append((ids[first:last], fields))
         done = last
-    pieces.append((ids[done:], {"source": Source.TEMPLATE}))
-    return sequence_of(pieces)
+    runs.append((ids[done:], {"source": Source.TEMPLATE}))
+    return sequence_of(runs)

@@ -52,7 +52,7 @@ class Format(Enum):
         return cls.EVENTS if cls.EVENTS.value in accepted else cls.LINES
 
 
-class Answer:
+class ResponseWriter:
     """The answer to one request; sends its head when there is something to say."""
 
     def __init__(self, send: Send, format_: Format, encode: Encoder) -> None:

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from pydantic import ValidationError
 
-from dialoop_services.rest.answers import Answer, Format
+from dialoop_services.rest.answers import Format, ResponseWriter
 from dialoop_services.rest.bodies import read_body
 from dialoop_services.rest.client_disconnect import Caller, serve_call, time_limit, timeout_of
 from dialoop_services.rest.lenient_json import reread
@@ -88,7 +88,9 @@ class Endpoint:
         """Answer one request."""
         headers = dict(scope["headers"])
         caller = Caller(receive)
-        answer = Answer(send, Format.of(headers, is_stream=self._route.is_stream), self._encode)
+        answer = ResponseWriter(
+            send, Format.of(headers, is_stream=self._route.is_stream), self._encode
+        )
         call = self._begin()
         await serve_call(call, caller, answer, self._serve(scope, headers, call, caller, answer))
 
@@ -98,7 +100,7 @@ class Endpoint:
         headers: Mapping[bytes, bytes],
         call: Call,
         caller: Caller,
-        answer: Answer,
+        answer: ResponseWriter,
     ) -> None:
         timeout_s = timeout_of(headers)
         asked = await self._read(scope, headers, caller)
@@ -107,7 +109,7 @@ class Endpoint:
             async with time_limit(timeout_s):
                 await self._answer(asked, answer)
 
-    async def _answer(self, asked: _Asked, answer: Answer) -> None:
+    async def _answer(self, asked: _Asked, answer: ResponseWriter) -> None:
         context = RestContext()
         try:
             called = self._method(asked.request, context)

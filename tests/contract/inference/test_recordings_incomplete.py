@@ -16,7 +16,7 @@ from dialoop.errors import (
     Unavailable,
 )
 from dialoop.trajectory import DoneReason, Owner, Reward
-from dialoop_services.inference.recordings.book import RecordingLimits
+from dialoop_services.inference.recordings.store import RecordingLimits
 
 from tests.support.agent_world import (
     USER,
@@ -191,7 +191,7 @@ async def test_recordings_are_bounded_in_number_calls_and_time(directory):
         with pytest.raises(NotFound) as gone:
             await world.recordings.get("b")
         assert gone.value.reason == "RECORDING_NOT_FOUND"
-        assert world.book.num_recordings == 0
+        assert world.store.num_recordings == 0
 
 
 async def test_another_replica_says_where_a_recording_is(directory):

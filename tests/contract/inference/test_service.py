@@ -218,7 +218,8 @@ async def test_wrong_settings_are_refused_with_one_sentence(model_dir, tmp_path,
     (bare / "tokenizer.json").unlink()
     (tmp_path / "vllm.py").write_text("raise RuntimeError('operator nms does not exist')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    for module in ("vllm", "dialoop_services.inference.vllm_engine.engine"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     for expected, settings in (
         ("tokenizer.json", {"model_dir": bare}),
         ("positions", {"model_dir": model_dir, "max_model_len": 100000}),

@@ -201,24 +201,24 @@ async def test_samples_under_way_end_with_the_adapter_they_began_with(w: World) 
     before = await w.load("style", seed=1)
     old = dict(w.loaded)
     (prompt,) = prompts(1, shortest=8)
-    pieces = []
+    chunks = []
     task = asyncio.create_task(
         w.replica.sample(
             prompt,
             SamplingParams(max_new_tokens=120),
             stop=NO_STOP,
-            on_tokens=pieces.append,
+            on_tokens=chunks.append,
             adapter="style",
         )
     )
-    while len(pieces) < 5:
+    while len(chunks) < 5:
         await asyncio.sleep(0.005)
     after = await w.load("style", seed=2)
     assert not task.done()
     assert await w.difference("style", prompt) < TOLERANCE
     (sampled,) = await task
     assert [span.policy_version for span in sampled.versions] == [before.policy_version]
-    assert {piece.policy_version for piece in pieces} == {before.policy_version}
+    assert {chunk.policy_version for chunk in chunks} == {before.policy_version}
     assert w.replica.adapters == {"style": after.policy_version}
     w.loaded = old
     expected = w.expected("style", [*prompt, *sampled.token_ids])[len(prompt) - 1 :]

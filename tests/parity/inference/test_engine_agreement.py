@@ -100,7 +100,7 @@ async def test_every_token_rescores_under_its_version_after_publishes_on_the_way
         for prompt in asked
     ]
     for number in range(1, 4):
-        while sum(len(piece.token_ids) for piece in told) < number * 16 * 10:
+        while sum(len(chunk.token_ids) for chunk in told) < number * 16 * 10:
             await asyncio.sleep(0.002)
         await world.publish(mode)
     answers = [await task for task in tasks]
@@ -132,7 +132,7 @@ async def test_kept_keys_are_for_those_under_way_alone(world: Gated) -> None:
             prompt,
             SamplingParams(max_new_tokens=110),
             stop=NO_STOP,
-            on_tokens=lambda piece: told.extend(piece.token_ids),
+            on_tokens=lambda chunk: told.extend(chunk.token_ids),
         )
     )
     while len(told) < 40:

@@ -126,19 +126,19 @@ async def test_every_token_rescores_under_its_own_version(running: Running) -> N
 
 
 async def test_streamed_pieces_carry_the_versions_of_the_whole_sample(running: Running) -> None:
-    pieces: list = []
+    chunks: list = []
     task = asyncio.create_task(
         running.engine.stream(
-            [9, 8], SamplingParams(max_new_tokens=100), stop=NO_STOP, on_tokens=pieces.append
+            [9, 8], SamplingParams(max_new_tokens=100), stop=NO_STOP, on_tokens=chunks.append
         )
     )
-    while len(pieces) < 30:
+    while len(chunks) < 30:
         await asyncio.sleep(0.002)
     await running.load(running.seed + 1)
     sampled = await task
-    assert tuple(i for p in pieces for i in p.token_ids) == sampled.token_ids
-    assert tuple(x for p in pieces for x in p.logprobs) == sampled.logprobs
-    labels = [p.policy_version for p in pieces for _ in p.token_ids]
+    assert tuple(i for p in chunks for i in p.token_ids) == sampled.token_ids
+    assert tuple(x for p in chunks for x in p.logprobs) == sampled.logprobs
+    labels = [p.policy_version for p in chunks for _ in p.token_ids]
     assert labels == [s.policy_version for s in sampled.versions for _ in range(s.length)]
     assert len(set(labels)) == 2
 

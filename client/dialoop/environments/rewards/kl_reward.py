@@ -22,7 +22,7 @@ from dialoop.sequences import Source
 from dialoop.trajectory import Reward
 
 
-class LogProbs(Protocol):
+class LogProbScorer(Protocol):
     """Log-probs in nats of rows of ids: L - 1 numbers per row, from its second token on.
 
     `logprobs` of a ScorerClient is one.
@@ -37,8 +37,8 @@ class LogProbs(Protocol):
 class KLReward(Transform):
     """One number per token of each response; tokens mode only, where the ids are known."""
 
-    policy: LogProbs
-    reference: LogProbs
+    policy: LogProbScorer
+    reference: LogProbScorer
     coefficient: float = 1.0
     name: str = "kl"
     timeout_s: float = 60.0

@@ -48,7 +48,7 @@ _PRELOADED = _words(
 _MAX_PACKET = 1 << 16
 
 
-class ForkServer:
+class ForkServerProcess:
     """One process per id."""
 
     def __init__(self, control: socket.socket) -> None:
@@ -164,7 +164,7 @@ def main(control_fd: int) -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    server = ForkServer(socket.socket(fileno=control_fd))
+    server = ForkServerProcess(socket.socket(fileno=control_fd))
     try:
         server.run()
     finally:

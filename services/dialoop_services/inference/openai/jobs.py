@@ -11,7 +11,7 @@ from dialoop.trajectory import SamplingParams
 from pydantic import BaseModel, ValidationError
 
 from dialoop_services.inference.openai.answers import Head, Told
-from dialoop_services.inference.openai.calls import Ask, Job
+from dialoop_services.inference.openai.calls import Job, PromptJob
 from dialoop_services.inference.openai.errors import UnknownModel, body_refused, refused
 from dialoop_services.inference.openai.messages import history_of, tools_of
 from dialoop_services.inference.openai.prompts import Offer, Prompts
@@ -20,7 +20,7 @@ from dialoop_services.inference.openai.tool_calls import CALL_END, AnswerSyntax
 
 if TYPE_CHECKING:
     from dialoop_services.inference.openai.models import ChatBody, CompletionBody, SamplingBody
-    from dialoop_services.inference.recordings.book import CallPrompt, Recording
+    from dialoop_services.inference.recordings.store import CallPrompt, Recording
     from dialoop_services.inference.rendering import Renderer
     from dialoop_services.inference.replica.replica import Replica
 
@@ -68,7 +68,7 @@ class Jobs:
         return self._job(
             body,
             replace(head, warnings=_warnings(body)),
-            [self._ask(body, prompt, syntax, recording, sampling, head.call_id)],
+            [self._part(body, prompt, syntax, recording, sampling, head.call_id)],
             sampling,
             with_logprobs=body.logprobs,
             num_top=num_top,
@@ -87,14 +87,14 @@ class Jobs:
             recording.require_open(len(rows))
         ids = [head.call_id + (f"-{i}" if len(rows) > 1 else "") for i in range(len(rows))]
         made = [prompts.completion(row, recording) for row in rows]
-        asks = [
-            self._ask(body, prompt, AnswerSyntax(), recording, sampling, call_id)
+        parts = [
+            self._part(body, prompt, AnswerSyntax(), recording, sampling, call_id)
             for prompt, call_id in zip(made, ids, strict=True)
         ]
         with_logprobs = body.logprobs is not None
-        return self._job(body, head, asks, sampling, with_logprobs=with_logprobs, num_top=num_top)
+        return self._job(body, head, parts, sampling, with_logprobs=with_logprobs, num_top=num_top)
 
-    def _ask(
+    def _part(
         self,
         body: SamplingBody,
         prompt: CallPrompt,
@@ -102,17 +102,17 @@ class Jobs:
         recording: Recording | None,
         sampling: SamplingParams,
         call_id: str,
-    ) -> Ask:
+    ) -> PromptJob:
         cut = () if body.include_stop_str_in_output else body.stop_strings
         call = None if recording is None else recording.begin(call_id, prompt, sampling)
         reader = Reader(tokenizer=self.renderer.tokenizer, syntax=syntax, cut=cut)
-        return Ask(prompt=prompt, reader=reader, recording=recording, call=call)
+        return PromptJob(prompt=prompt, reader=reader, recording=recording, call=call)
 
     def _job(
         self,
         body: SamplingBody,
         head: Head,
-        asks: list[Ask],
+        parts: list[PromptJob],
         sampling: SamplingParams,
         *,
         with_logprobs: bool,
@@ -120,7 +120,7 @@ class Jobs:
     ) -> Job:
         return Job(
             head=head,
-            asks=tuple(asks),
+            parts=tuple(parts),
             sampling=sampling,
             num_choices=body.n,
             adapter=self._adapter(body),

@@ -20,14 +20,14 @@ from dialoop.tokens.builder import Prompt
 
 from dialoop_services.inference.openai.errors import refused
 from dialoop_services.inference.openai.tool_calls import CALL_START, AnswerSyntax
-from dialoop_services.inference.recordings.book import CallPrompt
 from dialoop_services.inference.recordings.matching import Origin
-from dialoop_services.inference.rendering import Ask
+from dialoop_services.inference.recordings.store import CallPrompt
+from dialoop_services.inference.rendering import GenerationRequest
 
 if TYPE_CHECKING:
     from dialoop.chat import ToolDefinition
 
-    from dialoop_services.inference.recordings.book import Recording
+    from dialoop_services.inference.recordings.store import Recording
     from dialoop_services.inference.rendering import Renderer
 
 _COMPLETION = "completion"
@@ -61,14 +61,16 @@ class Prompts:
         if offer.tools:
             self._require_tools_known()
         variant = offer.digest
-        ask = Ask(history=asked, tools=offer.tools, template_options=offer.options)
+        request = GenerationRequest(
+            history=asked, tools=offer.tools, template_options=offer.options
+        )
         past = None if recording is None else recording.find_past(asked, variant)
         if recording is None or past is None:
-            return CallPrompt(asked=asked, prompt=self._prompt(ask), variant=variant)
+            return CallPrompt(asked=asked, prompt=self._prompt(request), variant=variant)
         known = recording.spelled(past.origin)
         prompt = self._prompt(
             replace(
-                ask,
+                request,
                 history=known.extend(asked[len(known) :]),
                 context=recording.full(past.origin),
                 num_context_messages=len(known),
@@ -84,8 +86,8 @@ class Prompts:
             variant=variant,
         )
 
-    def _prompt(self, ask: Ask) -> Prompt:
-        made = self._renderer.prompt(ask)
+    def _prompt(self, request: GenerationRequest) -> Prompt:
+        made = self._renderer.prompt(request)
         assert isinstance(made, Prompt)  # a history was asked
         return made
 

@@ -21,7 +21,7 @@ from dialoop_services.runtime.logs import add_log_fields
 
 if TYPE_CHECKING:
     from dialoop_services.inference.openai.calls import Job
-    from dialoop_services.inference.recordings.book import Recording, RecordingBook
+    from dialoop_services.inference.recordings.store import Recording, RecordingStore
     from dialoop_services.inference.rendering import Renderer
     from dialoop_services.inference.replica.replica import Replica
     from dialoop_services.rest.http_routes import HttpAnswer, HttpRequest
@@ -36,13 +36,13 @@ class OpenAiService:
         self,
         replica: Replica,
         renderer: Renderer,
-        book: RecordingBook,
+        store: RecordingStore,
         *,
         model_name: str,
         max_new_tokens: int,
     ) -> None:
         self._replica = replica
-        self._book = book
+        self._store = store
         self._model_name = model_name
         self._answering = Answering(replica, renderer)
         self._jobs = Jobs(
@@ -101,7 +101,7 @@ class OpenAiService:
         if recording_id is None:
             return None
         add_log_fields({"recording_id": recording_id})
-        recording = self._book.find(recording_id)
+        recording = self._store.find(recording_id)
         recording.require_open()
         return recording
 

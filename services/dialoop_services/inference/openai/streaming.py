@@ -22,7 +22,7 @@ from dialoop_services.inference.openai.tool_calls import held_back
 if TYPE_CHECKING:
     from dialoop.tokens.tokenizer import Tokenizer
 
-    from dialoop_services.inference.engine import Piece, Sampled
+    from dialoop_services.inference.engine import Sampled, TokenChunk
     from dialoop_services.inference.openai.tool_calls import AnswerSyntax, Reading
 
 
@@ -89,15 +89,15 @@ class RunningChoice:
     _logprobs: list[float] = field(default_factory=list)
     _offset: int = 0
 
-    def add(self, piece: Piece) -> dict[str, Any] | None:
+    def add(self, tokens: TokenChunk) -> dict[str, Any] | None:
         """The chunk's choice that these tokens make; None while nothing can be told yet."""
         tokenizer = self.reader.tokenizer
         if self._running is None:
             self._running = RunningText(tokenizer)
-        self._ids.extend(piece.token_ids)
-        self._logprobs.extend(piece.logprobs)
+        self._ids.extend(tokens.token_ids)
+        self._logprobs.extend(tokens.logprobs)
         ends = tokenizer.end_of_turn_ids
-        self._text += self._running.add([i for i in piece.token_ids if i not in ends])
+        self._text += self._running.add([i for i in tokens.token_ids if i not in ends])
         safe = self._text
         for string in self.reader.cut:
             safe = safe.partition(string)[0]

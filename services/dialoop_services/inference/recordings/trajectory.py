@@ -34,13 +34,13 @@ from dialoop.trajectory import (
     Turn,
 )
 
-from dialoop_services.inference.recordings.book import CallState
 from dialoop_services.inference.recordings.matching import Origin, is_same
+from dialoop_services.inference.recordings.store import CallState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dialoop_services.inference.recordings.book import Choice, RecordedCall, Recording
+    from dialoop_services.inference.recordings.store import CallRecord, Choice, Recording
 
 
 _STILL_RUNNING = Failure(
@@ -80,7 +80,7 @@ class _Rows:
         self._full: dict[Origin, Sequence] = {}
         self._histories: dict[Origin, History] = {}
 
-    def add(self, call: RecordedCall, index: int, turn: int, *, is_asked_again: bool) -> None:
+    def add(self, call: CallRecord, index: int, turn: int, *, is_asked_again: bool) -> None:
         """Place the tokens of one answered call."""
         for number, choice in enumerate(call.choices):
             tip = Origin(call=index, choice=number)
@@ -99,7 +99,7 @@ class _Rows:
 
     def _place(
         self,
-        call: RecordedCall,
+        call: CallRecord,
         choice: Choice,
         tip: Origin,
         sequence: Sequence,
@@ -209,7 +209,7 @@ def _num_shared(one: History, other: History) -> int:
 
 
 def _turns(
-    calls: dict[int, RecordedCall], recording: Recording, main: _Row, rewards: tuple[Reward, ...]
+    calls: dict[int, CallRecord], recording: Recording, main: _Row, rewards: tuple[Reward, ...]
 ) -> tuple[Turn, ...]:
     """One for each answered call; a call of another branch has no messages in the history."""
     branch = _branch(recording, main.tip)
@@ -243,7 +243,7 @@ def _branch(recording: Recording, tip: Origin) -> set[int]:
     return found
 
 
-def _asks_the_same(one: RecordedCall, other: RecordedCall) -> bool:
+def _asks_the_same(one: CallRecord, other: CallRecord) -> bool:
     return one.prompt.variant == other.prompt.variant and np.array_equal(
         one.prompt.prompt.sequence.token_ids, other.prompt.prompt.sequence.token_ids
     )
@@ -281,7 +281,7 @@ def _mixed_temperatures(recording: Recording) -> Failure | None:
     )
 
 
-def _sampling(calls: list[RecordedCall]) -> SamplingParams:
+def _sampling(calls: list[CallRecord]) -> SamplingParams:
     """That of the first call that alters the policy, which concerns training; else of the first."""
     return next((c.sampling for c in calls if c.sampling.alters), calls[0].sampling)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from dialoop.trajectory import SamplingParams, StopReason
 
-from dialoop_services.inference.engine import Piece, Sampled, StopTokens, VersionSpan
+from dialoop_services.inference.engine import Sampled, StopTokens, TokenChunk, VersionSpan
 
 if TYPE_CHECKING:
     from dialoop.sequences import PolicyVersion
@@ -80,7 +80,7 @@ class BatchRow:
             return
         if self._on_tokens is not None:
             for index in range(self._num_told, len(self._versions)):
-                self._on_tokens(self._piece(index))
+                self._on_tokens(self._chunk(index))
             self._num_told = len(self._versions)
         if self.stop_reason is not None:
             self.done.set_result(self._sampled(self.stop_reason))
@@ -100,8 +100,8 @@ class BatchRow:
         text = decode(sampled[-longest - 1 :])
         return next((string for string in self._stop.strings if string in text), "")
 
-    def _piece(self, index: int) -> Piece:
-        return Piece(
+    def _chunk(self, index: int) -> TokenChunk:
+        return TokenChunk(
             token_ids=(self.ids[self._num_prompt + index],),
             logprobs=(self._logprobs[index],),
             policy_version=self._versions[index],

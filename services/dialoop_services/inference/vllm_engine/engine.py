@@ -58,8 +58,8 @@ from dialoop_services.inference.vllm_engine.options import (
 )
 from dialoop_services.inference.vllm_engine.orphans import OWNER_VARIABLE
 from dialoop_services.inference.vllm_engine.outputs import (
+    chunks_of,
     label_of,
-    pieces_of,
     queued_s,
     sampled_of,
     spans_of,
@@ -177,8 +177,8 @@ class VllmEngine:
             ids.extend(completion.token_ids)
             logprobs.extend(completion.logprobs.logprobs if completion.logprobs else ())
             spans = self._spans_so_far(request_id, completion, num_tokens=len(ids))
-            for piece in pieces_of(ids, logprobs, spans, start=start):
-                on_tokens(piece)
+            for chunk in chunks_of(ids, logprobs, spans, start=start):
+                on_tokens(chunk)
         return Sampled(
             token_ids=tuple(ids),
             logprobs=tuple(logprobs),

@@ -1,4 +1,4 @@
-"""What vLLM answers, in our words: samples, version spans, and the pieces of a stream."""
+"""What vLLM answers, in our words: samples, version spans, and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from typing import Any
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import StopReason
 
-from dialoop_services.inference.engine import Piece, Sampled, StopTokens, VersionSpan, weights_bad
+from dialoop_services.inference.engine import (
+    Sampled,
+    StopTokens,
+    TokenChunk,
+    VersionSpan,
+    weights_bad,
+)
 
 _LABEL = "@"
 
@@ -57,26 +63,26 @@ def spans_of(spans: Any) -> tuple[VersionSpan, ...]:
     )
 
 
-def pieces_of(
+def chunks_of(
     ids: Sequence[int],
     logprobs: Sequence[float],
     spans: Sequence[VersionSpan],
     *,
     start: int,
-) -> list[Piece]:
+) -> list[TokenChunk]:
     """The tokens from `start` on, cut where the version changes."""
-    pieces = []
+    chunks = []
     for span in spans:
         begin, end = max(start, span.start), span.start + span.length
         if begin < end:
-            pieces.append(
-                Piece(
+            chunks.append(
+                TokenChunk(
                     token_ids=tuple(ids[begin:end]),
                     logprobs=tuple(logprobs[begin:end]),
                     policy_version=span.policy_version,
                 )
             )
-    return pieces
+    return chunks
 
 
 def label_of(version: PolicyVersion) -> str:

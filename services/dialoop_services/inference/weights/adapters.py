@@ -176,7 +176,7 @@ class Adapters:
 
         async def adapted(entry: _Entry) -> tuple[Sampled, ...]:
             version = entry.adapter.policy_version
-            tell = on_tokens and (lambda piece: on_tokens(replace(piece, policy_version=version)))
+            tell = on_tokens and (lambda chunk: on_tokens(replace(chunk, policy_version=version)))
             samples = await call(entry.adapter, tell)
             return tuple(_labelled(sampled, version) for sampled in samples)
 

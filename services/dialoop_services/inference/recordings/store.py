@@ -1,7 +1,7 @@
 """Recordings: every OpenAI-compatible call under a URL, with the tokens it was sampled as.
 
-    book = RecordingBook(Limits())
-    recording = book.create(RecordingSpec(recording_id="r-1"))
+    store = RecordingStore(Limits())
+    recording = store.create(RecordingSpec(recording_id="r-1"))
     call = recording.begin(prompt, sampling)        # dialoop_services.inference.openai.calls does
     this recording.answered(call, choices)
 
@@ -114,7 +114,7 @@ class CallState(Enum):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class RecordedCall:
+class CallRecord:
     """One call; owned by its recording."""
 
     call_id: str
@@ -132,7 +132,7 @@ class Recording:
     def __init__(self, spec: RecordingSpec, *, max_calls: int, time_to_live_s: float) -> None:
         self.spec = spec
         self.time_to_live_s = time_to_live_s
-        self.calls: list[RecordedCall] = []
+        self.calls: list[CallRecord] = []
         self.trajectory: Trajectory | None = None
         self.sequence_indices: dict[str, tuple[int, ...]] = {}
         self._max_calls = max_calls
@@ -167,16 +167,14 @@ class Recording:
         """The answer that `asked` continues, the latest where several are alike."""
         return self._pasts.find(asked, variant)
 
-    def begin(self, call_id: str, prompt: CallPrompt, sampling: SamplingParams) -> RecordedCall:
+    def begin(self, call_id: str, prompt: CallPrompt, sampling: SamplingParams) -> CallRecord:
         """Take a call; it has to be ended by one of the next methods."""
         self.require_open()
-        call = RecordedCall(call_id=call_id, prompt=prompt, sampling=sampling)
+        call = CallRecord(call_id=call_id, prompt=prompt, sampling=sampling)
         self.calls.append(call)
         return call
 
-    def answered(
-        self, call: RecordedCall, choices: tuple[Choice, ...], *, generate_s: float
-    ) -> None:
+    def answered(self, call: CallRecord, choices: tuple[Choice, ...], *, generate_s: float) -> None:
         """The call was answered; what it asked may be continued from now on."""
         if call.state is not CallState.RUNNING:  # the trajectory says already that it is missing
             return
@@ -193,12 +191,12 @@ class Recording:
                 call.prompt.variant,
             )
 
-    def cut_short(self, call: RecordedCall, failure: Failure) -> None:
+    def cut_short(self, call: CallRecord, failure: Failure) -> None:
         """The call ended without an answer."""
         if call.state is CallState.RUNNING:
             call.state, call.failure = CallState.CUT_SHORT, failure
 
-    def not_sampled(self, call: RecordedCall, state: CallState) -> None:
+    def not_sampled(self, call: CallRecord, state: CallState) -> None:
         """The call ended before anything was sampled: CONTEXT_FULL or REFUSED."""
         if call.state is CallState.RUNNING:
             call.state = state
@@ -225,7 +223,7 @@ class _Kept:
     used_at: float
 
 
-class RecordingBook:
+class RecordingStore:
     """Owns the recordings of one replica; memory is bounded by its limits."""
 
     def __init__(
