@@ -26,7 +26,7 @@ from dialoop_services.inference.openai.routes import OpenAiService, openai_route
 from dialoop_services.inference.recordings.store import RecordingLimits, RecordingStore
 from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.replica.batching import RequestBatches
-from dialoop_services.inference.replica.device_lease import device_turn
+from dialoop_services.inference.replica.device_lease import lease_device
 from dialoop_services.inference.replica.replica import Replica
 from dialoop_services.inference.servicer import InferenceServicer
 from dialoop_services.inference.settings import InferenceSettings
@@ -46,7 +46,7 @@ _SERVICE = "dialoop.v1.InferenceService"
 
 
 async def serve() -> None:
-    """Start the engine, load the newest policy, serve until told to stop or the engine dies."""
+    """Start the engine, load the newest policy, serve until a stop signal or the engine's end."""
     settings = load(InferenceSettings)
     await serve_in(OwnProcess(settings), settings)
 
@@ -60,7 +60,7 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
         )
     renderer = Renderer.of(settings.model_dir)
     server = host.server
-    async with device_turn(settings.device_lock) as turn, _engine(settings) as engine:
+    async with lease_device(settings.device_lock) as lease, _engine(settings) as engine:
 
         async def report(serving: bool) -> None:
             await server.set_serving(serving, _SERVICE)
@@ -70,7 +70,7 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
             weights_root=settings.weights_root,
             report=report,
             update_mode=UpdateMode[settings.update_mode.upper()],
-            turn=turn,
+            lease=lease,
             batches=RequestBatches(settings.batch_limits),
         )
         await replica.load_latest()
@@ -118,7 +118,7 @@ def _add_servicers(
 
 
 async def _until_over(server: Server, replica: Replica, *, wake_after_s: float) -> None:
-    """Wait for the stop signal; raise when the engine dies first, for a supervisor to restart."""
+    """Wait for the stop signal; raise when the engine dies first, so that a supervisor restarts."""
     dying = asyncio.create_task(replica.until_engine_dies())
     dying.add_done_callback(lambda _: server.stop())
     following = asyncio.create_task(replica.follow_latest())
@@ -128,7 +128,7 @@ async def _until_over(server: Server, replica: Replica, *, wake_after_s: float) 
         if dying.done():
             raise engine_stopped()
     finally:
-        replica.release()  # or the server's drain would pass with requests that wait for others
+        replica.release()  # else requests that wait for a batch would block the server's drain
         dying.cancel()
         following.cancel()
         waking.cancel()

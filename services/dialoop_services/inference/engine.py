@@ -1,11 +1,11 @@
-"""What the inference service asks of an engine, whichever it is.
+"""The protocol between the inference service and an engine.
 
     sampled = await engine.sample(prompt_ids, SamplingParams(max_new_tokens=24), stop=stop)
     sampled[0].token_ids     # (17, 9, 4, 262): the stop token is kept
     sampled[0].versions      # (VersionSpan(start=0, length=4, policy_version=main-7),)
 
-Every sampled token is labelled with the version whose weights produced it, and re-scores under a
-full forward pass of exactly that version.
+The engine labels every sampled token with the version whose weights produced it. A full forward
+pass under that version gives the same log-prob again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BASE_VERSION = PolicyVersion(lineage="base", number=0)
 MIN_TEMPERATURE = 0.01
 """Below this vLLM would silently sample at another temperature; 0 is greedy."""
 MIN_PENALTY, MAX_PENALTY = 0.01, 100.0
-"""Far beyond these a penalized logit is no number any more, nor is any log-prob."""
+"""Outside these bounds a penalized logit may overflow, and the log-probs with it."""
 _ROUNDING = 1e-6  # of 0.01 that came over the wire as the float32 next to it
 
 
@@ -75,7 +75,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChunk:
-    """A few new tokens of a running sample, all of one version."""
+    """A few new tokens of a running sample, all of one policy version."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -167,8 +167,8 @@ class Engine(Protocol):
     ) -> LoadTimes:
         """Pause, replace all weights, commit `version`, go on.
 
-        `mode` is what happens to samples that are under way: RECOMPUTE drops their keys, KEEP_KV
-        leaves them, WAIT lets them end first (never, while the engine is paused).
+        `mode` says what happens to samples that are under way. RECOMPUTE drops their keys, KEEP_KV
+        keeps them, WAIT lets them end first; a paused engine is never asked to wait.
         Raises PreconditionFailed (UNKNOWN_PARAMETERS) before anything is touched.
         """
         ...
@@ -222,7 +222,7 @@ class SupportsPolicyAdapters(Protocol):
     """An engine that loads a policy published as an adapter of the model directory's weights."""
 
     base_weights: BaseWeights
-    """Those of the model directory, whatever is loaded now."""
+    """The weights of the model directory, whatever is loaded now."""
 
     async def load_onto_base(
         self,
@@ -304,7 +304,7 @@ def require_ids(token_ids: Sequence[int], *, vocab_size: int) -> None:
 
 
 def require_sampling(sampling: SamplingParams) -> None:
-    """Refuse what an engine would not apply as asked."""
+    """Refuse sampling parameters that an engine would apply otherwise."""
     if sampling.top_p == 0:
         raise InvalidInput(
             "top_p is 0.",
@@ -328,13 +328,13 @@ def require_sampling(sampling: SamplingParams) -> None:
 
 
 def room_for(prompt_ids: Sequence[int], sampling: SamplingParams, max_model_len: int) -> int:
-    """How many tokens may be sampled; 0 or less when the prompt fills the context."""
+    """Return how many tokens may be sampled; 0 or less when the prompt fills the context."""
     room = max_model_len - len(prompt_ids)
     return room if sampling.max_new_tokens is None else min(room, sampling.max_new_tokens)
 
 
 def context_full(num_samples: int) -> tuple[Sampled, ...]:
-    """The empty samples of a prompt that leaves no room."""
+    """Return the empty samples of a prompt that leaves no room."""
     empty = Sampled(token_ids=(), logprobs=(), versions=(), stop_reason=StopReason.CONTEXT_FULL)
     return (empty,) * num_samples
 
@@ -360,7 +360,7 @@ def require_one_stream(num_samples: int) -> None:
 
 
 def weights_bad() -> Unavailable:
-    """What a request gets whose weights were lost under it."""
+    """Return the error of a request whose weights were lost while it ran."""
     return Unavailable(
         "The replica's weights are bad.",
         reason=Reason.WEIGHTS_BAD,
@@ -369,7 +369,7 @@ def weights_bad() -> Unavailable:
 
 
 def engine_stopped() -> Unavailable:
-    """What a request gets when the engine died."""
+    """Return the error of a request whose engine died."""
     return Unavailable(
         "The engine stopped.", reason=Reason.NOT_READY, remedy="Try another replica."
     )

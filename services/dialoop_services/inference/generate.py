@@ -63,24 +63,24 @@ async def generate(
         stop=renderer.stop_tokens(request.sampling.stop),
         num_samples=request.num_samples,
     )
-    made = [renderer.sample(prompt, one) for one in sampled]
+    samples = [renderer.sample(prompt, output) for output in sampled]
     num_cut = prompt.num_truncated_tokens if isinstance(prompt, RawPrompt) else 0
     generate_s = time.perf_counter() - started
     return tuple(
         replace(
-            one,
+            answer,
             sampling=request.sampling,
             tokenizer_digest=renderer.tokenizer.digest,
             template_digest=renderer.template_named(request.template_name).digest,
             generate_s=generate_s,
-            queue_s=max(one.queue_s for one in sampled),
+            queue_s=max(output.queue_s for output in sampled),
             update_mode=_update_mode_of(sampled),
             num_truncated_tokens=num_cut,
             prompt_id=_prompt_id_of(prompt.sequence.token_ids),
             sample_index=index,
             warnings=_warnings_of(request),
         )
-        for index, one in enumerate(made)
+        for index, answer in enumerate(samples)
     )
 
 
@@ -133,27 +133,27 @@ def _prompt_id_of(token_ids: Ids) -> str:
 
 
 def _update_mode_of(sampled: Iterable[Sampled]) -> UpdateMode:
-    """Return what loads did to an answer's samples; KEEP_KV if to any."""
-    modes = {one.update_mode for one in sampled}
+    """Return how weight loads treated the samples of an answer; KEEP_KV if one kept old keys."""
+    modes = {output.update_mode for output in sampled}
     return next((m for m in (UpdateMode.KEEP_KV, UpdateMode.WAIT) if m in modes), min(modes))
 
 
 def _warnings_of(request: GenerationRequest) -> tuple[str, ...]:
-    """Say in words what is taken otherwise than asked."""
-    found = []
+    """Return a sentence for each field of the request that has no effect."""
+    warnings = []
     if request.history is None:
         unused = ("template_name", "tools", "template_options")
-        found += [
+        warnings += [
             f"{name} is not used: the prompt is continued as it stands."
             for name in unused
             if getattr(request, name)
         ]
     else:
         if request.truncate_prompt:
-            found.append("truncate_prompt is not used: a history is never cut.")
+            warnings.append("truncate_prompt is not used: a history is never cut.")
         if request.skip_special_tokens:
-            found.append("skip_special_tokens is not used: a content is all that was sampled.")
+            warnings.append("skip_special_tokens is not used: a content is all that was sampled.")
     sampling = request.sampling
     if sampling.temperature == 0 and (sampling.truncates or sampling.seed is not None):
-        found.append("top_p, top_k, min_p and seed are not used: temperature 0 is greedy.")
-    return tuple(found)
+        warnings.append("top_p, top_k, min_p and seed are not used: temperature 0 is greedy.")
+    return tuple(warnings)

@@ -40,8 +40,8 @@ class GenerationRequest:
     token_ids: tuple[int, ...] | None = None
     context: Sequence | None = None
     num_context_messages: int = 0
-    # Indices of messages that are known to be the policy's own, however the caller spells them.
-    vouched: tuple[int, ...] = ()
+    # Indices of messages that the policy sampled, although the caller may write them otherwise.
+    known_sampled: tuple[int, ...] = ()
     turn: int = 0
     template_name: str = ""
     tools: tuple[ToolDefinition, ...] = ()
@@ -56,7 +56,7 @@ class GenerationRequest:
 class RawPrompt:
     """Text or token ids to continue as they stand: one PROMPT segment.
 
-    `text` is what was given; None where only ids were, which an engine has yet to find valid.
+    `text` is the request's own. It is None where the request gave ids, which may not be valid.
     """
 
     sequence: Sequence
@@ -67,7 +67,7 @@ class RawPrompt:
 
 
 class Renderer:
-    """The one place where this service turns messages into tokens and tokens into messages."""
+    """Turns messages into tokens and tokens into messages; nothing else in this service does."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Renderer:
 
     @classmethod
     def of(cls, model_dir: Path) -> Renderer:
-        """The renderer of a model directory; InvalidConfig when its tokenizer is missing."""
+        """Return the renderer of a model directory; InvalidConfig when its tokenizer is missing."""
         tokenizer = Tokenizer.from_directory(model_dir)
         templates = TemplateRegistry()
         return cls(tokenizer, templates.choose(tokenizer), templates)
@@ -93,10 +93,10 @@ class Renderer:
     def prompt(
         self, request: GenerationRequest, *, room: int = 0, max_model_len: int = 0
     ) -> Prompt | RawPrompt:
-        """The tokens to continue.
+        """Return the tokens to continue.
 
         Where `truncate_prompt` is set, a raw prompt that fills `max_model_len` loses its oldest
-        tokens, so that `room` new ones fit, but never more than half of the context.
+        tokens until `room` new ones fit. At least half of the context stays.
         """
         if request.history is not None:
             tools = {"tools": request.tools} if request.tools else {}
@@ -104,7 +104,7 @@ class Renderer:
                 request.history,
                 context=request.context,
                 num_context_messages=request.num_context_messages,
-                vouched=request.vouched,
+                vouched=request.known_sampled,
                 turn=request.turn,
                 options=_without_tools(request.template_options) | tools,
             )
@@ -127,38 +127,39 @@ class Renderer:
         )
 
     def template_named(self, name: str) -> ChatTemplate:
-        """A template by name, the default one by none; NotFound (TEMPLATE_NOT_FOUND)."""
+        """Return a template by name, or the default one; NotFound (TEMPLATE_NOT_FOUND)."""
         if name in ("", self.template.name):
             return self.template
         return self.templates.choose(self.tokenizer, chat_template_name=name)
 
     def builder(self, template_name: str = "") -> TokenBuilder:
-        """What makes tokens with a template, the default one by none."""
+        """Return the token builder of a named template, or of the default one."""
         if not template_name:
             return self._builder
         return TokenBuilder(self.tokenizer, self.template_named(template_name))
 
-    def rendered(self, history: History, *, add_generation_prompt: bool) -> tuple[str, Sequence]:
-        """The conversation as text and as tokens."""
+    def render(self, history: History, *, add_generation_prompt: bool) -> tuple[str, Sequence]:
+        """Return the conversation as text and as tokens."""
         text = self.template.render(history, add_generation_prompt=add_generation_prompt)
         sequence = self._builder.prompt(history).sequence
         if add_generation_prompt:
             return text, sequence
-        opened = self.tokenizer.decode(sequence.token_ids.tolist())
-        opening = self.tokenizer.encode(opened[len(text) :], trusted=True).ids
+        full_text = self.tokenizer.decode(sequence.token_ids.tolist())
+        opening_ids = self.tokenizer.encode(full_text[len(text) :], trusted=True).ids
         last = sequence.segments[-1]
-        num_left = last.length - len(opening)
-        if not opened.startswith(text) or tuple(sequence.token_ids[-len(opening) :]) != opening:
+        num_left = last.length - len(opening_ids)
+        ends_in_opening = tuple(sequence.token_ids[-len(opening_ids) :]) == opening_ids
+        if not full_text.startswith(text) or not ends_in_opening:
             raise Unsupported(
-                "This template's tokens cannot be parted before the assistant's turn.",
+                "This template's tokens cannot be split before the assistant's turn.",
                 reason=Reason.TEMPLATE_UNSUPPORTED,
                 remedy="Ask with add_generation_prompt.",
             )
-        segments = (*sequence.segments[:-1], *_shortened(last, num_left))
-        return text, Sequence(token_ids=sequence.token_ids[: -len(opening)], segments=segments)
+        segments = (*sequence.segments[:-1], *_shorten(last, num_left))
+        return text, Sequence(token_ids=sequence.token_ids[: -len(opening_ids)], segments=segments)
 
     def stop_tokens(self, strings: Iterable[str]) -> StopTokens:
-        """The end of turn, single tokens among the strings, and the other strings."""
+        """Return what ends a message: the end of turn, single tokens, and longer strings."""
         by_id = dict.fromkeys(self.tokenizer.end_of_turn_ids, "")
         spanning: list[str] = []
         for string in strings:
@@ -176,12 +177,12 @@ class Renderer:
         return StopTokens(by_id=by_id, strings=tuple(spanning))
 
     def _search_vocabulary(self, string: str, token: int) -> bool:
-        """Whether another token's text holds `string`, as a double newline holds a newline."""
+        """Return whether another token's text holds `string`, as two newlines hold one."""
         others = (i for i in range(self.tokenizer.vocab_size) if i != token)
         return any(string in self.tokenizer.decode([other]) for other in others)
 
     def sample(self, prompt: Prompt | RawPrompt, sampled: Sampled) -> Sample:
-        """The answer as prompt, response and full, and its tokens."""
+        """Return the answer as prompt, response and full history, and its tokens."""
         if isinstance(prompt, RawPrompt):
             return self._raw_sample(prompt, sampled)
         answer = self._builder.answer(
@@ -206,10 +207,10 @@ class Renderer:
             ids = sampled.token_ids[start : start + span.length]
             runs.append((ids, fields | {"policy_version": span.policy_version}))
             start += span.length
-        spelt = self.tokenizer.decode
+        decode = self.tokenizer.decode
         if prompt.skip_special_tokens:
-            spelt = self.tokenizer.decode_plain
-        response = spelt(sampled.token_ids)
+            decode = self.tokenizer.decode_plain
+        response = decode(sampled.token_ids)
         text = prompt.text
         if text is None:
             text = self.tokenizer.decode(prompt.sequence.token_ids.tolist())
@@ -225,9 +226,9 @@ class Renderer:
 def _without_tools(options: Mapping[str, Any]) -> dict[str, Any]:
     if "tools" in options:
         raise InvalidInput(
-            "tools is no template option.",
+            "`tools` is not a template option.",
             reason=Reason.OPTION_RESERVED,
-            remedy="Give the request's own tools.",
+            remedy="Send the tools in the request's field `tools`.",
         )
     return dict(options)
 
@@ -236,5 +237,5 @@ def _prompt_row(token_ids: AnySequence[int], turn: int) -> Sequence:
     return sequence_of([(token_ids, {"source": Source.PROMPT, "turn": turn})])
 
 
-def _shortened(segment: Segment, length: int) -> tuple[Segment, ...]:
+def _shorten(segment: Segment, length: int) -> tuple[Segment, ...]:
     return (replace(segment, length=length),) if length > 0 else ()

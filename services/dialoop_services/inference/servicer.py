@@ -30,7 +30,7 @@ from dialoop_services.inference.requests import (
     full_of,
     generation_request_of,
     manifest_of,
-    rows_given,
+    rows_field,
 )
 
 if TYPE_CHECKING:
@@ -78,16 +78,16 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
         skips = request.request.skip_special_tokens and not request.request.HasField("history")
         try:
             while (chunk := await chunks.get()) is not None:
-                yield chunk_to_proto(chunk, text, self._shown(chunk, skips_special=skips))
+                yield chunk_to_proto(chunk, text, self._visible_ids(chunk, skips_special=skips))
             yield pb.GenerateStreamResponse(completed=await generating)
         finally:
-            generating.cancel()  # a caller who leaves frees the engine's slot
+            generating.cancel()  # free the engine's slot when the caller leaves
 
     async def LogProb(self, request: pb.LogProbRequest, context: Context) -> pb.LogProbResponse:
         rows, sequences = self._rows(request)
         scored = await self._replica.logprobs(rows, adapter=request.adapter)
         return pb.LogProbResponse(
-            logprobs=logprobs_to_proto(one.logprobs for one in scored),
+            logprobs=logprobs_to_proto(row.logprobs for row in scored),
             policy_version=policy_version_to_proto(scored[0].policy_version),
             sequences=[sequence_to_proto(sequence) for sequence in sequences],
             distribution=chat_pb2.DISTRIBUTION_RAW,
@@ -164,24 +164,24 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
         )
         return generated_to_proto(samples)
 
-    def _shown(self, chunk: TokenChunk, *, skips_special: bool) -> Iterable[int]:
-        """The tokens of a chunk that are told as text."""
+    def _visible_ids(self, chunk: TokenChunk, *, skips_special: bool) -> Iterable[int]:
+        """Return the tokens of a chunk that the text shows."""
         is_special = self._renderer.tokenizer.is_special
         return [i for i in chunk.token_ids if not (skips_special and is_special(i))]
 
     def _rows(self, request: pb.LogProbRequest) -> tuple[list[list[int]], list[Sequence]]:
-        """The ids to score; and as sequences, where they are made here."""
-        given = rows_given(request)
-        if given == "token_ids":
+        """Return the ids to score, and the sequences that were made from texts or histories."""
+        field = rows_field(request)
+        if field == "token_ids":
             return [list(row.values) for row in request.token_ids], []
-        if given == "texts":
+        if field == "texts":
             sequences = [
                 self._renderer.prompt(GenerationRequest(text=text)).sequence
                 for text in request.texts
             ]
         else:
             sequences = [
-                self._renderer.rendered(full_of(history), add_generation_prompt=False)[1]
+                self._renderer.render(full_of(history), add_generation_prompt=False)[1]
                 for history in request.histories
             ]
         return [sequence.token_ids.tolist() for sequence in sequences], sequences

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class TemplateServicer(rpc.TemplateServiceServicer):
-    """The replica's own template under its model's name, and those of its registry."""
+    """Serves the model's own template under the model's name, and those of the registry."""
 
     def __init__(self, renderer: Renderer, name: str) -> None:
         self._renderer = renderer
@@ -68,14 +68,14 @@ class TemplateServicer(rpc.TemplateServiceServicer):
             is_default=True,
         )
         others = [info for info in self._renderer.templates.list() if info.name != self._name]
-        found = [template_info_to_proto(info) for info in (own, *others)]
-        return pb.ListTemplatesResponse(templates=found)
+        infos = [template_info_to_proto(info) for info in (own, *others)]
+        return pb.ListTemplatesResponse(templates=infos)
 
     async def Render(self, request: pb.RenderRequest, context: Context) -> pb.RenderResponse:
         variables = template_options_of(request.template_options_json)
         require_variables(variables)
         opens = request.add_generation_prompt if request.HasField("add_generation_prompt") else None
-        rendered, sequence = self._rendered(
+        rendered, sequence = self._render(
             self._template(request.template_name),
             history_from_proto(request.history),
             {
@@ -119,19 +119,21 @@ class TemplateServicer(rpc.TemplateServiceServicer):
     def _template(self, name: str) -> ChatTemplate:
         return self._renderer.template_named("" if name == self._name else name)
 
-    def _rendered(
+    def _render(
         self, template: ChatTemplate, history: History, options: dict[str, Any]
     ) -> tuple[Rendered, Sequence]:
         tokenizer = self._renderer.tokenizer
         try:
-            found = tokenised(template, tokenizer, history, with_offsets=True, **options)
+            rendered = tokenised(template, tokenizer, history, with_offsets=True, **options)
         except Unsupported as error:
             if error.reason != Reason.MASK_UNAVAILABLE:
                 raise
-            given = {"with_mask": False, "with_offsets": True, **options}
-            found = replace(tokenised(template, tokenizer, history, **given), assistant_mask=None)
-        spans = content_spans(template, history, found.text, **options) or {}
-        return found, _rendered_sequence(found, spans)
+            unmasked = {"with_mask": False, "with_offsets": True, **options}
+            rendered = replace(
+                tokenised(template, tokenizer, history, **unmasked), assistant_mask=None
+            )
+        spans = content_spans(template, history, rendered.text, **options) or {}
+        return rendered, _rendered_sequence(rendered, spans)
 
 
 def _rendered_sequence(rendered: Rendered, contents: Mapping[int, Span]) -> Sequence:

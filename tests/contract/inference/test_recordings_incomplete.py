@@ -102,8 +102,8 @@ async def test_a_deadline_and_a_dying_engine_are_failures_of_inference(directory
             await ask(client, [{"role": "user", "content": "Other."}], stream=False)
         await answer_to(client, [{"role": "user", "content": "Third."}])
         trajectory = await world.recordings.close("r")
-    found = [(f.owner, f.reason) for f in trajectory.failures]
-    assert found == [(Owner.INFERENCE, "DEADLINE_EXCEEDED"), (Owner.INFERENCE, "NOT_READY")]
+    failures = [(f.owner, f.reason) for f in trajectory.failures]
+    assert failures == [(Owner.INFERENCE, "DEADLINE_EXCEEDED"), (Owner.INFERENCE, "NOT_READY")]
     assert sampled_ids(trajectory) == [engine.log[-1].token_ids]
 
 

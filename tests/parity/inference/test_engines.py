@@ -171,8 +171,8 @@ async def test_a_stop_string_of_several_tokens_ends_the_sample(running: Running)
     (whole,) = await running.engine.sample([4, 4], sampling, stop=NO_STOP)
     decode = running.tokenizer.decode
     texts = [decode(whole.token_ids[i : i + 2]) for i in range(10, 59)]
-    found = [text for text in texts if text.isprintable() and "\ufffd" not in text]
-    text = found[0]
+    printable = [text for text in texts if text.isprintable() and "\ufffd" not in text]
+    text = printable[0]
     (sampled,) = await running.engine.sample([4, 4], sampling, stop=StopTokens(strings=(text,)))
     assert sampled.stop_reason is StopReason.STOP
     assert sampled.stop_string == text
@@ -187,14 +187,14 @@ def penalized_logprobs(
     """Of ids[start:], by hand: every token before a position is there already."""
     with torch.inference_mode():
         logits = make_model(**model)(torch.tensor([ids])).logits[0].double().numpy()
-    found = []
+    logprobs = []
     for position in range(start, len(ids)):
         row = logits[position - 1].copy()
         seen = sorted(set(ids[:position]))
         row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
         row /= temperature or 1.0
-        found.append(row[ids[position]] - np.logaddexp.reduce(row))
-    return np.array(found)
+        logprobs.append(row[ids[position]] - np.logaddexp.reduce(row))
+    return np.array(logprobs)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
@@ -207,16 +207,16 @@ async def test_a_repetition_penalty_changes_the_distribution_and_the_log_probs_s
         max_new_tokens=20, temperature=temperature, seed=5, repetition_penalty=1.75
     )
     # One that is plain decodes beside it.
-    (one,), (other,) = await asyncio.gather(
+    (first,), (second,) = await asyncio.gather(
         running.engine.sample(prompt, penalized, stop=NO_STOP),
         running.engine.sample(prompt, plain, stop=NO_STOP),
     )
-    whole = [*prompt, *one.token_ids]
+    whole = [*prompt, *first.token_ids]
     expected = penalized_logprobs(whole, len(prompt), 1.75, temperature, **running.model)
-    assert np.abs(expected - np.array(one.logprobs)).max() < TOLERANCE
+    assert np.abs(expected - np.array(first.logprobs)).max() < TOLERANCE
     # Whether it changes a token is luck; that it is another distribution is not.
-    assert worst(one, prompt, temperature=temperature or 1.0, **running.model) > 10 * TOLERANCE
-    assert worst(other, prompt, temperature=temperature or 1.0, **running.model) < TOLERANCE
+    assert worst(first, prompt, temperature=temperature or 1.0, **running.model) > 10 * TOLERANCE
+    assert worst(second, prompt, temperature=temperature or 1.0, **running.model) < TOLERANCE
 
 
 async def test_truncated_sampling_stays_in_its_set(running: Running) -> None:

@@ -83,7 +83,7 @@ class Closed:
         return cls()
 
 
-def named(name: str) -> str:
+def path_of(name: str) -> str:
     return f"{__name__}:{name}"
 
 
@@ -94,10 +94,10 @@ class Host:
 
 
 @asynccontextmanager
-async def served(folder: Path, root: Path) -> AsyncIterator[InferenceClient]:
+async def serve(folder: Path, root: Path) -> AsyncIterator[InferenceClient]:
     settings = load(
         InferenceSettings,
-        engine=named("Echo"),
+        engine=path_of("Echo"),
         model_dir=folder,
         weights_root=root,
         max_model_len=128,
@@ -115,7 +115,7 @@ async def served(folder: Path, root: Path) -> AsyncIterator[InferenceClient]:
 
 
 async def test_it_samples_scores_and_loads(model_dir: Path, tmp_path: Path) -> None:
-    async with served(model_dir, tmp_path) as client:
+    async with serve(model_dir, tmp_path) as client:
         status = await client.get_policy()
         assert (status.engine, status.engine_version, status.max_model_len) == ("echo", "3", 128)
         (sample,) = await client.generate(QUESTION, sampling=SamplingParams(max_new_tokens=3))
@@ -131,7 +131,7 @@ async def test_it_samples_scores_and_loads(model_dir: Path, tmp_path: Path) -> N
 
 
 async def test_what_it_cannot_do_is_refused_with_its_name(model_dir: Path, tmp_path: Path) -> None:
-    async with served(model_dir, tmp_path) as client:
+    async with serve(model_dir, tmp_path) as client:
         with pytest.raises(Unsupported, match="echo does not stream"):
             [piece async for piece in client.generate_stream(QUESTION)]
         with pytest.raises(Unsupported, match="echo does not pause"):
@@ -145,12 +145,12 @@ async def test_what_it_cannot_do_is_refused_with_its_name(model_dir: Path, tmp_p
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"engine": named("Closed")}, "has no load_weights, close"),
-        ({"engine": named("QUESTION")}, "has no `start`"),
-        ({"engine": named("Nothing")}, "cannot be loaded"),
-        ({"engine": named("Echo"), "max_adapters": 1}, "SupportsAdapters, which max_adapters"),
-        ({"engine": named("Echo"), "device_lock": "lock"}, "SupportsSleep, which device_lock"),
-        ({"engine": named("Echo"), "data_plane": "nccl"}, "SupportsTransfer, which data_plane"),
+        ({"engine": path_of("Closed")}, "has no load_weights, close"),
+        ({"engine": path_of("QUESTION")}, "has no `start`"),
+        ({"engine": path_of("Nothing")}, "cannot be loaded"),
+        ({"engine": path_of("Echo"), "max_adapters": 1}, "SupportsAdapters, which max_adapters"),
+        ({"engine": path_of("Echo"), "device_lock": "lock"}, "SupportsSleep, which device_lock"),
+        ({"engine": path_of("Echo"), "data_plane": "nccl"}, "SupportsTransfer, which data_plane"),
     ],
 )
 async def test_an_unfit_engine_is_refused_at_the_start(
@@ -169,7 +169,7 @@ async def test_an_unfit_engine_is_refused_at_the_start(
 
 
 def test_the_config_takes_a_path_or_a_built_in_name() -> None:
-    preflight.check(parse_config({"engine": named("Echo"), "store": "memory"}, source="x"))
+    preflight.check(parse_config({"engine": path_of("Echo"), "store": "memory"}, source="x"))
     with pytest.raises(InvalidConfig, match=r"engine is 'vlm'.*did you mean 'vllm'\?"):
         parse_config({"engine": "vlm"}, source="x")
     for path in ("no_such_module:Mine", "no_such_package.module:Mine"):

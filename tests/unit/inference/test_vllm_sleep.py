@@ -29,26 +29,26 @@ class FakeLlm:
     """Says what it was asked; its worker is real where the lock is concerned."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.calls: list[str] = []
         self.no_room_for: list[str] = []
         self.errored = False
         self.worker = SharedDevice()
         self.engine_core = SimpleNamespace(pause_scheduler_async=self._pause)
 
     async def _pause(self, *, mode: str, clear_cache: bool) -> None:
-        self.asked.append(f"pause {mode} {clear_cache}")
+        self.calls.append(f"pause {mode} {clear_cache}")
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        self.asked.append(f"sleep {level} {mode}")
+        self.calls.append(f"sleep {level} {mode}")
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
-        self.asked.append(f"wake {tags or 'all'}")
+        self.calls.append(f"wake {tags or 'all'}")
         if (tags or ["all"]) == self.no_room_for:
             raise RuntimeError("CUDA out of memory")
         return True
 
     async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[Any]:
-        self.asked.append(method.removeprefix("dialoop_"))
+        self.calls.append(method.removeprefix("dialoop_"))
         return [getattr(self.worker, method)(*args)]
 
 
@@ -79,7 +79,7 @@ async def test_weights_that_were_dropped_come_back_with_a_load_alone(
     await sleep.end()
     await sleep.end()
     assert not sleep.is_asleep
-    assert llm.asked == [
+    assert llm.calls == [
         *("hold_device", "sleep 2 abort", "leave_device", "leave_device"),
         *("hold_device", "wake ['weights']", "wake ['kv_cache']"),
     ]
@@ -92,7 +92,7 @@ async def test_weights_that_were_kept_need_nothing(
     await sleep.begin(keep_weights=True)
     await sleep.wake()
     await sleep.wake()
-    assert llm.asked == ["sleep 1 abort", "leave_device", "hold_device", "wake all"]
+    assert llm.calls == ["sleep 1 abort", "leave_device", "hold_device", "wake all"]
     assert not trainer.try_own()
 
 
@@ -105,7 +105,7 @@ async def test_the_worker_does_not_take_what_the_trainer_has(
     with pytest.raises(InternalError):
         await sleep.wake()
     assert sleep.is_asleep
-    assert "wake all" not in llm.asked
+    assert "wake all" not in llm.calls
 
 
 @pytest.mark.parametrize("tag", ["weights", "kv_cache", "all"])
@@ -118,12 +118,12 @@ async def test_a_wake_that_fails_ends_the_engine_and_its_worker_keeps_the_traine
     with pytest.raises(RuntimeError):
         await wake(sleep, tag)
     assert sleep.is_broken
-    asked, llm.no_room_for = list(llm.asked), []
+    calls, llm.no_room_for = list(llm.calls), []
     for again in (wake(sleep, tag), sleep.begin(keep_weights=True)):
         with pytest.raises(Unavailable) as caught:
             await again
         assert caught.value.reason == "NOT_READY"
-    assert llm.asked == asked, "what is broken is asked for nothing more"
+    assert llm.calls == calls, "what is broken is asked for nothing more"
     assert not trainer.try_own(), "some of the memory may be there still"
     llm.worker.dialoop_leave_device()  # as its end does
     assert trainer.try_own()
@@ -189,7 +189,7 @@ async def test_on_a_cpu_the_core_stands_still_and_vllms_own_sleep_is_left_alone(
     await sleep.begin(keep_weights=False)
     await sleep.wake()
     standing_still = ["pause abort True", "leave_device", "hold_device"]
-    assert llm.asked == standing_still * 2
+    assert llm.calls == standing_still * 2
 
 
 def test_vllm_takes_what_it_is_asked() -> None:

@@ -1,7 +1,7 @@
-"""Answering calls: sample, record, tell; whole or as a stream.
+"""Answers of OpenAI calls, whole or as a stream: sample, record, return.
 
-Whatever ends a call (an answer, a refusal, a caller who leaves, a dying engine) its recording is
-told, and the engine's slot is free.
+A call ends with an answer, a refusal, a caller who leaves or an engine that dies. Its recording
+notes which, and the engine's slot becomes free.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dialoop.trajectory import Failure, Owner, StopReason
 
 from dialoop_services.inference.openai.answers import (
     Head,
-    Told,
+    TokenView,
     chat_choice,
     finish_reason,
     text_choice,
@@ -64,24 +64,24 @@ class PromptJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request: its prompts, how to sample, and how to tell."""
+    """One request: its prompts, how to sample them, and what the answer shows."""
 
     head: Head
     parts: tuple[PromptJob, ...]
     sampling: SamplingParams
     num_choices: int
-    told: Told
+    view: TokenView
     adapter: str = ""
     with_prompt_ids: bool = False
     with_usage: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all prompts."""
+        """Return the number of tokens of all prompts."""
         return sum(part.prompt.num_tokens for part in self.parts)
 
     def prompt_ids(self) -> dict[str, Any]:
-        """The prompts' ids, where they were asked for."""
+        """Return the prompts' ids; empty where the client did not ask for them."""
         if not self.with_prompt_ids:
             return {}
         rows = [part.prompt.prompt.sequence.token_ids.tolist() for part in self.parts]
@@ -96,12 +96,12 @@ class Answering:
         self._renderer = renderer
 
     def require_room(self, part: PromptJob) -> None:
-        """ContextTooLong when the prompt leaves no room, which its recording remembers."""
+        """Raise ContextTooLong when the prompt leaves no room; its recording notes that."""
         limit = self._replica.engine.max_model_len
         if part.prompt.num_tokens < limit:
             return
         if part.recording is not None and part.call is not None:
-            part.recording.not_sampled(part.call, CallState.CONTEXT_FULL)
+            part.recording.mark_unsampled(part.call, CallState.CONTEXT_FULL)
         raise ContextTooLong(
             f"The prompt has {part.prompt.num_tokens} tokens, which leaves no room in the context "
             f"of {limit}.",
@@ -109,11 +109,11 @@ class Answering:
         )
 
     async def whole(self, job: Job, request: HttpRequest) -> dict[str, Any]:
-        """The answer as one document."""
+        """Return the answer as one document."""
         started = time.perf_counter()
         choices: list[dict[str, Any]] = []
         num_sampled = 0
-        with _told_to_recordings(job, request):
+        with _noting_in_recordings(job, request):
             for part in job.parts:
                 self.require_room(part)
             answers = await _all(
@@ -125,15 +125,15 @@ class Answering:
             for part, sampled in zip(job.parts, answers, strict=True):
                 ids = [CallIds() for _ in sampled]
                 self.record(part, sampled, ids, time.perf_counter() - started)
-                num_sampled += sum(len(one.token_ids) for one in sampled)
-                for one, call_ids in zip(sampled, ids, strict=True):
-                    choices.append(_choice(job, part, one, call_ids, index=len(choices)))
+                num_sampled += sum(len(output.token_ids) for output in sampled)
+                for output, call_ids in zip(sampled, ids, strict=True):
+                    choices.append(_choice(job, part, output, call_ids, index=len(choices)))
         numbers = usage(job.num_prompt_tokens, num_sampled)
         return {**job.head.document(choices), "usage": numbers, **job.prompt_ids()}
 
     async def stream(self, job: Job, request: HttpRequest) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer chunk by chunk."""
-        with _told_to_recordings(job, request):
+        """Yield the answer chunk by chunk."""
+        with _noting_in_recordings(job, request):
             for part in job.parts:
                 self.require_room(part)
             running = _Running(self, job)
@@ -143,7 +143,7 @@ class Answering:
                     yield {**job.head.document([choice], is_chunk=True), **first}
                     first = {}
             finally:
-                running.cancel()  # a caller who leaves frees the engine's slots
+                running.cancel()  # free the engine's slots when the caller leaves
         if job.with_usage:
             numbers = usage(job.num_prompt_tokens, running.num_sampled)
             yield {**job.head.document([], is_chunk=True), "usage": numbers}
@@ -157,7 +157,7 @@ class Answering:
         num: int = 1,
         on_tokens: OnTokens | None = None,
     ) -> list[Sampled]:
-        """Samples of one prompt; `on_tokens` sees the tokens as they come (one sample only)."""
+        """Sample one prompt; `on_tokens` gets the tokens as they come (one sample only)."""
         sampled = await self._replica.sample(
             part.prompt.prompt.sequence.token_ids.tolist(),
             sampling,
@@ -166,40 +166,40 @@ class Answering:
             on_tokens=on_tokens,
             adapter=adapter,
         )
-        if any(one.stop_reason is StopReason.CANCELLED for one in sampled):
-            raise Unavailable("The engine gave the sample up.", reason=Reason.CANCELLED)
+        if any(output.stop_reason is StopReason.CANCELLED for output in sampled):
+            raise Unavailable("The engine cancelled the sample.", reason=Reason.CANCELLED)
         return list(sampled)
 
     def record(
         self, part: PromptJob, sampled: list[Sampled], ids: list[CallIds], generate_s: float
     ) -> None:
-        """Keep the finished answers of a prompt."""
+        """Record the finished answers of a prompt."""
         if part.recording is None or part.call is None:
             return
         choices = tuple(
             Choice(
                 sample=replace(
-                    self._renderer.sample(part.prompt.prompt, one),
+                    self._renderer.sample(part.prompt.prompt, output),
                     sampling=part.call.sampling,
                     generate_s=generate_s,
-                    update_mode=one.update_mode,
+                    update_mode=output.update_mode,
                 ),
-                given=message_of(
-                    part.reader.syntax.read(part.reader.text_of(one)),
+                message=message_of(
+                    part.reader.syntax.read(part.reader.text_of(output)),
                     call_ids,
-                    is_complete=is_complete(one),
+                    is_complete=is_complete(output),
                 ),
             )
-            for one, call_ids in zip(sampled, ids, strict=True)
+            for output, call_ids in zip(sampled, ids, strict=True)
         )
-        part.recording.answered(part.call, choices, generate_s=generate_s)
+        part.recording.record_answer(part.call, choices, generate_s=generate_s)
 
 
 class _Running:
     """The samples of a stream: one task each, and one queue of what they give.
 
-    Filled by the engine's callbacks, drained by the answering task; at most the tokens of the
-    stream wait in it.
+    The engine's callbacks fill it, the answering task drains it. At most the tokens of the stream
+    wait in it.
     """
 
     def __init__(self, answering: Answering, job: Job) -> None:
@@ -209,7 +209,7 @@ class _Running:
         self._events: asyncio.Queue[tuple[int, TokenChunk | None]] = asyncio.Queue()
         self._choices = [
             RunningChoice(
-                index=index, reader=job.parts[index // job.num_choices].reader, told=job.told
+                index=index, reader=job.parts[index // job.num_choices].reader, view=job.view
             )
             for index in range(len(job.parts) * job.num_choices)
         ]
@@ -217,7 +217,7 @@ class _Running:
         self.num_sampled = 0
 
     async def choices(self) -> AsyncIterator[dict[str, Any]]:
-        """What each event makes, until all samples have ended."""
+        """Yield the choice of each event until all samples have ended."""
         num_left = len(self._tasks)
         while num_left:
             index, tokens = await self._events.get()
@@ -255,7 +255,7 @@ class _Running:
         return task
 
     def _record(self, number: int) -> None:
-        """Keep a prompt's answers once all of its samples have ended."""
+        """Record a prompt's answers once all of its samples have ended."""
         first = number * self._job.num_choices
         indices = range(first, first + self._job.num_choices)
         if not all(self._tasks[i].done() for i in indices):
@@ -272,16 +272,16 @@ def _choice(
     job: Job, part: PromptJob, sampled: Sampled, call_ids: CallIds, *, index: int
 ) -> dict[str, Any]:
     reading = part.reader.syntax.read(part.reader.text_of(sampled))
-    told = job.told.of(sampled.token_ids, sampled.logprobs)
+    fields = job.view.of(sampled.token_ids, sampled.logprobs)
     reason = finish_reason(sampled.stop_reason, has_calls=bool(reading.calls))
-    if not job.told.is_chat:
-        return text_choice(index, reading.content, reason, told)
+    if not job.view.is_chat:
+        return text_choice(index, reading.content, reason, fields)
     message = message_of(reading, call_ids, is_complete=is_complete(sampled))
-    return chat_choice(index, message, reason, told)
+    return chat_choice(index, message, reason, fields)
 
 
 async def _all(samples: list[Any]) -> list[list[Sampled]]:
-    """All of them, or the first error with the others stopped."""
+    """Return the results of all; at the first error stop the others and raise it."""
     tasks = [asyncio.ensure_future(sample) for sample in samples]
     try:
         return list(await asyncio.gather(*tasks))
@@ -291,8 +291,8 @@ async def _all(samples: list[Any]) -> list[list[Sampled]]:
 
 
 @contextmanager
-def _told_to_recordings(job: Job, request: HttpRequest) -> Iterator[None]:
-    """Tell the recordings of a job what cut it short."""
+def _noting_in_recordings(job: Job, request: HttpRequest) -> Iterator[None]:
+    """Note in the recordings of a job what cut it short."""
     try:
         yield
     except (asyncio.CancelledError, GeneratorExit):
@@ -302,7 +302,7 @@ def _told_to_recordings(job: Job, request: HttpRequest) -> Iterator[None]:
     except InvalidInput:
         for part in job.parts:
             if part.recording is not None and part.call is not None:
-                part.recording.not_sampled(part.call, CallState.REFUSED)
+                part.recording.mark_unsampled(part.call, CallState.REFUSED)
         raise
     except Exception as error:
         why = error.reason if isinstance(error, DialoopError) else Reason.ENGINE_FAILED

@@ -1,4 +1,4 @@
-"""The rpcs of recordings: decode, call, encode. InferenceServicer has them."""
+"""The rpcs of recordings, as a base class of InferenceServicer: decode, call, encode."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class RecordingRpcs:
-    """CreateRecording, GetRecording and CloseRecording."""
+    """Serves CreateRecording, GetRecording and CloseRecording."""
 
     def __init__(self, store: RecordingStore, renderer: Renderer) -> None:
         self._store = store
@@ -40,7 +40,7 @@ class RecordingRpcs:
     async def CreateRecording(  # noqa: N802 - gRPC's names
         self, request: pb.CreateRecordingRequest, context: Context
     ) -> pb.CreateRecordingResponse:
-        """A recording under the caller's id."""
+        """Create a recording under the caller's id."""
         has_sampling = request.HasField("sampling")
         recording = self._store.create(
             RecordingSpec(
@@ -61,7 +61,7 @@ class RecordingRpcs:
     async def GetRecording(  # noqa: N802
         self, request: pb.GetRecordingRequest, context: Context
     ) -> pb.GetRecordingResponse:
-        """The calls so far."""
+        """Return the calls so far."""
         recording = self._store.find(request.recording_id)
         return pb.GetRecordingResponse(
             recording_id=request.recording_id,
@@ -76,7 +76,7 @@ class RecordingRpcs:
     async def CloseRecording(  # noqa: N802
         self, request: pb.CloseRecordingRequest, context: Context
     ) -> pb.CloseRecordingResponse:
-        """The trajectory."""
+        """Close the recording and return its trajectory."""
         tokenizer_digest, template_digest = self._digests
         closing = Closing(
             rewards=tuple(reward_from_proto(reward) for reward in request.rewards),

@@ -1,8 +1,8 @@
-"""A transformers model as an engine: one task decodes all requests together, on CPU.
+"""A transformers model as an engine on CPU: one task decodes all requests together.
 
-Versions are exact because everything that touches the model holds one lock: a step samples with one
-version, a load replaces all of it between two steps, and rows that were running compute their keys
-again under the new one (or keep them, where a load asks for that and says so).
+Versions are exact because everything that uses the model holds one lock. A step samples with one
+version. A load replaces all weights between two steps; running rows then compute their keys again
+under the new version, or keep them in a KEEP_KV load, which marks their samples.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ class TransformersEngine:
         self._adapted = AdaptedModel(model)
         self._batch = DecodingBatch(self._adapted)
         self._running: list[BatchRow] = []
-        # Filled by sample, drained by the runner as rows end; the callers of sample wait.
+        # `sample` and `stream` fill it and wait, the runner drains it as places get free.
         self._waiting: deque[BatchRow] = deque()
         self._has_work = asyncio.Event()
         self._may_run = asyncio.Event()
         self._may_run.set()
         self._is_held = False
         self.is_asleep = False
-        # A load that waits for running rows to end clears the first, the runner sets the second.
+        # A load that waits for running rows to end clears the first; the runner sets the second.
         self._may_admit = asyncio.Event()
         self._may_admit.set()
         self._is_drained = asyncio.Event()
@@ -126,17 +126,17 @@ class TransformersEngine:
 
     @property
     def policy_version(self) -> PolicyVersion:
-        """The version of the weights loaded now."""
+        """Return the version of the weights loaded now."""
         return self._policy_version
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can still answer."""
+        """Return whether the engine can still answer."""
         return not self._runner.done()
 
     @property
     def num_running(self) -> int:
-        """Samples that hold a place, waiting or decoding."""
+        """Return the number of samples that wait or decode."""
         return sum(not row.is_over for row in (*self._running, *self._waiting))
 
     async def sample(
@@ -199,22 +199,22 @@ class TransformersEngine:
         return tuple(await asyncio.gather(*(row.done for row in rows)))
 
     async def logprobs(self, token_ids: Sequence[int], *, adapter: Adapter | None = None) -> Scored:
-        """Score given ids under the loaded policy, with an adapter or without; held, too."""
+        """Score given ids under the policy, with an adapter or without; also while paused."""
         require_ids(token_ids, vocab_size=self.vocab_size)
         require_fit(token_ids, self.max_model_len)
         async with self._model_lock:
             scoring = asyncio.to_thread(score, self._adapted, list(token_ids), adapter)
-            values = await to_the_end(scoring)  # the lock is held for as long as the thread works
+            values = await to_the_end(scoring)  # hold the lock for as long as the thread works
             return Scored(logprobs=values.numpy(), policy_version=self._policy_version)
 
     async def load_weights(
         self, path: Path, version: PolicyVersion, *, mode: UpdateMode = UpdateMode.RECOMPUTE
     ) -> LoadTimes:
         """Replace all weights between two steps, commit `version`, go on as `mode` says."""
-        begun = time.monotonic()
+        started_at = time.monotonic()
         await asyncio.to_thread(require_same_parameters, path, self._shapes, tied=self._tied)
         tensors = await asyncio.to_thread(load_file, path)
-        return await self._exchange(tensors, version, mode=mode, begun=begun)
+        return await self._exchange(tensors, version, mode=mode, started_at=started_at)
 
     async def load_onto_base(
         self,
@@ -224,9 +224,9 @@ class TransformersEngine:
         mode: UpdateMode = UpdateMode.RECOMPUTE,
     ) -> LoadTimes:
         """As `load_weights`, of the base weights with the adapter added in."""
-        begun = time.monotonic()
+        started_at = time.monotonic()
         tensors = await asyncio.to_thread(add_to_base, self.base_weights, adapter)
-        return await self._exchange(tensors, version, mode=mode, begun=begun)
+        return await self._exchange(tensors, version, mode=mode, started_at=started_at)
 
     async def _exchange(
         self,
@@ -234,7 +234,7 @@ class TransformersEngine:
         version: PolicyVersion,
         *,
         mode: UpdateMode,
-        begun: float,
+        started_at: float,
     ) -> LoadTimes:
         async with self._loading:
             try:
@@ -246,10 +246,10 @@ class TransformersEngine:
             finally:
                 self._may_admit.set()
             ended = time.monotonic()
-        return LoadTimes(pause_s=ended - paused, load_s=ended - begun)
+        return LoadTimes(pause_s=ended - paused, load_s=ended - started_at)
 
     async def _drain(self) -> None:
-        """Admit nobody and return when all running rows have ended."""
+        """Admit no rows and return when all running rows have ended."""
         self._may_admit.clear()
         self._is_drained.clear()
         self._has_work.set()
@@ -271,12 +271,12 @@ class TransformersEngine:
             self._batch.clear()
 
     async def add_adapter(self, adapter: Adapter) -> None:
-        """Take an adapter in, between two steps."""
+        """Add an adapter, between two steps."""
         async with self._model_lock:
             await asyncio.to_thread(self._adapted.add, adapter)
 
     async def remove_adapter(self, adapter: Adapter) -> None:
-        """Give an adapter up, between two steps."""
+        """Remove an adapter, between two steps."""
         async with self._model_lock:
             await asyncio.to_thread(self._adapted.remove, adapter)
 
@@ -284,25 +284,25 @@ class TransformersEngine:
         """Hold generation; requests keep their place."""
         async with self._loading:
             self._is_held = True
-            await self._stand_still()
+            await self._stop_steps()
 
     async def resume(self) -> None:
-        """Go on."""
+        """Go on with generation."""
         self._is_held = False
         self._go_on()
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        """Stand still. This engine is on the CPU: there is no device memory to give back."""
+        """Stop. This engine is on the CPU: there is no device memory to free."""
         async with self._loading:
             self.is_asleep = True
-            await self._stand_still()
+            await self._stop_steps()
 
     async def wake(self) -> None:
-        """Go on; the weights were never away."""
+        """Go on; the weights never left the memory."""
         self.is_asleep = False
         self._go_on()
 
-    async def _stand_still(self) -> None:
+    async def _stop_steps(self) -> None:
         self._may_run.clear()
         # A step that was under way ends first.
         async with self._model_lock:
@@ -325,16 +325,16 @@ class TransformersEngine:
             await self._may_run.wait()
             async with self._model_lock:
                 if self._may_run.is_set():
-                    await self._turn()
+                    await self._decode_step()
             if not self._may_admit.is_set() and all(row.is_over for row in self._running):
                 self._is_drained.set()
                 await self._may_admit.wait()
             if not self._running and not self._waiting:
                 self._has_work.clear()
 
-    async def _turn(self) -> None:
-        """One token for every running row, and a first one for as many new rows as fit."""
-        self._let_go()
+    async def _decode_step(self) -> None:
+        """Sample one token for every running row, and the first for as many new rows as fit."""
+        self._drop_ended()
         old, new = self._running, self._take_waiting()
         self._running = old + new
         try:
@@ -344,27 +344,27 @@ class TransformersEngine:
             self._fail_all(engine_stopped())
             return
         for row in self._running:
-            row.tell()
+            row.deliver()
 
     def _take_waiting(self) -> list[BatchRow]:
-        """New rows, as many as fit; while more wait than fit, a quarter of all places at a time.
+        """Return as many new rows as fit; while more wait, at least a quarter of all places.
 
-        An admission costs a pass of the model however few it takes in.
+        An admission costs a pass of the model, whether it adds one row or many.
         """
-        taken: list[BatchRow] = []
+        admitted: list[BatchRow] = []
         num_free = self._max_num_seqs - len(self._running)
         num_worthwhile = min(len(self._waiting), max(1, self._max_num_seqs // _ADMIT_SHARE))
         if not self._may_admit.is_set() or num_free < num_worthwhile:
-            return taken
-        while self._waiting and len(taken) < num_free:
+            return admitted
+        while self._waiting and len(admitted) < num_free:
             row = self._waiting.popleft()
             if not row.is_over:
-                row.admitted()
-                taken.append(row)
-        return taken
+                row.note_admission()
+                admitted.append(row)
+        return admitted
 
-    def _let_go(self) -> None:
-        """Drop the rows that are over."""
+    def _drop_ended(self) -> None:
+        """Drop the rows that have ended."""
         kept = self._batch.keep([i for i, row in enumerate(self._running) if not row.is_over])
         self._running = [self._running[i] for i in kept]
 

@@ -1,4 +1,4 @@
-"""The way into vLLM: what its processes read as they start is set before it is imported."""
+"""The start of vLLM: sets the variables that it reads, then imports it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from dialoop_services.inference.engine import Engine, EngineOptions
 
 LOGGING = Path(__file__).with_name("logging.json")
-"""The logging that vLLM would set up itself, with our filter; all its processes read it."""
+"""The logging config of all vLLM processes: vLLM's own, with the filter below."""
 
-# What vLLM warns of at every start and end on a CPU, where it is always so, and known.
+# Parts of warnings that vLLM logs at every start and end on a CPU.
 _KNOWN = (
     "Triton",
     "Enforce eager set",
@@ -54,17 +54,17 @@ def prepare() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not torch.cuda.is_available():
-        # All layers run eagerly; what is left would ask for a C++ compiler at the first token.
+        # All layers run eagerly; the rest would need a C++ compiler at the first token.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    if "VLLM_LOGGING_LEVEL" not in os.environ:  # who asks for more gets all of it
+    if "VLLM_LOGGING_LEVEL" not in os.environ:  # a level that the user sets gets all messages
         os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
         os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(LOGGING))
 
 
-class Unknown(logging.Filter):
-    """Lets pass what somebody may have to act on."""
+class DropKnownWarnings(logging.Filter):
+    """Drops the warnings that vLLM always logs on a CPU."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record says something that is not known already."""
+        """Return whether the record is no such warning."""
         text = record.getMessage()
-        return record.levelno > logging.WARNING or not any(known in text for known in _KNOWN)
+        return record.levelno > logging.WARNING or not any(part in text for part in _KNOWN)

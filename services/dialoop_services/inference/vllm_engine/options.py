@@ -1,4 +1,4 @@
-"""How vLLM is built and what it is asked: our options in vLLM's words."""
+"""Engine options and sampling parameters as vLLM's own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def frees_memory_asleep(options: EngineOptions) -> bool:
 
 
 def engine_args(model_dir: Path, options: EngineOptions) -> AsyncEngineArgs:
-    """The arguments of vLLM; InvalidConfig when the model has too few positions."""
+    """Return the arguments of vLLM; InvalidConfig when the model has too few positions."""
     limit = _max_positions(model_dir)
     if options.max_model_len >= limit:
         raise InvalidConfig(
@@ -35,8 +35,8 @@ def engine_args(model_dir: Path, options: EngineOptions) -> AsyncEngineArgs:
     return AsyncEngineArgs(
         model=str(model_dir),
         dtype=options.dtype,
-        # One more, so that scoring a full context leaves room for the token vLLM must sample; that
-        # token is never fed back.
+        # One more, so that scoring a full context leaves room for the token vLLM must sample. That
+        # token is never an input.
         max_model_len=options.max_model_len + 1,
         max_num_seqs=options.max_num_seqs,
         kv_cache_memory_bytes=options.kv_cache_bytes,
@@ -60,7 +60,7 @@ def _max_positions(model_dir: Path) -> int:
 
 
 def vllm_params(sampling: SamplingParams, *, stop: StopTokens, room: int) -> vllm.SamplingParams:
-    """What to ask of vLLM; log-probs are those of the distribution sampled from."""
+    """Return vLLM's sampling parameters; log-probs are of the distribution sampled from."""
     return vllm.SamplingParams(
         temperature=1.0 if sampling.temperature is None else sampling.temperature,
         top_p=sampling.top_p or 1.0,
@@ -72,7 +72,7 @@ def vllm_params(sampling: SamplingParams, *, stop: StopTokens, room: int) -> vll
         stop=list(stop.strings),
         include_stop_str_in_output=True,
         stop_token_ids=sorted(stop.by_id),
-        # The stop tokens are ours alone: vLLM would add those it finds in the model directory.
+        # Only the request's stop tokens count: vLLM would add those of the model directory.
         ignore_eos=True,
         logprobs=0,
         flat_logprobs=True,

@@ -1,8 +1,9 @@
-"""The LoRA adapters of a replica: loaded beside the policy, proved to be in use, swapped, unloaded.
+"""The LoRA adapters of a replica: loaded beside the policy, tested, swapped and unloaded.
 
-A swap gives the adapter a new slot, which no engine has keys of. Samples under way end with the
-adapter they began with, new ones take the new one, so one version explains each sample. Adapters
-belong to the weights they were loaded on: new weights end them, and what samples with them.
+A swap gives the adapter a new slot, for which no engine has cached keys. Samples under way end with
+the adapter they began with, new ones use the new one, so each sample has one version. Adapters
+belong to the weights they were loaded on: new weights end them, and the samples under way with
+them.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class _Entry:
 
 
 class Adapters:
-    """Owns which name is which adapter. The replica calls `load`, `unload` and `clear` in turn.
+    """Owns the loaded adapters. The replica calls `load`, `unload` and `clear` one at a time.
 
     An engine without SupportsAdapters holds none.
     """
@@ -80,31 +81,31 @@ class Adapters:
         self._entries: dict[str, _Entry] = {}
         self._slots = itertools.count(1)
         self._root: Path | None = None
-        # Filled when the last user of a retired adapter ends; each drains itself.
+        # A removal starts when the last user of a retired adapter ends, and takes itself out.
         self._removals: set[asyncio.Task[None]] = set()
 
     @property
     def versions(self) -> dict[str, PolicyVersion]:
-        """The loaded adapters by name."""
+        """Return the versions of the loaded adapters by name."""
         return {name: entry.adapter.policy_version for name, entry in self._entries.items()}
 
     def require(self, name: str) -> None:
-        """Refuse the name of no adapter: NotFound (ADAPTER_NOT_FOUND). Empty is the policy."""
+        """Raise NotFound (ADAPTER_NOT_FOUND) for an unknown name. Empty is the policy."""
         if name and name not in self._entries:
-            raise _unknown(name, self._entries)
+            raise _unknown_error(name, self._entries)
 
     def require_room(self, manifest: WeightsManifest) -> tuple[SupportsAdapters, AdapterConfig]:
         """Return the engine and the adapter's config; refuse what can never be loaded here."""
         name, engine = manifest.adapter, self._engine
         if not isinstance(engine, SupportsAdapters) or not engine.adapter_space.limits.max_adapters:
             raise PreconditionFailed(
-                "This replica serves no adapters: they would halve its throughput.",
+                "This replica has no room for adapters, which would halve its throughput.",
                 reason=Reason.ADAPTERS_DISABLED,
                 remedy="Start it with DIALOOP_INFERENCE_MAX_ADAPTERS=1 or more.",
             )
         if not _NAME.fullmatch(name):
             raise InvalidInput(
-                f"{name!r} is no name for an adapter.",
+                f"{name!r} cannot be the name of an adapter.",
                 reason=Reason.INVALID_ADAPTER_NAME,
                 remedy="Use up to 64 letters, digits, dots, dashes and underscores.",
             )
@@ -119,7 +120,7 @@ class Adapters:
         return engine, AdapterConfig.from_json(manifest.adapter_config_json)
 
     async def load(self, path: Path, manifest: WeightsManifest) -> LoadTimes:
-        """Load or swap; whatever fails, the adapter that had the name stays."""
+        """Load or swap an adapter; if that fails, the adapter that had the name stays."""
         begun = time.monotonic()
         engine, config = self.require_room(manifest)
         modules = require_fitting(path, config, engine.adapter_space)
@@ -145,7 +146,7 @@ class Adapters:
         return LoadTimes(pause_s=0.0, load_s=time.monotonic() - begun)
 
     async def unload(self, name: str) -> bool:
-        """Forget the name; samples under way with it end undisturbed. False when there is none."""
+        """Unload an adapter; samples under way with it still end. False when there is none."""
         entry = self._entries.pop(name, None)
         if entry is None:
             return False
@@ -153,7 +154,7 @@ class Adapters:
         return True
 
     async def clear(self) -> None:
-        """End every adapter, and every sample under way with one: new weights are coming."""
+        """End all adapters, and all samples under way with one, before new weights are loaded."""
         entries = list(self._entries.values())
         self._entries.clear()
         for entry in entries:
@@ -170,31 +171,31 @@ class Adapters:
     async def sample(
         self, name: str, call: Sampling, *, on_tokens: OnTokens | None
     ) -> tuple[Sampled, ...]:
-        """`call` with the named adapter, empty for none; tokens carry the adapter's version."""
+        """Sample by `call` with the named adapter, if any; label tokens with its version."""
         if not name:
             return await call(None, on_tokens)
 
-        async def adapted(entry: _Entry) -> tuple[Sampled, ...]:
+        async def call_adapted(entry: _Entry) -> tuple[Sampled, ...]:
             version = entry.adapter.policy_version
             tell = on_tokens and (lambda chunk: on_tokens(replace(chunk, policy_version=version)))
             samples = await call(entry.adapter, tell)
-            return tuple(_labelled(sampled, version) for sampled in samples)
+            return tuple(_label(sampled, version) for sampled in samples)
 
-        return await self._use(name, adapted)
+        return await self._use(name, call_adapted)
 
     async def logprobs(self, name: str, rows: Sequence[Sequence[int]]) -> list[Scored]:
         """Score rows with the named adapter, empty for none."""
         if not name:
             return await asyncio.gather(*(self._engine.logprobs(row) for row in rows))
 
-        async def adapted(entry: _Entry) -> list[Scored]:
+        async def call_adapted(entry: _Entry) -> list[Scored]:
             calls = (entry.engine.logprobs(row, adapter=entry.adapter) for row in rows)
             version = entry.adapter.policy_version
             return [
                 replace(scored, policy_version=version) for scored in await asyncio.gather(*calls)
             ]
 
-        return await self._use(name, adapted)
+        return await self._use(name, call_adapted)
 
     async def _use(self, name: str, call: Callable[[_Entry], Coroutine[Any, Any, T]]) -> T:
         """Call with the adapter that has the name now; it stays until the call has ended.
@@ -204,7 +205,7 @@ class Adapters:
         """
         entry = self._entries.get(name)
         if entry is None:
-            raise _unknown(name, self._entries)
+            raise _unknown_error(name, self._entries)
         user = asyncio.ensure_future(call(entry))
         entry.users.add(user)
         try:
@@ -212,7 +213,7 @@ class Adapters:
         except asyncio.CancelledError:
             asking = asyncio.current_task()
             if entry.is_lost and not (asking and asking.cancelling()):
-                raise _lost(name) from None
+                raise _lost_error(name) from None
             raise
         finally:
             entry.users.discard(user)
@@ -226,7 +227,7 @@ class Adapters:
 
     async def _remove(self, engine: SupportsAdapters, adapter: Adapter) -> None:
         await engine.remove_adapter(adapter)
-        # Until now the engine could read the files again.
+        # Until it was removed the engine could read the files again.
         await asyncio.to_thread(shutil.rmtree, adapter.folder, ignore_errors=True)
 
     def _spawn(self, removal: Coroutine[Any, Any, None]) -> None:
@@ -247,7 +248,7 @@ class Adapters:
             raise PreconditionFailed(
                 f"The engine took adapter {adapter.name} and its log-probs do not change.",
                 reason=Reason.ADAPTER_NOT_IN_USE,
-                remedy="Report the adapter's config: this engine passes over its modules.",
+                remedy="Report the adapter's config: this engine skips its modules.",
             )
         limit = manifest.max_logprob_difference or _MAX_DIFFERENCE
         for probe in manifest.probes:
@@ -285,7 +286,7 @@ class Adapters:
         return self._root
 
 
-def _labelled(sampled: Sampled, version: PolicyVersion) -> Sampled:
+def _label(sampled: Sampled, version: PolicyVersion) -> Sampled:
     """Label all tokens with one version: new weights would have ended the sample."""
     length = len(sampled.token_ids)
     span = VersionSpan(start=0, length=length, policy_version=version)
@@ -300,7 +301,7 @@ def _largest_difference(own: Floats, expected: Floats) -> float:
     return float("inf") if np.isnan(worst) else worst
 
 
-def _unknown(name: str, loaded: Sequence[str] | dict[str, _Entry]) -> NotFound:
+def _unknown_error(name: str, loaded: Sequence[str] | dict[str, _Entry]) -> NotFound:
     names = ", ".join(sorted(loaded)) or "none"
     return NotFound(
         f"There is no adapter {name!r} here; loaded: {names}.",
@@ -309,7 +310,7 @@ def _unknown(name: str, loaded: Sequence[str] | dict[str, _Entry]) -> NotFound:
     )
 
 
-def _lost(name: str) -> Unavailable:
+def _lost_error(name: str) -> Unavailable:
     return Unavailable(
         f"New weights were loaded, and adapter {name!r} belonged to those before.",
         reason=Reason.ADAPTER_LOST,

@@ -1,4 +1,4 @@
-"""Published policies as files: where one may lie, and whether it is what was announced."""
+"""Published policies as files: where they lie, and checks that they are as announced."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _LATEST = "latest.json"
 
 
 class Publications:
-    """The weights root: policies that a trainer wrote, and what came in chunks."""
+    """The weights root, where a trainer writes policies."""
 
     def __init__(self, root: Path | None) -> None:
         self._root = None if root is None else root.resolve()
 
     @property
     def has_root(self) -> bool:
-        """Whether files can be read at all."""
+        """Return whether there is a weights root."""
         return self._root is not None
 
     def latest(self) -> WeightsManifest | None:
-        """What latest.json names, if there is one."""
+        """Return what latest.json names; None if there is no such file."""
         pointer = None if self._root is None else self._root / _LATEST
         if pointer is None or not pointer.is_file():
             return None
@@ -63,12 +63,12 @@ class Publications:
             )
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidConfig(
-                f"{pointer} names no policy.",
+                f"{pointer} does not name a policy.",
                 remedy="Let the trainer publish again, or delete the file to serve the base model.",
             ) from error
 
     def file_of(self, manifest: WeightsManifest) -> Path:
-        """The announced file; nothing outside the weights root can be named."""
+        """Return the announced file, which lies under the weights root."""
         if self._root is None:
             raise PreconditionFailed(
                 "This replica has no weights root to read a path from.",
@@ -78,7 +78,7 @@ class Publications:
         path = (self._root / manifest.path).resolve()
         if not path.is_relative_to(self._root) or not path.is_file():
             raise InvalidInput(
-                "The manifest's path is no file under the weights root.",
+                "The manifest's path is not a file under the weights root.",
                 reason=Reason.MANIFEST_MISMATCH,
                 remedy="Give the path relative to the weights root.",
             )
@@ -86,8 +86,8 @@ class Publications:
 
 
 @asynccontextmanager
-async def spooled(manifest: WeightsManifest, chunks: AsyncIterator[bytes]) -> AsyncIterator[Path]:
-    """The chunks as a file, for as long as the engine needs it; never more bytes than announced."""
+async def spool(manifest: WeightsManifest, chunks: AsyncIterator[bytes]) -> AsyncIterator[Path]:
+    """Write the chunks to a temporary file; never more bytes than announced."""
     with tempfile.TemporaryDirectory(prefix="dialoop-weights-") as folder:
         path = Path(folder) / "model.safetensors"
         num_bytes = 0
