@@ -42,6 +42,7 @@ _BEING_MOVED = {
         services/dialoop_services/scorer services/dialoop_services/stack
         services/dialoop_services/trainer
     """,
+    "word": "services/dialoop_services/inference/settings.py:derived",
     "small": """
         dialoop.text_environment.display
         dialoop.environments.tools.code_blocks dialoop.sandbox.confined.work
