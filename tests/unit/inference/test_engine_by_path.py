@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from dialoop.chat import History, Message
 from dialoop.cli.doctor import examine
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.retry import RetryPolicy
+from dialoop.clients.weights import WeightsKind
 from dialoop.errors import InvalidConfig, PreconditionFailed, Unsupported
 from dialoop.sequences import PolicyVersion
 from dialoop.tokens.tokenizer import Tokenizer
@@ -139,6 +140,14 @@ async def test_what_it_cannot_do_is_refused_with_its_name(model_dir: Path, tmp_p
         with pytest.raises(PreconditionFailed) as caught:
             await client.sleep()
         assert caught.value.reason == "SLEEP_DISABLED"
+        adapter = replace(
+            publish(tmp_path, model_dir, number=4), adapter_config_json="{}", base_digest="0"
+        )
+        with pytest.raises(Unsupported, match="echo does not load a policy that is an adapter"):
+            await client.load_weights(replace(adapter, kind=WeightsKind.ADAPTER))
+        with pytest.raises(PreconditionFailed) as caught:
+            await client.load_adapter(replace(adapter, adapter="style"))
+        assert caught.value.reason == "ADAPTERS_DISABLED"
         assert (await client.get_policy()).data_planes == ("shared_memory", "chunks")
 
 

@@ -121,7 +121,7 @@ class Replica(Sleeper):
         if on_tokens is not None:
             require_one_stream(num_samples)
             if not isinstance(self._engine, SupportsStreaming):
-                raise self._unsupported_error("stream")
+                raise self._unsupported_error("stream", "Send the request without streaming")
         if room_for(prompt_ids, sampling, self._engine.max_model_len) <= 0:
             return context_full(num_samples)
         self.num_requests_running += 1
@@ -161,11 +161,11 @@ class Replica(Sleeper):
             prompt_ids, sampling, stop=stop, num_samples=num_samples, **extra
         )
 
-    def _unsupported_error(self, verb: str) -> Unsupported:
+    def _unsupported_error(self, verb: str, remedy: str) -> Unsupported:
         return Unsupported(
             f"The engine {self._engine.name} does not {verb}.",
             reason=Reason.UNSUPPORTED,
-            remedy="Leave that out, or serve with another engine.",
+            remedy=f"{remedy}, or serve with another engine.",
         )
 
     def release(self) -> None:
@@ -257,14 +257,14 @@ class Replica(Sleeper):
     async def pause(self) -> None:
         """Hold generation; requests keep their place. Unsupported where the engine cannot."""
         if not isinstance(self._engine, SupportsPause):
-            raise self._unsupported_error("pause")
+            raise self._unsupported_error("pause", "Leave that out")
         self._is_held = True
         await self._engine.pause()
 
     async def resume(self) -> None:
         """Go on with generation."""
         if not isinstance(self._engine, SupportsPause):
-            raise self._unsupported_error("pause")
+            raise self._unsupported_error("pause", "Leave that out")
         self._is_held = False
         await self._engine.resume()
 
@@ -324,7 +324,8 @@ class Replica(Sleeper):
         if manifest.kind is WeightsKind.WHOLE:
             return None
         if self._base_digest is None or not isinstance(self._engine, SupportsPolicyAdapters):
-            raise self._unsupported_error("load a policy that is an adapter")
+            remedy = 'Set publish = "merged" in [model]'
+            raise self._unsupported_error("load a policy that is an adapter", remedy)
         await self._base_digest.require(manifest.base_digest)
         path, base = arrived.require_file(), self._engine.base_weights
         return await asyncio.to_thread(policy_adapter, path, manifest, base)
