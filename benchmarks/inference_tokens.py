@@ -23,7 +23,8 @@ from dialoop.chat import History, Message
 from dialoop.clients.channel import Channel
 from dialoop.clients.inference import InferenceClient
 from dialoop.trajectory import SamplingParams
-from dialoop_services.inference.rendering import Ask, Renderer
+from dialoop_services.inference.engine import EngineOptions
+from dialoop_services.inference.rendering import GenerationRequest, Renderer
 from dialoop_services.inference.vllm_engine.environment import prepare
 
 from benchmarks.servers.models import SIZES, make_model
@@ -69,10 +70,10 @@ async def _measure(
     model_dir: Path, address: str, options: argparse.Namespace
 ) -> dict[str, list[float]]:
     from dialoop_services.inference.vllm_engine.engine import VllmEngine
-    from dialoop_services.inference.vllm_engine.options import VllmOptions, vllm_params
+    from dialoop_services.inference.vllm_engine.options import vllm_params
     from vllm.inputs.engine import tokens_input
 
-    sizes = VllmOptions(max_model_len=MAX_MODEL_LEN, max_num_seqs=IN_FLIGHT)
+    sizes = EngineOptions(max_model_len=MAX_MODEL_LEN, max_num_seqs=IN_FLIGHT)
     engine = await VllmEngine.start(model_dir, sizes)
     renderer = Renderer.of(model_dir)
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS)
@@ -80,7 +81,9 @@ async def _measure(
         History((Message(role="user", content=f"{10 + n % 90}+{17 + n % 80}"),))
         for n in range(options.requests)
     ]
-    rows = [renderer.prompt(Ask(history=h)).sequence.token_ids.tolist() for h in histories]
+    rows = [
+        renderer.prompt(GenerationRequest(history=h)).sequence.token_ids.tolist() for h in histories
+    ]
     params = vllm_params(sampling, stop=renderer.stop_tokens(()), room=NEW_TOKENS)
 
     async def raw(index: int) -> int:

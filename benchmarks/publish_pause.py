@@ -16,6 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,13 @@ from dialoop.episode import UpdateMode
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
 from dialoop_services.config.tables import ModelSection
-from dialoop_services.inference.engine import Engine, LoadTimes, Piece, StopTokens
+from dialoop_services.inference.engine import (
+    Engine,
+    EngineOptions,
+    LoadTimes,
+    StopTokens,
+    TokenChunk,
+)
 from dialoop_services.inference.vllm_engine.environment import prepare
 from dialoop_services.inference.weights.loadable import PolicyAdapter
 from dialoop_services.learning.lora.layers import ADAPTER
@@ -53,18 +60,14 @@ def _plain_copy_ms(path: Path, times: int) -> list[float]:
 
 
 async def _engine(kind: str, model_dir: Path) -> Engine:
+    options = EngineOptions(max_model_len=MAX_MODEL_LEN)
     if kind == "vllm":
         from dialoop_services.inference.vllm_engine.engine import VllmEngine
-        from dialoop_services.inference.vllm_engine.options import VllmOptions
 
-        return await VllmEngine.start(
-            model_dir, VllmOptions(max_model_len=MAX_MODEL_LEN, kv_cache_bytes=512 << 20)
-        )
+        return await VllmEngine.start(model_dir, replace(options, kv_cache_bytes=512 << 20))
     from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 
-    return await TransformersEngine.start(
-        model_dir, max_model_len=MAX_MODEL_LEN, max_num_seqs=IN_FLIGHT
-    )
+    return await TransformersEngine.start(model_dir, replace(options, max_num_seqs=IN_FLIGHT))
 
 
 async def _publish_under_load(
@@ -72,7 +75,7 @@ async def _publish_under_load(
 ) -> dict[str, Any]:
     at: list[float] = []
 
-    def told(_: Piece) -> None:
+    def told(_: TokenChunk) -> None:
         at.append(time.perf_counter())
 
     pauses, loads, gaps, steps = [], [], [], []
@@ -81,9 +84,9 @@ async def _publish_under_load(
         sampling = SamplingParams(max_new_tokens=120)
         running = [
             asyncio.create_task(
-                engine.sample(
-                    [5, 6, 7, n], sampling, stop=StopTokens(), on_tokens=told if n == 0 else None
-                )
+                engine.sample([5, 6, 7, n], sampling, stop=StopTokens())
+                if n
+                else engine.stream([5, 6, 7, n], sampling, stop=StopTokens(), on_tokens=told)
             )
             for n in range(IN_FLIGHT)
         ]

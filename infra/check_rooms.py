@@ -30,20 +30,15 @@ ALLOWED: Mapping[str, str] = {
     "word client/dialoop/environments/episode.py:Opening": "users' transforms take and return it",
 }
 _BEING_MOVED = {
-    "class": """
-        Ask Finding Piece RecordedCall
-    """,
     "room": """
-        client/dialoop/cli services/dialoop_services services/dialoop_services/inference
-        services/dialoop_services/learning services/dialoop_services/rl
-        services/dialoop_services/stack services/dialoop_services/trainer
+        client/dialoop/cli services/dialoop_services services/dialoop_services/learning
+        services/dialoop_services/rl services/dialoop_services/stack
+        services/dialoop_services/trainer
     """,
+    "word": "services/dialoop_services/inference/settings.py:derived",
     "small": """
-        dialoop.sandbox.confined.work dialoop_services.inference.rendered_sequence
-        dialoop_services.inference.transformers_engine.model
-        dialoop_services.inference.vllm_engine.environment
-        dialoop_services.inference.weights.policy_adapters
-        dialoop_services.stack.report.gates dialoop_services.stack.report.transcripts
+        dialoop.sandbox.confined.work dialoop_services.stack.report.gates
+        dialoop_services.stack.report.transcripts
     """,
 }
 KNOWN: Mapping[str, str] = {
@@ -66,20 +61,24 @@ CLEANED: tuple[str, ...] = (
     "client/dialoop/trials",
     "client/dialoop/views",
     "client/dialoop/wire",
+    "services/dialoop_services/inference",
     "services/dialoop_services/replay",
     "services/dialoop_services/rest",
     "tests/contract/clients",
     "tests/contract/collector",
     "tests/contract/compat",
     "tests/contract/environment",
+    "tests/contract/inference",
     "tests/contract/replay",
     "tests/contract/rest",
     "tests/contract/runtime",
     "tests/contract/scorer",
+    "tests/parity/inference",
     "tests/redis",
     "tests/unit/clients",
     "tests/unit/compat",
     "tests/unit/environments",
+    "tests/unit/inference",
     "tests/unit/replay",
     "tests/unit/runtime",
     "tests/unit/sandbox",

@@ -154,6 +154,7 @@ class Reason(_Named):
     EMPTY_SEGMENT = "EMPTY_SEGMENT", "A segment has text or tokens, not both."
     EMPTY_SEQUENCE = "EMPTY_SEQUENCE", "A sequence has too few tokens."
     ENGINE_FAILED = "ENGINE_FAILED", "The inference engine failed."
+    ENGINE_NOT_FOUND = "ENGINE_NOT_FOUND", "The engine cannot be imported."
     ENVIRONMENT_FAILED = "ENVIRONMENT_FAILED", "The foreign environment failed."
     ENVIRONMENT_NOT_FOUND = "ENVIRONMENT_NOT_FOUND", "No environment of that name can be loaded."
     ENVIRONMENT_UNAVAILABLE = (

@@ -11,6 +11,7 @@ import pytest
 import torch
 from dialoop.sequences import Source
 from dialoop.trajectory import SamplingParams
+from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 from dialoop_services.learning.loss.loss_loading import load_objective
 from dialoop_services.learning.model.policy import load_policy
@@ -24,7 +25,7 @@ from tests.support.recorded_agents import AGENTS, ANSWER, demonstrations, run_by
 pytestmark = pytest.mark.timeout(300)  # a busy machine takes its time
 
 GREEDY = SamplingParams(temperature=0.0)
-MAX_MODEL_LEN = 2000
+OPTIONS = EngineOptions(max_model_len=2000, max_num_seqs=4)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def warm(tmp_path_factory):
 
 @asynccontextmanager
 async def transformers_world(directory):
-    engine = await TransformersEngine.start(directory, max_model_len=MAX_MODEL_LEN, max_num_seqs=4)
+    engine = await TransformersEngine.start(directory, OPTIONS)
     try:
         async with agent_world(directory, LoggingEngine(engine)) as world:
             yield world
@@ -107,12 +108,7 @@ async def test_a_streaming_agent_gives_the_same_tokens(warm):
 @pytest.mark.vllm
 async def test_unmodified_agents_on_vllm(warm):
     vllm_engine = pytest.importorskip("dialoop_services.inference.vllm_engine.engine")
-    engine = await vllm_engine.VllmEngine.start(
-        warm,
-        vllm_engine.VllmOptions(
-            max_model_len=MAX_MODEL_LEN, max_num_seqs=4, kv_cache_bytes=64 << 20
-        ),
-    )
+    engine = await vllm_engine.VllmEngine.start(warm, OPTIONS)
     try:
         async with agent_world(warm, LoggingEngine(engine)) as world:
             for name, agent in AGENTS.items():

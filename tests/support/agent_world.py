@@ -19,9 +19,9 @@ from dialoop.sequences import PolicyVersion, Source
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import StopReason
 from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
-from dialoop_services.inference.engine import BASE_VERSION, Piece, Sampled, VersionSpan
+from dialoop_services.inference.engine import BASE_VERSION, Sampled, TokenChunk, VersionSpan
 from dialoop_services.inference.openai.routes import OpenAiService, openai_routes
-from dialoop_services.inference.recordings.book import RecordingBook, RecordingLimits
+from dialoop_services.inference.recordings.store import RecordingLimits, RecordingStore
 from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.replica.replica import Replica
 from dialoop_services.inference.servicer import InferenceServicer
@@ -120,15 +120,21 @@ class ScriptedEngine:
     num_running: int = 0
     is_alive: bool = True
     policy_version: PolicyVersion = BASE_VERSION
-    transfer_backend: str = ""
     fails: Callable[[int], Exception | None] = lambda number: None
 
     def __post_init__(self) -> None:
         self._tokenizer = Tokenizer.from_directory(self.directory)
         self.vocab_size = self._tokenizer.vocab_size
 
-    async def sample(
-        self, prompt_ids, sampling, *, stop, num_samples=1, on_tokens=None, **given
+    async def sample(self, prompt_ids, sampling, *, stop, num_samples=1) -> tuple[Sampled, ...]:
+        return await self._answers(prompt_ids, sampling, stop, num_samples, None)
+
+    async def stream(self, prompt_ids, sampling, *, stop, on_tokens) -> Sampled:
+        (sampled,) = await self._answers(prompt_ids, sampling, stop, 1, on_tokens)
+        return sampled
+
+    async def _answers(
+        self, prompt_ids, sampling, stop, num_samples, on_tokens
     ) -> tuple[Sampled, ...]:
         answers = [self._next() for _ in range(num_samples)]
         self.num_running += 1
@@ -136,8 +142,8 @@ class ScriptedEngine:
             error = self.fails(len(self.log))
             return tuple(
                 [
-                    await self._answer(tuple(prompt_ids), one, sampling, stop, on_tokens, error)
-                    for one in answers
+                    await self._answer(tuple(prompt_ids), answer, sampling, stop, on_tokens, error)
+                    for answer in answers
                 ]
             )
         finally:
@@ -164,7 +170,9 @@ class ScriptedEngine:
             logged.token_ids = tuple(taken)
             if on_tokens is not None:
                 on_tokens(
-                    Piece(token_ids=(token,), logprobs=(-0.5,), policy_version=self.policy_version)
+                    TokenChunk(
+                        token_ids=(token,), logprobs=(-0.5,), policy_version=self.policy_version
+                    )
                 )
             if error is not None:
                 raise error
@@ -201,6 +209,11 @@ class LoggingEngine:
         self.log += [Sampling(tuple(prompt_ids), one.token_ids) for one in sampled]
         return sampled
 
+    async def stream(self, prompt_ids: Sequence[int], *arguments, **given):
+        sampled = await self._engine.stream(prompt_ids, *arguments, **given)
+        self.log.append(Sampling(tuple(prompt_ids), sampled.token_ids))
+        return sampled
+
 
 @dataclass
 class AgentWorld:
@@ -208,7 +221,7 @@ class AgentWorld:
 
     url: str
     engine: object
-    book: RecordingBook
+    store: RecordingStore
     recordings: RecordingClient
     channel: Channel
     http: httpx.AsyncClient
@@ -255,13 +268,13 @@ async def agent_world(
 
     replica = Replica(engine, weights_root=None, report=report)
     renderer = Renderer.of(directory)
-    book = RecordingBook(limits or RecordingLimits(), **({"clock": clock} if clock else {}))
+    store = RecordingStore(limits or RecordingLimits(), **({"clock": clock} if clock else {}))
     servicer = InferenceServicer(
-        replica, renderer, num_parameters=7, max_new_tokens=MAX_NEW_TOKENS, book=book
+        replica, renderer, num_parameters=7, max_new_tokens=MAX_NEW_TOKENS, store=store
     )
     server.add(add_InferenceServiceServicer_to_server, servicer, SERVICE)
     service = OpenAiService(
-        replica, renderer, book, model_name=MODEL, max_new_tokens=MAX_NEW_TOKENS
+        replica, renderer, store, model_name=MODEL, max_new_tokens=MAX_NEW_TOKENS
     )
     for route in openai_routes(service):
         server.add_route(route)
@@ -273,7 +286,7 @@ async def agent_world(
         yield AgentWorld(
             url=url,
             engine=engine,
-            book=book,
+            store=store,
             recordings=RecordingClient(channel, rest_url=url),
             channel=channel,
             http=await exits.enter_async_context(httpx.AsyncClient(timeout=PATIENCE_S)),

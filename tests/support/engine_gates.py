@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from dialoop.episode import UpdateMode
-from dialoop_services.inference.engine import BASE_VERSION, Engine
+from dialoop_services.inference.engine import BASE_VERSION, Engine, EngineOptions
 from dialoop_services.learning.model.policy import PolicyModel, load_policy
 from dialoop_services.learning.packing.rows import TokenRow, pack_rows
 from safetensors.torch import load_file, save_file
@@ -180,16 +180,17 @@ async def gated(setup: Setup, folder: Path) -> AsyncIterator[Gated]:
 
 
 async def started(setup: Setup, directory: Path) -> Engine:
-    sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS, "dtype": setup.dtype}
+    options = EngineOptions(
+        max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS, dtype=setup.dtype
+    )
     if setup.kind == "vllm":
         pytest.importorskip("vllm")
         from dialoop_services.inference.vllm_engine.environment import prepare
 
         prepare()
         from dialoop_services.inference.vllm_engine.engine import VllmEngine
-        from dialoop_services.inference.vllm_engine.options import VllmOptions
 
-        return await VllmEngine.start(directory, VllmOptions(**sizes))
+        return await VllmEngine.start(directory, options)
     from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 
-    return await TransformersEngine.start(directory, **sizes)
+    return await TransformersEngine.start(directory, options)

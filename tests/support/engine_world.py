@@ -11,7 +11,7 @@ import torch
 import transformers
 from dialoop.sequences import PolicyVersion
 from dialoop.tokens.tokenizer import Tokenizer
-from dialoop_services.inference.engine import Engine, Sampled, StopTokens
+from dialoop_services.inference.engine import Engine, EngineOptions, Sampled, StopTokens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,12 +98,11 @@ async def start(kind: str, folder: Path) -> Engine:
         os.environ["HF_HUB_OFFLINE"] = "1"
         pytest.importorskip("vllm")
         from dialoop_services.inference.vllm_engine.engine import VllmEngine
-        from dialoop_services.inference.vllm_engine.options import VllmOptions
 
-        return await VllmEngine.start(folder, VllmOptions(max_model_len=MAX_MODEL_LEN))
+        return await VllmEngine.start(folder, EngineOptions(max_model_len=MAX_MODEL_LEN))
     from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 
-    return await TransformersEngine.start(folder, max_model_len=MAX_MODEL_LEN, max_num_seqs=64)
+    return await TransformersEngine.start(folder, EngineOptions(max_model_len=MAX_MODEL_LEN))
 
 
 KINDS = [

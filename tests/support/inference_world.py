@@ -20,8 +20,9 @@ from dialoop.errors import (
 from dialoop.sequences import PolicyVersion
 from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_server
+from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.rendering import Renderer
-from dialoop_services.inference.replica.device_lease import DeviceTurn
+from dialoop_services.inference.replica.device_lease import DeviceLease
 from dialoop_services.inference.replica.replica import Replica
 from dialoop_services.inference.servicer import InferenceServicer
 from dialoop_services.inference.template_servicer import TemplateServicer
@@ -72,12 +73,13 @@ async def world(
     adapters: AdapterLimits = NO_ADAPTERS,
     reads_root: bool = True,
     has_rest: bool = False,
-    turn: DeviceTurn | None = None,
+    lease: DeviceLease | None = None,
 ) -> AsyncIterator[World]:
     """A replica that may read `root`, or is on another host; with a REST door if asked."""
     root.mkdir(exist_ok=True)
     engine = await TransformersEngine.start(
-        model_dir, max_model_len=MAX_MODEL_LEN, max_num_seqs=16, adapters=adapters
+        model_dir,
+        EngineOptions(max_model_len=MAX_MODEL_LEN, max_num_seqs=16, adapters=adapters),
     )
     server = GrpcServer(ServerSettings(port=0, rest_port=0 if has_rest else None))
 
@@ -85,7 +87,7 @@ async def world(
         await server.set_serving(serving, SERVICE)
 
     weights_root = root if reads_root else None
-    replica = Replica(engine, weights_root=weights_root, report=report, turn=turn)
+    replica = Replica(engine, weights_root=weights_root, report=report, lease=lease)
     await replica.load_latest()
     renderer = Renderer.of(model_dir)
     servicer = InferenceServicer(replica, renderer, num_parameters=7, max_new_tokens=20)

@@ -30,14 +30,14 @@ from dialoop_services.environment.serving import serving_on
 from dialoop_services.environment.settings import EnvironmentSettings
 from dialoop_services.inference.engine import (
     LoadTimes,
-    Piece,
     Sampled,
     Scored,
+    TokenChunk,
     VersionSpan,
     require_ids,
 )
 from dialoop_services.inference.openai.routes import OpenAiService, openai_routes
-from dialoop_services.inference.recordings.book import RecordingBook, RecordingLimits
+from dialoop_services.inference.recordings.store import RecordingLimits, RecordingStore
 from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.replica.replica import Replica
 from dialoop_services.inference.servicer import InferenceServicer
@@ -78,12 +78,10 @@ class TwinEngine:
 
     name, version, max_model_len, vocab_size = "twin", "1", 200, 258
     policy_version = MAIN_3
-    is_alive, num_running, transfer_backend = True, 0, ""
+    is_alive = True
     adapter_space = AdapterSpace(limits=AdapterLimits(max_adapters=1, max_rank=8), shapes={})
 
-    async def sample(
-        self, prompt_ids, sampling, *, stop, num_samples=1, on_tokens=None, adapter=None
-    ):
+    async def sample(self, prompt_ids, sampling, *, stop, num_samples=1, adapter=None):
         ids = (*byte_tokenizer().encode("7").ids, *byte_tokenizer().end_of_turn_ids[:1])
         spans = (VersionSpan(start=0, length=len(ids), policy_version=MAIN_3),)
         one = Sampled(
@@ -92,10 +90,13 @@ class TwinEngine:
             versions=spans,
             stop_reason=StopReason.STOP,
         )
-        if on_tokens is not None:
-            for token, logprob in zip(ids, one.logprobs, strict=True):
-                on_tokens(Piece(token_ids=(token,), logprobs=(logprob,), policy_version=MAIN_3))
         return (one,) * min(num_samples, 4)
+
+    async def stream(self, prompt_ids, sampling, *, stop, on_tokens, adapter=None):
+        (sampled,) = await self.sample(prompt_ids, sampling, stop=stop)
+        for token, logprob in zip(sampled.token_ids, sampled.logprobs, strict=True):
+            on_tokens(TokenChunk(token_ids=(token,), logprobs=(logprob,), policy_version=MAIN_3))
+        return sampled
 
     async def logprobs(self, token_ids, *, adapter=None):
         require_ids(token_ids, vocab_size=self.vocab_size)
@@ -216,9 +217,11 @@ def _inference(server: Server, exits: AsyncExitStack) -> None:
     tokenizer = byte_tokenizer()
     renderer = Renderer(tokenizer, ChatTemplate.of(tokenizer))
     replica = Replica(TwinEngine(), weights_root=None, report=report)
-    book = RecordingBook(RecordingLimits())
-    servicer = InferenceServicer(replica, renderer, num_parameters=7, max_new_tokens=20, book=book)
-    openai = OpenAiService(replica, renderer, book, model_name="bytes", max_new_tokens=20)
+    store = RecordingStore(RecordingLimits())
+    servicer = InferenceServicer(
+        replica, renderer, num_parameters=7, max_new_tokens=20, store=store
+    )
+    openai = OpenAiService(replica, renderer, store, model_name="bytes", max_new_tokens=20)
     for route in openai_routes(openai):
         server.add_route(route)
     register = inference_service_pb2_grpc.add_InferenceServiceServicer_to_server

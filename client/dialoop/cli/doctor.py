@@ -30,10 +30,10 @@ _MIN_DISK_GIB = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class MachineCheck:
     """One line of the report; `remedy` is what to type where it is missing.
 
-    Finding(name="vllm", found="", need="the vLLM engine", remedy="make setup")
+    MachineCheck(name="vllm", found="", need="the vLLM engine", remedy="make setup")
     """
 
     name: str
@@ -57,19 +57,19 @@ def doctor(given: argparse.Namespace) -> int:
     return 0
 
 
-def examine() -> list[Finding]:
+def examine() -> list[MachineCheck]:
     """Everything that is looked at, in the order in which it is shown."""
     return [_python(), _cores(), _memory(), _disk(), *_libraries(), _gpu(), _redis(), *_tools()]
 
 
-def _verdict(findings: list[Finding]) -> str:
+def _verdict(findings: list[MachineCheck]) -> str:
     found = {f.name for f in findings if f.found}
     engines = [name for name in ("vllm", "transformers") if name in found]
     stores = [*(["redis"] if "redis" in found else []), "memory"]
     return f"Training can start here: engine {' or '.join(engines)}, store {' or '.join(stores)}."
 
 
-def _line(finding: Finding) -> Text:
+def _line(finding: MachineCheck) -> Text:
     mark, style = ("ok", "green") if finding.found else ("--", "yellow")
     if finding.is_required and not finding.found:
         mark, style = "NO", "bold red"
@@ -79,10 +79,10 @@ def _line(finding: Finding) -> Text:
     return line.append(f"missing, for {finding.need}: {finding.remedy}", style="default")
 
 
-def _python() -> Finding:
+def _python() -> MachineCheck:
     enough = sys.version_info >= (3, 11)
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    return Finding(
+    return MachineCheck(
         name="python",
         found=found if enough else "",
         need="everything",
@@ -91,14 +91,14 @@ def _python() -> Finding:
     )
 
 
-def _cores() -> Finding:
+def _cores() -> MachineCheck:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return Finding(name="cores", found=str(allowed))
+    return MachineCheck(name="cores", found=str(allowed))
 
 
-def _memory() -> Finding:
+def _memory() -> MachineCheck:
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return Finding(
+    return MachineCheck(
         name="memory",
         found=f"{gib:.1f} GiB" if gib >= _MIN_MEMORY_GIB else "",
         need=f"the demo with vLLM ({gib:.1f} GiB are here)",
@@ -106,9 +106,9 @@ def _memory() -> Finding:
     )
 
 
-def _disk() -> Finding:
+def _disk() -> MachineCheck:
     gib = shutil.disk_usage(Path.cwd()).free / 2**30
-    return Finding(
+    return MachineCheck(
         name="disk",
         found=f"{gib:.0f} GiB free" if gib >= _MIN_DISK_GIB else "",
         need=f"the libraries and a run ({gib:.1f} GiB are free)",
@@ -116,7 +116,7 @@ def _disk() -> Finding:
     )
 
 
-def _libraries() -> list[Finding]:
+def _libraries() -> list[MachineCheck]:
     rows = (
         ("dialoop-services", "dialoop_services", "up and train", True, "make setup"),
         ("torch", "torch", "training", True, "pip install torch==2.13.0"),
@@ -131,7 +131,7 @@ def _libraries() -> list[Finding]:
         ("fastapi", "fastapi", "REST", False, "pip install fastapi uvicorn"),
     )
     return [
-        Finding(
+        MachineCheck(
             name=name, found=_version(name, module), need=need, remedy=remedy, is_required=needed
         )
         for name, module, need, needed, remedy in rows
@@ -150,7 +150,7 @@ def _version(distribution: str, module: str) -> str:
     return "from this folder"
 
 
-def _gpu() -> Finding:
+def _gpu() -> MachineCheck:
     """The NVIDIA GPUs that the driver's own program lists."""
     found = ""
     if shutil.which("nvidia-smi"):
@@ -161,7 +161,7 @@ def _gpu() -> Finding:
             done = None
         if done is not None and done.returncode == 0:
             found = "; ".join(line.strip() for line in done.stdout.splitlines() if line.strip())
-    return Finding(
+    return MachineCheck(
         name="gpu",
         found=found,
         need="models of more than some million parameters",
@@ -169,8 +169,8 @@ def _gpu() -> Finding:
     )
 
 
-def _redis() -> Finding:
-    return Finding(
+def _redis() -> MachineCheck:
+    return MachineCheck(
         name="redis",
         found=_redis_found(),
         need='store = "redis"',
@@ -207,23 +207,23 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _tools() -> list[Finding]:
+def _tools() -> list[MachineCheck]:
     isolation = next((tool for tool in ("bwrap", "nsjail", "unshare") if shutil.which(tool)), "")
     return [
-        Finding(
+        MachineCheck(
             name="loopback ports",
             found=_free_port(),
             need="every service",
             is_required=True,
             remedy="allow listening on 127.0.0.1",
         ),
-        Finding(
+        MachineCheck(
             name="tool sandbox",
             found=isolation,
             need="running tool code that is not trusted",
             remedy="apt-get install bubblewrap",
         ),
-        Finding(
+        MachineCheck(
             name="containers",
             found=next((tool for tool in ("docker", "podman") if shutil.which(tool)), ""),
             need="docker compose up",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _ROLES = {"assistant": Source.MODEL, "tool": Source.TOOL}
 
 
-class Player:
+class TerminalPlayer:
     """Shows the conversation as it grows, and asks the user for the next answer."""
 
     def __init__(self, console: Console) -> None:
@@ -80,7 +80,7 @@ def from_here() -> None:
 
 
 async def _play(given: argparse.Namespace, *, by_policy: bool) -> int:
-    player = Player(rich_console())
+    player = TerminalPlayer(rich_console())
     environment = given.address or load_environment(given.environment, options_of(given.option))
     policy = given.inference if by_policy else ScriptedPolicy(player)
     token = os.environ.get("DIALOOP_TOKEN", "")

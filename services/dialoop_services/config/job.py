@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from dialoop_services.config.engines import EngineName, facts_of_engine
 from dialoop_services.config.losses import LossFacts, facts_of
 from dialoop_services.config.tables import (
     CollectorSection,
@@ -95,8 +96,8 @@ class JobConfig(Section):
     """Name of the run; its state is under runs/<name>/."""
     seed: int = Field(default=0, ge=0)
     """Seed of the tiny model, demonstrations, task order and sampling; SEED overrides it."""
-    engine: Literal["vllm", "transformers"] = "vllm"
-    """What samples."""
+    engine: EngineName = "vllm"
+    """What samples: vllm, transformers, or the import path of an engine, module:Class."""
     dtype: Dtype = "float32"
     """Number format of the trainer's weights; log-probs agree to 1e-4 in float32 only."""
     store: Literal["redis", "memory"] = "redis"
@@ -170,10 +171,10 @@ class JobConfig(Section):
                 'placement = "shared" is for one process of the trainer, and num_processes is '
                 f"{train.num_processes}; set it to 1, or placement to split"
             )
-        if self.engine == "transformers" and train.device == "cuda":
+        if facts_of_engine(self.engine).cpu_only and train.device == "cuda":
             raise ValueError(
-                'placement = "shared" with engine = "transformers", which samples on the CPU, and '
-                'device = "cuda": they have a device each; set placement to split'
+                f'placement = "shared" with engine = "{self.engine}", which samples on the CPU, '
+                'and device = "cuda": they have a device each; set placement to split'
             )
         return self
 

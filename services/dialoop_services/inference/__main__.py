@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidConfig
+from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_server
 
-from dialoop_services.inference.engine import engine_stopped
+from dialoop_services.config.engines import ENGINES, facts_of_engine
+from dialoop_services.inference.engine import (
+    Engine,
+    EngineOptions,
+    SupportsAdapters,
+    SupportsSleep,
+    SupportsTransfer,
+    engine_stopped,
+)
 from dialoop_services.inference.openai.routes import OpenAiService, openai_routes
-from dialoop_services.inference.recordings.book import RecordingBook, RecordingLimits
+from dialoop_services.inference.recordings.store import RecordingLimits, RecordingStore
 from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.replica.batching import RequestBatches
-from dialoop_services.inference.replica.device_lease import device_turn
+from dialoop_services.inference.replica.device_lease import lease_device
 from dialoop_services.inference.replica.replica import Replica
 from dialoop_services.inference.servicer import InferenceServicer
 from dialoop_services.inference.settings import InferenceSettings
@@ -31,14 +40,13 @@ from dialoop_services.runtime.settings import load
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from dialoop_services.inference.engine import Engine
     from dialoop_services.runtime.hosting import Host, Server
 
 _SERVICE = "dialoop.v1.InferenceService"
 
 
 async def serve() -> None:
-    """Start the engine, load the newest policy, serve until told to stop or the engine dies."""
+    """Start the engine, load the newest policy, serve until a stop signal or the engine's end."""
     settings = load(InferenceSettings)
     await serve_in(OwnProcess(settings), settings)
 
@@ -52,7 +60,7 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
         )
     renderer = Renderer.of(settings.model_dir)
     server = host.server
-    async with device_turn(settings.device_lock) as turn, _engine(settings) as engine:
+    async with lease_device(settings.device_lock) as lease, _engine(settings) as engine:
 
         async def report(serving: bool) -> None:
             await server.set_serving(serving, _SERVICE)
@@ -62,7 +70,7 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
             weights_root=settings.weights_root,
             report=report,
             update_mode=UpdateMode[settings.update_mode.upper()],
-            turn=turn,
+            lease=lease,
             batches=RequestBatches(settings.batch_limits),
         )
         await replica.load_latest()
@@ -75,7 +83,7 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
 def _add_servicers(
     server: Server, replica: Replica, renderer: Renderer, settings: InferenceSettings
 ) -> None:
-    book = RecordingBook(
+    store = RecordingStore(
         RecordingLimits(
             max_recordings=settings.max_recordings,
             max_calls=settings.max_recorded_calls,
@@ -93,12 +101,12 @@ def _add_servicers(
         renderer,
         num_parameters=num_parameters(settings.model_dir),
         max_new_tokens=settings.max_new_tokens,
-        book=book,
+        store=store,
     )
     service = OpenAiService(
         replica,
         renderer,
-        book,
+        store,
         model_name=settings.model_name,
         max_new_tokens=settings.max_new_tokens,
     )
@@ -110,7 +118,7 @@ def _add_servicers(
 
 
 async def _until_over(server: Server, replica: Replica, *, wake_after_s: float) -> None:
-    """Wait for the stop signal; raise when the engine dies first, for a supervisor to restart."""
+    """Wait for the stop signal; raise when the engine dies first, so that a supervisor restarts."""
     dying = asyncio.create_task(replica.until_engine_dies())
     dying.add_done_callback(lambda _: server.stop())
     following = asyncio.create_task(replica.follow_latest())
@@ -120,7 +128,7 @@ async def _until_over(server: Server, replica: Replica, *, wake_after_s: float) 
         if dying.done():
             raise engine_stopped()
     finally:
-        replica.release()  # or the server's drain would pass with requests that wait for others
+        replica.release()  # else requests that wait for a batch would block the server's drain
         dying.cancel()
         following.cancel()
         waking.cancel()
@@ -128,60 +136,65 @@ async def _until_over(server: Server, replica: Replica, *, wake_after_s: float) 
 
 @asynccontextmanager
 async def _engine(settings: InferenceSettings) -> AsyncIterator[Engine]:
-    engine = await (_vllm(settings) if settings.engine == "vllm" else _transformers(settings))
+    engine = await _start_engine(settings)
     try:
+        _require_capabilities(engine, settings)
         yield engine
     finally:
         await engine.close()
 
 
-async def _vllm(settings: InferenceSettings) -> Engine:
-    try:
-        from dialoop_services.inference.vllm_engine.environment import prepare
-
-        prepare()
-        from dialoop_services.inference.vllm_engine.engine import VllmEngine
-        from dialoop_services.inference.vllm_engine.options import VllmOptions
-    except Exception as error:  # a torch of another build raises RuntimeError or OSError
-        raise InvalidConfig(
-            f"vLLM does not import ({type(error).__name__}: {error}).",
-            reason=Reason.VLLM_MISSING,
-            remedy="Run `make setup`, or set DIALOOP_INFERENCE_ENGINE=transformers.",
-        ) from error
-    return await VllmEngine.start(
+async def _start_engine(settings: InferenceSettings) -> Engine:
+    kind: Any = load_attribute(
+        facts_of_engine(settings.engine).path,
+        what="engine",
+        reason=Reason.ENGINE_NOT_FOUND,
+        built_in=ENGINES,
+    )
+    if not callable(getattr(kind, "start", None)):
+        raise _unfit(settings, "has no `start`")
+    engine: Engine = await kind.start(
         settings.model_dir,
-        VllmOptions(
+        EngineOptions(
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             kv_cache_bytes=settings.kv_cache_mib << 20,
             dtype=settings.engine_dtype,
             tensor_parallel_size=settings.tensor_parallel_size,
+            num_threads=settings.num_threads,
             seed=settings.seed,
-            adapters=_adapter_limits(settings),
+            adapters=AdapterLimits(
+                max_adapters=settings.max_adapters, max_rank=settings.max_adapter_rank
+            ),
             weight_transfer=settings.weight_transfer,
             device_lock=settings.device_lock,
         ),
     )
+    members = (*Engine.__annotations__, *vars(Engine))
+    missing = [name for name in members if name[0] != "_" and not hasattr(engine, name)]
+    if missing:
+        raise _unfit(settings, f"has no {', '.join(missing)}")
+    return engine
 
 
-async def _transformers(settings: InferenceSettings) -> Engine:
-    import torch
-
-    from dialoop_services.inference.transformers_engine.engine import TransformersEngine
-
-    torch.set_num_threads(settings.num_threads)
-    return await TransformersEngine.start(
-        settings.model_dir,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        dtype=settings.engine_dtype,
-        seed=settings.seed,
-        adapters=_adapter_limits(settings),
+def _require_capabilities(engine: Engine, settings: InferenceSettings) -> None:
+    """Refuse an engine that lacks what the settings ask of it."""
+    needed = (
+        (SupportsAdapters, settings.max_adapters, "max_adapters"),
+        (SupportsTransfer, settings.weight_transfer, "data_plane"),
+        (SupportsSleep, settings.device_lock, "device_lock"),
     )
+    for capability, is_needed, key in needed:
+        if is_needed and not isinstance(engine, capability):
+            raise _unfit(settings, f"is no {capability.__name__}, which {key} needs")
 
 
-def _adapter_limits(settings: InferenceSettings) -> AdapterLimits:
-    return AdapterLimits(max_adapters=settings.max_adapters, max_rank=settings.max_adapter_rank)
+def _unfit(settings: InferenceSettings, problem: str) -> InvalidConfig:
+    return InvalidConfig(
+        f"The engine {settings.engine} {problem}.",
+        reason=Reason.ENGINE_NOT_FOUND,
+        remedy="See Engine and the Supports... protocols in dialoop_services.inference.engine.",
+    )
 
 
 if __name__ == "__main__":

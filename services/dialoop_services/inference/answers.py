@@ -1,4 +1,4 @@
-"""What callers are answered, as protobuf messages."""
+"""Answers of the inference service as protobuf messages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from dialoop.episode import Sample
     from dialoop.tokens.tokenizer import RunningText
 
-    from dialoop_services.inference.engine import Piece
+    from dialoop_services.inference.engine import TokenChunk
 
 
 def generated_to_proto(samples: Sequence[Sample]) -> pb.GenerateResponse:
-    """Encode all samples of one question, which share what was asked and who answered."""
+    """Encode all samples of one request, which share its prompt and sampling."""
     first = samples[0]
     return pb.GenerateResponse(
         samples=map(sample_to_proto, samples),
@@ -40,7 +40,7 @@ def generated_to_proto(samples: Sequence[Sample]) -> pb.GenerateResponse:
 
 
 def sample_to_proto(sample: Sample) -> pb.Sample:
-    """One answer; a history, or text where text or token ids were asked with."""
+    """Encode one answer: a history, or text where the request gave text or token ids."""
     proto = pb.Sample(
         sequence=sequence_to_proto(sample.sequence),
         stop_reason=int(sample.stop_reason),  # type: ignore[arg-type]  # enums are ints
@@ -55,13 +55,13 @@ def sample_to_proto(sample: Sample) -> pb.Sample:
     return proto
 
 
-def piece_to_proto(
-    piece: Piece, text: RunningText, shown: Iterable[int]
+def chunk_to_proto(
+    chunk: TokenChunk, text: RunningText, shown: Iterable[int]
 ) -> pb.GenerateStreamResponse:
-    """Some tokens of a stream, and the whole characters that those of them add that are shown."""
+    """Encode tokens of a stream, and the text that the `shown` ones add in whole characters."""
     return pb.GenerateStreamResponse(
-        token_ids=piece.token_ids,
-        inference_logprobs=piece.logprobs,
-        policy_version=policy_version_to_proto(piece.policy_version),
+        token_ids=chunk.token_ids,
+        inference_logprobs=chunk.logprobs,
+        policy_version=policy_version_to_proto(chunk.policy_version),
         text=text.add(shown),
     )

@@ -1,18 +1,19 @@
-"""What the inference service asks of an engine, whichever it is.
+"""The protocol between the inference service and an engine.
 
     sampled = await engine.sample(prompt_ids, SamplingParams(max_new_tokens=24), stop=stop)
     sampled[0].token_ids     # (17, 9, 4, 262): the stop token is kept
     sampled[0].versions      # (VersionSpan(start=0, length=4, policy_version=main-7),)
 
-Every sampled token is labelled with the version whose weights produced it, and re-scores under a
-full forward pass of exactly that version.
+The engine labels every sampled token with the version whose weights produced it. A full forward
+pass under that version gives the same log-prob again.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidInput, Unavailable
@@ -20,9 +21,9 @@ from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams, StopReason
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from dialoop_services.inference.weights.adapter_files import NO_ADAPTERS, AdapterLimits
 
+if TYPE_CHECKING:
     from dialoop.sequences import Floats
 
     from dialoop_services.inference.weights.adapter_files import AdapterSpace
@@ -35,7 +36,7 @@ BASE_VERSION = PolicyVersion(lineage="base", number=0)
 MIN_TEMPERATURE = 0.01
 """Below this vLLM would silently sample at another temperature; 0 is greedy."""
 MIN_PENALTY, MAX_PENALTY = 0.01, 100.0
-"""Far beyond these a penalized logit is no number any more, nor is any log-prob."""
+"""Outside these bounds a penalized logit may overflow, and the log-probs with it."""
 _ROUNDING = 1e-6  # of 0.01 that came over the wire as the float32 next to it
 
 
@@ -73,8 +74,8 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A few new tokens of a running sample, all of one version."""
+class TokenChunk:
+    """A few new tokens of a running sample, all of one policy version."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -97,34 +98,53 @@ class LoadTimes:
     load_s: float
 
 
-OnTokens = Callable[[Piece], None]
+OnTokens = Callable[[TokenChunk], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How large an engine is built. An engine applies those that mean something to it.
+
+    max_model_len: tokens of a prompt and its sample. max_num_seqs: samples decoded together.
+    num_threads: threads that compute on a CPU; 0 leaves them as they are.
+    weight_transfer: the backend that SupportsTransfer names; empty for none.
+    device_lock: the lock of a device that the engine shares with the trainer.
+    """
+
+    max_model_len: int = 512
+    max_num_seqs: int = 64
+    kv_cache_bytes: int = 64 << 20
+    dtype: str = "float32"
+    tensor_parallel_size: int = 1
+    num_threads: int = 0
+    seed: int = 0
+    adapters: AdapterLimits = NO_ADAPTERS
+    weight_transfer: str = ""
+    device_lock: Path | None = None
+
+
+@runtime_checkable
 class Engine(Protocol):
-    """A policy that samples, scores and takes new weights."""
+    """A policy that samples, scores and loads new weights: what every engine has.
+
+    The config names its class, which has beside these a class method
+    `async start(model_dir: Path, options: EngineOptions) -> Engine`.
+    What only some engines can do stands in the `Supports...` protocols below.
+    """
 
     name: str
     version: str
     max_model_len: int
     vocab_size: int
-    adapter_space: AdapterSpace
-    transfer_backend: str
-    base_weights: BaseWeights
-    """Those of the model directory, whatever is loaded now."""
 
     @property
     def policy_version(self) -> PolicyVersion:
-        """The version of the weights loaded now."""
+        """Return the version of the weights loaded now."""
         ...
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can still answer; an engine that died stays dead."""
-        ...
-
-    @property
-    def num_running(self) -> int:
-        """Samples that hold a place in the engine, waiting or decoding, by its own count."""
+        """Return whether the engine can still answer; one that died stays dead."""
         ...
 
     async def sample(
@@ -134,25 +154,12 @@ class Engine(Protocol):
         *,
         stop: StopTokens,
         num_samples: int = 1,
-        on_tokens: OnTokens | None = None,
-        adapter: Adapter | None = None,
     ) -> tuple[Sampled, ...]:
-        """Continue `prompt_ids`; `on_tokens` sees the tokens as they come (one sample only).
-
-        Versions are those of the whole weights; what an adapter adds to them its holder knows.
-        """
+        """Continue `prompt_ids` `num_samples` times."""
         ...
 
-    async def logprobs(self, token_ids: Sequence[int], *, adapter: Adapter | None = None) -> Scored:
-        """Score given ids under the loaded policy, with an adapter or without."""
-        ...
-
-    async def add_adapter(self, adapter: Adapter) -> None:
-        """Take an adapter in; PreconditionFailed (ADAPTER_REFUSED) and no change when it cannot."""
-        ...
-
-    async def remove_adapter(self, adapter: Adapter) -> None:
-        """Give an adapter up that nothing samples with any more. Idempotent."""
+    async def logprobs(self, token_ids: Sequence[int]) -> Scored:
+        """Score given ids under the loaded policy."""
         ...
 
     async def load_weights(
@@ -160,11 +167,62 @@ class Engine(Protocol):
     ) -> LoadTimes:
         """Pause, replace all weights, commit `version`, go on.
 
-        `mode` is what happens to samples that are under way: RECOMPUTE drops their keys, KEEP_KV
-        leaves them, WAIT lets them end first (never, while the engine is paused).
+        `mode` says what happens to samples that are under way. RECOMPUTE drops their keys, KEEP_KV
+        keeps them, WAIT lets them end first; a paused engine is never asked to wait.
         Raises PreconditionFailed (UNKNOWN_PARAMETERS) before anything is touched.
         """
         ...
+
+    async def close(self) -> None:
+        """Give up threads, processes and memory."""
+        ...
+
+
+@runtime_checkable
+class SupportsStreaming(Protocol):
+    """An engine that hands out tokens as it samples them."""
+
+    async def stream(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        stop: StopTokens,
+        on_tokens: OnTokens,
+    ) -> Sampled:
+        """Continue `prompt_ids` once; call `on_tokens` with the tokens as they come."""
+        ...
+
+
+@runtime_checkable
+class SupportsAdapters(Protocol):
+    """An engine that serves LoRA adapters beside the policy.
+
+    Its `sample`, `logprobs` and `stream` take `adapter: Adapter | None = None`. The versions that
+    they return are those of the whole weights; the caller knows the adapter's own.
+    """
+
+    adapter_space: AdapterSpace
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        """Take an adapter in; PreconditionFailed (ADAPTER_REFUSED) and no change when it cannot."""
+        ...
+
+    async def remove_adapter(self, adapter: Adapter) -> None:
+        """Remove an adapter that nothing samples with any more. Idempotent."""
+        ...
+
+    async def logprobs(self, token_ids: Sequence[int], *, adapter: Adapter | None = None) -> Scored:
+        """Score given ids under the loaded policy, with an adapter or without."""
+        ...
+
+
+@runtime_checkable
+class SupportsPolicyAdapters(Protocol):
+    """An engine that loads a policy published as an adapter of the model directory's weights."""
+
+    base_weights: BaseWeights
+    """The weights of the model directory, whatever is loaded now."""
 
     async def load_onto_base(
         self,
@@ -176,6 +234,14 @@ class Engine(Protocol):
         """As `load_weights`, of the sum of the base weights and an adapter that fits them."""
         ...
 
+
+@runtime_checkable
+class SupportsTransfer(Protocol):
+    """An engine that takes weights from the trainer's device without a file."""
+
+    transfer_backend: str
+    """The data plane it was built for, such as nccl; empty for none."""
+
     async def transfer_weights(
         self,
         steps: AsyncIterator[Step],
@@ -183,36 +249,42 @@ class Engine(Protocol):
         *,
         mode: UpdateMode = UpdateMode.RECOMPUTE,
     ) -> LoadTimes:
-        """As `load_weights`, device to device by `transfer_backend`; Unsupported without one."""
+        """As `load_weights`, device to device by `transfer_backend`."""
         ...
+
+
+@runtime_checkable
+class SupportsPause(Protocol):
+    """An engine that can hold generation."""
 
     async def pause(self) -> None:
         """Hold generation; requests keep their place."""
         ...
 
     async def resume(self) -> None:
-        """Go on."""
+        """Go on with generation."""
         ...
+
+
+@runtime_checkable
+class SupportsSleep(Protocol):
+    """An engine that can share its device with the trainer."""
 
     @property
     def is_asleep(self) -> bool:
-        """Whether it has given its device up."""
+        """Return whether the engine has given its device up."""
         ...
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        """Stand still and give back what the device has room for; nothing may be under way.
+        """Stop, and free the device's memory; nothing may be under way.
 
-        Asleep already, it lets go of what a wake that failed may still hold of the device.
-        Weights that are not kept may be lost: then a load of the policy is what wakes it.
+        An engine that sleeps already frees what a wake that failed may still hold of the device.
+        Weights that are not kept may be lost: then only a load of the policy wakes the engine.
         """
         ...
 
     async def wake(self) -> None:
-        """Go on with the weights that were kept; a load of the policy does so, too. Idempotent."""
-        ...
-
-    async def close(self) -> None:
-        """Give up threads, processes and memory."""
+        """Go on with the weights that were kept. A load of the policy wakes too. Idempotent."""
         ...
 
 
@@ -232,7 +304,7 @@ def require_ids(token_ids: Sequence[int], *, vocab_size: int) -> None:
 
 
 def require_sampling(sampling: SamplingParams) -> None:
-    """Refuse what an engine would not apply as asked."""
+    """Refuse sampling parameters that an engine would apply otherwise."""
     if sampling.top_p == 0:
         raise InvalidInput(
             "top_p is 0.",
@@ -256,13 +328,13 @@ def require_sampling(sampling: SamplingParams) -> None:
 
 
 def room_for(prompt_ids: Sequence[int], sampling: SamplingParams, max_model_len: int) -> int:
-    """How many tokens may be sampled; 0 or less when the prompt fills the context."""
+    """Return how many tokens may be sampled; 0 or less when the prompt fills the context."""
     room = max_model_len - len(prompt_ids)
     return room if sampling.max_new_tokens is None else min(room, sampling.max_new_tokens)
 
 
 def context_full(num_samples: int) -> tuple[Sampled, ...]:
-    """The empty samples of a prompt that leaves no room."""
+    """Return the empty samples of a prompt that leaves no room."""
     empty = Sampled(token_ids=(), logprobs=(), versions=(), stop_reason=StopReason.CONTEXT_FULL)
     return (empty,) * num_samples
 
@@ -277,9 +349,9 @@ def require_fit(token_ids: Sequence[int], max_model_len: int) -> None:
         )
 
 
-def require_one_stream(num_samples: int, on_tokens: OnTokens | None) -> None:
+def require_one_stream(num_samples: int) -> None:
     """Refuse to stream several samples at once: their tokens would mix."""
-    if on_tokens is not None and num_samples != 1:
+    if num_samples != 1:
         raise InvalidInput(
             f"num_samples is {num_samples} on a stream.",
             reason=Reason.INVALID_SAMPLING,
@@ -288,7 +360,7 @@ def require_one_stream(num_samples: int, on_tokens: OnTokens | None) -> None:
 
 
 def weights_bad() -> Unavailable:
-    """What a request gets whose weights were lost under it."""
+    """Return the error of a request whose weights were lost while it ran."""
     return Unavailable(
         "The replica's weights are bad.",
         reason=Reason.WEIGHTS_BAD,
@@ -297,7 +369,7 @@ def weights_bad() -> Unavailable:
 
 
 def engine_stopped() -> Unavailable:
-    """What a request gets when the engine died."""
+    """Return the error of a request whose engine died."""
     return Unavailable(
         "The engine stopped.", reason=Reason.NOT_READY, remedy="Try another replica."
     )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from dialoop.episode import UpdateMode
 from dialoop.trajectory import SamplingParams
 
-from dialoop_services.inference.rendering import Ask, RawPrompt
+from dialoop_services.inference.rendering import GenerationRequest, RawPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dialoop.episode import Sample
     from dialoop.sequences import Ids, Sequence
 
-    from dialoop_services.inference.engine import Engine, OnTokens, Sampled, StopTokens
+    from dialoop_services.inference.engine import Engine, Sampled, StopTokens
     from dialoop_services.inference.rendering import Renderer
 
 
@@ -40,50 +40,47 @@ class Sampler(Protocol):
         *,
         stop: StopTokens,
         num_samples: int = 1,
-        on_tokens: OnTokens | None = None,
     ) -> tuple[Sampled, ...]:
         """Sample `num_samples` continuations."""
         ...
 
 
 async def generate(
-    ask: Ask,
+    request: GenerationRequest,
     sample: Sampler,
     *,
     renderer: Renderer,
     max_model_len: int,
-    on_tokens: OnTokens | None = None,
 ) -> tuple[Sample, ...]:
-    """Answer `ask` with `ask.num_samples` samples; `on_tokens` sees the tokens as they come."""
+    """Answer `request` with `request.num_samples` samples."""
     started = time.perf_counter()
     prompt = renderer.prompt(
-        ask, room=ask.sampling.max_new_tokens or 0, max_model_len=max_model_len
+        request, room=request.sampling.max_new_tokens or 0, max_model_len=max_model_len
     )
     sampled = await sample(
         prompt.sequence.token_ids.tolist(),
-        ask.sampling,
-        stop=renderer.stop_tokens(ask.sampling.stop),
-        num_samples=ask.num_samples,
-        on_tokens=on_tokens,
+        request.sampling,
+        stop=renderer.stop_tokens(request.sampling.stop),
+        num_samples=request.num_samples,
     )
-    made = [renderer.sample(prompt, one) for one in sampled]
+    samples = [renderer.sample(prompt, output) for output in sampled]
     num_cut = prompt.num_truncated_tokens if isinstance(prompt, RawPrompt) else 0
     generate_s = time.perf_counter() - started
     return tuple(
         replace(
-            one,
-            sampling=ask.sampling,
+            answer,
+            sampling=request.sampling,
             tokenizer_digest=renderer.tokenizer.digest,
-            template_digest=renderer.template_named(ask.template_name).digest,
+            template_digest=renderer.template_named(request.template_name).digest,
             generate_s=generate_s,
-            queue_s=max(one.queue_s for one in sampled),
+            queue_s=max(output.queue_s for output in sampled),
             update_mode=_update_mode_of(sampled),
             num_truncated_tokens=num_cut,
             prompt_id=_prompt_id_of(prompt.sequence.token_ids),
             sample_index=index,
-            warnings=_warnings_of(ask),
+            warnings=_warnings_of(request),
         )
-        for index, one in enumerate(made)
+        for index, answer in enumerate(samples)
     )
 
 
@@ -116,7 +113,7 @@ class EnginePolicy:
     ) -> tuple[Sample, ...]:
         """Answer the prompt `num_samples` times."""
         sampling = sampling or SamplingParams()
-        ask = Ask(
+        request = GenerationRequest(
             history=history,
             context=context,
             num_context_messages=num_context_messages,
@@ -126,7 +123,7 @@ class EnginePolicy:
         )
         engine = self._engine
         return await generate(
-            ask, engine.sample, renderer=self._renderer, max_model_len=engine.max_model_len
+            request, engine.sample, renderer=self._renderer, max_model_len=engine.max_model_len
         )
 
 
@@ -136,27 +133,27 @@ def _prompt_id_of(token_ids: Ids) -> str:
 
 
 def _update_mode_of(sampled: Iterable[Sampled]) -> UpdateMode:
-    """Return what loads did to an answer's samples; KEEP_KV if to any."""
-    modes = {one.update_mode for one in sampled}
+    """Return how weight loads treated the samples of an answer; KEEP_KV if one kept old keys."""
+    modes = {output.update_mode for output in sampled}
     return next((m for m in (UpdateMode.KEEP_KV, UpdateMode.WAIT) if m in modes), min(modes))
 
 
-def _warnings_of(ask: Ask) -> tuple[str, ...]:
-    """Say in words what is taken otherwise than asked."""
-    found = []
-    if ask.history is None:
+def _warnings_of(request: GenerationRequest) -> tuple[str, ...]:
+    """Return a sentence for each field of the request that has no effect."""
+    warnings = []
+    if request.history is None:
         unused = ("template_name", "tools", "template_options")
-        found += [
+        warnings += [
             f"{name} is not used: the prompt is continued as it stands."
             for name in unused
-            if getattr(ask, name)
+            if getattr(request, name)
         ]
     else:
-        if ask.truncate_prompt:
-            found.append("truncate_prompt is not used: a history is never cut.")
-        if ask.skip_special_tokens:
-            found.append("skip_special_tokens is not used: a content is all that was sampled.")
-    sampling = ask.sampling
+        if request.truncate_prompt:
+            warnings.append("truncate_prompt is not used: a history is never cut.")
+        if request.skip_special_tokens:
+            warnings.append("skip_special_tokens is not used: a content is all that was sampled.")
+    sampling = request.sampling
     if sampling.temperature == 0 and (sampling.truncates or sampling.seed is not None):
-        found.append("top_p, top_k, min_p and seed are not used: temperature 0 is greedy.")
-    return tuple(found)
+        warnings.append("top_p, top_k, min_p and seed are not used: temperature 0 is greedy.")
+    return tuple(warnings)

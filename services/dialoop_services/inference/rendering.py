@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class GenerationRequest:
     """A generate request in domain types; exactly one of history, text and token_ids is set."""
 
     history: History | None = None
@@ -40,7 +40,7 @@ class Ask:
     token_ids: tuple[int, ...] | None = None
     context: Sequence | None = None
     num_context_messages: int = 0
-    # Indices of messages that are known to be the policy's own, however the caller spells them.
+    # Indices of messages that the policy sampled, although the caller may write them otherwise.
     known_sampled: tuple[int, ...] = ()
     turn: int = 0
     template_name: str = ""
@@ -56,7 +56,7 @@ class Ask:
 class RawPrompt:
     """Text or token ids to continue as they stand: one PROMPT segment.
 
-    `text` is what was given; None where only ids were, which an engine has yet to find valid.
+    `text` is the request's own. It is None where the request gave ids, which may not be valid.
     """
 
     sequence: Sequence
@@ -67,7 +67,7 @@ class RawPrompt:
 
 
 class Renderer:
-    """The one place where this service turns messages into tokens and tokens into messages."""
+    """Turns messages into tokens and tokens into messages; nothing else in this service does."""
 
     def __init__(
         self,
@@ -85,78 +85,81 @@ class Renderer:
 
     @classmethod
     def of(cls, model_dir: Path) -> Renderer:
-        """The renderer of a model directory; InvalidConfig when its tokenizer is missing."""
+        """Return the renderer of a model directory; InvalidConfig when its tokenizer is missing."""
         tokenizer = Tokenizer.from_directory(model_dir)
         templates = TemplateRegistry()
         return cls(tokenizer, templates.choose(tokenizer), templates)
 
-    def prompt(self, ask: Ask, *, room: int = 0, max_model_len: int = 0) -> Prompt | RawPrompt:
-        """The tokens to continue.
+    def prompt(
+        self, request: GenerationRequest, *, room: int = 0, max_model_len: int = 0
+    ) -> Prompt | RawPrompt:
+        """Return the tokens to continue.
 
-        Where `ask.truncate_prompt` is set, a raw prompt that fills `max_model_len` loses its oldest
-        tokens, so that `room` new ones fit, but never more than half of the context.
+        Where `truncate_prompt` is set, a raw prompt that fills `max_model_len` loses its oldest
+        tokens until `room` new ones fit. At least half of the context stays.
         """
-        if ask.history is not None:
-            tools = {"tools": ask.tools} if ask.tools else {}
-            prompt = self.builder(ask.template_name).prompt(
-                ask.history,
-                context=ask.context,
-                num_context_messages=ask.num_context_messages,
-                known_sampled=ask.known_sampled,
-                turn=ask.turn,
-                options=_without_tools(ask.template_options) | tools,
+        if request.history is not None:
+            tools = {"tools": request.tools} if request.tools else {}
+            prompt = self.builder(request.template_name).prompt(
+                request.history,
+                context=request.context,
+                num_context_messages=request.num_context_messages,
+                known_sampled=request.known_sampled,
+                turn=request.turn,
+                options=_without_tools(request.template_options) | tools,
             )
             if prompt.fork_cause is not ForkCause.NONE:
                 self.num_forks[prompt.fork_cause.name.lower()] += 1
             return prompt
-        ids = list(ask.token_ids or ())
-        if ask.text is not None:
-            ids = list(self.tokenizer.encode(ask.text, trusted=True).ids)
+        ids = list(request.token_ids or ())
+        if request.text is not None:
+            ids = list(self.tokenizer.encode(request.text, trusted=True).ids)
         num_cut = 0
-        if ask.truncate_prompt and len(ids) >= max_model_len:
+        if request.truncate_prompt and len(ids) >= max_model_len:
             num_cut = len(ids) - max(max_model_len - room, (max_model_len + 1) // 2)
             ids = ids[num_cut:]
         return RawPrompt(
-            sequence=_prompt_row(ids, ask.turn),
-            text=None if num_cut else ask.text,
-            turn=ask.turn,
+            sequence=_prompt_row(ids, request.turn),
+            text=None if num_cut else request.text,
+            turn=request.turn,
             num_truncated_tokens=num_cut,
-            skip_special_tokens=ask.skip_special_tokens,
+            skip_special_tokens=request.skip_special_tokens,
         )
 
     def template_named(self, name: str) -> ChatTemplate:
-        """A template by name, the default one by none; NotFound (TEMPLATE_NOT_FOUND)."""
+        """Return a template by name, or the default one; NotFound (TEMPLATE_NOT_FOUND)."""
         if name in ("", self.template.name):
             return self.template
         return self.templates.choose(self.tokenizer, chat_template_name=name)
 
     def builder(self, template_name: str = "") -> TokenBuilder:
-        """What makes tokens with a template, the default one by none."""
+        """Return the token builder of a named template, or of the default one."""
         if not template_name:
             return self._builder
         return TokenBuilder(self.tokenizer, self.template_named(template_name))
 
-    def rendered(self, history: History, *, add_generation_prompt: bool) -> tuple[str, Sequence]:
-        """The conversation as text and as tokens."""
+    def render(self, history: History, *, add_generation_prompt: bool) -> tuple[str, Sequence]:
+        """Return the conversation as text and as tokens."""
         text = self.template.render(history, add_generation_prompt=add_generation_prompt)
         sequence = self._builder.prompt(history).sequence
         if add_generation_prompt:
             return text, sequence
-        opened = self.tokenizer.decode(sequence.token_ids.tolist())
-        opening = self.tokenizer.encode(opened[len(text) :], trusted=True).ids
+        full_text = self.tokenizer.decode(sequence.token_ids.tolist())
+        opening_ids = self.tokenizer.encode(full_text[len(text) :], trusted=True).ids
         last = sequence.segments[-1]
-        num_left = last.length - len(opening)
-        if not opened.startswith(text) or tuple(sequence.token_ids[-len(opening) :]) != opening:
+        num_left = last.length - len(opening_ids)
+        ends_in_opening = tuple(sequence.token_ids[-len(opening_ids) :]) == opening_ids
+        if not full_text.startswith(text) or not ends_in_opening:
             raise Unsupported(
-                "This template's tokens cannot be parted before the assistant's turn.",
+                "This template's tokens cannot be split before the assistant's turn.",
                 reason=Reason.TEMPLATE_UNSUPPORTED,
                 remedy="Ask with add_generation_prompt.",
             )
-        segments = (*sequence.segments[:-1], *_shortened(last, num_left))
-        return text, Sequence(token_ids=sequence.token_ids[: -len(opening)], segments=segments)
+        segments = (*sequence.segments[:-1], *_shorten(last, num_left))
+        return text, Sequence(token_ids=sequence.token_ids[: -len(opening_ids)], segments=segments)
 
     def stop_tokens(self, strings: Iterable[str]) -> StopTokens:
-        """The end of turn, single tokens among the strings, and the other strings."""
+        """Return what ends a message: the end of turn, single tokens, and longer strings."""
         by_id = dict.fromkeys(self.tokenizer.end_of_turn_ids, "")
         spanning: list[str] = []
         for string in strings:
@@ -174,12 +177,12 @@ class Renderer:
         return StopTokens(by_id=by_id, strings=tuple(spanning))
 
     def _search_vocabulary(self, string: str, token: int) -> bool:
-        """Whether another token's text holds `string`, as a double newline holds a newline."""
+        """Return whether another token's text holds `string`, as two newlines hold one."""
         others = (i for i in range(self.tokenizer.vocab_size) if i != token)
         return any(string in self.tokenizer.decode([other]) for other in others)
 
     def sample(self, prompt: Prompt | RawPrompt, sampled: Sampled) -> Sample:
-        """The answer as prompt, response and full, and its tokens."""
+        """Return the answer as prompt, response and full history, and its tokens."""
         if isinstance(prompt, RawPrompt):
             return self._raw_sample(prompt, sampled)
         answer = self._builder.answer(
@@ -204,10 +207,10 @@ class Renderer:
             ids = sampled.token_ids[start : start + span.length]
             runs.append((ids, fields | {"policy_version": span.policy_version}))
             start += span.length
-        spelt = self.tokenizer.decode
+        decode = self.tokenizer.decode
         if prompt.skip_special_tokens:
-            spelt = self.tokenizer.decode_plain
-        response = spelt(sampled.token_ids)
+            decode = self.tokenizer.decode_plain
+        response = decode(sampled.token_ids)
         text = prompt.text
         if text is None:
             text = self.tokenizer.decode(prompt.sequence.token_ids.tolist())
@@ -223,9 +226,9 @@ class Renderer:
 def _without_tools(options: Mapping[str, Any]) -> dict[str, Any]:
     if "tools" in options:
         raise InvalidInput(
-            "tools is no template option.",
+            "`tools` is not a template option.",
             reason=Reason.OPTION_RESERVED,
-            remedy="Give the request's own tools.",
+            remedy="Send the tools in the request's field `tools`.",
         )
     return dict(options)
 
@@ -234,5 +237,5 @@ def _prompt_row(token_ids: AnySequence[int], turn: int) -> Sequence:
     return sequence_of([(token_ids, {"source": Source.PROMPT, "turn": turn})])
 
 
-def _shortened(segment: Segment, length: int) -> tuple[Segment, ...]:
+def _shorten(segment: Segment, length: int) -> tuple[Segment, ...]:
     return (replace(segment, length=length),) if length > 0 else ()

@@ -1,4 +1,4 @@
-"""Requests of callers, read into domain types: what was expected, and what was found."""
+"""Requests as domain types; an error says what was expected and what the request holds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dialoop.wire import (
 )
 
 from dialoop_services.inference.generate import with_defaults
-from dialoop_services.inference.rendering import Ask
+from dialoop_services.inference.rendering import GenerationRequest
 from dialoop_services.inference.weights.data_planes import PlaneName
 
 if TYPE_CHECKING:
@@ -42,17 +42,17 @@ _INPUTS = ("history", "text", "token_ids")
 _ROWS = ("token_ids", "histories", "texts")
 
 
-def ask_of(request: pb.GenerateRequest, *, max_new_tokens: int) -> Ask:
+def generation_request_of(request: pb.GenerateRequest, *, max_new_tokens: int) -> GenerationRequest:
     """Read what to continue, how to render it and how to sample; `max_new_tokens` by default."""
-    found = [name for name in _INPUTS if request.HasField(name)]
-    given = require_one_of(found, _INPUTS)
-    if given != "history":
-        _require_no_context(request, given)
+    present = [name for name in _INPUTS if request.HasField(name)]
+    field = require_one_of(present, _INPUTS)
+    if field != "history":
+        _require_no_context(request, field)
     has_context = request.HasField("context")
-    return Ask(
-        history=_prompt_of(request.history) if given == "history" else None,
-        text=request.text if given == "text" else None,
-        token_ids=tuple(request.token_ids.values) if given == "token_ids" else None,
+    return GenerationRequest(
+        history=_prompt_of(request.history) if field == "history" else None,
+        text=request.text if field == "text" else None,
+        token_ids=tuple(request.token_ids.values) if field == "token_ids" else None,
         context=sequence_from_proto(request.context) if has_context else None,
         num_context_messages=request.num_context_messages,
         turn=request.turn,
@@ -68,30 +68,30 @@ def ask_of(request: pb.GenerateRequest, *, max_new_tokens: int) -> Ask:
     )
 
 
-def rows_given(request: pb.LogProbRequest) -> str:
-    """Which field the rows to score are in."""
+def rows_field(request: pb.LogProbRequest) -> str:
+    """Return the name of the field that holds the rows to score."""
     return require_one_of([name for name in _ROWS if getattr(request, name)], _ROWS)
 
 
-def require_one_of(found: list[str], names: tuple[str, ...]) -> str:
-    """The one field that was given; InvalidInput names what was expected and what was found."""
-    if len(found) == 1:
-        return found[0]
+def require_one_of(present: list[str], names: tuple[str, ...]) -> str:
+    """Return the one field that is set; InvalidInput names what was expected and what is set."""
+    if len(present) == 1:
+        return present[0]
     expected = f"{', '.join(names[:-1])} and {names[-1]}"
     raise InvalidInput(
-        f"Expected exactly one of {expected}, found {' and '.join(found) or 'none'}.",
-        reason=Reason.PROMPT_AMBIGUOUS if found else Reason.PROMPT_MISSING,
+        f"Expected exactly one of {expected}, found {' and '.join(present) or 'none'}.",
+        reason=Reason.PROMPT_AMBIGUOUS if present else Reason.PROMPT_MISSING,
         remedy=f"Send one of {expected}.",
     )
 
 
 def full_of(history: chat_pb2.ChatHistory) -> History:
-    """The conversation to score; an error names what was found when `full` is missing."""
+    """Return the conversation to score; InvalidHistory says what is set when `full` is missing."""
     full = chat_history_from_proto(history).full
     if full is None or not len(full):
-        found = [name for name in ("prompt", "response") if history.HasField(name)]
+        present = [name for name in ("prompt", "response") if history.HasField(name)]
         raise InvalidHistory(
-            f"Expected history.full, found {' and '.join(found) or 'nothing'}.",
+            f"Expected history.full, found {' and '.join(present) or 'nothing'}.",
             reason=Reason.FULL_MISSING,
             remedy="Send the whole conversation as full.",
         )
@@ -99,14 +99,14 @@ def full_of(history: chat_pb2.ChatHistory) -> History:
 
 
 def template_options_of(text: str) -> dict[str, Any]:
-    """The template's further variables from their JSON; empty for none."""
+    """Return the template's further variables from their JSON; empty for none."""
     try:
         options = json.loads(text) if text else {}
     except ValueError:
         options = None
     if not isinstance(options, dict):
         raise InvalidInput(
-            f"template_options_json is no JSON object: {text[:40]!r}.",
+            f"template_options_json is not a JSON object: {text[:40]!r}.",
             reason=Reason.INVALID_FIELD,
             remedy='Give it as {"enable_thinking": false}, or leave it out.',
         )
@@ -114,7 +114,7 @@ def template_options_of(text: str) -> dict[str, Any]:
 
 
 def _num_samples_of(request: pb.GenerateRequest) -> int:
-    """How many samples; 0 means 1."""
+    """Return the number of samples; 0 means 1."""
     if not 0 <= request.num_samples <= _MAX_SAMPLES:
         raise InvalidInput(
             f"num_samples is {request.num_samples}.",
@@ -125,7 +125,7 @@ def _num_samples_of(request: pb.GenerateRequest) -> int:
 
 
 def manifest_of(request: pb.LoadWeightsRequest | None) -> WeightsManifest:
-    """What a publish announces in the first message of its stream."""
+    """Return the manifest in the first message of a publish's stream."""
     if request is None or request.WhichOneof("content") != "manifest":
         raise manifest_mismatch("The stream does not begin with a manifest.")
     proto = request.manifest
@@ -160,7 +160,7 @@ def manifest_of(request: pb.LoadWeightsRequest | None) -> WeightsManifest:
 
 
 async def contents_of(requests: AsyncIterator[pb.LoadWeightsRequest]) -> AsyncIterator[Content]:
-    """What follows the manifest."""
+    """Yield what follows the manifest."""
     async for request in requests:
         match request.WhichOneof("content"):
             case "chunk":
@@ -168,11 +168,11 @@ async def contents_of(requests: AsyncIterator[pb.LoadWeightsRequest]) -> AsyncIt
             case "transfer":
                 yield _step_of(request.transfer)
             case _:
-                raise manifest_mismatch("Something that is no content followed the manifest.")
+                raise manifest_mismatch("A message without content followed the manifest.")
 
 
 def manifest_mismatch(message: str) -> InvalidInput:
-    """What is wrong with a publish's stream."""
+    """Return the error of a publish whose stream is wrong."""
     return InvalidInput(
         message,
         reason=Reason.MANIFEST_MISMATCH,
@@ -201,10 +201,11 @@ def _step_of(proto: pb.TransferStep) -> TransferStep:
 
 
 def _prompt_of(proto: chat_pb2.ChatHistory) -> History:
-    found = [name for name in ("prompt", "response", "full") if proto.HasField(name)]
+    present = [name for name in ("prompt", "response", "full") if proto.HasField(name)]
     history = chat_history_from_proto(proto).prompt
     if history is None or not len(history):
-        what = f"only {' and '.join(found)}" if found and "prompt" not in found else "no messages"
+        has_others = present and "prompt" not in present
+        what = f"only {' and '.join(present)}" if has_others else "no messages"
         raise InvalidHistory(
             f"Expected messages in history.prompt, found {what}.",
             reason=Reason.PROMPT_MISSING,
@@ -213,10 +214,10 @@ def _prompt_of(proto: chat_pb2.ChatHistory) -> History:
     return history
 
 
-def _require_no_context(request: pb.GenerateRequest, given: str) -> None:
+def _require_no_context(request: pb.GenerateRequest, field: str) -> None:
     if request.HasField("context") or request.num_context_messages:
         raise InvalidInput(
-            f"Expected a history beside context, found {given}.",
+            f"Expected a history beside context, found {field}.",
             reason=Reason.BAD_CONTEXT,
-            remedy=f"Leave context out: {given} is continued as it stands.",
+            remedy=f"Leave context out: {field} is continued as it stands.",
         )

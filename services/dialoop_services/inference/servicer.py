@@ -17,20 +17,20 @@ from dialoop.wire import (
 )
 
 from dialoop_services.inference.answers import (
+    chunk_to_proto,
     generated_to_proto,
-    piece_to_proto,
 )
 from dialoop_services.inference.generate import generate
-from dialoop_services.inference.recordings.book import RecordingBook, RecordingLimits
 from dialoop_services.inference.recordings.rpcs import RecordingRpcs
-from dialoop_services.inference.rendering import Ask
+from dialoop_services.inference.recordings.store import RecordingLimits, RecordingStore
+from dialoop_services.inference.rendering import GenerationRequest
 from dialoop_services.inference.replica.device_lease import DRAIN_S
 from dialoop_services.inference.requests import (
-    ask_of,
     contents_of,
     full_of,
+    generation_request_of,
     manifest_of,
-    rows_given,
+    rows_field,
 )
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import grpc
     from dialoop.sequences import Sequence
 
-    from dialoop_services.inference.engine import Piece
+    from dialoop_services.inference.engine import TokenChunk
     from dialoop_services.inference.rendering import Renderer
     from dialoop_services.inference.replica.replica import Replica
 
@@ -56,9 +56,9 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
         *,
         num_parameters: int,
         max_new_tokens: int,
-        book: RecordingBook | None = None,
+        store: RecordingStore | None = None,
     ) -> None:
-        super().__init__(book or RecordingBook(RecordingLimits()), renderer)
+        super().__init__(store or RecordingStore(RecordingLimits()), renderer)
         self._replica = replica
         self._renderer = renderer
         self._num_parameters = num_parameters
@@ -71,23 +71,23 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
         self, request: pb.GenerateStreamRequest, context: Context
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         # Filled by the engine's callback, drained here; at most one message's tokens wait in it.
-        pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
-        generating = asyncio.ensure_future(self._generate(request.request, pieces))
-        generating.add_done_callback(lambda _: pieces.put_nowait(None))
+        chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
+        generating = asyncio.ensure_future(self._generate(request.request, chunks))
+        generating.add_done_callback(lambda _: chunks.put_nowait(None))
         text = RunningText(self._renderer.tokenizer)
         skips = request.request.skip_special_tokens and not request.request.HasField("history")
         try:
-            while (piece := await pieces.get()) is not None:
-                yield piece_to_proto(piece, text, self._shown(piece, skips_special=skips))
+            while (chunk := await chunks.get()) is not None:
+                yield chunk_to_proto(chunk, text, self._visible_ids(chunk, skips_special=skips))
             yield pb.GenerateStreamResponse(completed=await generating)
         finally:
-            generating.cancel()  # a caller who leaves frees the engine's slot
+            generating.cancel()  # free the engine's slot when the caller leaves
 
     async def LogProb(self, request: pb.LogProbRequest, context: Context) -> pb.LogProbResponse:
         rows, sequences = self._rows(request)
         scored = await self._replica.logprobs(rows, adapter=request.adapter)
         return pb.LogProbResponse(
-            logprobs=logprobs_to_proto(one.logprobs for one in scored),
+            logprobs=logprobs_to_proto(row.logprobs for row in scored),
             policy_version=policy_version_to_proto(scored[0].policy_version),
             sequences=[sequence_to_proto(sequence) for sequence in sequences],
             distribution=chat_pb2.DISTRIBUTION_RAW,
@@ -150,32 +150,38 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
         return pb.WakeResponse()
 
     async def _generate(
-        self, request: pb.GenerateRequest, pieces: asyncio.Queue[Piece | None] | None = None
+        self, request: pb.GenerateRequest, chunks: asyncio.Queue[TokenChunk | None] | None = None
     ) -> pb.GenerateResponse:
         samples = await generate(
-            ask_of(request, max_new_tokens=self._max_new_tokens),
-            partial(self._replica.sample, adapter=request.adapter),
+            generation_request_of(request, max_new_tokens=self._max_new_tokens),
+            partial(
+                self._replica.sample,
+                adapter=request.adapter,
+                on_tokens=None if chunks is None else chunks.put_nowait,
+            ),
             renderer=self._renderer,
             max_model_len=self._replica.engine.max_model_len,
-            on_tokens=None if pieces is None else pieces.put_nowait,
         )
         return generated_to_proto(samples)
 
-    def _shown(self, piece: Piece, *, skips_special: bool) -> Iterable[int]:
-        """The tokens of a piece that are told as text."""
+    def _visible_ids(self, chunk: TokenChunk, *, skips_special: bool) -> Iterable[int]:
+        """Return the tokens of a chunk that the text shows."""
         is_special = self._renderer.tokenizer.is_special
-        return [i for i in piece.token_ids if not (skips_special and is_special(i))]
+        return [i for i in chunk.token_ids if not (skips_special and is_special(i))]
 
     def _rows(self, request: pb.LogProbRequest) -> tuple[list[list[int]], list[Sequence]]:
-        """The ids to score; and as sequences, where they are made here."""
-        given = rows_given(request)
-        if given == "token_ids":
+        """Return the ids to score, and the sequences that were made from texts or histories."""
+        field = rows_field(request)
+        if field == "token_ids":
             return [list(row.values) for row in request.token_ids], []
-        if given == "texts":
-            sequences = [self._renderer.prompt(Ask(text=text)).sequence for text in request.texts]
+        if field == "texts":
+            sequences = [
+                self._renderer.prompt(GenerationRequest(text=text)).sequence
+                for text in request.texts
+            ]
         else:
             sequences = [
-                self._renderer.rendered(full_of(history), add_generation_prompt=False)[1]
+                self._renderer.render(full_of(history), add_generation_prompt=False)[1]
                 for history in request.histories
             ]
         return [sequence.token_ids.tolist() for sequence in sequences], sequences

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from pydantic_settings import SettingsConfigDict
 
+from dialoop_services.config.engines import EngineName
 from dialoop_services.config.job import JobConfig
 from dialoop_services.config.settings import JobSettings, job_key
 from dialoop_services.config.tables import DEVICE_PLANES, Dtype, InferenceFields
@@ -23,16 +24,16 @@ class InferenceSettings(JobSettings, InferenceFields):
 
     model_dir: Path
     """Hugging Face model directory with its tokenizer."""
-    engine: Literal["vllm", "transformers"] = job_key("engine")
-    """What samples; nothing falls back to the other by itself."""
+    engine: EngineName = job_key("engine")
+    """What samples: vllm, transformers, or the import path of an engine, module:Class."""
     seed: int = job_key("seed")
-    """Seeds sampling of requests that carry no seed."""
+    """Seed of the sampling of requests that carry no seed."""
     weights_root: Path | None = None
-    """Folder of published policies; what its latest.json names is loaded at the start."""
+    """Folder of published policies; the replica loads the one named in its latest.json."""
     max_new_tokens: int = job_key("collector.max_new_tokens")
-    """Tokens sampled when a request gives no limit."""
+    """Most tokens sampled for a request that gives no limit."""
     device_lock: Path | None = None
-    """File lock of the device that this replica shares with a trainer; absent: it has its own."""
+    """File lock of the device that this replica shares with a trainer; absent if it shares none."""
 
     @classmethod
     def derived(cls, job: JobConfig) -> dict[str, Any]:
@@ -42,17 +43,17 @@ class InferenceSettings(JobSettings, InferenceFields):
 
     @property
     def engine_dtype(self) -> Dtype:
-        """Number format of the policy's weights and computation; log-probs are float32 always."""
+        """Return the number format of the policy's weights; log-probs are always float32."""
         return self.dtype or "float32"
 
     @property
     def weight_transfer(self) -> str:
-        """VLLM's own weight transfer, or empty where weights come as a file or in chunks."""
+        """Return vLLM's transfer backend; empty where weights come as a file or in chunks."""
         return self.data_plane if self.data_plane in DEVICE_PLANES else ""
 
     @property
     def batch_limits(self) -> BatchLimits:
-        """How requests wait for each other; by default not at all."""
+        """Return how requests wait for each other; by default they do not."""
         return BatchLimits(
             min_batch_size=self.min_batch_size,
             max_batch_size=self.max_batch_size,
@@ -61,5 +62,5 @@ class InferenceSettings(JobSettings, InferenceFields):
 
     @property
     def model_name(self) -> str:
-        """The name that OpenAI's clients ask for."""
+        """Return the model name that OpenAI clients send."""
         return self.served_model_name or self.model_dir.name

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.chat import History
 from dialoop.errors import AlreadyExists, InvalidInput, Unsupported
 from dialoop.reasons import Reason
+from dialoop.sequences import Sequence, Source, sequence_of
 from dialoop.templates.chat_template import require_variables
 from dialoop.templates.masks import EncodedConversation, content_spans, encode_conversation
 from dialoop.templates.registry import TemplateInfo
@@ -16,13 +17,13 @@ from dialoop.v1 import template_service_pb2_grpc as rpc
 from dialoop.wire import history_from_proto, history_to_proto, sequence_to_proto, tool_from_proto
 from dialoop.wire.templates import template_info_to_proto, template_parser_from_proto
 
-from dialoop_services.inference.rendered_sequence import rendered_sequence
 from dialoop_services.inference.requests import template_options_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import grpc
-    from dialoop.sequences import Sequence
-    from dialoop.templates.chat_template import ChatTemplate
+    from dialoop.templates.chat_template import ChatTemplate, Span
 
     from dialoop_services.inference.rendering import Renderer
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class TemplateServicer(rpc.TemplateServiceServicer):
-    """The replica's own template under its model's name, and those of its registry."""
+    """Serves the model's own template under the model's name, and those of the registry."""
 
     def __init__(self, renderer: Renderer, name: str) -> None:
         self._renderer = renderer
@@ -67,14 +68,14 @@ class TemplateServicer(rpc.TemplateServiceServicer):
             is_default=True,
         )
         others = [info for info in self._renderer.templates.list() if info.name != self._name]
-        found = [template_info_to_proto(info) for info in (own, *others)]
-        return pb.ListTemplatesResponse(templates=found)
+        infos = [template_info_to_proto(info) for info in (own, *others)]
+        return pb.ListTemplatesResponse(templates=infos)
 
     async def Render(self, request: pb.RenderRequest, context: Context) -> pb.RenderResponse:
         variables = template_options_of(request.template_options_json)
         require_variables(variables)
         opens = request.add_generation_prompt if request.HasField("add_generation_prompt") else None
-        rendered, sequence = self._rendered(
+        rendered, sequence = self._render(
             self._template(request.template_name),
             history_from_proto(request.history),
             {
@@ -118,18 +119,49 @@ class TemplateServicer(rpc.TemplateServiceServicer):
     def _template(self, name: str) -> ChatTemplate:
         return self._renderer.template_named("" if name == self._name else name)
 
-    def _rendered(
+    def _render(
         self, template: ChatTemplate, history: History, options: dict[str, Any]
     ) -> tuple[EncodedConversation, Sequence]:
         tokenizer = self._renderer.tokenizer
         try:
-            found = encode_conversation(template, tokenizer, history, with_offsets=True, **options)
+            rendered = encode_conversation(
+                template, tokenizer, history, with_offsets=True, **options
+            )
         except Unsupported as error:
             if error.reason != Reason.MASK_UNAVAILABLE:
                 raise
-            given = {"with_mask": False, "with_offsets": True, **options}
-            found = replace(
-                encode_conversation(template, tokenizer, history, **given), assistant_mask=None
+            unmasked = {"with_mask": False, "with_offsets": True, **options}
+            rendered = replace(
+                encode_conversation(template, tokenizer, history, **unmasked), assistant_mask=None
             )
-        spans = content_spans(template, history, found.text, **options) or {}
-        return found, rendered_sequence(found, spans)
+        spans = content_spans(template, history, rendered.text, **options) or {}
+        return rendered, _rendered_sequence(rendered, spans)
+
+
+def _rendered_sequence(rendered: EncodedConversation, contents: Mapping[int, Span]) -> Sequence:
+    """Return a rendered conversation as segments: PROMPT where a content stands, else TEMPLATE.
+
+    contents: the characters of the content of each message, by its index. A token belongs to where
+    its first character stands. Without contents everything is PROMPT.
+    """
+    ids = rendered.token_ids.tolist()
+    if rendered.offsets is None or not contents:
+        return sequence_of([(ids, {"source": Source.PROMPT})])
+    starts = rendered.offsets[:, 0]
+    runs: list[tuple[list[int], dict[str, Any]]] = []
+    done = 0
+    for index, (begin, end) in sorted(contents.items(), key=lambda item: item[1]):
+        first, last = int((starts < begin).sum()), int((starts < end).sum())
+        runs.append((ids[done:first], {"source": Source.TEMPLATE}))
+        if last > first:
+            char_start = int(starts[first]) - begin
+            fields = {
+                "source": Source.PROMPT,
+                "message_index": index,
+                "char_start": char_start,
+                "char_length": end - begin - char_start,
+            }
+            runs.append((ids[first:last], fields))
+        done = last
+    runs.append((ids[done:], {"source": Source.TEMPLATE}))
+    return sequence_of(runs)

@@ -28,6 +28,7 @@ from dialoop import BlockingDialoop, Dialoop
 from dialoop.clients.blocking.loop import BackgroundLoop
 from dialoop.errors import InvalidConfig
 
+from dialoop_services.config.engines import facts_of_engine
 from dialoop_services.config.file import override_in, parse_config
 from dialoop_services.runtime.in_process import InProcessNetwork
 from dialoop_services.runtime.settings import load
@@ -199,7 +200,9 @@ def _job(given: Mapping[str, Any]) -> JobConfig:
     """The config, with what one process needs; InvalidConfig when it says otherwise."""
     needed = {"engine": "transformers", "store": "memory"}
     for key, value in needed.items():
-        if given.get(key, value) != value:
+        chosen = given.get(key, value)
+        fits = facts_of_engine(str(chosen)).in_process if key == "engine" else chosen == value
+        if not fits:
             raise InvalidConfig(
                 f'{key} is "{given[key]}", which is not for one process.',
                 remedy=f'Leave it out, or run `dialoop up` with {key} = "{given[key]}".',

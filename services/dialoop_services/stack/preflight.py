@@ -13,6 +13,7 @@ from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
 
+from dialoop_services.config.engines import ENGINES, facts_of_engine
 from dialoop_services.stack.layout import ports_of
 from dialoop_services.stack.processes.redis_server import FoundRedis, find_redis
 
@@ -38,12 +39,30 @@ def check(config: JobConfig) -> None:
 
 
 def _check_engine(config: JobConfig) -> None:
-    if config.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+    facts = facts_of_engine(config.engine)
+    for package in facts.packages:
+        if importlib.util.find_spec(package) is None:
+            raise InvalidConfig(
+                f'engine is "{config.engine}", and {package} is not installed.',
+                reason=facts.reason,
+                remedy=facts.install,
+            )
+    # An engine of the user's own is imported by the inference service alone: it may need torch.
+    module, _, _ = facts.path.partition(":")
+    if config.engine not in ENGINES and _find_module(module) is None:
         raise InvalidConfig(
-            'engine is "vllm" and vLLM is not installed.',
-            reason=Reason.NO_VLLM,
-            remedy='Run `make setup`, or set engine = "transformers".',
+            f'engine is "{config.engine}", and there is no module {module}.',
+            reason=facts.reason,
+            remedy="Write module:Class; the module's folder must be the current one or on "
+            "PYTHONPATH.",
         )
+
+
+def _find_module(name: str) -> object:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # a package that it is said to lie in
+        return None
 
 
 def check_model(directory: Path) -> None:

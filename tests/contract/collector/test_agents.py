@@ -171,7 +171,7 @@ async def test_an_agent_that_is_stopped_leaves_a_closed_recording(directory):
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
-        (kept,) = world.book._kept.values()
+        (kept,) = world.store._kept.values()
         assert kept.recording.is_closed
 
 

@@ -13,6 +13,7 @@ from dialoop.environments import ChatEnv
 from dialoop.errors import InvalidConfig, NotFound
 from dialoop.sequences import Source
 from dialoop.trajectory import Owner, Task
+from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 from dialoop_services.learning.loss.loss_loading import load_objective
 from dialoop_services.learning.model.policy import load_policy
@@ -71,7 +72,9 @@ async def test_a_run_with_a_tool_is_a_trajectory_with_verifiers_rewards(installa
 
 
 async def test_what_a_model_samples_in_it_trains_the_model(installation, directory):
-    model = await TransformersEngine.start(directory, max_model_len=2048, max_num_seqs=2)
+    model = await TransformersEngine.start(
+        directory, EngineOptions(max_model_len=2048, max_num_seqs=2)
+    )
     try:
         engine = LoggingEngine(model)
         async with agent_world(directory, engine) as world:

@@ -63,9 +63,7 @@ class Engine(TwinEngine):
     def __init__(self, script: Script) -> None:
         self._script = script
 
-    async def sample(
-        self, prompt_ids, sampling, *, stop, num_samples=1, on_tokens=None, adapter=None
-    ):
+    async def sample(self, prompt_ids, sampling, *, stop, num_samples=1, adapter=None):
         ids = BYTES.encode(self._script(BYTES.decode(prompt_ids)), trusted=True).ids
         sampled = Sampled(
             token_ids=ids,

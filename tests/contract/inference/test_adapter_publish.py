@@ -77,7 +77,7 @@ class Trainer:
         return replace(self.publisher._manifest(version, weights)), weights
 
 
-async def served(w: World) -> list[np.ndarray]:
+async def served_logprobs(w: World) -> list[np.ndarray]:
     return list((await w.client.logprobs(IDS)).logprobs)
 
 
@@ -90,11 +90,11 @@ async def test_a_replica_adds_the_adapter_into_its_base_as_the_trainer_would(mod
     root = tmp_path / "policies"
     async with world(model_dir, root) as w:
         trainer = Trainer(w, model_dir)
-        before = await served(w)
+        before = await served_logprobs(w)
         for _ in range(2):
             published = await trainer.publish()
             assert published.max_logprob_difference < 1e-5
-            added = await served(w)
+            added = await served_logprobs(w)
             assert largest(added, trainer.learner.logprobs(IDS)) < 1e-5
         assert largest(added, before) > 0.1
         policy = root / "main-2"
@@ -117,7 +117,7 @@ async def test_an_adapter_comes_by_each_way_that_moves_files(plane, model_dir, t
         trainer = Trainer(w, model_dir, data_plane=plane, **memory)
         published = await trainer.publish()
         assert published.weights.kind is WeightsKind.ADAPTER
-        assert largest(await served(w), trainer.learner.logprobs(IDS)) < 1e-5
+        assert largest(await served_logprobs(w), trainer.learner.logprobs(IDS)) < 1e-5
 
 
 @pytest.mark.parametrize("memory", [False, True])
@@ -142,14 +142,14 @@ async def test_an_adapter_of_another_base_is_refused_and_the_old_policy_serves_o
     async with world(model_dir, root) as w:
         trainer = Trainer(w, model_dir)
         await trainer.publish()
-        before, theirs = await served(w), Trainer(w, other)
+        before, theirs = await served_logprobs(w), Trainer(w, other)
         theirs.number = 5
         with pytest.raises(PreconditionFailed, match="trained on weights sha256:") as caught:
             await theirs.publish()
         assert caught.value.reason == "BASE_MISMATCH"
         status = await w.client.get_policy()
         assert (status.ready, status.policy_version.number) == (True, 1)
-        assert largest(await served(w), before) == 0
+        assert largest(await served_logprobs(w), before) == 0
 
 
 def faulty(good: Any, weights: ExportedWeights) -> list[tuple[Any, bytes, type, str]]:
@@ -157,8 +157,8 @@ def faulty(good: Any, weights: ExportedWeights) -> list[tuple[Any, bytes, type, 
     data, tensors = weights.path.read_bytes(), load_file(weights.path)
 
     def config(**changes: Any) -> Any:
-        told = json.dumps({**json.loads(good.adapter_config_json), **changes})
-        return replace(good, adapter_config_json=told)
+        config_json = json.dumps({**json.loads(good.adapter_config_json), **changes})
+        return replace(good, adapter_config_json=config_json)
 
     def rewritten(name: str, tensor: torch.Tensor) -> tuple[Any, bytes]:
         bad = save({**tensors, name: tensor})
@@ -187,14 +187,14 @@ async def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(model_di
     async with world(model_dir, tmp_path / "policies") as w:
         trainer = Trainer(w, model_dir)
         await trainer.publish()
-        before = await served(w)
+        before = await served_logprobs(w)
         good, weights = trainer.manifest(tmp_path / "next" / "adapter_model.safetensors")
         for manifest, data, kind, reason in faulty(good, weights):
             await refused(w.client.load_weights(manifest, [data]), kind, reason)
             assert (await w.client.get_policy()).ready
-            assert largest(await served(w), before) == 0
+            assert largest(await served_logprobs(w), before) == 0
         await w.client.load_weights(good, [weights.path.read_bytes()])
-        assert largest(await served(w), trainer.learner.logprobs(IDS)) < 1e-5
+        assert largest(await served_logprobs(w), trainer.learner.logprobs(IDS)) < 1e-5
 
 
 async def test_a_replica_that_was_away_is_sent_the_adapter_in_chunks(
@@ -227,11 +227,11 @@ async def test_whole_weights_may_come_between_adapters(model_dir, tmp_path):
         merged = Trainer(w, model_dir, publish="merged")
         published = await merged.publish()
         assert published.weights.path.name == "model.safetensors"
-        assert largest(await served(w), merged.learner.logprobs(IDS)) < 1e-5
+        assert largest(await served_logprobs(w), merged.learner.logprobs(IDS)) < 1e-5
         adapted = Trainer(w, model_dir)
         adapted.number = 1
         await adapted.publish()
-        assert largest(await served(w), adapted.learner.logprobs(IDS)) < 1e-5
+        assert largest(await served_logprobs(w), adapted.learner.logprobs(IDS)) < 1e-5
 
 
 def test_the_digest_is_of_the_weights_and_not_of_how_they_lie_in_files(model_dir, tmp_path):
@@ -293,5 +293,7 @@ def test_everyone_in_a_lora_run_has_the_base_from_one_directory(tmp_path):
     layout = Layout(config=config, run_dir=run_dir, ports=ports_of(config, with_redis=False))
     services = ("trainer", "inference", "scorer")
     assert len({layout.values_of(service)["model_dir"] for service in services}) == 1
-    told = TrainerSettings.model_validate({"model": layout.values_of("trainer")["model"]})
-    assert (told.model.lora_rank, told.model.publish) == (4, "merged")
+    trainer_settings = TrainerSettings.model_validate(
+        {"model": layout.values_of("trainer")["model"]}
+    )
+    assert (trainer_settings.model.lora_rank, trainer_settings.model.publish) == (4, "merged")

@@ -58,10 +58,10 @@ async def test_an_adapter_loads_swaps_and_unloads(model_dir, tmp_path):
     async with world(model_dir, tmp_path, adapters=LIMITS) as w:
         ids = [[1, 2, 3, 4, 5, 6]]
         base = (await w.client.logprobs(ids)).logprobs[0]
-        said = manifest(tmp_path, model_dir, number=1)
-        await w.client.load_adapter(said)
+        announcement = manifest(tmp_path, model_dir, number=1)
+        await w.client.load_adapter(announcement)
         first = await w.client.logprobs(ids, adapter="style")
-        assert first.policy_version == said.policy_version
+        assert first.policy_version == announcement.policy_version
         assert np.abs(first.logprobs[0] - base).max() > 0.05
         other = manifest(tmp_path, model_dir, number=2)
         data = (tmp_path / other.path).read_bytes()
@@ -150,14 +150,16 @@ async def test_tensors_of_another_model_and_numbers_that_are_none_are_refused(mo
             "ADAPTER_MISMATCH": good | {name: good[name][:, :-1].contiguous()},
         }
         for reason, tensors in broken.items():
-            said = manifest(tmp_path, model_dir)
-            sha256, num_bytes = written(tmp_path / said.path, tensors)
-            load = w.client.load_adapter(replace(said, sha256=sha256, num_bytes=num_bytes))
+            announcement = manifest(tmp_path, model_dir)
+            sha256, num_bytes = written(tmp_path / announcement.path, tensors)
+            load = w.client.load_adapter(replace(announcement, sha256=sha256, num_bytes=num_bytes))
             await refused(load, (InvalidInput, PreconditionFailed), reason)
         unknown = {"base_model.model.model.embed_tokens.lora_A.weight": good[name]}
         sha256, num_bytes = written(tmp_path / "u.safetensors", unknown)
-        said = replace(said, path="u.safetensors", sha256=sha256, num_bytes=num_bytes)
-        await refused(w.client.load_adapter(said), PreconditionFailed, "ADAPTER_MISMATCH")
+        announcement = replace(
+            announcement, path="u.safetensors", sha256=sha256, num_bytes=num_bytes
+        )
+        await refused(w.client.load_adapter(announcement), PreconditionFailed, "ADAPTER_MISMATCH")
         assert (await w.client.get_policy()).ready
 
 

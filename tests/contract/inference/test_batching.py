@@ -78,7 +78,7 @@ class Asker:
             [number], SamplingParams(), stop=StopTokens(), num_samples=num_samples
         )
         task = self._tasks.create_task(sampling)
-        await settle()
+        await let_tasks_run()
         return task
 
 
@@ -90,7 +90,7 @@ async def asking(**limits) -> AsyncIterator[Asker]:
         asker.engine.may_end.set()
 
 
-async def settle() -> None:
+async def let_tasks_run() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -117,12 +117,12 @@ async def test_requests_wait_until_enough_samples_are_there():
 
 async def test_a_partial_batch_begins_at_the_deadline_of_its_first():
     async with asking(min_batch_size=3, timeout_s=0.2) as asker:
-        asked = asyncio.get_running_loop().time()
+        asked_at = asyncio.get_running_loop().time()
         await asker.ask(1)
         await asker.ask(2)
         while len(asker.engine.inside) < 2:
             await asyncio.sleep(0.01)
-        assert asker.engine.began[0] - asked > 0.19
+        assert asker.engine.began[0] - asked_at > 0.19
 
 
 async def test_no_more_than_the_largest_batch_is_with_the_engine():
@@ -139,11 +139,11 @@ async def test_what_of_a_due_batch_found_no_room_begins_once_there_is_room():
         tasks = [await asker.ask(number) for number in (1, 2, 3, 4)]
         assert sorted(asker.engine.inside) == [1, 2, 3]
         tasks[0].cancel()
-        await settle()
+        await let_tasks_run()
         assert sorted(asker.engine.inside) == [2, 3, 4]
         later = await asker.ask(5)
         tasks[1].cancel()
-        await settle()
+        await let_tasks_run()
         assert sorted(asker.engine.inside) == [
             3,
             4,
@@ -167,7 +167,7 @@ async def test_who_leaves_while_waiting_is_forgotten():
         leaver = await asker.ask(1)
         await asker.ask(2)
         leaver.cancel()
-        await settle()
+        await let_tasks_run()
         assert asker.replica.num_requests_running == 1
         await asker.ask(3)
         assert asker.engine.inside == []
@@ -180,7 +180,7 @@ async def test_who_leaves_the_engine_gives_the_place_to_the_next():
         first = await asker.ask(1)
         await asker.ask(2)
         first.cancel()
-        await settle()
+        await let_tasks_run()
         assert asker.engine.inside == [2]
 
 
@@ -192,7 +192,7 @@ async def test_a_server_that_stops_begins_what_waits_for_a_batch():
         assert asker.engine.inside == []
         server.stop()
         await serving
-        await settle()
+        await let_tasks_run()
         assert asker.engine.inside == [1]
         await asker.ask(2)
         await asker.ask(3, num_samples=2)
@@ -202,17 +202,17 @@ async def test_a_server_that_stops_begins_what_waits_for_a_batch():
 async def test_a_replica_that_left_rotation_meanwhile_says_so_to_those_who_waited():
     async with asking(min_batch_size=2, timeout_s=NEVER_S) as asker:
         sampling = asker.replica.sample([1], SamplingParams(), stop=StopTokens())
-        asked = asyncio.ensure_future(sampling)
-        await settle()
+        task = asyncio.ensure_future(sampling)
+        await let_tasks_run()
         await asker.replica._leave_rotation("WEIGHTS_BAD")
         async with asker.batches.place(1):
             with pytest.raises(Unavailable):
-                await asked
+                await task
         assert asker.engine.most == 0
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("change", "reason"),
     [
         ({"prompt_ids": []}, "NO_TOKENS"),
         ({"prompt_ids": [10**6]}, "TOKEN_OUT_OF_RANGE"),
@@ -221,14 +221,14 @@ async def test_a_replica_that_left_rotation_meanwhile_says_so_to_those_who_waite
         ({"adapter": "nope"}, "ADAPTER_NOT_FOUND"),
     ],
 )
-async def test_what_is_refused_neither_waits_for_a_batch_nor_counts_in_it(given, reason):
-    asked = {"prompt_ids": [2], "sampling": SamplingParams(), "stop": StopTokens()} | given
+async def test_what_is_refused_neither_waits_for_a_batch_nor_counts_in_it(change, reason):
+    call = {"prompt_ids": [2], "sampling": SamplingParams(), "stop": StopTokens()} | change
     async with asking(min_batch_size=2, timeout_s=NEVER_S) as asker:
         waiting = await asker.ask(1)
         with pytest.raises(DialoopError) as refused:
-            await asker.replica.sample(**asked)
+            await asker.replica.sample(**call)
         assert refused.value.reason == reason
-        await settle()
+        await let_tasks_run()
         assert asker.engine.began == []
         waiting.cancel()
 
@@ -237,9 +237,9 @@ async def test_a_full_context_is_answered_without_a_batch():
     async with asking(min_batch_size=2, timeout_s=NEVER_S) as asker:
         waiting = await asker.ask(1)
         full = [7] * asker.engine.max_model_len
-        (one,) = await asker.replica.sample(full, SamplingParams(), stop=StopTokens())
-        assert (one.stop_reason, one.token_ids) == (StopReason.CONTEXT_FULL, ())
-        await settle()
+        (sampled,) = await asker.replica.sample(full, SamplingParams(), stop=StopTokens())
+        assert (sampled.stop_reason, sampled.token_ids) == (StopReason.CONTEXT_FULL, ())
+        await let_tasks_run()
         assert asker.engine.began == []
         waiting.cancel()
 
@@ -286,7 +286,7 @@ async def test_both_doors_share_a_batch(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("sizes", "named"),
     [
         ({"min_batch_size": 8, "max_batch_size": 4}, "min_batch_size is 8"),
         ({"batching": False, "min_batch_size": 8}, "min_batch_size say how to batch"),
@@ -297,14 +297,14 @@ async def test_both_doors_share_a_batch(model_dir, tmp_path):
         ({"batching_timeout_s": float("inf")}, "BATCHING_TIMEOUT_S"),
     ],
 )
-def test_wrong_sizes_end_the_start_with_one_sentence(given, named, tmp_path):
+def test_wrong_sizes_end_the_start_with_one_sentence(sizes, named, tmp_path):
     with pytest.raises(InvalidConfig, match=named):
-        load(InferenceSettings, model_dir=tmp_path, **given)
+        load(InferenceSettings, model_dir=tmp_path, **sizes)
 
 
 def test_right_sizes_are_taken(tmp_path):
-    given = {"min_batch_size": 2, "max_batch_size": 4, "batching_timeout_s": 0.5}
-    settings = load(InferenceSettings, model_dir=tmp_path, **given)
+    sizes = {"min_batch_size": 2, "max_batch_size": 4, "batching_timeout_s": 0.5}
+    settings = load(InferenceSettings, model_dir=tmp_path, **sizes)
     expected = BatchLimits(min_batch_size=2, max_batch_size=4, timeout_s=0.5)
     assert settings.batch_limits == expected
     assert load(InferenceSettings, model_dir=tmp_path, batching=False).batch_limits == BatchLimits()

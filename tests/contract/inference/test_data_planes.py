@@ -77,13 +77,13 @@ class Trainer:
         self.learn()
         weights = self.learner.export(folder / "next.safetensors")
         version = PolicyVersion(lineage="main", number=self.number)
-        said = WeightsManifest(
+        announcement = WeightsManifest(
             policy_version=version, sha256=weights.sha256, num_bytes=weights.num_bytes
         )
-        return said, weights.path.read_bytes()
+        return announcement, weights.path.read_bytes()
 
 
-def pieces(data: bytes) -> Iterator[bytes]:
+def chunks_of(data: bytes) -> Iterator[bytes]:
     return (data[i : i + CHUNK] for i in range(0, len(data), CHUNK))
 
 
@@ -108,8 +108,8 @@ async def test_a_replica_of_another_host_gets_policies_in_chunks(model_dir, tmp_
 
 async def test_a_path_is_refused_where_no_file_can_be_read_and_nothing_changes(model_dir, tmp_path):
     async with world(model_dir, tmp_path / "w", reads_root=False) as w:
-        said, _ = Trainer(w, model_dir, tmp_path).manifest(tmp_path)
-        load = w.client.load_weights(replace(said, path="next.safetensors"))
+        announcement, _ = Trainer(w, model_dir, tmp_path).manifest(tmp_path)
+        load = w.client.load_weights(replace(announcement, path="next.safetensors"))
         await refused(load, PreconditionFailed, "NO_WEIGHTS_ROOT")
         assert (await w.client.get_policy()).ready
 
@@ -119,16 +119,16 @@ async def test_after_a_cut_in_the_middle_the_old_policy_serves_on(model_dir, tmp
         trainer = Trainer(w, model_dir, tmp_path / "run", data_plane="chunks")
         await trainer.publish()
         before = (await w.client.logprobs(IDS)).logprobs[0]
-        said, data = trainer.manifest(tmp_path)
+        announcement, data = trainer.manifest(tmp_path)
 
         async def cut() -> AsyncIterator[bytes]:
-            for index, piece in enumerate(pieces(data)):
+            for index, chunk in enumerate(chunks_of(data)):
                 if index == 5:
                     raise ConnectionResetError("the network is gone")
-                yield piece
+                yield chunk
 
         with pytest.raises((ConnectionResetError, DialoopError)):
-            await w.client.load_weights(said, cut())
+            await w.client.load_weights(announcement, cut())
         await asyncio.sleep(0.2)
         policy = await w.client.get_policy()
         assert (policy.ready, policy.policy_version.number) == (True, 1)
@@ -145,12 +145,12 @@ async def test_wrong_bytes_take_the_replica_out_until_the_publisher_sends_again(
     async with world(model_dir, tmp_path / "w", reads_root=False) as w:
         trainer = Trainer(w, model_dir, tmp_path / "run", data_plane="chunks")
         await trainer.publish()
-        said, data = trainer.manifest(tmp_path)
+        announcement, data = trainer.manifest(tmp_path)
         if fault == "checksum":
-            load = w.client.load_weights(replace(said, sha256="0" * 64), pieces(data))
+            load = w.client.load_weights(replace(announcement, sha256="0" * 64), chunks_of(data))
             await refused(load, DataLost, "CHECKSUM_MISMATCH")
         else:
-            load = w.client.load_weights(said, pieces(data[: 5 * CHUNK]))
+            load = w.client.load_weights(announcement, chunks_of(data[: 5 * CHUNK]))
             await refused(load, InvalidInput, "MANIFEST_MISMATCH")
         policy = await w.client.get_policy()
         assert (policy.ready, policy.reason) == (False, "WEIGHTS_BAD")
@@ -183,9 +183,9 @@ async def test_vllms_own_transfer_is_refused_where_it_is_not_set_up(model_dir, t
     async with world(model_dir, tmp_path / "w") as w:
         version = PolicyVersion(lineage="main", number=1)
         for plane in ("nccl", "ipc", "pigeon"):
-            said = WeightsManifest(policy_version=version, data_plane=plane, num_bytes=1)
+            announcement = WeightsManifest(policy_version=version, data_plane=plane, num_bytes=1)
             steps = [TransferStep(phase=TransferPhase.START)]
-            load = w.client.transfer_weights(said, steps)
+            load = w.client.transfer_weights(announcement, steps)
             await refused(load, PreconditionFailed, "DATA_PLANE_UNAVAILABLE")
         assert (await w.client.get_policy()).ready
 

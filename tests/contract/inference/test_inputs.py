@@ -44,7 +44,7 @@ async def test_a_history_its_text_and_its_ids_are_continued_alike(model_dir, tmp
         (of_history,) = await w.client.generate(QUESTION, sampling=GREEDY)
         (of_text,) = await w.client.generate(text=OPENED, sampling=GREEDY)
         (of_ids,) = await w.client.generate(token_ids=ids, sampling=GREEDY)
-        rows = [one.sequence.token_ids.tolist() for one in (of_history, of_text, of_ids)]
+        rows = [sample.sequence.token_ids.tolist() for sample in (of_history, of_text, of_ids)]
         assert rows[0] == rows[1] == rows[2]
         assert of_text.text == of_ids.text
         assert of_text.text.prompt == OPENED
@@ -66,7 +66,7 @@ async def test_token_ids_that_are_no_utf8_survive(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("request_", "reason", "found"),
+    ("request_", "reason", "detail"),
     [
         (pb.GenerateRequest(), "PROMPT_MISSING", "found none"),
         (pb.GenerateRequest(text="a", token_ids={"values": [1]}), "PROMPT_AMBIGUOUS", "token_ids"),
@@ -95,20 +95,20 @@ async def test_token_ids_that_are_no_utf8_survive(model_dir, tmp_path):
     ],
 )
 async def test_a_wrong_request_is_told_what_was_expected_and_found(
-    model_dir, tmp_path, request_, reason, found
+    model_dir, tmp_path, request_, reason, detail
 ):
     async with world(model_dir, tmp_path / "w") as w:
         with pytest.raises(DialoopError) as caught:
             await w.client._channel.call(GENERATE, request_)
         assert isinstance(caught.value, InvalidInput | InvalidHistory)
         assert caught.value.reason == reason
-        assert found in caught.value.message
+        assert detail in caught.value.message
 
 
 async def test_an_unknown_template_is_named(model_dir, tmp_path):
     async with world(model_dir, tmp_path / "w") as w:
-        asked = w.client.generate(QUESTION, template_name="nonesuch")
-        await refused(asked, NotFound, "TEMPLATE_NOT_FOUND")
+        call = w.client.generate(QUESTION, template_name="nonesuch")
+        await refused(call, NotFound, "TEMPLATE_NOT_FOUND")
 
 
 async def test_template_tools_and_options_reach_the_rendering(model_dir, tmp_path):
@@ -159,10 +159,10 @@ async def test_what_is_taken_otherwise_than_asked_is_said(model_dir, tmp_path):
             (sample,) = await w.client.generate(text="12", template_name="qwen", sampling=GREEDY)
         assert [w.split(" ")[0] for w in sample.warnings] == ["template_name"]
         greedy = SamplingParams(temperature=0.0, top_k=3, max_new_tokens=2)
-        with pytest.warns(DialoopWarning, match="not used") as told:
+        with pytest.warns(DialoopWarning, match="not used") as caught_warnings:
             (sample,) = await w.client.generate(QUESTION, truncate_prompt=True, sampling=greedy)
         assert [w.split(" ")[0] for w in sample.warnings] == ["truncate_prompt", "top_p,"]
-        assert [str(w.message) for w in told] == list(sample.warnings)
+        assert [str(w.message) for w in caught_warnings] == list(sample.warnings)
         with pytest.warns(DialoopWarning, match="top_p, top_k"):
             chunks = [c async for c in w.client.generate_stream(QUESTION, sampling=greedy)]
         assert len(chunks[-1].samples[0].warnings) == 1
@@ -170,8 +170,8 @@ async def test_what_is_taken_otherwise_than_asked_is_said(model_dir, tmp_path):
 
 async def test_sampling_is_recorded_as_applied(model_dir, tmp_path):
     async with world(model_dir, tmp_path / "w") as w:
-        asked = SamplingParams(top_p=0.5, top_k=4, min_p=0.125, seed=3, stop=("9",))
-        samples = await w.client.generate(QUESTION, sampling=asked, num_samples=2)
+        sampling = SamplingParams(top_p=0.5, top_k=4, min_p=0.125, seed=3, stop=("9",))
+        samples = await w.client.generate(QUESTION, sampling=sampling, num_samples=2)
         for sample in samples:
             assert sample.sampling.truncates
             assert sample.sampling.temperature == 1.0
@@ -188,8 +188,8 @@ async def test_histories_and_texts_are_scored_as_the_tokens_they_are(model_dir, 
         by_ids = await w.client.logprobs([ids])
         by_history = await w.client.logprobs_of(histories=[whole, whole])
         by_text = await w.client.logprobs_of(texts=[text])
-        for found in (*by_history.logprobs, *by_text.logprobs):
-            assert np.array_equal(found, by_ids.logprobs[0])
+        for row_logprobs in (*by_history.logprobs, *by_text.logprobs):
+            assert np.array_equal(row_logprobs, by_ids.logprobs[0])
         (row, _) = by_history.sequences
         assert row.token_ids.tolist() == list(ids)
         written = [s for s in row.segments if s.message_index == 1]
@@ -201,7 +201,7 @@ async def test_histories_and_texts_are_scored_as_the_tokens_they_are(model_dir, 
 async def test_wrong_rows_to_score_are_told_so(model_dir, tmp_path):
     async with world(model_dir, tmp_path / "w") as w:
         unfull = chat_pb2.ChatHistory(prompt={"messages": [{"role": "user", "content": "a"}]})
-        for request, reason, found in (
+        for request, reason, detail in (
             (pb.LogProbRequest(), "PROMPT_MISSING", "found none"),
             (
                 pb.LogProbRequest(texts=["a"], token_ids=[{"values": [1]}]),
@@ -213,7 +213,7 @@ async def test_wrong_rows_to_score_are_told_so(model_dir, tmp_path):
             with pytest.raises(DialoopError) as caught:
                 await w.client._channel.call(LOG_PROB, request)
             assert caught.value.reason == reason
-            assert found in caught.value.message
+            assert detail in caught.value.message
 
 
 async def until_free(w) -> None:
@@ -225,12 +225,12 @@ async def until_free(w) -> None:
 async def test_a_deadline_ends_what_was_asked_and_frees_its_place(model_dir, tmp_path):
     async with world(model_dir, tmp_path / "w") as w:
         await w.client.pause()
-        for asked in (
+        for call in (
             w.client.generate(QUESTION, deadline_s=0.3),
             w.client.generate(QUESTION, num_samples=8, deadline_s=0.3),
         ):
             with pytest.raises(DeadlineExceeded):
-                await asked
+                await call
             await until_free(w)
         with pytest.raises(DeadlineExceeded):
             async for _ in w.client.generate_stream(QUESTION, deadline_s=0.3):
@@ -243,13 +243,13 @@ async def test_a_deadline_ends_what_was_asked_and_frees_its_place(model_dir, tmp
 async def test_a_caller_who_leaves_frees_the_place(model_dir, tmp_path):
     async with world(model_dir, tmp_path / "w") as w:
         await w.client.pause()
-        asked = [asyncio.create_task(w.client.generate(QUESTION, num_samples=8)) for _ in range(3)]
+        tasks = [asyncio.create_task(w.client.generate(QUESTION, num_samples=8)) for _ in range(3)]
         async with asyncio.timeout(PATIENCE_S):
             while w.replica.engine.num_running < 24:
                 await asyncio.sleep(0.01)
-        for task in asked:
+        for task in tasks:
             task.cancel()
-        await asyncio.wait(asked)
+        await asyncio.wait(tasks)
         await until_free(w)
         await w.client.resume()
         stream = w.client.generate_stream(QUESTION, sampling=SamplingParams(max_new_tokens=150))
@@ -262,10 +262,10 @@ async def test_a_caller_who_leaves_frees_the_place(model_dir, tmp_path):
 async def test_over_rest_too_time_and_patience_end(model_dir, tmp_path):
     body = {"text": OPENED, "sampling": {"max_new_tokens": 9, "temperature": 0.0}}
     async with world(model_dir, tmp_path / "w", has_rest=True) as w, http_of(w.server) as http:
-        told = (await http.post("/v1/generate", json=body)).json()
-        (sample,) = told["samples"]
+        document = (await http.post("/v1/generate", json=body)).json()
+        (sample,) = document["samples"]
         assert sample["text"]["full"] == OPENED + sample["text"]["response"]
-        assert told["update_mode"] == "UPDATE_MODE_RECOMPUTE"
+        assert document["update_mode"] == "UPDATE_MODE_RECOMPUTE"
         wrong = await http.post("/v1/generate", json={"text": "a", "token_ids": {"values": [1]}})
         assert wrong.status_code == 400
         assert wrong.json()["reason"] == "PROMPT_AMBIGUOUS"
@@ -275,11 +275,11 @@ async def test_over_rest_too_time_and_patience_end(model_dir, tmp_path):
         late = await http.post("/v1/generate", json=body, headers={"x-request-timeout-s": "0.3"})
         assert late.status_code == 504
         await until_free(w)
-        asked = asyncio.create_task(http.post("/v1/generate", json=body))
+        task = asyncio.create_task(http.post("/v1/generate", json=body))
         async with asyncio.timeout(PATIENCE_S):
             while not w.replica.engine.num_running:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
-        asked.cancel()
-        await asyncio.wait([asked])
+        task.cancel()
+        await asyncio.wait([task])
         await until_free(w)

@@ -42,7 +42,7 @@ def assert_refused(answer, status: int, code: str, *words: str) -> None:
         assert word in error["message"]
 
 
-async def collected(stream) -> list:
+async def chunks_of(stream) -> list:
     return [chunk async for chunk in stream]
 
 
@@ -122,23 +122,23 @@ async def test_one_call_at_most_where_parallel_calls_are_off(directory):
 @pytest.mark.parametrize("num", [1, 2])
 async def test_a_stream_adds_up_to_the_whole_answer(directory, text, num):
     engine = ScriptedEngine(directory, [text] * (2 * num))
-    given = {**CHAT, "tools": [ADD], "n": num, "stop": ["HERE"], "logprobs": True}
+    body = {**CHAT, "tools": [ADD], "n": num, "stop": ["HERE"], "logprobs": True}
     async with agent_world(directory, engine) as world:
         client = world.client()
-        whole = await client.chat.completions.create(**given)
+        whole = await client.chat.completions.create(**body)
         stream = await client.chat.completions.create(
-            **given, stream=True, stream_options={"include_usage": True}
+            **body, stream=True, stream_options={"include_usage": True}
         )
-        chunks = await collected(stream)
+        chunks = await chunks_of(stream)
     assert chunks[-1].usage == whole.usage
     for index, choice in enumerate(whole.choices):
         parts = [c for chunk in chunks for c in chunk.choices if c.index == index]
         content = "".join(part.delta.content or "" for part in parts)
         assert content == (choice.message.content or "")
         calls = [call for part in parts for call in part.delta.tool_calls or []]
-        told = [(c.function.name, c.function.arguments) for c in calls]
+        streamed = [(c.function.name, c.function.arguments) for c in calls]
         wanted = choice.message.tool_calls or []
-        assert told == [(c.function.name, c.function.arguments) for c in wanted]
+        assert streamed == [(c.function.name, c.function.arguments) for c in wanted]
         assert [call.index for call in calls] == list(range(len(wanted)))
         reasons = [part.finish_reason for part in parts if part.finish_reason]
         assert reasons == [choice.finish_reason]
@@ -172,7 +172,7 @@ async def test_a_stream_that_breaks_ends_with_its_error(directory):
     async with agent_world(directory, engine) as world:
         stream = await world.client().chat.completions.create(**CHAT, stream=True)
         with pytest.raises(openai.APIError) as caught:
-            await collected(stream)
+            await chunks_of(stream)
     assert "Internal error" in str(caught.value)
     assert "secret" not in str(caught.value)
 
@@ -201,7 +201,7 @@ async def test_plain_completions_take_text_ids_and_lists(directory):
         assert [c.index for c in several.choices] == [0, 1, 2, 3]
         assert sorted(s.prompt_ids for s in engine.log[1:]) == [(5, 6), (5, 6), (7,), (7,)]
         stream = await client.completions.create(model=MODEL, prompt="2+2=", stream=True)
-        assert "".join(c.choices[0].text for c in await collected(stream)) == "4"
+        assert "".join(c.choices[0].text for c in await chunks_of(stream)) == "4"
 
 
 async def test_sampling_is_what_was_asked(directory):
@@ -263,8 +263,8 @@ async def test_sampling_is_what_was_asked(directory):
         ({"chat_template_kwargs": {"messages": []}}, ["chat_template_kwargs.messages"]),
     ],
 )
-async def test_a_wrong_field_says_what_was_expected_and_found(served, change, words):
-    answer = await served.post("/v1/chat/completions", CHAT | change)
+async def test_a_wrong_field_says_what_was_expected_and_found(world, change, words):
+    answer = await world.post("/v1/chat/completions", CHAT | change)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
@@ -273,12 +273,12 @@ async def test_a_wrong_field_says_what_was_expected_and_found(served, change, wo
 
 
 @pytest.fixture
-async def served(directory):
+async def world(directory):
     async with agent_world(directory, ScriptedEngine(directory, ["Seven."] * 50)) as world:
         yield world
 
 
-async def test_harmless_fields_and_nulls_change_nothing(served):
+async def test_harmless_fields_and_nulls_change_nothing(world):
     harmless = {
         "user": "u",
         "metadata": {"a": "b"},
@@ -289,25 +289,25 @@ async def test_harmless_fields_and_nulls_change_nothing(served):
         "logit_bias": None,
         "response_format": {"type": "text"},
     }
-    answer = await served.post("/v1/chat/completions", CHAT | harmless)
+    answer = await world.post("/v1/chat/completions", CHAT | harmless)
     assert answer.status_code == 200, answer.text
 
 
-async def test_bad_bodies_are_refused(served):
+async def test_bad_bodies_are_refused(world):
     path = "/v1/chat/completions"
-    assert_refused(await served.post(path, b"{"), 400, "invalid_json")
-    assert_refused(await served.post(path, b"[1]"), 400, "invalid_field", "the body", "a list")
+    assert_refused(await world.post(path, b"{"), 400, "invalid_json")
+    assert_refused(await world.post(path, b"[1]"), 400, "invalid_field", "the body", "a list")
     plain = {"content-type": "text/plain"}
-    assert_refused(await served.post(path, b"{}", headers=plain), 415, "unsupported_media_type")
+    assert_refused(await world.post(path, b"{}", headers=plain), 415, "unsupported_media_type")
     zipped = {"content-encoding": "gzip"}
     body = gzip.compress(json.dumps(CHAT).encode())
-    assert (await served.post(path, body, headers=zipped)).status_code == 200
-    assert_refused(await served.post(path, b"no gzip", headers=zipped), 400, "bad_gzip")
+    assert (await world.post(path, body, headers=zipped)).status_code == 200
+    assert_refused(await world.post(path, b"no gzip", headers=zipped), 400, "bad_gzip")
     assert_refused(
-        await served.post(path, CHAT | {"model": "gpt"}), 404, "model_not_found", "'tiny'"
+        await world.post(path, CHAT | {"model": "gpt"}), 404, "model_not_found", "'tiny'"
     )
     lone = b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}'
-    assert (await served.post(path, lone)).status_code in (200, 400)
+    assert (await world.post(path, lone)).status_code in (200, 400)
 
 
 async def test_a_body_above_the_limit_is_refused(directory):
@@ -334,17 +334,17 @@ async def test_the_guard_refuses_in_openais_words(directory):
         assert_refused(foreign, 403, "foreign_origin")
 
 
-async def test_without_a_token_any_api_key_will_do(served):
-    client = await served.recorded(sampling=None)
+async def test_without_a_token_any_api_key_will_do(world):
+    client = await world.recorded(sampling=None)
     assert (await client.chat.completions.create(**CHAT)).choices
-    foreign = await served.post(
+    foreign = await world.post(
         "/recordings/r/v1/chat/completions", CHAT, headers={"origin": "http://evil.example"}
     )
     assert_refused(foreign, 403, "foreign_origin")
 
 
-async def test_models_are_listed(served):
-    client = served.client()
+async def test_models_are_listed(world):
+    client = world.client()
     (model,) = (await client.models.list()).data
     assert model.id == MODEL
     assert (await client.models.retrieve(MODEL)).id == MODEL
@@ -352,14 +352,14 @@ async def test_models_are_listed(served):
         await client.models.retrieve("gpt")
 
 
-async def test_calls_are_counted_and_documented(served):
-    await served.post("/v1/chat/completions", CHAT)
-    await served.post("/v1/chat/completions", {})
-    text = (await served.http.get(f"{served.url}/metrics")).text
+async def test_calls_are_counted_and_documented(world):
+    await world.post("/v1/chat/completions", CHAT)
+    await world.post("/v1/chat/completions", {})
+    text = (await world.http.get(f"{world.url}/metrics")).text
     line = 'dialoop_calls_total{door="rest",rpc="OpenAI.ChatCompletions",status="%s"} 1.0'
     assert line % "OK" in text
     assert line % "INVALID_ARGUMENT" in text
-    document = (await served.http.get(f"{served.url}/openapi.json")).json()
+    document = (await world.http.get(f"{world.url}/openapi.json")).json()
     validate(document)
     for path in ("/v1/chat/completions", "/recordings/{recording_id}/v1/completions"):
         assert "post" in document["paths"][path]

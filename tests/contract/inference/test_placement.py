@@ -39,23 +39,23 @@ class Record:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine: list[Interval] = []
         self.trainer: list[Interval] = []
-        self._timed(monkeypatch, AdaptedModel, "__call__", self.engine)
+        self._time_calls(monkeypatch, AdaptedModel, "__call__", self.engine)
         for name in ("_update", "_scores"):
             # Inside, so that what the learner waits for the device is no work of its.
-            self._timed(monkeypatch, Learner, name, self.trainer)
+            self._time_calls(monkeypatch, Learner, name, self.trainer)
 
-    def _timed(
+    def _time_calls(
         self, monkeypatch: pytest.MonkeyPatch, kind: type, name: str, into: list[Interval]
     ) -> None:
         work = getattr(kind, name)
 
-        def timed(owner: Any, *arguments: Any, **named: Any) -> Any:
+        def call_timed(owner: Any, *arguments: Any, **named: Any) -> Any:
             started = time.monotonic()
             result = work(owner, *arguments, **named)
             into.append((started, time.monotonic()))
             return result
 
-        monkeypatch.setattr(kind, name, timed)
+        monkeypatch.setattr(kind, name, call_timed)
 
     def overlaps(self) -> list[tuple[Interval, Interval]]:
         """Pairs of work at the same time."""
@@ -69,7 +69,7 @@ class Record:
         ]
 
 
-async def finished(dialoop: Dialoop) -> Any:
+async def finish(dialoop: Dialoop) -> Any:
     async with asyncio.timeout(100):
         while True:
             status = await dialoop.trainer.get_status()
@@ -110,7 +110,7 @@ async def test_shared_is_pipeline_depth_0_bit_for_bit_and_nobody_works_at_once(
 
     monkeypatch.setattr(Publisher, "publish", publish_and_tell)
     monkeypatch.setattr(Collector, "_lease", lease_once_published)
-    found: dict[str, dict[str, str]] = {}
+    digests_by_placement: dict[str, dict[str, str]] = {}
     for placement in ("split", "shared"):
         is_published.clear()
         with monkeypatch.context() as patch:
@@ -127,20 +127,20 @@ async def test_shared_is_pipeline_depth_0_bit_for_bit_and_nobody_works_at_once(
                 },
             }
             async with in_process(config, folder=tmp_path) as dialoop:
-                await finished(dialoop)
+                await finish(dialoop)
                 run = json.loads((tmp_path / placement / "run.json").read_text("utf-8"))["run_id"]
                 stats = await dialoop.replay.get_stats(run)
         assert record.overlaps() == []
-        found[placement] = digests(tmp_path / placement)
+        digests_by_placement[placement] = digests(tmp_path / placement)
         trained = rows(tmp_path / placement, "train")
         assert [row["num_groups_trained"] for row in trained] == [2, 2, 2]
         assert {row["staleness_max"] for row in trained} == {0}
         assert max(row["max_logprob_difference"] for row in rows(tmp_path / placement, "publish"))
         assert stats.training.num_trajectories_generated >= 12
         assert not any("fail" in why for why in stats.training.num_groups_dropped)
-    assert list(found["shared"]) == ["main-1", "main-2", "main-3", "main-4"]
-    assert len(set(found["shared"].values())) == 4, "every step changed the weights"
-    assert found["shared"] == found["split"]
+    assert list(digests_by_placement["shared"]) == ["main-1", "main-2", "main-3", "main-4"]
+    assert len(set(digests_by_placement["shared"].values())) == 4, "every step changed the weights"
+    assert digests_by_placement["shared"] == digests_by_placement["split"]
 
 
 async def test_sft_keeps_the_device_and_engines_wake_for_evaluations(
@@ -156,20 +156,20 @@ async def test_sft_keeps_the_device_and_engines_wake_for_evaluations(
         "evaluation": {"num_tasks": 2, "every": 10, "num_running_tasks": 2},
     }
     async with in_process(config, folder=tmp_path) as dialoop:
-        reasons, asked = set(), None
+        reasons, evaluating = set(), None
         while (status := await dialoop.trainer.get_status()).phase is not Phase.DONE:
             assert status.phase is not Phase.FAILED, status.failure
             reasons.add((await dialoop.inference.get_policy()).reason)
-            if status.num_train_steps >= 2 and asked is None:
+            if status.num_train_steps >= 2 and evaluating is None:
                 sampling = SamplingParams(temperature=0.0, max_new_tokens=4)
-                asked = asyncio.create_task(
+                evaluating = asyncio.create_task(
                     dialoop.trainer.evaluate(
                         "arithmetic", split="heldout", max_tasks=1, sampling=sampling, label="asked"
                     )
                 )
             await asyncio.sleep(0.01)
-        assert asked is not None
-        assert (await asked).num_trajectories == 1
+        assert evaluating is not None
+        assert (await evaluating).num_trajectories == 1
         assert (await dialoop.inference.get_policy()).ready
     assert reasons == {"ASLEEP", ""}
     assert record.overlaps() == []

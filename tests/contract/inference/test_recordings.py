@@ -74,8 +74,8 @@ async def test_tool_calls_that_come_back_respelled_continue_the_sampled_tokens(d
                 }
             ],
         }
-        told = {"role": "tool", "tool_call_id": call.id, "content": "7"}
-        await answer_to(client, [USER, respelled, told], tools=[ADD])
+        tool_message = {"role": "tool", "tool_call_id": call.id, "content": "7"}
+        await answer_to(client, [USER, respelled, tool_message], tools=[ADD])
         trajectory = await world.recordings.close("r")
     (sequence,) = trajectory.sequences
     first, second = engine.log
@@ -94,8 +94,12 @@ async def test_a_call_whose_arguments_were_changed_is_another_message(directory)
         client = await world.recorded()
         message = (await answer_to(client, [USER], tools=[ADD])).model_dump(exclude_none=True)
         message["tool_calls"][0]["function"]["arguments"] = '{"a": 4}'
-        told = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "8"}
-        await answer_to(client, [USER, message, told], tools=[ADD])
+        tool_message = {
+            "role": "tool",
+            "tool_call_id": message["tool_calls"][0]["id"],
+            "content": "8",
+        }
+        await answer_to(client, [USER, message, tool_message], tools=[ADD])
         trajectory = await world.recordings.close("r")
     causes = [s.fork_cause for s in trajectory.sequences]
     assert causes == [ForkCause.NONE, ForkCause.HISTORY_REWRITTEN]
@@ -131,12 +135,12 @@ async def test_branches_share_their_prefix_as_context(directory):
             await answer_to(client, [USER, first, {"role": "user", "content": word}])
         trajectory = await world.recordings.close("r")
         calls = (await world.recordings.get("r")).calls
-    one, other = trajectory.sequences
-    assert [one.fork_cause, other.fork_cause] == [ForkCause.NONE, ForkCause.BRANCHED]
+    first, second = trajectory.sequences
+    assert [first.fork_cause, second.fork_cause] == [ForkCause.NONE, ForkCause.BRANCHED]
     require_owned_once(trajectory, engine)
-    for sequence, sampling in ((one, engine.log[1]), (other, engine.log[2])):
+    for sequence, sampling in ((first, engine.log[1]), (second, engine.log[2])):
         assert tuple(sequence.token_ids.tolist()) == sampling.prompt_ids + sampling.token_ids
-    assert other.num_model_tokens == len(engine.log[2].token_ids)
+    assert second.num_model_tokens == len(engine.log[2].token_ids)
     assert [call.sequence_indices for call in calls] == [(0,), (0,), (1,)]
     assert trajectory.history[-1].text == "Right."  # the latest among the longest
     assert [t.num_messages for t in trajectory.turns] == [2, 0, 1]
@@ -222,11 +226,11 @@ async def test_plain_completions_continue_token_by_token(directory):
         first = await client.completions.create(
             model="any", prompt=[5, 6, 7], extra_body={"return_token_ids": True}
         )
-        told = first.choices[0].model_dump()["token_ids"]
-        await client.completions.create(model="any", prompt=[5, 6, 7, *told, 9])
+        token_ids = first.choices[0].model_dump()["token_ids"]
+        await client.completions.create(model="any", prompt=[5, 6, 7, *token_ids, 9])
         trajectory = await world.recordings.close("r")
     (sequence,) = trajectory.sequences
-    assert sequence.token_ids.tolist() == [5, 6, 7, *told, 9, *engine.log[1].token_ids]
+    assert sequence.token_ids.tolist() == [5, 6, 7, *token_ids, 9, *engine.log[1].token_ids]
     require_owned_once(trajectory, engine)
 
 
@@ -253,8 +257,8 @@ async def test_log_probs_and_versions_are_those_of_the_engine(directory):
         answer = await ask(client, [USER], logprobs=True)
         trajectory = await world.recordings.close("r")
     (sequence,) = trajectory.sequences
-    told = [token.logprob for token in answer.choices[0].logprobs.content]
-    assert np.allclose(sequence.inference_logprobs, told)
+    logprobs = [token.logprob for token in answer.choices[0].logprobs.content]
+    assert np.allclose(sequence.inference_logprobs, logprobs)
     assert sequence.policy_versions == (engine.policy_version,)
 
 
@@ -262,10 +266,10 @@ async def test_a_template_that_drops_past_reasoning_forks_and_owns_once(tmp_path
     directory = make_tool_model(tmp_path / "model")
     path = directory / "tokenizer_config.json"
     config = json.loads(path.read_text("utf-8"))
-    said = "'<|im_start|>assistant\\n' + message.content }}"
+    marked = "'<|im_start|>assistant\\n' + message.content }}"
     kept = "'<|im_start|>assistant\\n' + message.content.split('</think>')[-1].lstrip('\\n') }}"
-    assert said in config["chat_template"]
-    config["chat_template"] = config["chat_template"].replace(said, kept)
+    assert marked in config["chat_template"]
+    config["chat_template"] = config["chat_template"].replace(marked, kept)
     path.write_text(json.dumps(config), encoding="utf-8")
     engine = ScriptedEngine(directory, ["<think>\nhm\n</think>\n\nSeven.", "Fourteen."])
     async with agent_world(directory, engine) as world:

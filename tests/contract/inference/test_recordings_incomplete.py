@@ -16,7 +16,7 @@ from dialoop.errors import (
     Unavailable,
 )
 from dialoop.trajectory import DoneReason, Owner, Reward
-from dialoop_services.inference.recordings.book import RecordingLimits
+from dialoop_services.inference.recordings.store import RecordingLimits
 
 from tests.support.agent_world import (
     USER,
@@ -102,8 +102,8 @@ async def test_a_deadline_and_a_dying_engine_are_failures_of_inference(directory
             await ask(client, [{"role": "user", "content": "Other."}], stream=False)
         await answer_to(client, [{"role": "user", "content": "Third."}])
         trajectory = await world.recordings.close("r")
-    found = [(f.owner, f.reason) for f in trajectory.failures]
-    assert found == [(Owner.INFERENCE, "DEADLINE_EXCEEDED"), (Owner.INFERENCE, "NOT_READY")]
+    failures = [(f.owner, f.reason) for f in trajectory.failures]
+    assert failures == [(Owner.INFERENCE, "DEADLINE_EXCEEDED"), (Owner.INFERENCE, "NOT_READY")]
     assert sampled_ids(trajectory) == [engine.log[-1].token_ids]
 
 
@@ -191,7 +191,7 @@ async def test_recordings_are_bounded_in_number_calls_and_time(directory):
         with pytest.raises(NotFound) as gone:
             await world.recordings.get("b")
         assert gone.value.reason == "RECORDING_NOT_FOUND"
-        assert world.book.num_recordings == 0
+        assert world.store.num_recordings == 0
 
 
 async def test_another_replica_says_where_a_recording_is(directory):

@@ -22,17 +22,17 @@ PROMPT = {"prompt": {"messages": [{"role": "user", "content": "35+40"}]}}
 
 
 async def test_a_repetition_penalty_is_applied_recorded_and_named(model_dir, tmp_path):
-    given = {"repetition_penalty": 1.5, "temperature": 1.0, "seed": 3, "max_new_tokens": 12}
+    sampling = {"repetition_penalty": 1.5, "temperature": 1.0, "seed": 3, "max_new_tokens": 12}
     async with world(model_dir, tmp_path / "w", has_rest=True) as w, http_of(w.server) as http:
-        (sample,) = await w.client.generate(QUESTION, sampling=SamplingParams(**given))
+        (sample,) = await w.client.generate(QUESTION, sampling=SamplingParams(**sampling))
         assert sample.sampling.repetition_penalty == 1.5
         assert sample.sampling.alters
         (scored,) = (await w.client.logprobs([sample.sequence.token_ids])).logprobs
         mask = sample.sequence.response_mask()[1:]
         assert np.abs(scored[mask] - sample.sequence.inference_logprobs).max() > 1e-3
-        answer = await http.post("/v1/generate", json={"history": PROMPT, "sampling": given})
-        (told,) = answer.json()["samples"]
-        assert told["sequence"]["token_ids"] == sample.sequence.token_ids.tolist()
+        answer = await http.post("/v1/generate", json={"history": PROMPT, "sampling": sampling})
+        (document,) = answer.json()["samples"]
+        assert document["sequence"]["token_ids"] == sample.sequence.token_ids.tolist()
         assert answer.json()["distribution"] == "DISTRIBUTION_PROCESSED"
 
 
@@ -78,10 +78,10 @@ async def test_older_names_of_sampling_are_read_as_ours_are(model_dir, tmp_path)
         plain = {"history": PROMPT, "sampling": ours, "num_samples": 2}
         expected = (await http.post("/v1/generate", json=plain)).json()
         answer = await http.post("/v1/generate", json={"history": PROMPT, "sampling": older})
-        told = answer.json()
-        assert told["samples"] == expected["samples"]
-        assert told["sampling"] == expected["sampling"]
-        assert told["warnings"] == []
+        document = answer.json()
+        assert document["samples"] == expected["samples"]
+        assert document["sampling"] == expected["sampling"]
+        assert document["warnings"] == []
 
 
 @pytest.mark.parametrize("beside", [{}, {"max_new_tokens": 6}, {"max_tokens": 6}])
@@ -100,14 +100,14 @@ async def test_a_top_k_means_the_same_whatever_stands_beside_it(beside, top_k, s
 
 async def test_of_two_names_the_older_wins_with_a_warning_also_on_a_stream():
     both = {"max_tokens": 6, "max_new_tokens": 9}
-    said = ["max_tokens 6 was taken, max_new_tokens 9 was not: give one of them."]
+    warnings = ["max_tokens 6 was taken, max_new_tokens 9 was not: give one of them."]
     async with service("inference") as server, http_of(server) as http:
         body = {"history": PROMPT, "sampling": both}
-        told = (await http.post("/v1/generate", json=body)).json()
-        assert (told["sampling"]["max_new_tokens"], told["warnings"]) == (6, said)
+        document = (await http.post("/v1/generate", json=body)).json()
+        assert (document["sampling"]["max_new_tokens"], document["warnings"]) == (6, warnings)
         lines = await http.post("/v1/generate_stream", json={"request": body})
         last = json.loads(lines.text.splitlines()[-1])
-        assert last["completed"]["warnings"] == said
+        assert last["completed"]["warnings"] == warnings
 
 
 @pytest.mark.parametrize(
@@ -140,13 +140,13 @@ async def test_special_tokens_are_left_out_of_a_response_s_text_and_stay_tokens(
     async with world(model_dir, tmp_path / "w", has_rest=True) as w, http_of(w.server) as http:
         tokenizer = w.renderer.tokenizer
         sampling = SamplingParams(seed=1, max_new_tokens=60)
-        asked = {"text": OPENED, "sampling": sampling, "num_samples": 8}
-        plain = await w.client.generate(**asked)
-        skipping = await w.client.generate(**asked, skip_special_tokens=True)
+        request = {"text": OPENED, "sampling": sampling, "num_samples": 8}
+        plain = await w.client.generate(**request)
+        skipping = await w.client.generate(**request, skip_special_tokens=True)
         assert any(p.text.response != s.text.response for p, s in zip(plain, skipping, strict=True))
-        for one, other in zip(plain, skipping, strict=True):
+        for plain_sample, other in zip(plain, skipping, strict=True):
             ids = other.sequence.token_ids.tolist()
-            assert one.sequence.token_ids.tolist() == ids
+            assert plain_sample.sequence.token_ids.tolist() == ids
             sampled = other.sequence.token_ids[other.sequence.response_mask()].tolist()
             plainly = [i for i in sampled if not tokenizer.is_special(i)]
             assert other.text.response == tokenizer.decode(plainly)
@@ -156,8 +156,10 @@ async def test_special_tokens_are_left_out_of_a_response_s_text_and_stay_tokens(
         text = "".join(c.text for c in chunks)  # an unfinished character is never told
         assert chunks[-1].samples[0].text.response.rstrip("\ufffd") == text.rstrip("\ufffd")
         body = {"text": OPENED, "sampling": {"seed": 1, "max_new_tokens": 60}, "num_samples": 8}
-        told = (await http.post("/v1/generate", json=body | {"skip_special_tokens": True})).json()
-        texts = [sample["text"]["response"] for sample in told["samples"]]
+        document = (
+            await http.post("/v1/generate", json=body | {"skip_special_tokens": True})
+        ).json()
+        texts = [sample["text"]["response"] for sample in document["samples"]]
         assert texts == [sample.text.response for sample in skipping]
         with pytest.warns(DialoopWarning, match="skip_special_tokens is not used"):
             await w.client.generate(QUESTION, sampling=sampling, skip_special_tokens=True)
@@ -171,6 +173,8 @@ async def test_samples_of_one_prompt_share_its_id_and_are_numbered(model_dir, tm
         (prompt_id,) = {sample.prompt_id for sample in samples}
         (other,) = await w.client.generate(text="12", sampling=sampling)
         assert prompt_id != other.prompt_id
-        told = (await http.post("/v1/generate", json={"history": PROMPT, "num_samples": 2})).json()
-        found = [(sample["prompt_id"], sample["sample_index"]) for sample in told["samples"]]
-        assert found == [(prompt_id, 0), (prompt_id, 1)]
+        document = (
+            await http.post("/v1/generate", json={"history": PROMPT, "num_samples": 2})
+        ).json()
+        numbers = [(sample["prompt_id"], sample["sample_index"]) for sample in document["samples"]]
+        assert numbers == [(prompt_id, 0), (prompt_id, 1)]

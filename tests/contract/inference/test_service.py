@@ -137,9 +137,9 @@ def test_streamed_text_waits_for_whole_characters(model_dir):
     renderer = Renderer.of(model_dir)
     ids = renderer.tokenizer.encode("aé€b").ids
     text = RunningText(renderer.tokenizer)
-    told = [text.add([i]) for i in ids]
-    assert "".join(told) == "aé€b"
-    assert "\ufffd" not in "".join(told)
+    texts = [text.add([i]) for i in ids]
+    assert "".join(texts) == "aé€b"
+    assert "\ufffd" not in "".join(texts)
 
 
 async def test_wrong_requests_say_why(model_dir, tmp_path):
@@ -166,8 +166,8 @@ async def test_versions_change_within_one_answer(model_dir, tmp_path):
                 if len(seen) == 3:
                     await w.client.load_weights(manifest)
             (sample,) = seen[-1].samples
-            told = [c.policy_version for c in seen[:-1] for _ in c.token_ids]
-            assert tuple(told) == sample.sequence.token_versions()
+            versions = [c.policy_version for c in seen[:-1] for _ in c.token_ids]
+            assert tuple(versions) == sample.sequence.token_versions()
             if len(sample.sequence.policy_versions) == 2:  # else it had ended before the load
                 return
         pytest.fail("no answer ran on across a load")
@@ -177,12 +177,12 @@ async def test_a_pause_holds_answers_until_resume(model_dir, tmp_path):
     async with world(model_dir, tmp_path / "w") as w:
         await w.client.pause()
         await w.client.pause()
-        asked = asyncio.create_task(w.client.generate(QUESTION))
+        task = asyncio.create_task(w.client.generate(QUESTION))
         await asyncio.sleep(0.2)
-        assert not asked.done()
+        assert not task.done()
         assert (await w.client.get_policy()).num_requests_running == 1
         await w.client.resume()
-        assert len(await asked) == 1
+        assert len(await task) == 1
 
 
 async def test_a_dead_engine_is_not_ready_and_ends_the_service(model_dir, tmp_path):
@@ -218,15 +218,16 @@ async def test_wrong_settings_are_refused_with_one_sentence(model_dir, tmp_path,
     (bare / "tokenizer.json").unlink()
     (tmp_path / "vllm.py").write_text("raise RuntimeError('operator nms does not exist')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    for module in ("vllm", "dialoop_services.inference.vllm_engine.engine"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     for expected, settings in (
         ("tokenizer.json", {"model_dir": bare}),
         ("positions", {"model_dir": model_dir, "max_model_len": 100000}),
         ("vLLM does not import", {"model_dir": model_dir, "engine": "vllm"}),
     ):
-        asked = load(InferenceSettings, **{"engine": "transformers"} | settings)
+        loaded = load(InferenceSettings, **{"engine": "transformers"} | settings)
         with pytest.raises(InvalidConfig, match=expected):
-            await serve_in(OwnProcess(asked), asked)
+            await serve_in(OwnProcess(loaded), loaded)
 
 
 def test_a_process_with_a_wrong_setting_ends_with_one_sentence_and_exit_2(tmp_path):

@@ -14,9 +14,9 @@ from dialoop.episode import UpdateMode
 from dialoop.errors import InternalError, PreconditionFailed, Unavailable
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
-from dialoop_services.inference.replica.device_lease import DeviceTurn
+from dialoop_services.inference.replica.device_lease import DeviceLease
 from dialoop_services.inference.transformers_engine import engine as transformers_engine
-from dialoop_services.inference.transformers_engine.model import score
+from dialoop_services.inference.transformers_engine.engine import score
 from dialoop_services.runtime.device_lock import DeviceLock
 
 from tests.support.inference_world import (  # noqa: F401
@@ -46,7 +46,7 @@ async def sharing(model_dir: Path, folder: Path) -> AsyncIterator[tuple[World, D
     path = folder / "device.lock"
     held = DeviceLock(path)
     assert held.try_share()
-    async with world(model_dir, folder / "w", turn=DeviceTurn(held, take_within_s=0.1)) as w:
+    async with world(model_dir, folder / "w", lease=DeviceLease(held, take_within_s=0.1)) as w:
         yield w, DeviceLock(path)
 
 
@@ -253,12 +253,12 @@ def failing_once(call: Callable[..., Awaitable[None]]) -> Callable[..., Awaitabl
     """The same, but the first time there is no memory."""
     failures = [RuntimeError("CUDA out of memory")]
 
-    async def tried(*arguments: object) -> None:
+    async def fail_once(*arguments: object) -> None:
         if failures:
             raise failures.pop()
         await call(*arguments)
 
-    return tried
+    return fail_once
 
 
 async def test_a_wake_that_fails_leaves_the_device_to_the_trainer(model_dir, tmp_path, monkeypatch):

@@ -38,8 +38,8 @@ HISTORY = History(
 
 @pytest.fixture
 async def server() -> AsyncIterator[GrpcServer]:
-    async with service("inference") as found:
-        yield found
+    async with service("inference") as channel:
+        yield channel
 
 
 @pytest.fixture
@@ -80,32 +80,34 @@ async def test_12_a_history_is_rendered_as_its_family_writes_it(through):
         ("chatml", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
         ("falcon", "User: hi\n\nAssistant:"),
     ):
-        found = await through.render(
+        rendering = await through.render(
             History((Message(role="user", content="hi"),)), template_name=name
         )
-        assert found.text == shown
+        assert rendering.text == shown
 
 
 async def test_20_a_chat_template_is_added_and_read_back_by_its_inverse_parser(through):
     added = await through.register("pipes", PIPES, parser=PARSER, model_family_keywords=["pi"])
     assert (added.name, added.invertible) == ("pipes", True)
     assert "pipes" in {info.name for info in await through.list_templates()}
-    said = HISTORY[:1].append(Message(role="assistant", content="3"))
-    found = await through.render(said, template_name="pipes", add_generation_prompt=False)
-    assert found.text == "[user] 1+2\n[/][assistant]3[/]"
-    assert await through.parse(text=found.text, template_name="pipes") == said
+    conversation = HISTORY[:1].append(Message(role="assistant", content="3"))
+    rendering = await through.render(
+        conversation, template_name="pipes", add_generation_prompt=False
+    )
+    assert rendering.text == "[user] 1+2\n[/][assistant]3[/]"
+    assert await through.parse(text=rendering.text, template_name="pipes") == conversation
 
 
 async def test_render_tells_text_tokens_contents_and_mask(client):
     tokenizer = byte_tokenizer()
-    found = await client.render(HISTORY, template_name="chatml")
-    ids = found.sequence.token_ids
-    assert tokenizer.decode(ids.tolist()) == found.text
-    assert found.text.endswith("<|im_start|>assistant\n")
-    assert tokenizer.decode(ids[found.assistant_mask].tolist()) == HISTORY[1].text
+    rendering = await client.render(HISTORY, template_name="chatml")
+    ids = rendering.sequence.token_ids
+    assert tokenizer.decode(ids.tolist()) == rendering.text
+    assert rendering.text.endswith("<|im_start|>assistant\n")
+    assert tokenizer.decode(ids[rendering.assistant_mask].tolist()) == HISTORY[1].text
     shown = {
         s.message_index: tokenizer.decode(ids[s.start : s.end].tolist())
-        for s in found.sequence.segments
+        for s in rendering.sequence.segments
         if s.message_index is not None
     }
     assert shown == {index: message.text for index, message in enumerate(HISTORY)}
@@ -115,26 +117,26 @@ async def test_render_tells_text_tokens_contents_and_mask(client):
 
 async def test_what_was_rendered_is_parsed_from_ids_whatever_it_spells(client):
     for name in ("", "bytes", "chatml"):
-        found = await client.render(HISTORY, template_name=name, add_generation_prompt=False)
-        ids = found.sequence.token_ids.tolist()
+        rendering = await client.render(HISTORY, template_name=name, add_generation_prompt=False)
+        ids = rendering.sequence.token_ids.tolist()
         assert await client.parse(token_ids=ids, template_name=name) == HISTORY
     plain = HISTORY[:1]
-    found = await client.render(plain, add_generation_prompt=False)
-    assert await client.parse(text=found.text) == plain
+    rendering = await client.render(plain, add_generation_prompt=False)
+    assert await client.parse(text=rendering.text) == plain
 
 
 async def test_options_of_a_template_reach_it(client):
     tool = ToolDefinition(name="add", description="Add", parameters_json='{"type": "object"}')
-    found = await client.render(HISTORY[:1], template_name="qwen", tools=[tool])
-    assert '{"type": "function", "function": {"name": "add"' in found.text
+    rendering = await client.render(HISTORY[:1], template_name="qwen", tools=[tool])
+    assert '{"type": "function", "function": {"name": "add"' in rendering.text
     answered = HISTORY[:1].append(Message(role="assistant", content="so"))
     open_ended = await client.render(answered, continue_final_message=True)
     assert open_ended.text.endswith("assistant\nso")
     await client.register("pipes", PIPES)
-    found = await client.render(
+    rendering = await client.render(
         HISTORY[:1], template_name="pipes", template_options={"mood": "calm"}
     )
-    assert found.text == "[user] 1+2\n[/][assistant]calm"
+    assert rendering.text == "[user] 1+2\n[/][assistant]calm"
 
 
 async def test_a_registered_template_renders_and_its_parser_reads(client):
@@ -142,9 +144,9 @@ async def test_a_registered_template_renders_and_its_parser_reads(client):
     first = await client.register("pipes", PIPES, parser=PARSER)
     assert (first.version, first.invertible) == (1, True)
     assert await client.register("pipes", PIPES, parser=PARSER) == first
-    found = await client.render(history, template_name="pipes", add_generation_prompt=False)
-    assert await client.parse(text=found.text, template_name="pipes") == history
-    ids = found.sequence.token_ids.tolist()
+    rendering = await client.render(history, template_name="pipes", add_generation_prompt=False)
+    assert await client.parse(text=rendering.text, template_name="pipes") == history
+    ids = rendering.sequence.token_ids.tolist()
     assert await client.parse(token_ids=ids, template_name="pipes") == history
     with pytest.raises(AlreadyExists) as caught:
         await client.register("pipes", PIPES)

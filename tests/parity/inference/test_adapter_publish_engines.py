@@ -56,7 +56,7 @@ class World:
                 if parameter.requires_grad:
                     parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 
-    def announced(self, name: str) -> tuple[WeightsManifest, ExportedWeights]:
+    def announce(self, name: str) -> tuple[WeightsManifest, ExportedWeights]:
         self.number += 1
         weights = self.learner.export(self.root / str(self.number) / name)
         return WeightsManifest(
@@ -70,14 +70,14 @@ class World:
         ), weights
 
     async def publish(self, name: str, **changes: Any) -> ExportedWeights:
-        manifest, weights = self.announced(name)
+        manifest, weights = self.announce(name)
         await self.replica.load(replace(manifest, **changes), _nothing())
         return weights
 
     async def scores(self) -> list[np.ndarray]:
-        return [one.logprobs for one in await self.replica.logprobs(ROWS)]
+        return [scored.logprobs for scored in await self.replica.logprobs(ROWS)]
 
-    def trained(self) -> list[np.ndarray]:
+    def trainer_logprobs(self) -> list[np.ndarray]:
         return list(self.learner.logprobs(ROWS))
 
 
@@ -86,8 +86,8 @@ async def _nothing() -> AsyncIterator[bytes]:
     yield b""
 
 
-def largest(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
-    return max(float(np.abs(a - b).max()) for a, b in zip(found, expected, strict=True))
+def largest(logprobs: list[np.ndarray], expected: list[np.ndarray]) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(logprobs, expected, strict=True))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
@@ -111,7 +111,7 @@ async def test_an_adapter_gives_the_policy_that_whole_weights_give(world: World)
         world.learn()
         adapter = await world.publish(ADAPTER)
         added = await world.scores()
-        assert largest(added, world.trained()) < 1e-4
+        assert largest(added, world.trainer_logprobs()) < 1e-4
         whole = await world.publish("model.safetensors")
         assert largest(added, await world.scores()) == 0.0
         assert adapter.num_bytes < whole.num_bytes / 5
@@ -181,7 +181,7 @@ async def test_what_is_not_of_this_base_changes_nothing(world: World, tmp_path: 
 def _with_rank(world: World, rank: int) -> str:
     import json
 
-    manifest, _ = world.announced(ADAPTER)
+    manifest, _ = world.announce(ADAPTER)
     return json.dumps({**json.loads(manifest.adapter_config_json), "r": rank})
 
 
@@ -194,7 +194,7 @@ async def test_a_base_in_half_precision_is_added_to_in_the_trainers(
     save_file(half, tmp_path / "model.safetensors")
     narrow = BaseWeights(files=(tmp_path / "model.safetensors",), tied=base.tied)
     world.learn()
-    manifest, weights = world.announced(ADAPTER)
+    manifest, weights = world.announce(ADAPTER)
     added = dict(narrow.with_adapter(load_file(weights.path), scaling=3.0))
     assert {tensor.dtype for tensor in added.values()} == {torch.float32}
     name = "model.layers.0.self_attn.q_proj"

@@ -26,7 +26,7 @@ from tests.support.engine_world import (
 )
 from tests.support.samples.adapter_samples import (
     adapter_tensors,
-    announced,
+    announce,
     config_json,
     merged_model,
     scores,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from dialoop_services.inference.engine import Engine
+    from dialoop_services.inference.engine import Engine, EngineOptions
 
 TOLERANCE = 1e-5
 LIMITS = AdapterLimits(max_adapters=2, max_rank=8)
@@ -49,18 +49,15 @@ pytestmark = [
 
 
 async def start(kind: str, folder: Path) -> Engine:
+    options = EngineOptions(max_model_len=MAX_MODEL_LEN, adapters=LIMITS)
     if kind == "vllm":
         pytest.importorskip("vllm")
         from dialoop_services.inference.vllm_engine.engine import VllmEngine
-        from dialoop_services.inference.vllm_engine.options import VllmOptions
 
-        options = VllmOptions(max_model_len=MAX_MODEL_LEN, adapters=LIMITS)
         return await VllmEngine.start(folder, options)
     from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 
-    return await TransformersEngine.start(
-        folder, max_model_len=MAX_MODEL_LEN, max_num_seqs=64, adapters=LIMITS
-    )
+    return await TransformersEngine.start(folder, options)
 
 
 class World:
@@ -77,25 +74,25 @@ class World:
     async def load(self, name: str, *, seed: int, **manifest: object) -> WeightsManifest:
         tensors = adapter_tensors(seed=seed, tied=self.tied)
         self.number += 1
-        said = announced(
+        announcement = announce(
             self.root / f"a{self.number}.safetensors",
             tensors,
             number=self.number,
             name=name,
             **manifest,
         )
-        await self.replica.load(said, _no_chunks())
+        await self.replica.load(announcement, _no_chunks())
         self.loaded[name] = tensors
-        return said
+        return announcement
 
-    def expected(self, name: str, ids: list[int]) -> np.ndarray:
+    def expected_logprobs(self, name: str, ids: list[int]) -> np.ndarray:
         if not name:
             return scores(make_model(seed=self.seed, tied=self.tied), ids)
         return scores(merged_model(self.loaded[name], seed=self.seed, tied=self.tied), ids)
 
     async def difference(self, name: str, ids: list[int]) -> float:
-        (found,) = await self.replica.logprobs([ids], adapter=name)
-        return float(np.abs(found.logprobs - self.expected(name, ids)).max())
+        (scored,) = await self.replica.logprobs([ids], adapter=name)
+        return float(np.abs(scored.logprobs - self.expected_logprobs(name, ids)).max())
 
 
 async def _no_chunks() -> AsyncIterator[bytes]:
@@ -162,14 +159,14 @@ async def reload(w: World, *, seed: int) -> None:
 
 
 async def test_an_adapter_scores_as_merged_weights_and_the_policy_stays_as_it_was(w: World) -> None:
-    said = await w.load("style", seed=1)
+    announcement = await w.load("style", seed=1)
     for ids in prompts(3, shortest=20):
         assert await w.difference("style", ids) < TOLERANCE
         assert await w.difference("", ids) < TOLERANCE
-        assert np.abs(w.expected("style", ids) - w.expected("", ids)).max() > 0.1
+        assert np.abs(w.expected_logprobs("style", ids) - w.expected_logprobs("", ids)).max() > 0.1
     (scored,) = await w.replica.logprobs([[1, 2, 3]], adapter="style")
-    assert scored.policy_version == said.policy_version
-    assert w.replica.adapters == {"style": said.policy_version}
+    assert scored.policy_version == announcement.policy_version
+    assert w.replica.adapters == {"style": announcement.policy_version}
 
 
 async def test_after_a_swap_the_new_adapter_counts_also_behind_a_cached_prefix(w: World) -> None:
@@ -177,13 +174,13 @@ async def test_after_a_swap_the_new_adapter_counts_also_behind_a_cached_prefix(w
     await w.load("style", seed=1)
     sampling = SamplingParams(max_new_tokens=4, temperature=0.0)
     await w.replica.sample(ids, sampling, stop=NO_STOP, adapter="style")
-    said = await w.load("style", seed=2)
+    announcement = await w.load("style", seed=2)
     assert await w.difference("style", ids) < TOLERANCE
     (sampled,) = await w.replica.sample(ids, sampling, stop=NO_STOP, adapter="style")
     full = [*ids, *sampled.token_ids]
-    expected = w.expected("style", full)[len(ids) - 1 :]
+    expected = w.expected_logprobs("style", full)[len(ids) - 1 :]
     assert np.abs(np.array(sampled.logprobs) - expected).max() < TOLERANCE
-    assert [span.policy_version for span in sampled.versions] == [said.policy_version]
+    assert [span.policy_version for span in sampled.versions] == [announcement.policy_version]
 
 
 async def test_rows_of_one_batch_each_have_their_own_adapter(w: World) -> None:
@@ -191,12 +188,12 @@ async def test_rows_of_one_batch_each_have_their_own_adapter(w: World) -> None:
     await w.load("other", seed=2)
     names = ["", "style", "other"] * 4
     sampling = SamplingParams(max_new_tokens=16)
-    asked = list(zip(names, prompts(len(names), shortest=8), strict=True))
+    requests = list(zip(names, prompts(len(names), shortest=8), strict=True))
     answers = await asyncio.gather(
-        *(w.replica.sample(p, sampling, stop=NO_STOP, adapter=n) for n, p in asked)
+        *(w.replica.sample(p, sampling, stop=NO_STOP, adapter=n) for n, p in requests)
     )
-    for (name, prompt), (sampled,) in zip(asked, answers, strict=True):
-        expected = w.expected(name, [*prompt, *sampled.token_ids])[len(prompt) - 1 :]
+    for (name, prompt), (sampled,) in zip(requests, answers, strict=True):
+        expected = w.expected_logprobs(name, [*prompt, *sampled.token_ids])[len(prompt) - 1 :]
         assert np.abs(np.array(sampled.logprobs) - expected).max() < TOLERANCE
 
 
@@ -204,36 +201,36 @@ async def test_samples_under_way_end_with_the_adapter_they_began_with(w: World) 
     before = await w.load("style", seed=1)
     old = dict(w.loaded)
     (prompt,) = prompts(1, shortest=8)
-    pieces = []
+    chunks = []
     task = asyncio.create_task(
         w.replica.sample(
             prompt,
             SamplingParams(max_new_tokens=120),
             stop=NO_STOP,
-            on_tokens=pieces.append,
+            on_tokens=chunks.append,
             adapter="style",
         )
     )
-    while len(pieces) < 5:
+    while len(chunks) < 5:
         await asyncio.sleep(0.005)
     after = await w.load("style", seed=2)
     assert not task.done()
     assert await w.difference("style", prompt) < TOLERANCE
     (sampled,) = await task
     assert [span.policy_version for span in sampled.versions] == [before.policy_version]
-    assert {piece.policy_version for piece in pieces} == {before.policy_version}
+    assert {chunk.policy_version for chunk in chunks} == {before.policy_version}
     assert w.replica.adapters == {"style": after.policy_version}
     w.loaded = old
-    expected = w.expected("style", [*prompt, *sampled.token_ids])[len(prompt) - 1 :]
+    expected = w.expected_logprobs("style", [*prompt, *sampled.token_ids])[len(prompt) - 1 :]
     assert np.abs(np.array(sampled.logprobs) - expected).max() < TOLERANCE
 
 
 async def test_an_adapter_that_adds_nothing_loads_and_scores_as_the_policy(w: World) -> None:
     tensors = adapter_tensors(seed=1, tied=w.tied, std=0.0)
-    said = announced(w.root / "zero.safetensors", tensors, number=1, name="zero")
-    await w.replica.load(said, _no_chunks())
+    announcement = announce(w.root / "zero.safetensors", tensors, number=1, name="zero")
+    await w.replica.load(announcement, _no_chunks())
     (scored,) = await w.replica.logprobs([[5, 6, 7, 8]], adapter="zero")
-    assert np.abs(scored.logprobs - w.expected("", [5, 6, 7, 8])).max() < TOLERANCE
+    assert np.abs(scored.logprobs - w.expected_logprobs("", [5, 6, 7, 8])).max() < TOLERANCE
 
 
 async def test_an_unloaded_adapter_is_not_found_and_unloading_again_does_no_harm(w: World) -> None:
@@ -278,11 +275,11 @@ async def test_new_weights_end_adapters_and_what_samples_with_them(w: World) -> 
 
 
 async def test_a_refused_adapter_leaves_the_one_that_had_the_name(w: World) -> None:
-    said = await w.load("style", seed=1)
+    announcement = await w.load("style", seed=1)
     ids = [3, 1, 4, 1, 5, 9]
     wrong = Probe(token_ids=tuple(ids), logprobs=np.full(5, -1.0, dtype=np.float32))
     tensors = adapter_tensors(seed=2, tied=w.tied)
-    other = announced(w.root / "x.safetensors", tensors, number=50, name="style")
+    other = announce(w.root / "x.safetensors", tensors, number=50, name="style")
     refusals: list[tuple[WeightsManifest, type[DialoopError], str]] = [
         (replace(other, probes=(wrong,)), PreconditionFailed, "PROBE_MISMATCH"),
         (
@@ -291,7 +288,7 @@ async def test_a_refused_adapter_leaves_the_one_that_had_the_name(w: World) -> N
             "ADAPTER_MISMATCH",
         ),
         (
-            replace(other, policy_version=said.policy_version),
+            replace(other, policy_version=announcement.policy_version),
             PreconditionFailed,
             "VERSION_NOT_NEWER",
         ),
@@ -301,7 +298,7 @@ async def test_a_refused_adapter_leaves_the_one_that_had_the_name(w: World) -> N
             await w.replica.load(manifest, _no_chunks())
         assert caught.value.reason == reason
         assert await w.difference("style", ids) < TOLERANCE
-        assert w.replica.adapters == {"style": said.policy_version}
+        assert w.replica.adapters == {"style": announcement.policy_version}
         assert not w.replica.fault
 
 
@@ -309,8 +306,8 @@ async def test_an_adapter_that_scores_as_its_publisher_says_is_taken(w: World) -
     ids = [3, 1, 4, 1, 5, 9]
     model = merged_model(adapter_tensors(seed=4, tied=w.tied), seed=w.seed, tied=w.tied)
     probe = Probe(token_ids=tuple(ids), logprobs=scores(model, ids))
-    said = await w.load("style", seed=4, probes=(probe,), max_logprob_difference=1e-5)
-    assert w.replica.adapters == {"style": said.policy_version}
+    announcement = await w.load("style", seed=4, probes=(probe,), max_logprob_difference=1e-5)
+    assert w.replica.adapters == {"style": announcement.policy_version}
 
 
 async def test_an_engine_that_passes_over_an_adapter_is_found_out(

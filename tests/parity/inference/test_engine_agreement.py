@@ -44,11 +44,11 @@ async def world(
 
 async def sampled_rows(world: Gated, count: int, length: int) -> list[tuple[list[int], Sampled]]:
     sampling = SamplingParams(max_new_tokens=length)
-    asked = prompts(count)
+    asked_prompts = prompts(count)
     answers = await asyncio.gather(
-        *(world.engine.sample(prompt, sampling, stop=NO_STOP) for prompt in asked)
+        *(world.engine.sample(prompt, sampling, stop=NO_STOP) for prompt in asked_prompts)
     )
-    return [(prompt, sampled) for prompt, (sampled,) in zip(asked, answers, strict=True)]
+    return [(prompt, sampled) for prompt, (sampled,) in zip(asked_prompts, answers, strict=True)]
 
 
 async def require_agreement(world: Gated) -> np.ndarray:
@@ -91,19 +91,19 @@ async def test_every_token_rescores_under_its_version_after_publishes_on_the_way
 ) -> None:
     """20 answers of 120 tokens where 16 fit at a time, three publishes while they are sampled."""
     sampling = SamplingParams(max_new_tokens=120)
-    asked = prompts(20)
-    first, told = world.engine.policy_version, []
+    asked_prompts = prompts(20)
+    first, chunks = world.engine.policy_version, []
     tasks = [
         asyncio.create_task(
-            world.engine.sample(prompt, sampling, stop=NO_STOP, on_tokens=told.append)
+            world.engine.stream(prompt, sampling, stop=NO_STOP, on_tokens=chunks.append)
         )
-        for prompt in asked
+        for prompt in asked_prompts
     ]
     for number in range(1, 4):
-        while sum(len(piece.token_ids) for piece in told) < number * 16 * 10:
+        while sum(len(chunk.token_ids) for chunk in chunks) < number * 16 * 10:
             await asyncio.sleep(0.002)
         await world.publish(mode)
-    answers = [(await task)[0] for task in tasks]
+    answers = [await task for task in tasks]
     seen = {span.policy_version for sampled in answers for span in sampled.versions}
     assert len(seen) >= 2
     assert first in seen
@@ -113,9 +113,9 @@ async def test_every_token_rescores_under_its_version_after_publishes_on_the_way
     for version in seen:
         world.trainer_takes(version)
         own = world.trainer_logprobs(
-            [[*p, *s.token_ids] for p, s in zip(asked, answers, strict=True)]
+            [[*p, *s.token_ids] for p, s in zip(asked_prompts, answers, strict=True)]
         )
-        for prompt, sampled, mine in zip(asked, answers, own, strict=True):
+        for prompt, sampled, mine in zip(asked_prompts, answers, own, strict=True):
             for span in sampled.versions:
                 if span.policy_version == version:
                     part = slice(span.start, span.start + span.length)
@@ -126,20 +126,20 @@ async def test_every_token_rescores_under_its_version_after_publishes_on_the_way
 async def test_kept_keys_are_for_those_under_way_alone(world: Gated) -> None:
     """What was under way is off by more than rounding; what comes with its prefix later is not."""
     prompt = prompts(1, shortest=140)[0]  # longer than a block of vLLM's prefix cache on a CPU
-    told: list[int] = []
+    streamed: list[int] = []
     running = asyncio.create_task(
-        world.engine.sample(
+        world.engine.stream(
             prompt,
             SamplingParams(max_new_tokens=110),
             stop=NO_STOP,
-            on_tokens=lambda piece: told.extend(piece.token_ids),
+            on_tokens=lambda chunk: streamed.extend(chunk.token_ids),
         )
     )
-    while len(told) < 40:
+    while len(streamed) < 40:
         await asyncio.sleep(0.002)
     loaded = await world.publish(UpdateMode.KEEP_KV)
     (later,) = await world.engine.sample(prompt, SamplingParams(max_new_tokens=20), stop=NO_STOP)
-    (sampled,) = await running
+    sampled = await running
     assert [span.policy_version for span in later.versions] == [loaded]
     mine = world.trainer_logprobs([[*prompt, *later.token_ids], [*prompt, *sampled.token_ids]])
     world.require_close(mine[0][len(prompt) - 1 :], np.array(later.logprobs))

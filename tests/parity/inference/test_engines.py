@@ -102,7 +102,7 @@ async def test_every_token_rescores_under_its_own_version(running: Running) -> N
     ]
     streamed: list[int] = []
     watched = asyncio.create_task(
-        running.engine.sample(
+        running.engine.stream(
             [5, 6, 7], sampling, stop=NO_STOP, on_tokens=lambda p: streamed.extend(p.token_ids)
         )
     )
@@ -113,9 +113,7 @@ async def test_every_token_rescores_under_its_own_version(running: Running) -> N
         seeds[await running.load(seed)] = seed
     results = [(await task)[0] for task in tasks]
     mixed = 0
-    for prompt, sampled in zip(
-        [*prompts(24), [5, 6, 7]], [*results, (await watched)[0]], strict=True
-    ):
+    for prompt, sampled in zip([*prompts(24), [5, 6, 7]], [*results, await watched], strict=True):
         ids = [*prompt, *sampled.token_ids]
         assert sum(span.length for span in sampled.versions) == 120
         mixed += len(sampled.versions) > 1
@@ -128,19 +126,19 @@ async def test_every_token_rescores_under_its_own_version(running: Running) -> N
 
 
 async def test_streamed_pieces_carry_the_versions_of_the_whole_sample(running: Running) -> None:
-    pieces: list = []
+    chunks: list = []
     task = asyncio.create_task(
-        running.engine.sample(
-            [9, 8], SamplingParams(max_new_tokens=100), stop=NO_STOP, on_tokens=pieces.append
+        running.engine.stream(
+            [9, 8], SamplingParams(max_new_tokens=100), stop=NO_STOP, on_tokens=chunks.append
         )
     )
-    while len(pieces) < 30:
+    while len(chunks) < 30:
         await asyncio.sleep(0.002)
     await running.load(running.seed + 1)
-    (sampled,) = await task
-    assert tuple(i for p in pieces for i in p.token_ids) == sampled.token_ids
-    assert tuple(x for p in pieces for x in p.logprobs) == sampled.logprobs
-    labels = [p.policy_version for p in pieces for _ in p.token_ids]
+    sampled = await task
+    assert tuple(i for p in chunks for i in p.token_ids) == sampled.token_ids
+    assert tuple(x for p in chunks for x in p.logprobs) == sampled.logprobs
+    labels = [p.policy_version for p in chunks for _ in p.token_ids]
     assert labels == [s.policy_version for s in sampled.versions for _ in range(s.length)]
     assert len(set(labels)) == 2
 
@@ -173,8 +171,8 @@ async def test_a_stop_string_of_several_tokens_ends_the_sample(running: Running)
     (whole,) = await running.engine.sample([4, 4], sampling, stop=NO_STOP)
     decode = running.tokenizer.decode
     texts = [decode(whole.token_ids[i : i + 2]) for i in range(10, 59)]
-    found = [text for text in texts if text.isprintable() and "\ufffd" not in text]
-    text = found[0]
+    printable = [text for text in texts if text.isprintable() and "\ufffd" not in text]
+    text = printable[0]
     (sampled,) = await running.engine.sample([4, 4], sampling, stop=StopTokens(strings=(text,)))
     assert sampled.stop_reason is StopReason.STOP
     assert sampled.stop_string == text
@@ -189,14 +187,14 @@ def penalized_logprobs(
     """Of ids[start:], by hand: every token before a position is there already."""
     with torch.inference_mode():
         logits = make_model(**model)(torch.tensor([ids])).logits[0].double().numpy()
-    found = []
+    logprobs = []
     for position in range(start, len(ids)):
         row = logits[position - 1].copy()
         seen = sorted(set(ids[:position]))
         row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
         row /= temperature or 1.0
-        found.append(row[ids[position]] - np.logaddexp.reduce(row))
-    return np.array(found)
+        logprobs.append(row[ids[position]] - np.logaddexp.reduce(row))
+    return np.array(logprobs)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
@@ -209,16 +207,16 @@ async def test_a_repetition_penalty_changes_the_distribution_and_the_log_probs_s
         max_new_tokens=20, temperature=temperature, seed=5, repetition_penalty=1.75
     )
     # One that is plain decodes beside it.
-    (one,), (other,) = await asyncio.gather(
+    (first,), (second,) = await asyncio.gather(
         running.engine.sample(prompt, penalized, stop=NO_STOP),
         running.engine.sample(prompt, plain, stop=NO_STOP),
     )
-    whole = [*prompt, *one.token_ids]
+    whole = [*prompt, *first.token_ids]
     expected = penalized_logprobs(whole, len(prompt), 1.75, temperature, **running.model)
-    assert np.abs(expected - np.array(one.logprobs)).max() < TOLERANCE
+    assert np.abs(expected - np.array(first.logprobs)).max() < TOLERANCE
     # Whether it changes a token is luck; that it is another distribution is not.
-    assert worst(one, prompt, temperature=temperature or 1.0, **running.model) > 10 * TOLERANCE
-    assert worst(other, prompt, temperature=temperature or 1.0, **running.model) < TOLERANCE
+    assert worst(first, prompt, temperature=temperature or 1.0, **running.model) > 10 * TOLERANCE
+    assert worst(second, prompt, temperature=temperature or 1.0, **running.model) < TOLERANCE
 
 
 async def test_truncated_sampling_stays_in_its_set(running: Running) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.trainer.publish.export import RunPolicies, export_policy
 
 from tests.parity.inference.test_engines import (
@@ -34,7 +35,6 @@ async def test_an_exported_policy_loads_in_vllm_and_scores_as_the_published_one(
     tmp_path: Path,
 ) -> None:
     from dialoop_services.inference.vllm_engine.engine import VllmEngine
-    from dialoop_services.inference.vllm_engine.options import VllmOptions
 
     run_dir = tmp_path / "run"
     save_model(run_dir / "model", seed=0, tied=True)
@@ -43,7 +43,7 @@ async def test_an_exported_policy_loads_in_vllm_and_scores_as_the_published_one(
     policy.mkdir(parents=True)
     save_weights(policy / "model.safetensors", seed=1, tied=True)
     out = export_policy(RunPolicies.of(run_dir), "main-1", tmp_path / "out")
-    engine = await VllmEngine.start(out, VllmOptions(max_model_len=MAX_MODEL_LEN))
+    engine = await VllmEngine.start(out, EngineOptions(max_model_len=MAX_MODEL_LEN))
     try:
         for prompt in prompts(3, shortest=20):
             scored = await engine.logprobs(prompt)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from dialoop.trajectory import SamplingParams
+from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.transformers_engine.batch import DecodingBatch
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 from dialoop_services.inference.transformers_engine.sampler import sample_rows
@@ -17,30 +18,29 @@ from transformers import AutoModelForCausalLM
 from tests.support.engine_world import NO_STOP, save_model
 
 PLACES = 8
+OPTIONS = EngineOptions(max_model_len=64, max_num_seqs=PLACES)
 
 
 @pytest.fixture
-def admitted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def admissions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each admission took in."""
     sizes: list[int] = []
     admit = DecodingBatch.admit
 
-    def counted(
+    def count_rows(
         batch: DecodingBatch, rows: Sequence[Sequence[int]], which: Sequence[int]
     ) -> torch.Tensor:
         sizes.append(len(which))
         return admit(batch, rows, which)
 
-    monkeypatch.setattr(DecodingBatch, "admit", counted)
+    monkeypatch.setattr(DecodingBatch, "admit", count_rows)
     return sizes
 
 
-async def _sampled(folder: Path, lengths: Sequence[int]) -> list[int]:
-    engine = await TransformersEngine.start(
-        save_model(folder, seed=0, tied=True), max_model_len=64, max_num_seqs=PLACES
-    )
+async def _num_sampled(folder: Path, lengths: Sequence[int]) -> list[int]:
+    engine = await TransformersEngine.start(save_model(folder, seed=0, tied=True), OPTIONS)
     try:
-        found = await asyncio.gather(
+        answers = await asyncio.gather(
             *(
                 engine.sample([5, 6, 7], SamplingParams(max_new_tokens=n, seed=n), stop=NO_STOP)
                 for n in lengths
@@ -48,29 +48,29 @@ async def _sampled(folder: Path, lengths: Sequence[int]) -> list[int]:
         )
     finally:
         await engine.close()
-    return [len(sampled.token_ids) for (sampled,) in found]
+    return [len(sampled.token_ids) for (sampled,) in answers]
 
 
 async def test_rows_that_wait_for_places_are_taken_in_several_at_a_time(
-    tmp_path: Path, admitted: list[int]
+    tmp_path: Path, admissions: list[int]
 ) -> None:
     lengths = list(range(1, 29))
-    assert await _sampled(tmp_path, lengths) == lengths
-    assert admitted[0] == PLACES
-    assert all(size >= PLACES // 4 for size in admitted[:-1])
-    assert sum(admitted) == len(lengths)
+    assert await _num_sampled(tmp_path, lengths) == lengths
+    assert admissions[0] == PLACES
+    assert all(size >= PLACES // 4 for size in admissions[:-1])
+    assert sum(admissions) == len(lengths)
 
 
-async def test_rows_that_fit_wait_for_nobody(tmp_path: Path, admitted: list[int]) -> None:
-    assert await _sampled(tmp_path, [20, 1]) == [20, 1]
-    assert admitted == [2]
+async def test_rows_that_fit_wait_for_nobody(tmp_path: Path, admissions: list[int]) -> None:
+    assert await _num_sampled(tmp_path, [20, 1]) == [20, 1]
+    assert admissions == [2]
 
 
 def test_each_row_is_drawn_with_its_own_generators_noise() -> None:
     logprobs = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
     sampling = [SamplingParams(temperature=1.0)] * 3
 
-    def drawn(*seeds: int) -> list[int]:
+    def draw(*seeds: int) -> list[int]:
         made = {seed: torch.Generator().manual_seed(seed) for seed in set(seeds)}
         return sample_rows(logprobs, sampling, [made[seed] for seed in seeds]).tolist()
 
@@ -78,8 +78,8 @@ def test_each_row_is_drawn_with_its_own_generators_noise() -> None:
         sample_rows(logprobs[i : i + 1], sampling[:1], [g]).item()
         for i, g in enumerate(torch.Generator().manual_seed(seed) for seed in (7, 8, 9))
     ]
-    assert drawn(7, 8, 9) == alone
-    assert drawn(4, 4, 9)[2] == alone[2]
+    assert draw(7, 8, 9) == alone
+    assert draw(4, 4, 9)[2] == alone[2]
 
 
 def test_rows_of_one_prompt_are_computed_once_and_are_those_computed_each(
@@ -91,14 +91,14 @@ def test_rows_of_one_prompt_are_computed_once_and_are_those_computed_each(
     each, once = DecodingBatch(model), DecodingBatch(model)
     with torch.inference_mode():
         wanted = [each.admit([rows[i] for i in which])]
-        found = [once.admit(rows, which)]
+        logits = [once.admit(rows, which)]
         lengths = [len(rows[i]) for i in which]
         for last in ([1, 2, 3, 4], [4, 3, 2, 1]):
             wanted.append(each.step(last, lengths))
-            found.append(once.step(last, lengths))
+            logits.append(once.step(last, lengths))
             lengths = [length + 1 for length in lengths]
-    for one, other in zip(wanted, found, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+    for expected, actual in zip(wanted, logits, strict=True):
+        torch.testing.assert_close(expected, actual, atol=1e-5, rtol=0)
 
 
 async def test_the_samples_of_a_prompt_are_taken_in_as_one_row(
@@ -107,18 +107,16 @@ async def test_the_samples_of_a_prompt_are_taken_in_as_one_row(
     taken: list[tuple[int, int]] = []
     admit = DecodingBatch.admit
 
-    def seen(
+    def count_rows(
         batch: DecodingBatch, rows: Sequence[Sequence[int]], which: Sequence[int]
     ) -> torch.Tensor:
         taken.append((len(rows), len(which)))
         return admit(batch, rows, which)
 
-    monkeypatch.setattr(DecodingBatch, "admit", seen)
-    engine = await TransformersEngine.start(
-        save_model(tmp_path, seed=0, tied=True), max_model_len=64, max_num_seqs=PLACES
-    )
+    monkeypatch.setattr(DecodingBatch, "admit", count_rows)
+    engine = await TransformersEngine.start(save_model(tmp_path, seed=0, tied=True), OPTIONS)
     sampling = SamplingParams(max_new_tokens=4, seed=3)
     sampled = await engine.sample([5, 6, 7], sampling, stop=NO_STOP, num_samples=4)
     await engine.close()
     assert taken == [(1, 4)]
-    assert len({one.token_ids for one in sampled}) > 1
+    assert len({output.token_ids for output in sampled}) > 1

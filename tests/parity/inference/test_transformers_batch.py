@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from dialoop_services.inference.transformers_engine.batch import DecodingBatch, closed_up
+from dialoop_services.inference.transformers_engine.engine import load_model
 from dialoop_services.inference.transformers_engine.keys import DECODING_ATTENTION
-from dialoop_services.inference.transformers_engine.model import load_model
 
 from tests.support.engine_world import save_model
 
@@ -46,8 +46,8 @@ def test_rows_that_join_and_leave_have_the_logits_of_a_whole_forward_pass(
                 ]
                 logits.append(batch.admit(new))
                 rows += new
-            found = torch.cat(logits) if logits else torch.empty(0, 0)
-            for row, its in zip(rows, found, strict=True):
+            last_logits = torch.cat(logits) if logits else torch.empty(0, 0)
+            for row, its in zip(rows, last_logits, strict=True):
                 whole = model(torch.tensor([row]), use_cache=False).logits[0, -1]
                 torch.testing.assert_close(its, whole, atol=1e-5, rtol=0)
                 row.append(chance.randrange(VOCAB))

@@ -14,6 +14,7 @@ from dialoop.clients.inference import WeightsManifest
 from dialoop.clients.weights import TransferPhase, WeightsManifest, weights_requests
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.sequences import PolicyVersion
+from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.requests import contents_of, manifest_of
 from dialoop_services.inference.weights.data_planes import PlaneName, Transfer
 from safetensors.torch import save_file
@@ -55,7 +56,7 @@ class SignedLLM:
         return call
 
 
-async def received(send: Any) -> SignedLLM:
+async def receive(send: Any) -> SignedLLM:
     """What vLLM is called with when the trainer's side does `send(client)`, by way of the wire."""
     from dialoop_services.inference.vllm_engine.transfer import TransferReceiver
     from dialoop_services.trainer.publish.vllm_transfer import StepClient
@@ -63,8 +64,8 @@ async def received(send: Any) -> SignedLLM:
     llm = SignedLLM()
 
     async def upload(steps: AsyncIterator[TransferStep]) -> None:
-        said = WeightsManifest(policy_version=VERSION, data_plane="nccl")
-        requests = weights_requests(said, steps)
+        announcement = WeightsManifest(policy_version=VERSION, data_plane="nccl")
+        requests = weights_requests(announcement, steps)
         manifest = manifest_of(await anext(requests))
         plane = Transfer(PlaneName(manifest.data_plane))
         async with plane.arriving(manifest, contents_of(requests)) as arrived:
@@ -104,7 +105,7 @@ async def test_an_nccl_publish_reaches_vllm_as_its_own_requests() -> None:
         client.update_weights(asdict(NCCLWeightTransferUpdateInfo(**updates())))
         client.finish_weight_update()
 
-    llm = await received(send)
+    llm = await receive(send)
     assert [name for name, _ in llm.calls] == [
         "init_weight_transfer_engine",
         "start_weight_update",
@@ -137,7 +138,7 @@ async def test_an_ipc_publish_reaches_vllm_with_its_handles(
         client.update_weights(asdict(IPCWeightTransferUpdateInfo(**updates(), ipc_handles=handles)))
         client.finish_weight_update()
 
-    llm = await received(send)
+    llm = await receive(send)
     engine = SimpleNamespace(update_info_cls=IPCWeightTransferEngine.update_info_cls)
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     parsed = IPCWeightTransferEngine.parse_update_info(engine, llm.calls[2][1].update_info)
@@ -150,7 +151,7 @@ async def test_steps_out_of_order_are_refused() -> None:
         client.finish_weight_update()
 
     with pytest.raises(InvalidInput) as caught:
-        await received(send)
+        await receive(send)
     assert caught.value.reason == "MANIFEST_MISMATCH"
 
 
@@ -225,7 +226,6 @@ async def test_policies_go_from_device_to_device(
     if torch.cuda.device_count() < num_devices:
         pytest.skip(f"not run: needs CUDA devices: {num_devices} for {backend}, found fewer")
     from dialoop_services.inference.vllm_engine.engine import VllmEngine
-    from dialoop_services.inference.vllm_engine.options import VllmOptions
     from dialoop_services.trainer.learner.learner_state import ExportedWeights
     from dialoop_services.trainer.publish.vllm_transfer import VllmTransfer
 
@@ -235,10 +235,10 @@ async def test_policies_go_from_device_to_device(
     model = save_model(tmp_path / "model", seed=0, tied=True)
     path = save_weights(tmp_path / "w.safetensors", seed=1, tied=True)
     weights = ExportedWeights(path=path, sha256="", num_bytes=0)
-    engine = await VllmEngine.start(model, VllmOptions(weight_transfer=backend))
+    engine = await VllmEngine.start(model, EngineOptions(weight_transfer=backend))
     plane = VllmTransfer(backend, num_workers=1)
-    said = WeightsManifest(policy_version=VERSION)
-    await plane.send(Replica(engine), said, weights, deadline_s=120)
+    announcement = WeightsManifest(policy_version=VERSION)
+    await plane.send(Replica(engine), announcement, weights, deadline_s=120)
     scored = await engine.logprobs(list(range(5, 40)))
     expected = forward_logprobs(list(range(5, 40)), seed=1, tied=True)
     assert abs(scored.logprobs - expected).max() < 1e-3

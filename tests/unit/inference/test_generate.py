@@ -23,20 +23,20 @@ class Engine:
     max_model_len = 512
 
     def __init__(self, tokenizer, *texts):
-        self.tokenizer, self.texts, self.asked = tokenizer, list(texts), []
+        self.tokenizer, self.texts, self.requests = tokenizer, list(texts), []
 
-    async def sample(self, prompt_ids, sampling, *, stop, num_samples=1, on_tokens=None):
-        self.asked.append(SimpleNamespace(ids=list(prompt_ids), sampling=sampling, stop=stop))
+    async def sample(self, prompt_ids, sampling, *, stop, num_samples=1):
+        self.requests.append(SimpleNamespace(ids=list(prompt_ids), sampling=sampling, stop=stop))
         ids = tuple(self.tokenizer.encode(self.texts.pop(0)).ids)
         span = VersionSpan(start=0, length=len(ids), policy_version=VERSION)
-        one = Sampled(
+        sampled = Sampled(
             token_ids=ids,
             logprobs=(-0.25,) * len(ids),
             versions=(span,),
             stop_reason=StopReason.STOP,
             queue_s=0.5,
         )
-        return (one,) * num_samples
+        return (sampled,) * num_samples
 
 
 def policy_of(*texts, **options):
@@ -50,9 +50,9 @@ async def test_samples_say_what_they_were_asked_with():
     engine, policy = policy_of("hello", max_new_tokens=7)
     question = History((Message(role="user", content="hi"),))
     samples = await policy.generate(question, num_samples=2)
-    assert engine.asked[0].sampling == SamplingParams(temperature=1.0, max_new_tokens=7)
-    assert [one.sample_index for one in samples] == [0, 1]
-    assert len({one.prompt_id for one in samples}) == 1
+    assert engine.requests[0].sampling == SamplingParams(temperature=1.0, max_new_tokens=7)
+    assert [sample.sample_index for sample in samples] == [0, 1]
+    assert len({sample.prompt_id for sample in samples}) == 1
     assert samples[0].prompt_id
     assert samples[0].queue_s == 0.5
     assert samples[0].tokenizer_digest == byte_tokenizer().digest
@@ -74,6 +74,6 @@ async def test_an_episode_of_two_turns_is_one_sequence():
     assert not trajectory.failures
     assert len(trajectory.turns) == 2
     (sequence,) = trajectory.sequences
-    first, second = engine.asked
+    first, second = engine.requests
     assert second.ids[: len(first.ids)] == first.ids  # the second prompt continues the first
     assert sequence.token_ids[: len(second.ids)].tolist() == second.ids

@@ -24,7 +24,6 @@ class FakeEngine:
     """Fails its next `num_failures` loads."""
 
     is_alive = True
-    transfer_backend = ""
 
     def __init__(self) -> None:
         self.policy_version = PolicyVersion(lineage="base", number=0)

@@ -53,7 +53,7 @@ def test_what_is_always_so_on_a_cpu_is_not_warned_of(capsys: pytest.CaptureFixtu
     finally:
         logger.handlers, logger.level, logger.propagate = before
         logger.setLevel(before[1])
-    told = capsys.readouterr().err
-    assert "Disabling" not in told
-    assert "The disk is full." in told
-    assert "Triton failed." in told
+    stderr_text = capsys.readouterr().err
+    assert "Disabling" not in stderr_text
+    assert "The disk is full." in stderr_text
+    assert "Triton failed." in stderr_text

@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: see `make setup`")
 
 from dialoop.errors import InternalError, Unavailable
+from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.vllm_engine.engine import VllmEngine
-from dialoop_services.inference.vllm_engine.options import VllmOptions
+from dialoop_services.inference.vllm_engine.options import frees_memory_asleep
 from dialoop_services.inference.vllm_engine.sleep import SharedDevice, Sleep
 from dialoop_services.runtime.device_lock import DeviceLock
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -28,26 +29,26 @@ class FakeLlm:
     """Says what it was asked; its worker is real where the lock is concerned."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.calls: list[str] = []
         self.no_room_for: list[str] = []
         self.errored = False
         self.worker = SharedDevice()
         self.engine_core = SimpleNamespace(pause_scheduler_async=self._pause)
 
     async def _pause(self, *, mode: str, clear_cache: bool) -> None:
-        self.asked.append(f"pause {mode} {clear_cache}")
+        self.calls.append(f"pause {mode} {clear_cache}")
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        self.asked.append(f"sleep {level} {mode}")
+        self.calls.append(f"sleep {level} {mode}")
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
-        self.asked.append(f"wake {tags or 'all'}")
+        self.calls.append(f"wake {tags or 'all'}")
         if (tags or ["all"]) == self.no_room_for:
             raise RuntimeError("CUDA out of memory")
         return True
 
     async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[Any]:
-        self.asked.append(method.removeprefix("dialoop_"))
+        self.calls.append(method.removeprefix("dialoop_"))
         return [getattr(self.worker, method)(*args)]
 
 
@@ -55,10 +56,8 @@ def sleeping(
     monkeypatch: pytest.MonkeyPatch, folder: Path, *, cuda: bool
 ) -> tuple[FakeLlm, Sleep, DeviceLock]:
     """The engine's sleep, awake, and the trainer's end of the lock."""
-    known = property(lambda options: cuda)
-    monkeypatch.setattr(VllmOptions, "frees_memory_asleep", known)
     llm, path = FakeLlm(), folder / "device.lock"
-    return llm, Sleep(cast("AsyncLLM", llm), VllmOptions(device_lock=path)), DeviceLock(path)
+    return llm, Sleep(cast("AsyncLLM", llm), lock=path, frees_memory=cuda), DeviceLock(path)
 
 
 async def test_weights_that_were_dropped_come_back_with_a_load_alone(
@@ -80,7 +79,7 @@ async def test_weights_that_were_dropped_come_back_with_a_load_alone(
     await sleep.end()
     await sleep.end()
     assert not sleep.is_asleep
-    assert llm.asked == [
+    assert llm.calls == [
         *("hold_device", "sleep 2 abort", "leave_device", "leave_device"),
         *("hold_device", "wake ['weights']", "wake ['kv_cache']"),
     ]
@@ -93,7 +92,7 @@ async def test_weights_that_were_kept_need_nothing(
     await sleep.begin(keep_weights=True)
     await sleep.wake()
     await sleep.wake()
-    assert llm.asked == ["sleep 1 abort", "leave_device", "hold_device", "wake all"]
+    assert llm.calls == ["sleep 1 abort", "leave_device", "hold_device", "wake all"]
     assert not trainer.try_own()
 
 
@@ -106,7 +105,7 @@ async def test_the_worker_does_not_take_what_the_trainer_has(
     with pytest.raises(InternalError):
         await sleep.wake()
     assert sleep.is_asleep
-    assert "wake all" not in llm.asked
+    assert "wake all" not in llm.calls
 
 
 @pytest.mark.parametrize("tag", ["weights", "kv_cache", "all"])
@@ -119,12 +118,12 @@ async def test_a_wake_that_fails_ends_the_engine_and_its_worker_keeps_the_traine
     with pytest.raises(RuntimeError):
         await wake(sleep, tag)
     assert sleep.is_broken
-    asked, llm.no_room_for = list(llm.asked), []
+    calls, llm.no_room_for = list(llm.calls), []
     for again in (wake(sleep, tag), sleep.begin(keep_weights=True)):
         with pytest.raises(Unavailable) as caught:
             await again
         assert caught.value.reason == "NOT_READY"
-    assert llm.asked == asked, "what is broken is asked for nothing more"
+    assert llm.calls == calls, "what is broken is asked for nothing more"
     assert not trainer.try_own(), "some of the memory may be there still"
     llm.worker.dialoop_leave_device()  # as its end does
     assert trainer.try_own()
@@ -190,7 +189,7 @@ async def test_on_a_cpu_the_core_stands_still_and_vllms_own_sleep_is_left_alone(
     await sleep.begin(keep_weights=False)
     await sleep.wake()
     standing_still = ["pause abort True", "leave_device", "hold_device"]
-    assert llm.asked == standing_still * 2
+    assert llm.calls == standing_still * 2
 
 
 def test_vllm_takes_what_it_is_asked() -> None:
@@ -209,5 +208,5 @@ def test_sleep_mode_is_asked_of_vllm_only_where_it_has_one(tmp_path: Path) -> No
     from vllm.platforms import current_platform
 
     can = current_platform.is_sleep_mode_available()
-    assert VllmOptions(device_lock=tmp_path / "lock").frees_memory_asleep is can
-    assert not VllmOptions().frees_memory_asleep
+    assert frees_memory_asleep(EngineOptions(device_lock=tmp_path / "lock")) is can
+    assert not frees_memory_asleep(EngineOptions())

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dialoop.chat import History, Message
 from dialoop.sequences import PolicyVersion
-from dialoop_services.inference.rendering import Ask, Renderer
+from dialoop_services.inference.rendering import GenerationRequest, Renderer
 from dialoop_services.runtime.metrics import LabelledCounts, Metrics
 
 from tests.support.samples.chat_families import CHATML, THINKING, builder
@@ -18,7 +18,9 @@ def fork(template: str, *, changed: bool = False) -> Renderer:
     answer = tokens.answer(tokens.prompt(history), ids, versions=[(len(ids), V1)])
     message = Message(role="assistant", content="edited") if changed else answer.message
     longer = history.append(message).append(Message(role="user", content="r"))
-    renderer.prompt(Ask(history=longer, context=answer.appended, num_context_messages=2))
+    renderer.prompt(
+        GenerationRequest(history=longer, context=answer.appended, num_context_messages=2)
+    )
     return renderer
 
 

@@ -1,4 +1,4 @@
-"""The OpenAI door: chat completions, completions and models, over the same replica.
+"""OpenAI's API over the same replica: chat completions, completions and models.
 
 OpenAI's JSON enters; OpenAI's JSON or server-sent events leave.
 """

@@ -1,4 +1,4 @@
-"""Answers as OpenAI's clients read them: whole documents and the chunks of a stream."""
+"""Answers in OpenAI's JSON: whole documents and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REPLACEMENT = "\ufffd"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What every chunk of an answer repeats."""
+    """The fields that every chunk of an answer repeats."""
 
     call_id: str
     model: str
@@ -31,7 +31,7 @@ class Head:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def document(self, choices: list[dict[str, Any]], *, is_chunk: bool = False) -> dict[str, Any]:
-        """The answer, or a chunk of it."""
+        """Return the answer, or a chunk of it, as JSON."""
         kind = "chat.completion" if self.is_chat else "text_completion"
         return {
             "id": self.call_id,
@@ -45,8 +45,8 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """Sampled tokens as a client asked to see them: with log-probs, with ids, or not at all."""
+class TokenView:
+    """How a client wants to see sampled tokens: with log-probs, with ids, or neither."""
 
     tokenizer: Tokenizer
     is_chat: bool
@@ -57,23 +57,23 @@ class Told:
     def of(
         self, token_ids: Sequence[int], logprobs: Sequence[float], *, text_offset: int = 0
     ) -> dict[str, Any]:
-        """The fields of a choice."""
-        told: dict[str, Any] = {"logprobs": None}
+        """Return the fields of a choice that show its tokens."""
+        fields: dict[str, Any] = {"logprobs": None}
         if self.with_logprobs:
-            told["logprobs"] = (
+            fields["logprobs"] = (
                 {"content": [self._chat(i, p) for i, p in zip(token_ids, logprobs, strict=True)]}
                 if self.is_chat
                 else self._plain(token_ids, logprobs, text_offset)
             )
         if self.with_ids:
-            told["token_ids"] = list(token_ids)
-        return told
+            fields["token_ids"] = list(token_ids)
+        return fields
 
     def _chat(self, token_id: int, logprob: float) -> dict[str, Any]:
         text = self.tokenizer.decode([token_id])
-        # A token that is a part of a character has bytes that its text does not show.
-        known = None if REPLACEMENT in text else list(text.encode())
-        entry = {"token": text, "logprob": logprob, "bytes": known}
+        # The text of a token that is part of a character does not show the token's bytes.
+        utf8 = None if REPLACEMENT in text else list(text.encode())
+        entry = {"token": text, "logprob": logprob, "bytes": utf8}
         return {**entry, "top_logprobs": [entry] * self.num_top}
 
     def _plain(
@@ -94,36 +94,40 @@ class Told:
 
 
 def finish_reason(stop_reason: StopReason, *, has_calls: bool) -> str:
-    """Why the answer ended, in OpenAI's words."""
+    """Return why the answer ended, in OpenAI's words."""
     if stop_reason is not StopReason.STOP:
         return "length"
     return "tool_calls" if has_calls else "stop"
 
 
-def chat_choice(index: int, message: Message, reason: str, told: dict[str, Any]) -> dict[str, Any]:
-    """A choice of a whole chat answer."""
-    return {"index": index, "message": message_json(message), "finish_reason": reason, **told}
+def chat_choice(
+    index: int, message: Message, reason: str, fields: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a choice of a whole chat answer."""
+    return {"index": index, "message": message_json(message), "finish_reason": reason, **fields}
 
 
-def text_choice(index: int, text: str, reason: str | None, told: dict[str, Any]) -> dict[str, Any]:
-    """A choice of a plain answer, or of a chunk of it."""
-    return {"index": index, "text": text, "finish_reason": reason, **told}
+def text_choice(
+    index: int, text: str, reason: str | None, fields: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a choice of a plain answer, or of a chunk of it."""
+    return {"index": index, "text": text, "finish_reason": reason, **fields}
 
 
 def delta_choice(
-    index: int, delta: dict[str, Any], reason: str | None, told: dict[str, Any]
+    index: int, delta: dict[str, Any], reason: str | None, fields: dict[str, Any]
 ) -> dict[str, Any]:
-    """A choice of a chunk."""
-    return {"index": index, "delta": delta, "finish_reason": reason, **told}
+    """Return a choice of a chunk of a chat answer."""
+    return {"index": index, "delta": delta, "finish_reason": reason, **fields}
 
 
 def calls_delta(first: int, calls: Iterable[ToolCall]) -> list[dict[str, Any]]:
-    """Tool calls of a chunk, each whole; `first` is the number of those before."""
+    """Return tool calls of a chunk, each whole; `first` is the number of those before."""
     return [{"index": first + i, **call_json(call)} for i, call in enumerate(calls)]
 
 
 def usage(num_prompt: int, num_sampled: int) -> dict[str, int]:
-    """The numbers of tokens."""
+    """Return the numbers of tokens as OpenAI's `usage`."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_sampled,

@@ -1,7 +1,7 @@
-"""Answering calls: sample, record, tell; whole or as a stream.
+"""Answers of OpenAI calls, whole or as a stream: sample, record, return.
 
-Whatever ends a call (an answer, a refusal, a caller who leaves, a dying engine) its recording is
-told, and the engine's slot is free.
+A call ends with an answer, a refusal, a caller who leaves or an engine that dies. Its recording
+notes which, and the engine's slot becomes free.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dialoop.trajectory import Failure, Owner, StopReason
 
 from dialoop_services.inference.openai.answers import (
     Head,
-    Told,
+    TokenView,
     chat_choice,
     finish_reason,
     text_choice,
@@ -32,15 +32,15 @@ from dialoop_services.inference.openai.streaming import (
     is_complete,
     message_of,
 )
-from dialoop_services.inference.recordings.book import CallState, Choice
+from dialoop_services.inference.recordings.store import CallState, Choice
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
     from dialoop.trajectory import SamplingParams
 
-    from dialoop_services.inference.engine import OnTokens, Piece, Sampled
-    from dialoop_services.inference.recordings.book import CallPrompt, RecordedCall, Recording
+    from dialoop_services.inference.engine import OnTokens, Sampled, TokenChunk
+    from dialoop_services.inference.recordings.store import CallPrompt, CallRecord, Recording
     from dialoop_services.inference.rendering import Renderer
     from dialoop_services.inference.replica.replica import Replica
     from dialoop_services.rest.http_routes import HttpRequest
@@ -53,38 +53,38 @@ _WHY = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class PromptJob:
     """One prompt to be answered `num_choices` times."""
 
     prompt: CallPrompt
     reader: Reader
     recording: Recording | None
-    call: RecordedCall | None
+    call: CallRecord | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request: its prompts, how to sample, and how to tell."""
+    """One request: its prompts, how to sample them, and what the answer shows."""
 
     head: Head
-    asks: tuple[Ask, ...]
+    parts: tuple[PromptJob, ...]
     sampling: SamplingParams
     num_choices: int
-    told: Told
+    view: TokenView
     adapter: str = ""
     with_prompt_ids: bool = False
     with_usage: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all prompts."""
-        return sum(ask.prompt.num_tokens for ask in self.asks)
+        """Return the number of tokens of all prompts."""
+        return sum(part.prompt.num_tokens for part in self.parts)
 
     def prompt_ids(self) -> dict[str, Any]:
-        """The prompts' ids, where they were asked for."""
+        """Return the prompts' ids; empty where the client did not ask for them."""
         if not self.with_prompt_ids:
             return {}
-        rows = [ask.prompt.prompt.sequence.token_ids.tolist() for ask in self.asks]
+        rows = [part.prompt.prompt.sequence.token_ids.tolist() for part in self.parts]
         return {"prompt_token_ids": rows[0] if len(rows) == 1 else rows}
 
 
@@ -95,47 +95,47 @@ class Answering:
         self._replica = replica
         self._renderer = renderer
 
-    def require_room(self, ask: Ask) -> None:
-        """ContextTooLong when the prompt leaves no room, which its recording remembers."""
+    def require_room(self, part: PromptJob) -> None:
+        """Raise ContextTooLong when the prompt leaves no room; its recording notes that."""
         limit = self._replica.engine.max_model_len
-        if ask.prompt.num_tokens < limit:
+        if part.prompt.num_tokens < limit:
             return
-        if ask.recording is not None and ask.call is not None:
-            ask.recording.not_sampled(ask.call, CallState.CONTEXT_FULL)
+        if part.recording is not None and part.call is not None:
+            part.recording.mark_unsampled(part.call, CallState.CONTEXT_FULL)
         raise ContextTooLong(
-            f"The prompt has {ask.prompt.num_tokens} tokens, which leaves no room in the context "
+            f"The prompt has {part.prompt.num_tokens} tokens, which leaves no room in the context "
             f"of {limit}.",
             remedy="Send a shorter conversation, or start the service with a larger context.",
         )
 
     async def whole(self, job: Job, request: HttpRequest) -> dict[str, Any]:
-        """The answer as one document."""
+        """Return the answer as one document."""
         started = time.perf_counter()
         choices: list[dict[str, Any]] = []
         num_sampled = 0
-        with _told_to_recordings(job, request):
-            for ask in job.asks:
-                self.require_room(ask)
+        with _noting_in_recordings(job, request):
+            for part in job.parts:
+                self.require_room(part)
             answers = await _all(
                 [
-                    self.sample(ask, job.sampling, adapter=job.adapter, num=job.num_choices)
-                    for ask in job.asks
+                    self.sample(part, job.sampling, adapter=job.adapter, num=job.num_choices)
+                    for part in job.parts
                 ]
             )
-            for ask, sampled in zip(job.asks, answers, strict=True):
+            for part, sampled in zip(job.parts, answers, strict=True):
                 ids = [CallIds() for _ in sampled]
-                self.record(ask, sampled, ids, time.perf_counter() - started)
-                num_sampled += sum(len(one.token_ids) for one in sampled)
-                for one, call_ids in zip(sampled, ids, strict=True):
-                    choices.append(_choice(job, ask, one, call_ids, index=len(choices)))
+                self.record(part, sampled, ids, time.perf_counter() - started)
+                num_sampled += sum(len(output.token_ids) for output in sampled)
+                for output, call_ids in zip(sampled, ids, strict=True):
+                    choices.append(_choice(job, part, output, call_ids, index=len(choices)))
         numbers = usage(job.num_prompt_tokens, num_sampled)
         return {**job.head.document(choices), "usage": numbers, **job.prompt_ids()}
 
     async def stream(self, job: Job, request: HttpRequest) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer chunk by chunk."""
-        with _told_to_recordings(job, request):
-            for ask in job.asks:
-                self.require_room(ask)
+        """Yield the answer chunk by chunk."""
+        with _noting_in_recordings(job, request):
+            for part in job.parts:
+                self.require_room(part)
             running = _Running(self, job)
             try:
                 first = job.prompt_ids()
@@ -143,86 +143,86 @@ class Answering:
                     yield {**job.head.document([choice], is_chunk=True), **first}
                     first = {}
             finally:
-                running.cancel()  # a caller who leaves frees the engine's slots
+                running.cancel()  # free the engine's slots when the caller leaves
         if job.with_usage:
             numbers = usage(job.num_prompt_tokens, running.num_sampled)
             yield {**job.head.document([], is_chunk=True), "usage": numbers}
 
     async def sample(
         self,
-        ask: Ask,
+        part: PromptJob,
         sampling: SamplingParams,
         *,
         adapter: str,
         num: int = 1,
         on_tokens: OnTokens | None = None,
     ) -> list[Sampled]:
-        """Samples of one prompt; `on_tokens` sees the tokens as they come (one sample only)."""
+        """Sample one prompt; `on_tokens` gets the tokens as they come (one sample only)."""
         sampled = await self._replica.sample(
-            ask.prompt.prompt.sequence.token_ids.tolist(),
+            part.prompt.prompt.sequence.token_ids.tolist(),
             sampling,
             stop=self._renderer.stop_tokens(sampling.stop),
             num_samples=num,
             on_tokens=on_tokens,
             adapter=adapter,
         )
-        if any(one.stop_reason is StopReason.CANCELLED for one in sampled):
-            raise Unavailable("The engine gave the sample up.", reason=Reason.CANCELLED)
+        if any(output.stop_reason is StopReason.CANCELLED for output in sampled):
+            raise Unavailable("The engine cancelled the sample.", reason=Reason.CANCELLED)
         return list(sampled)
 
     def record(
-        self, ask: Ask, sampled: list[Sampled], ids: list[CallIds], generate_s: float
+        self, part: PromptJob, sampled: list[Sampled], ids: list[CallIds], generate_s: float
     ) -> None:
-        """Keep the finished answers of a prompt."""
-        if ask.recording is None or ask.call is None:
+        """Record the finished answers of a prompt."""
+        if part.recording is None or part.call is None:
             return
         choices = tuple(
             Choice(
                 sample=replace(
-                    self._renderer.sample(ask.prompt.prompt, one),
-                    sampling=ask.call.sampling,
+                    self._renderer.sample(part.prompt.prompt, output),
+                    sampling=part.call.sampling,
                     generate_s=generate_s,
-                    update_mode=one.update_mode,
+                    update_mode=output.update_mode,
                 ),
-                given=message_of(
-                    ask.reader.syntax.read(ask.reader.text_of(one)),
+                message=message_of(
+                    part.reader.syntax.read(part.reader.text_of(output)),
                     call_ids,
-                    is_complete=is_complete(one),
+                    is_complete=is_complete(output),
                 ),
             )
-            for one, call_ids in zip(sampled, ids, strict=True)
+            for output, call_ids in zip(sampled, ids, strict=True)
         )
-        ask.recording.answered(ask.call, choices, generate_s=generate_s)
+        part.recording.record_answer(part.call, choices, generate_s=generate_s)
 
 
 class _Running:
     """The samples of a stream: one task each, and one queue of what they give.
 
-    Filled by the engine's callbacks, drained by the answering task; at most the tokens of the
-    stream wait in it.
+    The engine's callbacks fill it, the answering task drains it. At most the tokens of the stream
+    wait in it.
     """
 
     def __init__(self, answering: Answering, job: Job) -> None:
         self._answering = answering
         self._job = job
         self._started = time.perf_counter()
-        self._events: asyncio.Queue[tuple[int, Piece | None]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, TokenChunk | None]] = asyncio.Queue()
         self._choices = [
             RunningChoice(
-                index=index, reader=job.asks[index // job.num_choices].reader, told=job.told
+                index=index, reader=job.parts[index // job.num_choices].reader, view=job.view
             )
-            for index in range(len(job.asks) * job.num_choices)
+            for index in range(len(job.parts) * job.num_choices)
         ]
         self._tasks = [self._start(choice.index) for choice in self._choices]
         self.num_sampled = 0
 
     async def choices(self) -> AsyncIterator[dict[str, Any]]:
-        """What each event makes, until all samples have ended."""
+        """Yield the choice of each event until all samples have ended."""
         num_left = len(self._tasks)
         while num_left:
-            index, piece = await self._events.get()
-            if piece is not None:
-                chunk = self._choices[index].add(piece)
+            index, tokens = await self._events.get()
+            if tokens is not None:
+                chunk = self._choices[index].add(tokens)
                 if chunk is not None:
                     yield chunk
                 continue
@@ -239,23 +239,23 @@ class _Running:
             task.cancel()
 
     def _start(self, index: int) -> asyncio.Task[list[Sampled]]:
-        ask = self._job.asks[index // self._job.num_choices]
+        part = self._job.parts[index // self._job.num_choices]
         seed = self._job.sampling.seed
         sampling = self._job.sampling
         if seed is not None:  # as the engine seeds the samples of one prompt
             sampling = replace(sampling, seed=seed + index % self._job.num_choices)
 
-        def on_tokens(piece: Piece) -> None:
-            self._events.put_nowait((index, piece))
+        def on_tokens(tokens: TokenChunk) -> None:
+            self._events.put_nowait((index, tokens))
 
         task = asyncio.ensure_future(
-            self._answering.sample(ask, sampling, adapter=self._job.adapter, on_tokens=on_tokens)
+            self._answering.sample(part, sampling, adapter=self._job.adapter, on_tokens=on_tokens)
         )
         task.add_done_callback(lambda _: self._events.put_nowait((index, None)))
         return task
 
     def _record(self, number: int) -> None:
-        """Keep a prompt's answers once all of its samples have ended."""
+        """Record a prompt's answers once all of its samples have ended."""
         first = number * self._job.num_choices
         indices = range(first, first + self._job.num_choices)
         if not all(self._tasks[i].done() for i in indices):
@@ -265,23 +265,23 @@ class _Running:
         seconds = time.perf_counter() - self._started
         sampled = [self._tasks[i].result()[0] for i in indices]
         ids = [self._choices[i].call_ids for i in indices]
-        self._answering.record(self._job.asks[number], sampled, ids, seconds)
+        self._answering.record(self._job.parts[number], sampled, ids, seconds)
 
 
 def _choice(
-    job: Job, ask: Ask, sampled: Sampled, call_ids: CallIds, *, index: int
+    job: Job, part: PromptJob, sampled: Sampled, call_ids: CallIds, *, index: int
 ) -> dict[str, Any]:
-    reading = ask.reader.syntax.read(ask.reader.text_of(sampled))
-    told = job.told.of(sampled.token_ids, sampled.logprobs)
+    reading = part.reader.syntax.read(part.reader.text_of(sampled))
+    fields = job.view.of(sampled.token_ids, sampled.logprobs)
     reason = finish_reason(sampled.stop_reason, has_calls=bool(reading.calls))
-    if not job.told.is_chat:
-        return text_choice(index, reading.content, reason, told)
+    if not job.view.is_chat:
+        return text_choice(index, reading.content, reason, fields)
     message = message_of(reading, call_ids, is_complete=is_complete(sampled))
-    return chat_choice(index, message, reason, told)
+    return chat_choice(index, message, reason, fields)
 
 
 async def _all(samples: list[Any]) -> list[list[Sampled]]:
-    """All of them, or the first error with the others stopped."""
+    """Return the results of all; at the first error stop the others and raise it."""
     tasks = [asyncio.ensure_future(sample) for sample in samples]
     try:
         return list(await asyncio.gather(*tasks))
@@ -291,8 +291,8 @@ async def _all(samples: list[Any]) -> list[list[Sampled]]:
 
 
 @contextmanager
-def _told_to_recordings(job: Job, request: HttpRequest) -> Iterator[None]:
-    """Tell the recordings of a job what cut it short."""
+def _noting_in_recordings(job: Job, request: HttpRequest) -> Iterator[None]:
+    """Note in the recordings of a job what cut it short."""
     try:
         yield
     except (asyncio.CancelledError, GeneratorExit):
@@ -300,9 +300,9 @@ def _told_to_recordings(job: Job, request: HttpRequest) -> Iterator[None]:
         _cut_short(job, Failure(owner=owner, reason=reason, message=message))
         raise
     except InvalidInput:
-        for ask in job.asks:
-            if ask.recording is not None and ask.call is not None:
-                ask.recording.not_sampled(ask.call, CallState.REFUSED)
+        for part in job.parts:
+            if part.recording is not None and part.call is not None:
+                part.recording.mark_unsampled(part.call, CallState.REFUSED)
         raise
     except Exception as error:
         why = error.reason if isinstance(error, DialoopError) else Reason.ENGINE_FAILED
@@ -312,6 +312,6 @@ def _told_to_recordings(job: Job, request: HttpRequest) -> Iterator[None]:
 
 
 def _cut_short(job: Job, failure: Failure) -> None:
-    for ask in job.asks:
-        if ask.recording is not None and ask.call is not None:
-            ask.recording.cut_short(ask.call, failure)
+    for part in job.parts:
+        if part.recording is not None and part.call is not None:
+            part.recording.cut_short(part.call, failure)

@@ -1,4 +1,4 @@
-"""What the OpenAPI page says of OpenAI's routes."""
+"""The descriptions of OpenAI's routes on the OpenAPI page."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ OPERATIONS: Mapping[str, tuple[str, type[BaseModel] | None, dict[str, Any] | Non
 
 
 def operation(name: str, path: str) -> dict[str, Any]:
-    """The operation of a route, without its id."""
+    """Return the OpenAPI operation of a route, without its id."""
     summary, body, example = OPERATIONS[name]
     answers: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if body is not None:
@@ -87,7 +87,7 @@ def operation(name: str, path: str) -> dict[str, Any]:
         },
     }
     if body is not None:
-        media = {"schema": _inlined(body), "example": example}
+        media = {"schema": _inline(body), "example": example}
         made["requestBody"] = {"content": {"application/json": media}, "required": True}
     return made
 
@@ -109,20 +109,20 @@ def _refusal(text: str) -> dict[str, Any]:
     return {"description": text, "content": {"application/json": {"schema": _ERROR}}}
 
 
-def _inlined(body: type[BaseModel]) -> dict[str, Any]:
-    """The body's schema with what it refers to in its place; it refers to nothing twice over."""
+def _inline(body: type[BaseModel]) -> dict[str, Any]:
+    """Return the body's schema with every reference replaced by what it refers to."""
     schema = body.model_json_schema()
     definitions = schema.pop("$defs", {})
 
-    def resolved(value: Any) -> Any:
+    def resolve(value: Any) -> Any:
         if isinstance(value, list):
-            return [resolved(item) for item in value]
+            return [resolve(item) for item in value]
         if not isinstance(value, dict):
             return value
         if "$ref" in value:
             name = value["$ref"].rpartition("/")[2]
-            return resolved(definitions[name] | {k: v for k, v in value.items() if k != "$ref"})
-        return {key: resolved(item) for key, item in value.items() if key != "title"}
+            return resolve(definitions[name] | {k: v for k, v in value.items() if k != "$ref"})
+        return {key: resolve(item) for key, item in value.items() if key != "title"}
 
-    found: dict[str, Any] = resolved(schema)
-    return found
+    inlined: dict[str, Any] = resolve(schema)
+    return inlined

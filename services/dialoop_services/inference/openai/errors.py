@@ -1,4 +1,4 @@
-"""Errors in the words of OpenAI's API, from the one error tree.
+"""Errors as OpenAI's API writes them.
 
 {"error": {"message": "...", "type": "invalid_request_error", "param": "messages.0.role",
            "code": "invalid_field"}}
@@ -55,38 +55,38 @@ class ContextTooLong(InvalidInput):
 
 
 def error_answer(error: DialoopError) -> ErrorAnswer:
-    """The document and headers of an error that a caller may see."""
+    """Return the document and headers of an error that a caller may see."""
     status = int(error.http_status)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     fields = error.fields if isinstance(error, FieldsRefused) else ()
-    told: dict[str, Any] = {
+    document: dict[str, Any] = {
         "message": str(error),
         "type": kind,
         "param": fields[0] if fields else None,
         "code": error.reason.lower(),
     }
     if isinstance(error, LoggedError):
-        told["error_id"] = error.error_id
-    obliged = {name.decode(): value.decode() for name, value in problem_headers(error)}
-    del obliged["content-type"]
-    # OpenAI's clients would else repeat every 409, 429 and 5xx, whatever its cause.
-    obliged["x-should-retry"] = "true" if error.retryable else "false"
-    return ErrorAnswer(document={"error": told}, headers=obliged)
+        document["error_id"] = error.error_id
+    headers = {name.decode(): value.decode() for name, value in problem_headers(error)}
+    del headers["content-type"]
+    # Without this header OpenAI's clients repeat every 409, 429 and 5xx, whatever its cause.
+    headers["x-should-retry"] = "true" if error.retryable else "false"
+    return ErrorAnswer(document={"error": document}, headers=headers)
 
 
-def refused(
+def field_error(
     field: str, message: str, *, remedy: str, reason: Reason = Reason.INVALID_FIELD
 ) -> Exception:
-    """A field that is well typed and cannot be had."""
+    """Return the error of a field that has the right type and a value that is not served."""
     return FieldsRefused(f"{field}: {message}.", reason=reason, remedy=remedy, fields=[field])
 
 
-def body_refused(error: ValidationError) -> FieldsRefused:
-    """What was expected of every wrong field, and what was found; values stay out."""
+def body_error(error: ValidationError) -> FieldsRefused:
+    """Return an error that says of each wrong field what was expected and found; no values."""
     details = error.errors(include_url=False, include_context=False)
     if details[0]["type"] == "json_invalid":
         return FieldsRefused(
-            f"The body is no JSON: {details[0]['msg']}.",
+            f"The body is not JSON: {details[0]['msg']}.",
             reason=Reason.INVALID_JSON,
             remedy="Send one JSON object.",
             fields=(),
@@ -94,10 +94,10 @@ def body_refused(error: ValidationError) -> FieldsRefused:
     by_name: dict[str, list[ErrorDetails]] = {}
     for detail in details:
         by_name.setdefault(_name(detail), []).append(detail)
-    told = [_said(name, found) for name, found in by_name.items()]
+    problems = [_problem_of(name, group) for name, group in by_name.items()]
     unknown = all(detail["type"] == "extra_forbidden" for detail in details)
     return FieldsRefused(
-        "; ".join(told[:_MAX_FIELDS]) + ".",
+        "; ".join(problems[:_MAX_FIELDS]) + ".",
         reason=Reason.UNKNOWN_FIELD if unknown else Reason.INVALID_FIELD,
         remedy="Compare with /docs.",
         fields=list(by_name)[:_MAX_FIELDS],
@@ -105,13 +105,13 @@ def body_refused(error: ValidationError) -> FieldsRefused:
 
 
 def _name(detail: ErrorDetails) -> str:
-    """messages.0.content, without the kinds of a union that were tried."""
+    """Return a field's path, such as messages.0.content, without the kinds of a union."""
     parts = (part for part in detail["loc"] if not _KIND.fullmatch(str(part)))
     return ".".join(map(str, parts))
 
 
-def _said(name: str, details: list[ErrorDetails]) -> str:
-    """One sentence of one field, whatever kinds it might have been of."""
+def _problem_of(name: str, details: list[ErrorDetails]) -> str:
+    """Return one clause about a field that may be of several kinds."""
     where = name or "the body"
     kinds = {detail["type"] for detail in details}
     if "extra_forbidden" in kinds:
@@ -120,11 +120,11 @@ def _said(name: str, details: list[ErrorDetails]) -> str:
         return f"{where}: expected a value, found none"
     if "value_error" in kinds:
         return f"{where}: {details[0]['msg'].removeprefix('Value error, ')}"
-    expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
-    found = _FOUND.get(type(details[0]["input"]).__name__, "something else")
-    return f"{where}: expected {expected}, found {found}"
+    expected = " or ".join(dict.fromkeys(_expectation_of(detail) for detail in details))
+    kind = _FOUND.get(type(details[0]["input"]).__name__, "something else")
+    return f"{where}: expected {expected}, found {kind}"
 
 
-def _expected(detail: ErrorDetails) -> str:
+def _expectation_of(detail: ErrorDetails) -> str:
     text = detail["msg"].removeprefix("Input should be ")
     return text[:1].lower() + text[1:]

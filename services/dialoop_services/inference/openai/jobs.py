@@ -1,4 +1,4 @@
-"""From a request's body to a job: what is asked, refused, or taken otherwise than asked."""
+"""From the body of an OpenAI request to a job; what cannot be served is refused here."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dialoop.reasons import Reason
 from dialoop.trajectory import SamplingParams
 from pydantic import BaseModel, ValidationError
 
-from dialoop_services.inference.openai.answers import Head, Told
-from dialoop_services.inference.openai.calls import Ask, Job
-from dialoop_services.inference.openai.errors import UnknownModel, body_refused, refused
+from dialoop_services.inference.openai.answers import Head, TokenView
+from dialoop_services.inference.openai.calls import Job, PromptJob
+from dialoop_services.inference.openai.errors import UnknownModel, body_error, field_error
 from dialoop_services.inference.openai.messages import history_of, tools_of
 from dialoop_services.inference.openai.prompts import Offer, Prompts
 from dialoop_services.inference.openai.streaming import Reader
@@ -20,7 +20,7 @@ from dialoop_services.inference.openai.tool_calls import CALL_END, AnswerSyntax
 
 if TYPE_CHECKING:
     from dialoop_services.inference.openai.models import ChatBody, CompletionBody, SamplingBody
-    from dialoop_services.inference.recordings.book import CallPrompt, Recording
+    from dialoop_services.inference.recordings.store import CallPrompt, Recording
     from dialoop_services.inference.rendering import Renderer
     from dialoop_services.inference.replica.replica import Replica
 
@@ -28,17 +28,17 @@ _B = TypeVar("_B", bound=BaseModel)
 _RESERVED = {"messages", "tools", "add_generation_prompt", "tokenize", "documents"}
 
 
-def parsed(kind: type[_B], body: bytes) -> _B:
-    """The body; FieldsRefused names what was expected of every wrong field, and what was found."""
+def parse_body(kind: type[_B], body: bytes) -> _B:
+    """Return the body; FieldsRefused says for each wrong field what was expected and found."""
     try:
         return kind.model_validate_json(body or b"{}")
     except ValidationError as error:
-        raise body_refused(error) from None
+        raise body_error(error) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jobs:
-    """Makes jobs for one replica; a recording's calls are taken into it."""
+    """Makes jobs for one replica; the calls of a recording are recorded."""
 
     replica: Replica
     renderer: Renderer
@@ -46,12 +46,12 @@ class Jobs:
     max_new_tokens: int
 
     def chat(self, body: ChatBody, recording: Recording | None) -> Job:
-        """A chat completion."""
+        """Return the job of a chat completion."""
         self._require_model(body, recording)
         _require_enforceable(body)
         num_top = body.top_logprobs or 0
         if num_top and not body.logprobs:
-            raise refused("top_logprobs", "logprobs is not true", remedy="Set logprobs.")
+            raise field_error("top_logprobs", "logprobs is not true", remedy="Set logprobs.")
         offers_tools = bool(body.tools) and body.tool_choice != "none"
         one_call = offers_tools and not body.parallel_tool_calls
         more_stops = (CALL_END,) if one_call else ()
@@ -68,14 +68,14 @@ class Jobs:
         return self._job(
             body,
             replace(head, warnings=_warnings(body)),
-            [self._ask(body, prompt, syntax, recording, sampling, head.call_id)],
+            [self._part(body, prompt, syntax, recording, sampling, head.call_id)],
             sampling,
             with_logprobs=body.logprobs,
             num_top=num_top,
         )
 
     def completion(self, body: CompletionBody, recording: Recording | None) -> Job:
-        """A plain completion of one or more prompts."""
+        """Return the job of a plain completion of one or more prompts."""
         self._require_model(body, recording)
         num_top = body.logprobs or 0
         sampling = self._sampling(body, None, recording, ())
@@ -87,14 +87,14 @@ class Jobs:
             recording.require_open(len(rows))
         ids = [head.call_id + (f"-{i}" if len(rows) > 1 else "") for i in range(len(rows))]
         made = [prompts.completion(row, recording) for row in rows]
-        asks = [
-            self._ask(body, prompt, AnswerSyntax(), recording, sampling, call_id)
+        parts = [
+            self._part(body, prompt, AnswerSyntax(), recording, sampling, call_id)
             for prompt, call_id in zip(made, ids, strict=True)
         ]
         with_logprobs = body.logprobs is not None
-        return self._job(body, head, asks, sampling, with_logprobs=with_logprobs, num_top=num_top)
+        return self._job(body, head, parts, sampling, with_logprobs=with_logprobs, num_top=num_top)
 
-    def _ask(
+    def _part(
         self,
         body: SamplingBody,
         prompt: CallPrompt,
@@ -102,17 +102,17 @@ class Jobs:
         recording: Recording | None,
         sampling: SamplingParams,
         call_id: str,
-    ) -> Ask:
+    ) -> PromptJob:
         cut = () if body.include_stop_str_in_output else body.stop_strings
         call = None if recording is None else recording.begin(call_id, prompt, sampling)
         reader = Reader(tokenizer=self.renderer.tokenizer, syntax=syntax, cut=cut)
-        return Ask(prompt=prompt, reader=reader, recording=recording, call=call)
+        return PromptJob(prompt=prompt, reader=reader, recording=recording, call=call)
 
     def _job(
         self,
         body: SamplingBody,
         head: Head,
-        asks: list[Ask],
+        parts: list[PromptJob],
         sampling: SamplingParams,
         *,
         with_logprobs: bool,
@@ -120,11 +120,11 @@ class Jobs:
     ) -> Job:
         return Job(
             head=head,
-            asks=tuple(asks),
+            parts=tuple(parts),
             sampling=sampling,
             num_choices=body.n,
             adapter=self._adapter(body),
-            told=Told(
+            view=TokenView(
                 tokenizer=self.renderer.tokenizer,
                 is_chat=head.is_chat,
                 with_logprobs=with_logprobs,
@@ -145,7 +145,7 @@ class Jobs:
         return body.model if body.model in self.replica.adapters else ""
 
     def _require_model(self, body: SamplingBody, recording: Recording | None) -> None:
-        # An agent that is recorded keeps the name of the model it was written for.
+        # A recorded agent may send the name of any model: the one it was written for.
         if recording is None and body.model not in {self.model_name, *self.replica.adapters}:
             raise UnknownModel(
                 "The model of that name is not served here.",
@@ -159,8 +159,8 @@ class Jobs:
         recording: Recording | None,
         more_stops: tuple[str, ...],
     ) -> SamplingParams:
-        """What the call says, else what its recording says, else this service's own."""
-        given: dict[str, Any] = {
+        """Return the sampling of the call, else of its recording, else this service's default."""
+        fields: dict[str, Any] = {
             "temperature": body.temperature,
             "top_p": body.top_p,
             "top_k": body.top_k,
@@ -170,17 +170,17 @@ class Jobs:
             "max_new_tokens": body.max_tokens or max_completion_tokens,
         }
         default = SamplingParams() if recording is None else recording.spec.sampling
-        asked = replace(default, **{k: v for k, v in given.items() if v is not None})
+        sampling = replace(default, **{k: v for k, v in fields.items() if v is not None})
         return replace(
-            asked,
-            temperature=1.0 if asked.temperature is None else asked.temperature,
-            max_new_tokens=asked.max_new_tokens or self.max_new_tokens,
+            sampling,
+            temperature=1.0 if sampling.temperature is None else sampling.temperature,
+            max_new_tokens=sampling.max_new_tokens or self.max_new_tokens,
             stop=(*(body.stop_strings or default.stop), *more_stops),
         )
 
 
 def _rows(body: CompletionBody) -> list[str | list[int]]:
-    """The prompts: texts or rows of ids."""
+    """Return the prompts: texts or rows of ids."""
     prompt: Any = body.prompt
     is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
     return [prompt] if is_one else list(prompt)
@@ -190,13 +190,15 @@ def _options(body: ChatBody) -> dict[str, Any]:
     options = dict(body.chat_template_kwargs or {})
     for name in sorted(_RESERVED & options.keys()):
         field = f"chat_template_kwargs.{name}"
-        raise refused(field, "the request says this itself", remedy="Leave it out.")
+        raise field_error(
+            field, "the request has a field of its own for this", remedy="Leave it out."
+        )
     return options
 
 
 def _require_enforceable(body: ChatBody) -> None:
     if body.tool_choice not in ("auto", "none"):
-        raise refused(
+        raise field_error(
             "tool_choice",
             "a call cannot be forced, as decoding is not constrained",
             remedy="Give auto or none.",
@@ -205,9 +207,9 @@ def _require_enforceable(body: ChatBody) -> None:
 
 
 def _require_top(field: str, num_top: int, sampling: SamplingParams) -> None:
-    """The engine knows the sampled token's log-prob alone; at temperature 0 it is the top one."""
+    """Refuse more top log-probs than the sampled token's own, which at temperature 0 is the top."""
     if num_top > 1 or (num_top == 1 and sampling.temperature != 0):
-        raise refused(
+        raise field_error(
             field,
             f"{num_top} likeliest tokens are not known here",
             remedy="Give 0 for the sampled token alone, or 1 with temperature 0.",

@@ -1,4 +1,4 @@
-"""Messages and tools of OpenAI's API as ours."""
+"""Messages and tools of OpenAI's API as Dialoop's own, and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def history_of(messages: Iterable[ChatMessage]) -> History:
-    """The conversation as it was sent; text parts become one text, `developer` `system`."""
+    """Return the conversation; text parts become one text, and `developer` becomes `system`."""
     return History(tuple(_message(message) for message in messages))
 
 
@@ -35,7 +35,7 @@ def _message(message: ChatMessage) -> Message:
 
 
 def tools_of(tools: Iterable[ToolBody]) -> tuple[ToolDefinition, ...]:
-    """The tools that are offered."""
+    """Return the tools of a request."""
     return tuple(
         ToolDefinition(
             name=tool.function.name,
@@ -47,18 +47,18 @@ def tools_of(tools: Iterable[ToolBody]) -> tuple[ToolDefinition, ...]:
 
 
 def message_json(message: Message) -> dict[str, Any]:
-    """An assistant's message as a client reads it."""
-    told: dict[str, Any] = {"role": message.role, "content": message.text or None}
+    """Return an assistant's message as OpenAI's JSON."""
+    document: dict[str, Any] = {"role": message.role, "content": message.text or None}
     if not message.tool_calls:
-        told["content"] = message.text
+        document["content"] = message.text
     if message.reasoning:
-        told["reasoning_content"] = message.reasoning
+        document["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        told["tool_calls"] = [call_json(call) for call in message.tool_calls]
-    return told
+        document["tool_calls"] = [call_json(call) for call in message.tool_calls]
+    return document
 
 
 def call_json(call: ToolCall) -> dict[str, Any]:
-    """A tool call."""
+    """Return a tool call as OpenAI's JSON."""
     function = {"name": call.name, "arguments": call.arguments_json}
     return {"id": call.id, "type": "function", "function": function}

@@ -1,7 +1,6 @@
-"""What a client may ask of the OpenAI-compatible routes: every field, typed; no others.
+"""The bodies of the OpenAI-compatible routes: every field that is accepted, with its type.
 
-A field that is null counts as absent. Fields under "Taken and not used" change nothing here, and a
-client that sends them gets the answer it would get without them.
+A field that is null counts as absent. "Accepted and ignored" fields do not change the answer.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class ChatMessage(_Body):
     """One message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    """`developer` is what `system` is."""
+    """`developer` means the same as `system`."""
     content: str | list[ContentPartBody] | None = None
     tool_calls: list[ToolCallBody] | None = None
     tool_call_id: str | None = None
@@ -70,9 +69,9 @@ class ChatMessage(_Body):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    """Taken and not used."""
+    """Accepted and ignored."""
     annotations: list[Any] | None = None
-    """Taken and not used."""
+    """Accepted and ignored."""
 
     @model_validator(mode="after")
     def _require_what_the_role_needs(self) -> ChatMessage:
@@ -93,7 +92,7 @@ class FunctionBody(_Body):
     parameters: dict[str, Any] = {}
     """JSON schema of the arguments."""
     strict: bool = False
-    """Taken and not used: decoding is not constrained."""
+    """Accepted and ignored: decoding is not constrained."""
 
 
 class ToolBody(_Body):
@@ -122,7 +121,7 @@ class StreamOptions(_Body):
     include_usage: bool = False
     """A last event with the numbers of tokens."""
     include_obfuscation: bool = False
-    """Taken and not used."""
+    """Accepted and ignored."""
 
 
 class ResponseFormat(_Body):
@@ -154,32 +153,32 @@ class SamplingBody(_Body):
     repetition_penalty: float | None = Field(default=None, gt=0)
     """1 is none; with another the calls are not trained on."""
     presence_penalty: float = Field(default=0, ge=0, le=0)
-    """Only 0: what is trained must be the distribution that was sampled."""
+    """Only 0: training needs the distribution that was sampled."""
     frequency_penalty: float = Field(default=0, ge=0, le=0)
     """Only 0."""
     user: str | None = None
-    """Taken and not used."""
+    """Accepted and ignored."""
     metadata: dict[str, str] | None = None
-    """Taken and not used."""
+    """Accepted and ignored."""
     store: bool | None = None
-    """Taken and not used."""
+    """Accepted and ignored."""
     service_tier: str | None = None
-    """Taken and not used."""
+    """Accepted and ignored."""
     safety_identifier: str | None = None
-    """Taken and not used."""
+    """Accepted and ignored."""
     prompt_cache_key: str | None = None
-    """Taken and not used."""
+    """Accepted and ignored."""
     prompt_cache_retention: str | None = None
-    """Taken and not used."""
+    """Accepted and ignored."""
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings; none when nothing is said."""
+        """Return the stop strings; empty for none."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """Return whether a stream ends with the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -191,12 +190,12 @@ class ChatBody(SamplingBody):
     """max_tokens wins where both are given, with a warning."""
     tools: list[ToolBody] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
-    """auto, or none, which does not show the tools; a call cannot be forced."""
+    """auto, or none to hide the tools; a call cannot be forced."""
     parallel_tool_calls: bool = True
     """False ends the answer with its first call."""
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    """0; or 1 at temperature 0, where the sampled token is the likeliest."""
+    """0, or 1 at temperature 0, where the sampled token is the likeliest."""
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the chat template."""
@@ -216,6 +215,6 @@ class CompletionBody(SamplingBody):
     )
     """Text, token ids, or a list of either; special tokens that a text spells count."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    """0; or 1 at temperature 0, where the sampled token is the likeliest."""
+    """0, or 1 at temperature 0, where the sampled token is the likeliest."""
     echo: Literal[False] = False
     best_of: Literal[1] = 1

@@ -1,7 +1,7 @@
-"""From what a client asks to the tokens to continue, through the service's one renderer.
+"""From the messages or text of a client to the tokens to continue.
 
-In a recording, a conversation that goes on from an earlier answer continues that answer's tokens:
-only what was added is rendered and tokenised.
+In a recording, a conversation that goes on from an earlier answer continues that answer's tokens.
+Only the messages after it are rendered and tokenised.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Sequence, Source, sequence_of
 from dialoop.tokens.builder import Prompt
 
-from dialoop_services.inference.openai.errors import refused
+from dialoop_services.inference.openai.errors import field_error
 from dialoop_services.inference.openai.tool_calls import CALL_START, AnswerSyntax
-from dialoop_services.inference.recordings.book import CallPrompt
 from dialoop_services.inference.recordings.matching import Origin
-from dialoop_services.inference.rendering import Ask
+from dialoop_services.inference.recordings.store import CallPrompt
+from dialoop_services.inference.rendering import GenerationRequest
 
 if TYPE_CHECKING:
     from dialoop.chat import ToolDefinition
 
-    from dialoop_services.inference.recordings.book import Recording
+    from dialoop_services.inference.recordings.store import Recording
     from dialoop_services.inference.rendering import Renderer
 
 _COMPLETION = "completion"
@@ -37,14 +37,14 @@ _NUM_LOOKED_AT = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What the template is told beside the messages."""
+    """What the template gets beside the messages: tools and options."""
 
     tools: tuple[ToolDefinition, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
-        """Equal for equal offers."""
+        """Return a digest that is equal for equal offers."""
         tools = [(t.name, t.description, t.parameters_json) for t in self.tools]
         text = json.dumps([tools, dict(self.options)], sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
@@ -56,53 +56,59 @@ class Prompts:
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
 
-    def chat(self, asked: History, offer: Offer, recording: Recording | None) -> CallPrompt:
-        """The prompt of a conversation."""
+    def chat(self, messages: History, offer: Offer, recording: Recording | None) -> CallPrompt:
+        """Return the prompt of a conversation."""
         if offer.tools:
             self._require_tools_known()
         variant = offer.digest
-        ask = Ask(history=asked, tools=offer.tools, template_options=offer.options)
-        past = None if recording is None else recording.find_past(asked, variant)
+        request = GenerationRequest(
+            history=messages, tools=offer.tools, template_options=offer.options
+        )
+        past = None if recording is None else recording.find_past(messages, variant)
         if recording is None or past is None:
-            return CallPrompt(asked=asked, prompt=self._prompt(ask), variant=variant)
-        known = recording.spelled(past.origin)
+            return CallPrompt(messages=messages, prompt=self._prompt(request), variant=variant)
+        own = recording.history_of(past.origin)
         prompt = self._prompt(
             replace(
-                ask,
-                history=known.extend(asked[len(known) :]),
+                request,
+                history=own.extend(messages[len(own) :]),
                 context=recording.full(past.origin),
-                num_context_messages=len(known),
-                known_sampled=tuple(i for i, m in enumerate(known) if m.role == "assistant"),
+                num_context_messages=len(own),
+                known_sampled=tuple(i for i, m in enumerate(own) if m.role == "assistant"),
             )
         )
         goes_on = prompt.appended.fork_cause is ForkCause.NONE
         return CallPrompt(
-            asked=asked,
+            messages=messages,
             prompt=prompt,
             past=past.origin,
             origin=past.origin if goes_on else None,
             variant=variant,
         )
 
-    def _prompt(self, ask: Ask) -> Prompt:
-        made = self._renderer.prompt(ask)
-        assert isinstance(made, Prompt)  # a history was asked
+    def _prompt(self, request: GenerationRequest) -> Prompt:
+        made = self._renderer.prompt(request)
+        assert isinstance(made, Prompt)  # the request has a history
         return made
 
-    def completion(self, asked: str | list[int], recording: Recording | None) -> CallPrompt:
-        """The prompt of a plain completion: text or ids that are continued as they stand."""
-        ids = self._ids(asked)
-        origin = None if recording is None else self._continued(asked, ids, recording)
+    def completion(self, text_or_ids: str | list[int], recording: Recording | None) -> CallPrompt:
+        """Return the prompt of a plain completion: text or ids that are continued as they stand."""
+        ids = self._ids(text_or_ids)
+        origin = None if recording is None else self._find_origin(text_or_ids, ids, recording)
         if recording is None or origin is None:
-            text = asked if isinstance(asked, str) else self._renderer.tokenizer.decode(ids)
+            text = (
+                text_or_ids
+                if isinstance(text_or_ids, str)
+                else self._renderer.tokenizer.decode(ids)
+            )
             history = History((Message(role="user", content=text),))
-            whole = _written(ids, Source.PROMPT, len(text), message_index=0)
+            whole = _sequence_of(ids, Source.PROMPT, len(text), message_index=0)
             prompt = Prompt(history=history, sequence=whole, appended=whole, turn=0)
-            return CallPrompt(asked=history, prompt=prompt, variant=_COMPLETION)
-        return self._continuing(asked, ids, origin, recording)
+            return CallPrompt(messages=history, prompt=prompt, variant=_COMPLETION)
+        return self._continue(text_or_ids, ids, origin, recording)
 
     def syntax(self, prompt: CallPrompt, *, reads_calls: bool) -> AnswerSyntax:
-        """What to look for in the answers."""
+        """Return the syntax of the answers."""
         last = prompt.prompt.sequence.token_ids[-_NUM_LOOKED_AT:].tolist()
         opening = self._renderer.tokenizer.decode(last).rstrip("\n")
         return AnswerSyntax(
@@ -117,29 +123,29 @@ class Prompts:
 
     def _require_tools_known(self) -> None:
         if "tools" not in self._source or CALL_START not in self._source:
-            raise refused(
+            raise field_error(
                 "tools",
                 f"this policy's chat template shows no tools or has no {CALL_START}",
                 remedy="Serve a model whose template has tools, as Qwen's.",
                 reason=Reason.TOOLS_UNSUPPORTED,
             )
 
-    def _ids(self, asked: str | list[int]) -> list[int]:
-        if not isinstance(asked, str):
-            return asked
-        ids = list(self._renderer.tokenizer.encode(asked, trusted=True).ids)
+    def _ids(self, text_or_ids: str | list[int]) -> list[int]:
+        if not isinstance(text_or_ids, str):
+            return text_or_ids
+        ids = list(self._renderer.tokenizer.encode(text_or_ids, trusted=True).ids)
         if not ids:
             raise InvalidInput(
-                "prompt: there is nothing to continue.",
+                "prompt is empty: there is nothing to continue.",
                 reason=Reason.NO_TOKENS,
                 remedy="Send at least one character or token.",
             )
         return ids
 
-    def _continued(
-        self, asked: str | list[int], ids: list[int], recording: Recording
+    def _find_origin(
+        self, text_or_ids: str | list[int], ids: list[int], recording: Recording
     ) -> Origin | None:
-        """The answer with the longest text, or row of ids, that the prompt begins with."""
+        """Return the recorded answer with the longest text or ids that the prompt begins with."""
         best, best_length = None, 0
         for index, call in enumerate(recording.calls):
             if call.prompt.variant != _COMPLETION:
@@ -150,35 +156,35 @@ class Prompts:
                 if len(full) < best_length:
                     continue
                 is_past = (
-                    asked.startswith(self._renderer.tokenizer.decode(full))
-                    if isinstance(asked, str)
+                    text_or_ids.startswith(self._renderer.tokenizer.decode(full))
+                    if isinstance(text_or_ids, str)
                     else ids[: len(full)] == full
                 )
                 if is_past:
                     best, best_length = origin, len(full)
         return best
 
-    def _continuing(
-        self, asked: str | list[int], ids: list[int], origin: Origin, recording: Recording
+    def _continue(
+        self, text_or_ids: str | list[int], ids: list[int], origin: Origin, recording: Recording
     ) -> CallPrompt:
         tokenizer = self._renderer.tokenizer
-        context, known = recording.full(origin), recording.spelled(origin)
-        if isinstance(asked, str):
-            text = asked[len(tokenizer.decode(context.token_ids.tolist())) :]
+        context, own = recording.full(origin), recording.history_of(origin)
+        if isinstance(text_or_ids, str):
+            text = text_or_ids[len(tokenizer.decode(context.token_ids.tolist())) :]
             added = list(tokenizer.encode(text, trusted=True).ids)
         else:
             added = ids[len(context) :]
             text = tokenizer.decode(added)
-        appended = _written(added, Source.ENVIRONMENT, len(text), message_index=len(known))
-        history = known.append(Message(role="user", content=text)) if added else known
+        appended = _sequence_of(added, Source.ENVIRONMENT, len(text), message_index=len(own))
+        history = own.append(Message(role="user", content=text)) if added else own
         prompt = Prompt(
             history=history, sequence=context.extended_by(appended), appended=appended, turn=0
         )
         return CallPrompt(
-            asked=history, prompt=prompt, past=origin, origin=origin, variant=_COMPLETION
+            messages=history, prompt=prompt, past=origin, origin=origin, variant=_COMPLETION
         )
 
 
-def _written(ids: list[int], source: Source, length: int, *, message_index: int) -> Sequence:
+def _sequence_of(ids: list[int], source: Source, length: int, *, message_index: int) -> Sequence:
     fields = {"source": source, "message_index": message_index, "char_length": length}
     return sequence_of([(ids, fields)])

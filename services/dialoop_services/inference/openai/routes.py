@@ -14,14 +14,14 @@ from dialoop.errors import DialoopError
 from dialoop_services.inference.openai.calls import Answering
 from dialoop_services.inference.openai.documents import OPERATIONS, operation
 from dialoop_services.inference.openai.errors import UnknownModel, error_answer
-from dialoop_services.inference.openai.jobs import Jobs, parsed
+from dialoop_services.inference.openai.jobs import Jobs, parse_body
 from dialoop_services.inference.openai.models import ChatBody, CompletionBody
 from dialoop_services.rest.http_routes import HttpRoute
 from dialoop_services.runtime.logs import add_log_fields
 
 if TYPE_CHECKING:
     from dialoop_services.inference.openai.calls import Job
-    from dialoop_services.inference.recordings.book import Recording, RecordingBook
+    from dialoop_services.inference.recordings.store import Recording, RecordingStore
     from dialoop_services.inference.rendering import Renderer
     from dialoop_services.inference.replica.replica import Replica
     from dialoop_services.rest.http_routes import HttpAnswer, HttpRequest
@@ -36,13 +36,13 @@ class OpenAiService:
         self,
         replica: Replica,
         renderer: Renderer,
-        book: RecordingBook,
+        store: RecordingStore,
         *,
         model_name: str,
         max_new_tokens: int,
     ) -> None:
         self._replica = replica
-        self._book = book
+        self._store = store
         self._model_name = model_name
         self._answering = Answering(replica, renderer)
         self._jobs = Jobs(
@@ -55,13 +55,13 @@ class OpenAiService:
     async def chat(self, request: HttpRequest, answer: HttpAnswer) -> None:
         """POST chat/completions."""
         recording = self._recording(request)
-        body = parsed(ChatBody, request.body)
+        body = parse_body(ChatBody, request.body)
         await self._answer(self._jobs.chat(body, recording), body.stream, request, answer)
 
     async def completion(self, request: HttpRequest, answer: HttpAnswer) -> None:
         """POST completions."""
         recording = self._recording(request)
-        body = parsed(CompletionBody, request.body)
+        body = parse_body(CompletionBody, request.body)
         await self._answer(self._jobs.completion(body, recording), body.stream, request, answer)
 
     async def models(self, request: HttpRequest, answer: HttpAnswer) -> None:
@@ -81,7 +81,7 @@ class OpenAiService:
         await answer.json(model)
 
     def _models(self) -> dict[str, dict[str, Any]]:
-        """The policy, and each adapter on it, by name."""
+        """Return the policy, and each adapter on it, by name."""
         engine = self._replica.engine
         versions = {self._model_name: engine.policy_version, **self._replica.adapters}
         return {
@@ -101,7 +101,7 @@ class OpenAiService:
         if recording_id is None:
             return None
         add_log_fields({"recording_id": recording_id})
-        recording = self._book.find(recording_id)
+        recording = self._store.find(recording_id)
         recording.require_open()
         return recording
 
@@ -118,7 +118,7 @@ class OpenAiService:
 
 
 def openai_routes(service: OpenAiService) -> tuple[HttpRoute, ...]:
-    """All of them."""
+    """Return all routes of the service, plain and recorded."""
     handlers = {
         "ChatCompletions": ("POST", "/v1/chat/completions", service.chat),
         "Completions": ("POST", "/v1/completions", service.completion),

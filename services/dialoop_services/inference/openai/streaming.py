@@ -1,4 +1,4 @@
-"""A running answer, told as it grows: what is told adds up to what a whole answer would say."""
+"""A running answer as chunks; together they say what a whole answer would say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dialoop.tokens.tokenizer import RunningText
 from dialoop.trajectory import StopReason
 
 from dialoop_services.inference.openai.answers import (
-    Told,
+    TokenView,
     calls_delta,
     delta_choice,
     finish_reason,
@@ -22,7 +22,7 @@ from dialoop_services.inference.openai.tool_calls import held_back
 if TYPE_CHECKING:
     from dialoop.tokens.tokenizer import Tokenizer
 
-    from dialoop_services.inference.engine import Piece, Sampled
+    from dialoop_services.inference.engine import Sampled, TokenChunk
     from dialoop_services.inference.openai.tool_calls import AnswerSyntax, Reading
 
 
@@ -35,7 +35,7 @@ class Reader:
     cut: tuple[str, ...] = ()
 
     def text_of(self, sampled: Sampled) -> str:
-        """The text of a finished answer, without the end of turn and the stop string."""
+        """Return the text of a finished answer, without the end of turn and the stop string."""
         ids = sampled.token_ids
         ends = bool(ids) and ids[-1] in self.tokenizer.end_of_turn_ids
         text = self.tokenizer.decode(ids[:-1] if ends else ids)
@@ -45,23 +45,23 @@ class Reader:
 
 
 class CallIds:
-    """The ids of an answer's tool calls, each given out once in the world."""
+    """The ids of an answer's tool calls; no id is used twice anywhere."""
 
     def __init__(self) -> None:
         self._ids: list[str] = []
 
     def calls(self, reading: Reading) -> tuple[ToolCall, ...]:
-        """The calls of a reading; a later reading of the same answer keeps the ids."""
+        """Return the calls of a reading; a later reading of the same answer keeps the ids."""
         while len(self._ids) < len(reading.calls):
             self._ids.append(f"call_{uuid.uuid4().hex}")
         return tuple(
-            ToolCall(id=known, name=call.name, arguments_json=call.arguments_json)
-            for known, call in zip(self._ids, reading.calls, strict=False)
+            ToolCall(id=call_id, name=call.name, arguments_json=call.arguments_json)
+            for call_id, call in zip(self._ids, reading.calls, strict=False)
         )
 
 
 def message_of(reading: Reading, ids: CallIds, *, is_complete: bool) -> Message:
-    """The message that is given out."""
+    """Return the message that the client gets."""
     return Message(
         role="assistant",
         content=reading.content,
@@ -73,11 +73,11 @@ def message_of(reading: Reading, ids: CallIds, *, is_complete: bool) -> Message:
 
 @dataclass(slots=True, kw_only=True)
 class RunningChoice:
-    """One choice of a stream; touched by the task that answers alone."""
+    """One choice of a stream; only the task that answers uses it."""
 
     index: int
     reader: Reader
-    told: Told
+    view: TokenView
     call_ids: CallIds = field(default_factory=CallIds)
     _text: str = ""
     _running: RunningText | None = None
@@ -89,15 +89,15 @@ class RunningChoice:
     _logprobs: list[float] = field(default_factory=list)
     _offset: int = 0
 
-    def add(self, piece: Piece) -> dict[str, Any] | None:
-        """The chunk's choice that these tokens make; None while nothing can be told yet."""
+    def add(self, tokens: TokenChunk) -> dict[str, Any] | None:
+        """Return the chunk's choice that these tokens make; None while they may still change."""
         tokenizer = self.reader.tokenizer
         if self._running is None:
             self._running = RunningText(tokenizer)
-        self._ids.extend(piece.token_ids)
-        self._logprobs.extend(piece.logprobs)
+        self._ids.extend(tokens.token_ids)
+        self._logprobs.extend(tokens.logprobs)
         ends = tokenizer.end_of_turn_ids
-        self._text += self._running.add([i for i in piece.token_ids if i not in ends])
+        self._text += self._running.add([i for i in tokens.token_ids if i not in ends])
         safe = self._text
         for string in self.reader.cut:
             safe = safe.partition(string)[0]
@@ -105,7 +105,7 @@ class RunningChoice:
         return self._chunk(self.reader.syntax.read(safe, is_over=False), None)
 
     def finish(self, sampled: Sampled) -> dict[str, Any]:
-        """The last chunk's choice: what was held back, and why it ended."""
+        """Return the last chunk's choice: the rest of the text, and why the answer ended."""
         reading = self.reader.syntax.read(self.reader.text_of(sampled))
         reason = finish_reason(sampled.stop_reason, has_calls=bool(reading.calls))
         chunk = self._chunk(reading, reason)
@@ -118,14 +118,14 @@ class RunningChoice:
         calls = self.call_ids.calls(reading)[self._num_calls :]
         if not (content or reasoning or calls or reason):
             return None
-        told = self.told.of(self._ids, self._logprobs, text_offset=self._offset)
+        fields = self.view.of(self._ids, self._logprobs, text_offset=self._offset)
         self._ids, self._logprobs = [], []
         first, self._num_calls = self._num_calls, len(reading.calls)
         self._content += content
         self._reasoning += reasoning
         self._offset += len(content)
-        if not self.told.is_chat:
-            return text_choice(self.index, content, reason, told)
+        if not self.view.is_chat:
+            return text_choice(self.index, content, reason, fields)
         delta: dict[str, Any] = {} if self._has_begun else {"role": "assistant", "content": ""}
         self._has_begun = True
         if content:
@@ -134,9 +134,9 @@ class RunningChoice:
             delta["reasoning_content"] = reasoning
         if calls:
             delta["tool_calls"] = calls_delta(first, calls)
-        return delta_choice(self.index, delta, reason, told)
+        return delta_choice(self.index, delta, reason, fields)
 
 
 def is_complete(sampled: Sampled) -> bool:
-    """Whether the policy ended the answer itself."""
+    """Return whether the policy ended the answer itself."""
     return sampled.stop_reason is StopReason.STOP

@@ -1,11 +1,11 @@
-r"""What a policy wrote, as a client reads it: reasoning, content and tool calls.
+r"""The text of a policy as a client reads it: reasoning, content and tool calls.
 
     syntax = AnswerSyntax(reads_calls=True)
     syntax.read('Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>')
     # Reading(content="Let me see.", calls=(WrittenCall(name="f", arguments_json='{"a": 1}'),))
 
-The syntax is that of Hermes and Qwen. What does not parse as a call stays content, as it was
-written: nothing is mended.
+The syntax is that of Hermes and Qwen. Text that does not parse as a call stays content,
+unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class WrittenCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """An answer, or what of a running one will not change any more."""
+    """An answer, or the part of a running one that will not change any more."""
 
     content: str = ""
     reasoning: str = ""
@@ -48,15 +48,15 @@ class AnswerSyntax:
     starts_in_reasoning: bool = False
 
     def read(self, text: str, *, is_over: bool = True) -> Reading:
-        """The parts of the text; of a running one those that can be told already."""
-        reasoning, rest = self._parted(text, is_over=is_over)
+        """Return the parts of the text; of a running answer those that will not change any more."""
+        reasoning, rest = self._split(text, is_over=is_over)
         if not self.reads_calls:
             return Reading(reasoning=reasoning, content=rest)
         content, calls = _without_calls(rest, is_over=is_over)
         return Reading(reasoning=reasoning, content=content, calls=calls)
 
-    def _parted(self, text: str, *, is_over: bool) -> tuple[str, str]:
-        """Reasoning and the rest; the line ends around the marks belong to neither."""
+    def _split(self, text: str, *, is_over: bool) -> tuple[str, str]:
+        """Return the reasoning and the rest, without the line ends around the marks."""
         if self.starts_in_reasoning:
             thought = text
         elif self.reads_reasoning and text.startswith(_THINK_START):
@@ -72,7 +72,7 @@ class AnswerSyntax:
 
 
 def held_back(text: str, *marks: str) -> int:
-    """How many last characters may be the beginning of a mark."""
+    """Return how many of the last characters may be the beginning of a mark."""
     longest = 0
     for mark in marks:
         for length in range(min(len(text), len(mark) - 1), longest, -1):
@@ -83,7 +83,7 @@ def held_back(text: str, *marks: str) -> int:
 
 
 def _without_calls(text: str, *, is_over: bool) -> tuple[str, tuple[WrittenCall, ...]]:
-    """The text outside of calls, and the calls. One line end before a call is the syntax's own."""
+    """Return the text outside of calls, and the calls. The line end before a call is dropped."""
     content: list[str] = []
     calls: list[WrittenCall] = []
     while True:
@@ -108,21 +108,21 @@ def _without_calls(text: str, *, is_over: bool) -> tuple[str, tuple[WrittenCall,
 
 
 def _call(body: str) -> WrittenCall | None:
-    """The call that a body spells; None when it is none."""
+    """Return the call that a body spells; None when it is not a call."""
     try:
-        found = json.loads(body, parse_constant=_refuse, parse_float=_finite)
+        call = json.loads(body, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or found.keys() != {"name", "arguments"}:
+    if not isinstance(call, dict) or call.keys() != {"name", "arguments"}:
         return None
-    name, arguments = found["name"], found["arguments"]
+    name, arguments = call["name"], call["arguments"]
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
     return WrittenCall(name=name, arguments_json=_as_written(body.strip(), name, arguments))
 
 
 def _as_written(body: str, name: str, arguments: dict[str, Any]) -> str:
-    """The arguments' own text where the call is spelled as templates spell it."""
+    """Return the arguments as the policy wrote them, where the call is written as templates do."""
     start = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
     if body.startswith(start):
         return body[len(start) : -1].rstrip()
@@ -130,7 +130,7 @@ def _as_written(body: str, name: str, arguments: dict[str, Any]) -> str:
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _finite(text: str) -> float:

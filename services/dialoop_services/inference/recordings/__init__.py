@@ -1,4 +1,4 @@
-"""Recordings: conversations of an agent over the OpenAI door, kept token by token.
+"""Recordings: conversations of an agent over OpenAI's API, kept token by token.
 
-Calls and sampled answers enter; trajectories that own each sampled token once leave.
+Calls and sampled answers enter; trajectories in which each sampled token occurs once leave.
 """

@@ -1,8 +1,8 @@
-"""Which earlier answer a call continues, told from its messages.
+"""Which earlier answer a call continues, judged by its messages.
 
-A client gives back what it was given, in its own spelling: null for an empty content, other JSON
-for the same arguments, no reasoning. A message with tool calls is known by their ids, which are
-given out once; one without by its text. A message whose meaning was changed is another message.
+A client sends an answer back in its own way: null for an empty content, other JSON for the same
+arguments, no reasoning. A message with tool calls is identified by their ids, which are unique; one
+without by its text. A message with another meaning is another message.
 """
 
 from __future__ import annotations
@@ -27,65 +27,65 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """What was asked, and the message that was given out for it."""
+class PastAnswer:
+    """The messages of a call, and the message that answered them."""
 
     origin: Origin
-    asked: History
-    given: Message
+    messages: History
+    message: Message
 
     @property
     def full(self) -> History:
-        """The conversation with the answer."""
-        return self.asked.append(self.given)
+        """Return the conversation with the answer."""
+        return self.messages.append(self.message)
 
 
 class Pasts:
     """Answers by the digest of the conversation that ends with them."""
 
     def __init__(self) -> None:
-        self._by_digest: dict[bytes, list[Answered]] = {}
+        self._by_digest: dict[bytes, list[PastAnswer]] = {}
 
-    def add(self, answered: Answered, variant: str) -> None:
-        """Keep one more answer."""
-        digest = _digests(answered.full, variant)[-1]
-        self._by_digest.setdefault(digest, []).append(answered)
+    def add(self, answer: PastAnswer, variant: str) -> None:
+        """Add one more answer."""
+        digest = _digests(answer.full, variant)[-1]
+        self._by_digest.setdefault(digest, []).append(answer)
 
-    def find(self, asked: History, variant: str) -> Answered | None:
-        """The answer with the longest conversation that `asked` begins with; the latest of them."""
-        digests = _digests(asked, variant)
-        for length in range(len(asked) - 1, 0, -1):
-            for answered in reversed(self._by_digest.get(digests[length - 1], ())):
-                if begins_with(asked, answered.full):
-                    return answered
+    def find(self, messages: History, variant: str) -> PastAnswer | None:
+        """Return the latest answer with the longest conversation that `messages` begin with."""
+        digests = _digests(messages, variant)
+        for length in range(len(messages) - 1, 0, -1):
+            for answer in reversed(self._by_digest.get(digests[length - 1], ())):
+                if begins_with(messages, answer.full):
+                    return answer
         return None
 
 
-def begins_with(asked: History, past: History) -> bool:
-    """Whether a conversation begins with another, message by message."""
-    return len(asked) >= len(past) and all(
-        is_same(one, other) for one, other in zip(asked, past, strict=False)
+def begins_with(messages: History, past: History) -> bool:
+    """Return whether a conversation begins with another, message by message."""
+    return len(messages) >= len(past) and all(
+        is_same(message, old) for message, old in zip(messages, past, strict=False)
     )
 
 
-def is_same(one: Message, other: Message) -> bool:
-    """Whether two messages are one, differently spelled."""
-    if _identity(one) != _identity(other):
+def is_same(first: Message, second: Message) -> bool:
+    """Return whether two messages mean the same, written in different ways."""
+    if _identity(first) != _identity(second):
         return False
     # Clients drop or trim the text beside tool calls.
-    texts = {one.text.strip(), other.text.strip()}
-    return not one.tool_calls or len(texts - {""}) <= 1
+    texts = {first.text.strip(), second.text.strip()}
+    return not first.tool_calls or len(texts - {""}) <= 1
 
 
 def _digests(history: History, variant: str) -> list[bytes]:
-    """A digest of every beginning of the conversation."""
-    found: list[bytes] = []
+    """Return a digest of every beginning of the conversation."""
+    digests: list[bytes] = []
     digest = variant.encode()
     for message in history:
         identity = repr(_identity(message)).encode(errors="surrogatepass")
         digest = hashlib.blake2b(digest + identity, digest_size=16).digest()
-        found.append(digest)
-    return found
+        digests.append(digest)
+    return digests
 
 
 def _identity(message: Message) -> tuple[object, ...]:

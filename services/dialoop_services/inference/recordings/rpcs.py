@@ -1,4 +1,4 @@
-"""The rpcs of recordings: decode, call, encode. InferenceServicer has them."""
+"""The rpcs of recordings, as a base class of InferenceServicer: decode, call, encode."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from dialoop.wire import (
 )
 
 from dialoop_services.inference.answers import sample_to_proto
-from dialoop_services.inference.recordings.book import CallState, RecordingBook, RecordingSpec
+from dialoop_services.inference.recordings.store import CallState, RecordingSpec, RecordingStore
 from dialoop_services.inference.recordings.trajectory import Closing, close
 
 if TYPE_CHECKING:
     import grpc
 
-    from dialoop_services.inference.recordings.book import RecordedCall, Recording
+    from dialoop_services.inference.recordings.store import CallRecord, Recording
     from dialoop_services.inference.rendering import Renderer
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RecordingRpcs:
-    """CreateRecording, GetRecording and CloseRecording."""
+    """Serves CreateRecording, GetRecording and CloseRecording."""
 
-    def __init__(self, book: RecordingBook, renderer: Renderer) -> None:
-        self._book = book
+    def __init__(self, store: RecordingStore, renderer: Renderer) -> None:
+        self._store = store
         self._digests = (renderer.tokenizer.digest, renderer.template.digest)
 
     async def CreateRecording(  # noqa: N802 - gRPC's names
         self, request: pb.CreateRecordingRequest, context: Context
     ) -> pb.CreateRecordingResponse:
-        """A recording under the caller's id."""
+        """Create a recording under the caller's id."""
         has_sampling = request.HasField("sampling")
-        recording = self._book.create(
+        recording = self._store.create(
             RecordingSpec(
                 recording_id=request.recording_id,
                 group_id=request.group_id,
@@ -61,8 +61,8 @@ class RecordingRpcs:
     async def GetRecording(  # noqa: N802
         self, request: pb.GetRecordingRequest, context: Context
     ) -> pb.GetRecordingResponse:
-        """The calls so far."""
-        recording = self._book.find(request.recording_id)
+        """Return the calls so far."""
+        recording = self._store.find(request.recording_id)
         return pb.GetRecordingResponse(
             recording_id=request.recording_id,
             calls=[
@@ -76,7 +76,7 @@ class RecordingRpcs:
     async def CloseRecording(  # noqa: N802
         self, request: pb.CloseRecordingRequest, context: Context
     ) -> pb.CloseRecordingResponse:
-        """The trajectory."""
+        """Close the recording and return its trajectory."""
         tokenizer_digest, template_digest = self._digests
         closing = Closing(
             rewards=tuple(reward_from_proto(reward) for reward in request.rewards),
@@ -85,11 +85,11 @@ class RecordingRpcs:
             tokenizer_digest=tokenizer_digest,
             template_digest=template_digest,
         )
-        trajectory = close(self._book.find(request.recording_id), closing)
+        trajectory = close(self._store.find(request.recording_id), closing)
         return pb.CloseRecordingResponse(trajectory=trajectory_to_proto(trajectory))
 
 
-def _call(call: RecordedCall, recording: Recording) -> pb.RecordedCall:
+def _call(call: CallRecord, recording: Recording) -> pb.RecordedCall:
     return pb.RecordedCall(
         call_id=call.call_id,
         prompt=history_to_proto(call.prompt.prompt.history),

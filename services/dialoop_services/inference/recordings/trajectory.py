@@ -7,8 +7,8 @@ continues nothing (a sub-agent's other system prompt, a shortened history) is on
 
 Turns are the answered calls in the order in which they came. The trajectory's history is the branch
 with the most messages, the latest among equals; rewards stand on the last turn. A call that was cut
-short is in no sequence. Unless the client asked the same again and was answered, its failure is the
-trajectory's: what the client did with half an answer is not known.
+short is in no sequence. Its failure becomes the trajectory's, unless the client sent the same call
+again and got an answer: nobody knows what the client did with half an answer.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from dialoop.trajectory import (
     Turn,
 )
 
-from dialoop_services.inference.recordings.book import CallState
 from dialoop_services.inference.recordings.matching import Origin, is_same
+from dialoop_services.inference.recordings.store import CallState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dialoop_services.inference.recordings.book import Choice, RecordedCall, Recording
+    from dialoop_services.inference.recordings.store import CallRecord, Choice, Recording
 
 
 _STILL_RUNNING = Failure(
@@ -52,7 +52,7 @@ _STILL_RUNNING = Failure(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closing:
-    """What whoever ran the agent says of it at the end."""
+    """What the caller that ran the agent adds at the end."""
 
     rewards: tuple[Reward, ...] = ()
     failures: tuple[Failure, ...] = ()
@@ -80,7 +80,7 @@ class _Rows:
         self._full: dict[Origin, Sequence] = {}
         self._histories: dict[Origin, History] = {}
 
-    def add(self, call: RecordedCall, index: int, turn: int, *, is_asked_again: bool) -> None:
+    def add(self, call: CallRecord, index: int, turn: int, *, is_asked_again: bool) -> None:
         """Place the tokens of one answered call."""
         for number, choice in enumerate(call.choices):
             tip = Origin(call=index, choice=number)
@@ -99,7 +99,7 @@ class _Rows:
 
     def _place(
         self,
-        call: RecordedCall,
+        call: CallRecord,
         choice: Choice,
         tip: Origin,
         sequence: Sequence,
@@ -107,12 +107,12 @@ class _Rows:
         own: Sequence,
         row: int | None,
     ) -> None:
-        """At the end of `row` if nothing else stands there yet, else in a new one."""
+        """Place the tokens at the end of `row` if it ends where they begin, else in a new row."""
         base = call.prompt.origin
         self._full[tip] = sequence
         past = History() if call.prompt.past is None else self._histories[call.prompt.past]
-        asked = past.extend(call.prompt.asked[len(past) :])
-        self._histories[tip] = history = asked.append(choice.given)
+        messages = past.extend(call.prompt.messages[len(past) :])
+        self._histories[tip] = history = messages.append(choice.message)
         if base is not None and row is not None and self.rows[row].tip == base:
             grown = self.rows[row].sequence.extended_by(own)
             self.rows[row] = _Row(sequence=grown, tip=tip, history=history)
@@ -145,7 +145,7 @@ def _trajectory(recording: Recording, closing: Closing) -> Trajectory:
         )
     placed = _Rows()
     for turn, (index, call) in enumerate(answered):
-        again = any(_asks_the_same(call, other) for _, other in answered[:turn])
+        again = any(_is_same_prompt(call, other) for _, other in answered[:turn])
         placed.add(call, index, turn, is_asked_again=again)
         recording.sequence_indices[call.call_id] = tuple(
             placed.where[Origin(call=index, choice=number)] for number in range(len(call.choices))
@@ -164,7 +164,7 @@ def _trajectory(recording: Recording, closing: Closing) -> Trajectory:
         environment_version="",
         history=main.history,
         turns=_turns(dict(answered), recording, main, closing.rewards),
-        sequences=tuple(_indexed(row, main.history) for row in placed.rows),
+        sequences=tuple(_with_indices(row, main.history) for row in placed.rows),
         failures=failures,
         sampling=_sampling(calls),
         tokenizer_digest=closing.tokenizer_digest,
@@ -177,112 +177,112 @@ def _trajectory(recording: Recording, closing: Closing) -> Trajectory:
 
 
 def _of_turn(choice: Choice, turn: int) -> Sequence:
-    """The choice's own tokens; text that was given out otherwise than sampled has no characters."""
+    """Return the choice's own tokens; without characters if the client got another text."""
     sequence = choice.sample.sequence
     sampled = choice.sample.history.require_full()[-1]
-    is_verbatim = sampled.text == choice.given.text
+    is_verbatim = sampled.text == choice.message.text
 
-    def changed(segment: Segment) -> Segment:
+    def relabel(segment: Segment) -> Segment:
         if segment.source is Source.MODEL and not is_verbatim:
             segment = replace(segment, char_start=0, char_length=0)
         return replace(segment, turn=turn)
 
-    return replace(sequence, segments=tuple(changed(s) for s in sequence.segments))
+    return replace(sequence, segments=tuple(relabel(s) for s in sequence.segments))
 
 
-def _indexed(row: _Row, main: History) -> Sequence:
-    """The row with message indices into the trajectory's history; none where branches differ."""
+def _with_indices(row: _Row, main: History) -> Sequence:
+    """Return the row with message indices into the trajectory's history, up to a branch."""
     shared = _num_shared(row.history, main)
 
-    def changed(segment: Segment) -> Segment:
+    def relabel(segment: Segment) -> Segment:
         if segment.message_index is None or segment.message_index < shared:
             return segment
         return replace(segment, message_index=None, char_start=0, char_length=0)
 
     sequence = row.sequence
-    return replace(sequence, segments=tuple(changed(s) for s in sequence.segments))
+    return replace(sequence, segments=tuple(relabel(s) for s in sequence.segments))
 
 
-def _num_shared(one: History, other: History) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if not is_same(a, b)), min(len(one), len(other)))
+def _num_shared(first: History, second: History) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if not is_same(a, b)), min(len(first), len(second)))
 
 
 def _turns(
-    calls: dict[int, RecordedCall], recording: Recording, main: _Row, rewards: tuple[Reward, ...]
+    calls: dict[int, CallRecord], recording: Recording, main: _Row, rewards: tuple[Reward, ...]
 ) -> tuple[Turn, ...]:
-    """One for each answered call; a call of another branch has no messages in the history."""
+    """Return one turn per answered call; a call of another branch has no messages of its own."""
     branch = _branch(recording, main.tip)
-    starts = sorted(len(calls[index].prompt.asked) for index in branch)
+    starts = sorted(len(calls[index].prompt.messages) for index in branch)
     ends = dict(zip(starts, [*starts[1:], len(main.history)], strict=True))
     last = max(calls)
     turns: list[Turn] = []
     for index, call in calls.items():
-        start = len(call.prompt.asked)
+        start = len(call.prompt.messages)
         is_on = index in branch
         turns.append(
             Turn(
-                message_start=start if is_on else _num_shared(call.prompt.asked, main.history),
+                message_start=start if is_on else _num_shared(call.prompt.messages, main.history),
                 num_messages=ends[start] - start if is_on else 0,
                 rewards=rewards if index == last else (),
                 stop_reason=call.choices[0].sample.stop_reason,
                 generate_s=call.generate_s,
-                num_tool_calls=sum(len(choice.given.tool_calls) for choice in call.choices),
+                num_tool_calls=sum(len(choice.message.tool_calls) for choice in call.choices),
             )
         )
     return tuple(turns)
 
 
 def _branch(recording: Recording, tip: Origin) -> set[int]:
-    """The calls whose answers lead to `tip`, and its own."""
-    found: set[int] = set()
+    """Return the calls whose answers lead to `tip`, and its own."""
+    branch: set[int] = set()
     past: Origin | None = tip
     while past is not None:
-        found.add(past.call)
+        branch.add(past.call)
         past = recording.calls[past.call].prompt.past
-    return found
+    return branch
 
 
-def _asks_the_same(one: RecordedCall, other: RecordedCall) -> bool:
-    return one.prompt.variant == other.prompt.variant and np.array_equal(
-        one.prompt.prompt.sequence.token_ids, other.prompt.prompt.sequence.token_ids
+def _is_same_prompt(first: CallRecord, second: CallRecord) -> bool:
+    return first.prompt.variant == second.prompt.variant and np.array_equal(
+        first.prompt.prompt.sequence.token_ids, second.prompt.prompt.sequence.token_ids
     )
 
 
 def _failures(recording: Recording) -> tuple[Failure, ...]:
-    """Of calls that were cut short for good, are still running, or cannot be trained together."""
-    found: list[Failure] = []
+    """Return failures of calls that were cut short, still run, or cannot be trained together."""
+    failures: list[Failure] = []
     for index, call in enumerate(recording.calls):
         recording.cut_short(call, _STILL_RUNNING)
         if call.failure is None:
             continue
         later = recording.calls[index + 1 :]
-        if not any(other.choices and _asks_the_same(call, other) for other in later):
-            found.append(call.failure)
+        if not any(other.choices and _is_same_prompt(call, other) for other in later):
+            failures.append(call.failure)
     if (failure := _mixed_temperatures(recording)) is not None:
-        found.append(failure)
-    return tuple(dict.fromkeys(found))
+        failures.append(failure)
+    return tuple(dict.fromkeys(failures))
 
 
 def _mixed_temperatures(recording: Recording) -> Failure | None:
-    """A train step computes log-probs at one temperature, the one that was asked of the agent."""
+    """Return a failure if calls differ in temperature: a train step computes log-probs at one."""
     task = recording.spec.task
     if task is not None and task.purpose is Purpose.EVALUATION:
         return None
-    asked = recording.spec.sampling.temperature
-    found = {call.sampling.temperature for call in recording.calls if call.choices}
-    if len(found | ({asked} if asked is not None else set())) <= 1:
+    expected = recording.spec.sampling.temperature
+    temperatures = {call.sampling.temperature for call in recording.calls if call.choices}
+    if len(temperatures | ({expected} if expected is not None else set())) <= 1:
         return None
     return Failure(
         owner=Owner.COLLECTOR,
         reason=Reason.TEMPERATURE_DIFFERS,
-        message=f"Calls were sampled at {sorted(t for t in found if t is not None)}, "
-        f"asked was {asked}: leave the temperature out of the agent's calls.",
+        message=f"Calls were sampled at {sorted(t for t in temperatures if t is not None)}, "
+        f"asked was {expected}: leave the temperature out of the agent's calls.",
     )
 
 
-def _sampling(calls: list[RecordedCall]) -> SamplingParams:
-    """That of the first call that alters the policy, which concerns training; else of the first."""
+def _sampling(calls: list[CallRecord]) -> SamplingParams:
+    """Return the sampling of the first call that alters the policy, else of the first call."""
     return next((c.sampling for c in calls if c.sampling.alters), calls[0].sampling)
 
 
@@ -294,9 +294,9 @@ def _done_reason(failures: tuple[Failure, ...], *, is_full: bool) -> DoneReason:
 
 def _labels(recording: Recording, closing: Closing) -> dict[str, str]:
     choices = (choice for call in recording.calls for choice in call.choices)
-    found = {choice.sample.update_mode for choice in choices}
+    modes = {choice.sample.update_mode for choice in choices}
     labels = {"recording_id": recording.spec.recording_id}
     for mode in (UpdateMode.WAIT, UpdateMode.KEEP_KV):  # the latter is not exact, and wins
-        if mode in found:
+        if mode in modes:
             labels["update_mode"] = mode.name
     return labels | dict(closing.labels)

@@ -1,11 +1,11 @@
-"""Requests that begin together: who comes first waits for others, but never past its deadline.
+"""Requests that begin together: the first waits for others, but never past its deadline.
 
 batches = RequestBatches(BatchLimits(min_batch_size=8, max_batch_size=32, timeout_s=0.5))
 async with batches.place(num_samples):    # begins with 7 more samples, or alone after 0.5 s
     await engine.sample(...)
 
-Engines decode whatever is there at each step, so nothing has to wait by default. It pays where the
-first step is dear, and where many callers ask a little apart.
+An engine decodes all requests that are there at each step, so by default nothing waits. Waiting
+pays where the first step is expensive and many callers come within a short time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """Samples that begin together, at least and at most, and the seconds that the first may wait.
+    """Least and most samples that begin together, and the seconds that the first may wait.
 
     max_batch_size: samples that are with the engine at one time; `None` is as many as it takes.
     """
@@ -43,12 +43,12 @@ class BatchLimits:
         if not 0 < self.timeout_s < float("inf"):
             raise InvalidConfig(
                 f"The batching timeout is {self.timeout_s} s.",
-                remedy="Give more than 0 seconds, and an end.",
+                remedy="Give a finite number of seconds above 0.",
             )
 
 
 class _Waiter:
-    """A request that waits for its batch."""
+    """One request that waits for its batch."""
 
     def __init__(self, size: int, ends_at: float) -> None:
         self.size = size
@@ -63,7 +63,7 @@ class _Waiter:
 
 
 class RequestBatches:
-    """Lets requests in, first come first served."""
+    """Lets requests begin in batches, first come first served."""
 
     def __init__(self, limits: BatchLimits | None = None) -> None:
         self._limits = limits or BatchLimits()
@@ -94,17 +94,17 @@ class RequestBatches:
             self._admit()
 
     def release(self) -> None:
-        """From now on nobody waits for others, only for room: the service is about to stop."""
+        """Let requests wait for room only, and no more for others: the service is about to stop."""
         self._is_released = True
         self._admit()
 
     def _admit(self) -> None:
-        """Let a batch in, if there is one and room for it; else look again at the deadline."""
+        """Let a batch in if it is due and there is room; else look again at the deadline."""
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
         if self._is_due():
-            # All of a due batch stays due: what finds no room now does not wait for others again.
+            # A request of a due batch that finds no room now does not wait for others again.
             now = asyncio.get_running_loop().time()
             for waiter in self._waiting:
                 waiter.ends_at = min(waiter.ends_at, now)
@@ -117,7 +117,7 @@ class RequestBatches:
             self._alarm = loop.call_at(self._waiting[0].ends_at, self._admit)
 
     def _is_due(self) -> bool:
-        """Whether enough wait, or the oldest has waited long enough, or all are released."""
+        """Return whether enough wait, the oldest has waited long enough, or all are released."""
         if not self._waiting or self._is_released:
             return bool(self._waiting)
         num_waiting = sum(waiter.size for waiter in self._waiting)

@@ -1,8 +1,9 @@
-"""A replica's turn on its device: what is under way on it, and whether it may begin something.
+"""A replica's lease of its device: what runs on it, and whether more may begin.
 
 Awake, a replica holds the device's lock together with other replicas. To sleep it begins nothing
-new, waits for what is under way, and lets the lock go; whoever asks meanwhile is told ASLEEP and
-asks again. A replica with a device of its own has no lock, and never sleeps.
+new, waits for what is under way, and releases the lock. Requests that come meanwhile fail with
+ASLEEP, and callers send them again. A replica with a device of its own has no lock and never
+sleeps.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DRAIN_S = 30.0
-"""What is under way has so long to end, where nobody says otherwise."""
+"""Seconds until requests that are under way are cancelled, by default."""
 
 
-class DeviceTurn:
-    """Owned by the replica; the lock is held while the device is ours."""
+class DeviceLease:
+    """The lease of one replica, which holds the device's lock while it lasts."""
 
     def __init__(self, lock: DeviceLock | None = None, *, take_within_s: float = 5.0) -> None:
         self._lock = lock
@@ -40,37 +41,37 @@ class DeviceTurn:
         self.is_over = lock is not None and not lock.is_held
 
     def require_lock(self) -> None:
-        """Refuse what only a replica that shares its device can do."""
+        """Raise PreconditionFailed (SLEEP_DISABLED) if the replica does not share its device."""
         if self._lock is None:
             raise PreconditionFailed(
-                "This replica has its device for itself: it does not sleep.",
+                "This replica does not share its device, so it does not sleep.",
                 reason=Reason.SLEEP_DISABLED,
                 remedy='Set placement = "shared", or DIALOOP_INFERENCE_DEVICE_LOCK.',
             )
 
     async def run(self, work: Awaitable[T]) -> T:
-        """Do something on the device; Unavailable (ASLEEP) when the turn ends before it does."""
+        """Run `work` on the device; Unavailable (ASLEEP) when the lease ends before it does."""
         if self._lock is None:
             return await work
         working: asyncio.Future[T] = asyncio.ensure_future(work)
-        known: asyncio.Future[object] = working  # type: ignore[assignment]  # whatever it gives
-        self._under_way.add(known)
+        future: asyncio.Future[object] = working  # type: ignore[assignment]  # whatever it gives
+        self._under_way.add(future)
         try:
             return await working
         except asyncio.CancelledError:
-            if known in self._evicted:
+            if future in self._evicted:
                 raise asleep() from None
             raise
         finally:
-            self._under_way.discard(known)
-            self._evicted.discard(known)
+            self._under_way.discard(future)
+            self._evicted.discard(future)
 
     def close(self) -> None:
-        """Nothing begins from now on."""
+        """Let nothing begin from now on."""
         self.is_over = True
 
     async def drain(self, within_s: float) -> None:
-        """Wait for what is under way, and send away what is late."""
+        """Wait for what is under way, and cancel what is late."""
         if not self._under_way:
             return
         _, late = await asyncio.wait(set(self._under_way), timeout=within_s)
@@ -80,8 +81,8 @@ class DeviceTurn:
         if late:
             await asyncio.wait(late)
 
-    def let_go(self) -> None:
-        """The device is nobody's now."""
+    def release(self) -> None:
+        """Release the device's lock."""
         if self._lock is not None:
             self._lock.release()
 
@@ -91,49 +92,49 @@ class DeviceTurn:
             raise asleep()
 
     def begin(self) -> None:
-        """The device is ours and ready."""
+        """Allow requests to begin: the device is held and ready."""
         self.is_over = False
 
     @property
     def is_left(self) -> bool:
-        """Whether the replica sleeps and nobody has the device."""
+        """Return whether the replica sleeps and nobody has the device."""
         if self._lock is None or not self.is_over or self._lock.is_held:
             return False
         return not is_owned(self._lock.path)
 
 
 @asynccontextmanager
-async def device_turn(path: Path | None) -> AsyncIterator[DeviceTurn]:
-    """The turn of a replica that starts: nothing is built on the device before it is ours.
+async def lease_device(path: Path | None) -> AsyncIterator[DeviceLease]:
+    """Wait for the device before the engine is built, and release it at the end.
 
-    Without a path the device is its own.
+    Without a path the replica does not share its device.
     """
     if path is None:
-        yield DeviceTurn()
+        yield DeviceLease()
         return
     lock = DeviceLock(path)
     if not lock.try_share():
-        log.info("Waiting for the device, which the trainer has.")
+        log.info("Waiting for the device: the trainer has it.")
         await lock.share()
     try:
-        yield DeviceTurn(lock)
+        yield DeviceLease(lock)
     finally:
         lock.release()
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Its result; once begun it ends before this does, whoever leaves and however often."""
+    """Return the result of `work`; run it to its end even if the caller is cancelled."""
     working = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(working)
     finally:
         while not working.done():
-            with suppress(asyncio.CancelledError):  # one is on its way already
+            with suppress(asyncio.CancelledError):  # the caller was cancelled again
                 await asyncio.wait([working])
 
 
 def asleep() -> Unavailable:
-    """What a request gets while the trainer has the device."""
+    """Return the error of a request that comes while the trainer has the device."""
     return Unavailable(
         "The replica sleeps: the trainer has the device.",
         reason=Reason.ASLEEP,

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.weights import WeightsKind
 from dialoop.episode import UpdateMode
-from dialoop.errors import DialoopError, PreconditionFailed, Unavailable
+from dialoop.errors import DialoopError, PreconditionFailed, Unavailable, Unsupported
 from dialoop.reasons import Reason
 
 from dialoop_services.inference.engine import (
+    SupportsPause,
+    SupportsPolicyAdapters,
+    SupportsStreaming,
+    SupportsTransfer,
     context_full,
     require_ids,
     require_one_stream,
@@ -21,11 +26,15 @@ from dialoop_services.inference.engine import (
     room_for,
 )
 from dialoop_services.inference.replica.batching import RequestBatches
-from dialoop_services.inference.replica.device_lease import DeviceTurn, to_the_end
+from dialoop_services.inference.replica.device_lease import DeviceLease, to_the_end
 from dialoop_services.inference.replica.sleeper import Sleeper
 from dialoop_services.inference.weights.data_planes import Arrived, DataPlanes
-from dialoop_services.inference.weights.policy_adapters import BaseDigest, policy_adapter
-from dialoop_services.inference.weights.publications import Publications, require_intact
+from dialoop_services.inference.weights.publications import (
+    BaseDigest,
+    Publications,
+    policy_adapter,
+    require_intact,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -43,7 +52,7 @@ if TYPE_CHECKING:
         Scored,
         StopTokens,
     )
-    from dialoop_services.inference.weights.loadable import PolicyAdapter
+    from dialoop_services.inference.weights.loadable import Adapter, PolicyAdapter
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +61,9 @@ _LONGEST_PAUSE_S = 60.0
 
 
 class Replica(Sleeper):
-    """Owns the engine. After a failed load it takes no traffic until a load succeeds.
+    """Owns the engine. After a failed load it takes no requests until a load succeeds.
 
-    Policies are pushed to it, and it catches up by itself with those it missed.
+    The trainer pushes policies; the replica loads by itself those that it missed.
     """
 
     def __init__(
@@ -64,31 +73,33 @@ class Replica(Sleeper):
         weights_root: Path | None,
         report: Callable[[bool], Awaitable[None]],
         update_mode: UpdateMode = UpdateMode.RECOMPUTE,
-        turn: DeviceTurn | None = None,
+        lease: DeviceLease | None = None,
         batches: RequestBatches | None = None,
     ) -> None:
-        super().__init__(engine, Publications(weights_root), turn or DeviceTurn(), report)
+        super().__init__(engine, Publications(weights_root), lease or DeviceLease(), report)
         self._default_mode = self._last_mode = update_mode
-        # Loads that keep old keys, begun and ended: what overlaps with one is marked.
+        # Loads that keep old keys, begun and ended: samples that overlap with one are labelled.
         self._num_begun = self._num_ended = 0
         self._is_held = False
-        # What latest.json named when we last did as it says.
+        # What latest.json named when it was last loaded.
         self._followed: WeightsManifest | None = None
-        self._base_digest = BaseDigest(engine)
+        base = engine.base_weights if isinstance(engine, SupportsPolicyAdapters) else None
+        self._base_digest = None if base is None else BaseDigest(base)
         self._batches = batches or RequestBatches()
-        self._data_planes = DataPlanes(self._publications, transfer_backend=engine.transfer_backend)
+        backend = engine.transfer_backend if isinstance(engine, SupportsTransfer) else ""
+        self._data_planes = DataPlanes(self._publications, transfer_backend=backend)
         self.num_sampled_tokens = 0
         self.num_requests_running = 0
 
     @property
     def engine(self) -> Engine:
-        """The engine, for what it says of itself."""
+        """Return the engine."""
         return self._engine
 
     @property
     def fault(self) -> str:
-        """Why there is no traffic, or empty: WEIGHTS_BAD, NOT_READY, ASLEEP."""
-        return self._why_not()
+        """Return why the replica takes no requests: WEIGHTS_BAD, NOT_READY, ASLEEP, or empty."""
+        return self._current_fault()
 
     async def sample(
         self,
@@ -102,43 +113,67 @@ class Replica(Sleeper):
     ) -> tuple[Sampled, ...]:
         """Sample; Unavailable while the replica is out of rotation."""
         self._require_ready()
-        # What is refused, or has no room to be answered in, neither waits for others nor counts.
+        # Requests that will be refused, or that have no room for one token, skip batching and are
+        # not counted.
         self._adapters.require(adapter)
         require_ids(prompt_ids, vocab_size=self._engine.vocab_size)
         require_sampling(sampling)
-        require_one_stream(num_samples, on_tokens)
+        if on_tokens is not None:
+            require_one_stream(num_samples)
+            if not isinstance(self._engine, SupportsStreaming):
+                raise self._unsupported_error("stream", "Send the request without streaming")
         if room_for(prompt_ids, sampling, self._engine.max_model_len) <= 0:
             return context_full(num_samples)
         self.num_requests_running += 1
         try:
             async with self._batches.place(num_samples):
-                self._require_ready()  # or no longer, after a wait for others
-                num_ended = self._num_ended  # loads during that wait changed nothing of this
-                sampling_now = self._adapters.sample(
-                    adapter,
-                    lambda chosen, tell: self._engine.sample(
-                        prompt_ids,
-                        sampling,
-                        stop=stop,
-                        num_samples=num_samples,
-                        on_tokens=tell,
-                        adapter=chosen,
-                    ),
-                    on_tokens=on_tokens,
+                self._require_ready()  # the wait for a batch may have been long
+                num_ended = self._num_ended  # loads during the wait do not concern it
+                call = partial(
+                    self._engine_sample, prompt_ids, sampling, stop=stop, num_samples=num_samples
                 )
-                sampled = await self._turn.run(sampling_now)
+                sampled = await self._lease.run(
+                    self._adapters.sample(adapter, call, on_tokens=on_tokens)
+                )
         finally:
             self.num_requests_running -= 1
-        self.num_sampled_tokens += sum(len(one.token_ids) for one in sampled)
+        self.num_sampled_tokens += sum(len(output.token_ids) for output in sampled)
         mode = self._mode_since(num_ended)
-        return tuple(replace(one, update_mode=mode) for one in sampled)
+        return tuple(replace(output, update_mode=mode) for output in sampled)
+
+    async def _engine_sample(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        adapter: Adapter | None,
+        on_tokens: OnTokens | None,
+        *,
+        stop: StopTokens,
+        num_samples: int,
+    ) -> tuple[Sampled, ...]:
+        engine = self._engine
+        # Only an engine that SupportsAdapters is ever given one.
+        extra: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
+        if on_tokens is not None and isinstance(engine, SupportsStreaming):
+            stream = engine.stream(prompt_ids, sampling, stop=stop, on_tokens=on_tokens, **extra)
+            return (await stream,)
+        return await engine.sample(
+            prompt_ids, sampling, stop=stop, num_samples=num_samples, **extra
+        )
+
+    def _unsupported_error(self, verb: str, remedy: str) -> Unsupported:
+        return Unsupported(
+            f"The engine {self._engine.name} does not {verb}.",
+            reason=Reason.UNSUPPORTED,
+            remedy=f"{remedy}, or serve with another engine.",
+        )
 
     def release(self) -> None:
-        """Begin whatever waits for a batch, and let nobody wait for one again."""
+        """Begin all requests that wait for a batch, and let none wait again."""
         self._batches.release()
 
     def _mode_since(self, num_ended: int) -> UpdateMode:
-        """How loads treat what is under way; KEEP_KV only if such a load was, since then."""
+        """Return how loads since then treated what was under way; KEEP_KV if one kept old keys."""
         if self._num_begun > num_ended:
             return UpdateMode.KEEP_KV
         waits = self._last_mode is UpdateMode.WAIT
@@ -147,69 +182,70 @@ class Replica(Sleeper):
     async def logprobs(
         self, rows: Sequence[Sequence[int]], *, adapter: str = ""
     ) -> tuple[Scored, ...]:
-        """Score rows under one policy version: rows that a load parted are scored again."""
+        """Score rows under one policy version; if a load came between them, score all again."""
         while True:
             self._require_ready()
-            scored = await self._turn.run(self._adapters.logprobs(adapter, rows))
-            if len({one.policy_version for one in scored}) <= 1:
+            scored = await self._lease.run(self._adapters.logprobs(adapter, rows))
+            if len({row.policy_version for row in scored}) <= 1:
                 return tuple(scored)
 
     async def load(self, manifest: WeightsManifest, contents: AsyncIterator[Content]) -> LoadTimes:
-        """Make what was announced the policy (or an adapter), however its bytes come."""
+        """Load what the manifest announces as the policy or an adapter, over any data plane."""
         async with self._data_planes.of(manifest).arriving(manifest, contents) as arrived:
             return await self._load(arrived, manifest)
 
     @property
     def data_planes(self) -> tuple[str, ...]:
-        """The ways in which weights can come here."""
+        """Return the data planes over which this replica takes weights."""
         return self._data_planes.names
 
     async def unload_adapter(self, name: str) -> bool:
-        """Forget an adapter; samples under way with it end undisturbed. False: there was none."""
+        """Unload an adapter; samples under way with it end undisturbed. False: there was none."""
         async with self._loading:
             return await self._adapters.unload(name)
 
     @property
     def adapters(self) -> dict[str, PolicyVersion]:
-        """The loaded adapters."""
+        """Return the versions of the loaded adapters by name."""
         return self._adapters.versions
 
     async def load_latest(self) -> None:
-        """Load the newest published policy, if there is one; a bad one waits for the next."""
+        """Load the newest published policy, if there is one; after a bad one wait for the next."""
         manifest = self._followed = self._publications.latest()
         if manifest is None:
             return
         try:
-            await self._load(self._named_file(manifest), manifest)
+            await self._load(self._arrived_file(manifest), manifest)
         except DialoopError as error:
             log.warning("The latest policy does not load.", extra={"reason": error.reason})
             await self._leave_rotation(Reason.WEIGHTS_BAD)
 
     async def follow_latest(self, *, look_every_s: float = 2.0) -> None:
-        """Load, until cancelled, what latest.json names whenever that was missed or failed.
+        """Load what latest.json names whenever that was missed or failed; run until cancelled.
 
-        A policy that is named since a look ago was pushed to us by then, if all went well.
+        A policy is loaded only if latest.json named it at the look before too: until then the
+        trainer has pushed it, if all went well.
         """
         looks = RetryPolicy(first_wait_s=look_every_s, max_wait_s=_LONGEST_PAUSE_S)
         seen, num_failed = self._followed, 0
         while True:
             await asyncio.sleep(looks.wait_s(num_failed + 1, chance=1.0))
-            manifest, before = await asyncio.to_thread(self._named), seen
+            manifest, before = await asyncio.to_thread(self._latest_manifest), seen
             seen = manifest
-            is_due = (manifest != self._followed or self._fault) and not self._turn.is_over
+            is_due = (manifest != self._followed or self._fault) and not self._lease.is_over
             if manifest is None or manifest != before or not is_due:
                 num_failed = 0
-            elif await self._caught_up_with(manifest):
+            elif await self._catch_up_with(manifest):
                 self._followed, num_failed = manifest, 0
             else:
                 num_failed += 1
 
-    async def _caught_up_with(self, manifest: WeightsManifest) -> bool:
-        """Whether the replica serves that policy or a newer one, now or already."""
+    async def _catch_up_with(self, manifest: WeightsManifest) -> bool:
+        """Load that policy; return whether the replica now serves it or a newer one."""
         if manifest.policy_version == self._engine.policy_version and not self._fault:
             return True
         try:
-            await self._load(self._named_file(manifest), manifest)
+            await self._load(self._arrived_file(manifest), manifest)
         except DialoopError as error:
             log.warning("The latest policy does not load.", extra={"reason": error.reason})
             return error.reason == Reason.VERSION_NOT_NEWER and not self._fault
@@ -219,28 +255,32 @@ class Replica(Sleeper):
         return True
 
     async def pause(self) -> None:
-        """Hold generation; requests keep their place."""
+        """Hold generation; requests keep their place. Unsupported where the engine cannot."""
+        if not isinstance(self._engine, SupportsPause):
+            raise self._unsupported_error("pause", "Leave that out")
         self._is_held = True
         await self._engine.pause()
 
     async def resume(self) -> None:
-        """Go on."""
+        """Go on with generation."""
+        if not isinstance(self._engine, SupportsPause):
+            raise self._unsupported_error("pause", "Leave that out")
         self._is_held = False
         await self._engine.resume()
 
     async def until_engine_dies(self) -> None:
         """Return once the engine is dead for good: only a new process helps."""
-        while self._engine.is_alive:  # noqa: ASYNC110 - vLLM tells by a flag only
+        while self._engine.is_alive:  # noqa: ASYNC110 - vLLM has only a flag for it
             await asyncio.sleep(_HEARTBEAT_S)
         await self._leave_rotation(Reason.NOT_READY)
 
     async def _load(self, arrived: Arrived, manifest: WeightsManifest) -> LoadTimes:
-        alone = self._load_adapter_alone if manifest.adapter else self._load_alone
-        # A caller who leaves must not leave half a policy behind.
-        return await to_the_end(alone(arrived, manifest))
+        load = self._load_adapter_locked if manifest.adapter else self._load_policy_locked
+        # If the caller leaves, the load still runs to its end: no half policy stays.
+        return await to_the_end(load(arrived, manifest))
 
-    async def _load_adapter_alone(self, arrived: Arrived, manifest: WeightsManifest) -> LoadTimes:
-        """The policy is not touched, so a failure leaves the replica as it was."""
+    async def _load_adapter_locked(self, arrived: Arrived, manifest: WeightsManifest) -> LoadTimes:
+        """Load an adapter; a failure leaves the policy and the replica as they were."""
         async with self._loading:
             self._require_ready()
             self._adapters.require_room(manifest)
@@ -251,12 +291,12 @@ class Replica(Sleeper):
         log.info("Adapter loaded.", extra={"policy": version, "load_s": times.load_s})
         return times
 
-    async def _load_alone(self, arrived: Arrived, manifest: WeightsManifest) -> LoadTimes:
+    async def _load_policy_locked(self, arrived: Arrived, manifest: WeightsManifest) -> LoadTimes:
         version, mode = manifest.policy_version, manifest.update_mode or self._default_mode
         async with self._loading:
             self._require_newer(version)
             self._require_drainable(mode)
-            # One that does not fit is refused before anything has changed.
+            # An adapter that does not fit is refused before anything has changed.
             adapter = await self._policy_adapter(arrived, manifest)
             await self._require_device()
             keeps_keys = mode is UpdateMode.KEEP_KV
@@ -268,7 +308,7 @@ class Replica(Sleeper):
                 times = await self._engine_load(arrived, adapter, version, mode)
             except BaseException:
                 await self._leave_rotation(Reason.WEIGHTS_BAD)
-                self._settle_turn()
+                self._resolve_lease()
                 raise
             finally:
                 self._num_ended = self._num_begun
@@ -280,9 +320,12 @@ class Replica(Sleeper):
     async def _policy_adapter(
         self, arrived: Arrived, manifest: WeightsManifest
     ) -> PolicyAdapter | None:
-        """The adapter that is the policy, checked; None for whole weights."""
+        """Return the adapter that is the policy, checked; None for whole weights."""
         if manifest.kind is WeightsKind.WHOLE:
             return None
+        if self._base_digest is None or not isinstance(self._engine, SupportsPolicyAdapters):
+            remedy = 'Set publish = "merged" in [model]'
+            raise self._unsupported_error("load a policy that is an adapter", remedy)
         await self._base_digest.require(manifest.base_digest)
         path, base = arrived.require_file(), self._engine.base_weights
         return await asyncio.to_thread(policy_adapter, path, manifest, base)
@@ -294,35 +337,36 @@ class Replica(Sleeper):
         version: PolicyVersion,
         mode: UpdateMode,
     ) -> LoadTimes:
-        if self._turn.is_over:
-            mode = UpdateMode.RECOMPUTE  # a sleeper has nothing under way
-        if adapter is not None:
-            return await self._engine.load_onto_base(adapter, version, mode=mode)
-        if arrived.steps is not None:
-            return await self._engine.transfer_weights(arrived.steps, version, mode=mode)
-        return await self._engine.load_weights(arrived.require_file(), version, mode=mode)
+        if self._lease.is_over:
+            mode = UpdateMode.RECOMPUTE  # nothing is under way while it sleeps
+        engine = self._engine
+        if adapter is not None and isinstance(engine, SupportsPolicyAdapters):
+            return await engine.load_onto_base(adapter, version, mode=mode)
+        if arrived.steps is not None and isinstance(engine, SupportsTransfer):
+            return await engine.transfer_weights(arrived.steps, version, mode=mode)
+        return await engine.load_weights(arrived.require_file(), version, mode=mode)
 
     def _require_ready(self) -> None:
         if self.fault:
             raise Unavailable(
-                "This replica takes no traffic.",
+                "This replica takes no requests now.",
                 reason=Reason(self.fault),
                 remedy="Try another replica, or wait for the next publish.",
             )
 
     def _require_drainable(self, mode: UpdateMode) -> None:
-        if mode is UpdateMode.WAIT and self._is_held and not self._turn.is_over:
+        if mode is UpdateMode.WAIT and self._is_held and not self._lease.is_over:
             raise PreconditionFailed(
-                "The replica is paused: what it has under way cannot end.",
+                "The replica is paused, so samples under way cannot end.",
                 reason=Reason.PAUSED,
                 remedy="Resume it, or publish with UPDATE_MODE_RECOMPUTE.",
             )
 
     def _require_newer(self, version: PolicyVersion) -> None:
-        """A replica out of rotation may load its version again: so it recovers, or wakes."""
+        """Refuse an older version; the same one is allowed out of rotation, to recover or wake."""
         current = self._engine.policy_version
         same_lineage = current.lineage == version.lineage
-        comes_back = bool(self._fault) or self._turn.is_over
+        comes_back = bool(self._fault) or self._lease.is_over
         oldest = current.number if comes_back else current.number + 1
         if same_lineage and version.number < oldest:
             raise PreconditionFailed(

@@ -1,7 +1,7 @@
-"""LoRA adapters in a transformers model, by PEFT: rows of one batch each with their own.
+"""LoRA adapters in a transformers model, by PEFT: each row of a batch may have its own.
 
-The model's own weights are never merged with anything. PEFT is imported, and wraps the model's
-linear layers, while there is an adapter; the last one to go leaves the model as it was.
+The model's own weights never change. PEFT is imported, and wraps the model's linear layers, while
+there is an adapter; removing the last one unwraps them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BASE = "__base__"
 
 
 class AdaptedModel:
-    """A model that is called as ever, and in `rows_of` with an adapter for each row."""
+    """A model that is called as before, or within `rows_of` with an adapter for each row."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -33,7 +33,7 @@ class AdaptedModel:
         self._rows: list[str] = []
 
     def __call__(self, **inputs: Any) -> Any:
-        """The model's forward pass; nothing but PEFT's own wrapping when no row has an adapter."""
+        """Run the model's forward pass, with each row's adapter where there is one."""
         if self._peft is None:
             return self._model(**inputs)
         names = self._rows or [_BASE] * len(inputs["input_ids"])
@@ -41,7 +41,7 @@ class AdaptedModel:
 
     @contextmanager
     def rows_of(self, adapters: Sequence[Adapter | None]) -> Iterator[None]:
-        """Within, row i of what the model is called with has adapter i."""
+        """Within the context, row i of the model's input uses adapter i."""
         self._rows = [_BASE if adapter is None else _module_key(adapter) for adapter in adapters]
         try:
             yield
@@ -49,7 +49,7 @@ class AdaptedModel:
             self._rows = []
 
     def add(self, adapter: Adapter) -> None:
-        """Load its PEFT directory; PreconditionFailed and no change when a tensor has no place."""
+        """Load the adapter's PEFT directory; PreconditionFailed, no change if it does not fit."""
         from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 
         key = _module_key(adapter)
@@ -60,9 +60,9 @@ class AdaptedModel:
             self._peft.add_adapter(key, config)
         self._keys.add(key)
         tensors = load_file(adapter.folder / WEIGHTS_FILE)
-        found = set_peft_model_state_dict(self._peft, tensors, adapter_name=key)
-        missing = [name for name in found.missing_keys if key in name]
-        if missing or found.unexpected_keys:
+        loading = set_peft_model_state_dict(self._peft, tensors, adapter_name=key)
+        missing = [name for name in loading.missing_keys if key in name]
+        if missing or loading.unexpected_keys:
             self.remove(adapter)
             raise PreconditionFailed(
                 f"PEFT does not take adapter {adapter.name}.",
@@ -72,7 +72,7 @@ class AdaptedModel:
         self._peft.eval().requires_grad_(False)
 
     def remove(self, adapter: Adapter) -> None:
-        """Idempotent; the last one unwraps the model."""
+        """Remove an adapter; removing the last one unwraps the model. Idempotent."""
         key = _module_key(adapter)
         if key not in self._keys:
             return
@@ -86,7 +86,7 @@ class AdaptedModel:
 
 
 def require_peft() -> None:
-    """InvalidConfig, at the start, when adapters are asked for and PEFT is not there."""
+    """Raise InvalidConfig (PEFT_MISSING) when PEFT is not installed."""
     try:
         import peft  # noqa: F401
     except ImportError as error:
@@ -98,5 +98,5 @@ def require_peft() -> None:
 
 
 def _module_key(adapter: Adapter) -> str:
-    """PEFT makes it a module's name, which may hold no dot."""
+    """Return PEFT's name of the adapter, which becomes a module's name and may hold no dot."""
     return f"slot{adapter.slot}"

@@ -36,13 +36,13 @@ class DecodingBatch:
         return len(self._mask)
 
     def clear(self) -> None:
-        """Forget all keys."""
+        """Drop all keys."""
         self._layers, self._mask = [], torch.empty(0, 0, dtype=torch.int64)
 
     def admit(
         self, rows: Sequence[Sequence[int]], which: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Compute the keys of new rows, put them after the others; next-token logits [n, V].
+        """Compute the keys of new rows, append them; return next-token logits [n, V].
 
         `which` names the row that each of n new ones is: samples of one prompt are computed once.
         """
@@ -66,7 +66,7 @@ class DecodingBatch:
         return logits[copies]
 
     def step(self, last_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """Feed one token per row, at its position; next-token logits [B, V]."""
+        """Feed one token per row, at its position; return next-token logits [B, V]."""
         self._mask = pad(self._mask, (0, 1), value=1)
         output = self._model(
             input_ids=torch.tensor(last_ids)[:, None],
@@ -80,11 +80,11 @@ class DecodingBatch:
 
     @torch.inference_mode()
     def keep(self, places: Sequence[int]) -> list[int]:
-        """Drop all rows but these, and the columns that are padding in all; their new order.
+        """Keep these rows, drop the columns that are padding in all; return the rows' new order.
 
         The last rows close up the gaps, so that few are copied.
         """
-        order = closed_up(places)
+        order = close_up(places)
         if len(order) == len(self):
             return order
         if not order:
@@ -100,12 +100,12 @@ class DecodingBatch:
     def _join(self, layers: Layers, mask: torch.Tensor) -> None:
         width = max(self._mask.shape[1], mask.shape[1])
         if self._layers:
-            self._mask = torch.cat([_widened(self._mask, width, 1), _widened(mask, width, 1)])
+            self._mask = torch.cat([_widen(self._mask, width, 1), _widen(mask, width, 1)])
             running = [(layer.keys, layer.values) for layer in self._layers]
             layers = [
                 (
-                    torch.cat([_widened(old_keys, width, 2), _widened(keys, width, 2)]),
-                    torch.cat([_widened(old_values, width, 2), _widened(values, width, 2)]),
+                    torch.cat([_widen(old_keys, width, 2), _widen(keys, width, 2)]),
+                    torch.cat([_widen(old_values, width, 2), _widen(values, width, 2)]),
                 )
                 for (old_keys, old_values), (keys, values) in zip(running, layers, strict=True)
             ]
@@ -114,8 +114,8 @@ class DecodingBatch:
         self._layers = [RoomyLayer(keys, values) for keys, values in layers]
 
 
-def closed_up(kept: Sequence[int]) -> list[int]:
-    """Ascending places in an order that moves few: the last ones go where one is missing.
+def close_up(kept: Sequence[int]) -> list[int]:
+    """Return ascending places in an order that moves few: the last ones fill the gaps.
 
     [0, 2, 3, 5] -> [0, 5, 2, 3]
     """
@@ -128,8 +128,8 @@ def _layers_of(cache: Any) -> Layers:
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
-def _widened(tensor: torch.Tensor, width: int, dim: int) -> torch.Tensor:
-    """The tensor with zeros in front along `dim`."""
+def _widen(tensor: torch.Tensor, width: int, dim: int) -> torch.Tensor:
+    """Return the tensor with zeros in front along `dim`."""
     missing = width - tensor.shape[dim]
     after = [0, 0] * (tensor.ndim - 1 - dim)
     return pad(tensor, [*after, missing, 0]) if missing else tensor

@@ -1,8 +1,8 @@
-"""A transformers model as an engine: one task decodes all requests together, on CPU.
+"""A transformers model as an engine on CPU: one task decodes all requests together.
 
-Versions are exact because everything that touches the model holds one lock: a step samples with one
-version, a load replaces all of it between two steps, and rows that were running compute their keys
-again under the new one (or keep them, where a load asks for that and says so).
+Versions are exact because everything that uses the model holds one lock. A step samples with one
+version. A load replaces all weights between two steps; running rows then compute their keys again
+under the new version, or keep them in a KEEP_KV load, which marks their samples.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from dialoop.episode import UpdateMode
-from dialoop.errors import InvalidConfig, Unsupported
-from dialoop.reasons import Reason
+from dialoop.errors import InternalError, InvalidConfig
 from dialoop.tokens.tokenizer import Tokenizer
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from dialoop_services.inference.engine import (
     BASE_VERSION,
+    EngineOptions,
     LoadTimes,
     OnTokens,
     Sampled,
@@ -33,7 +34,6 @@ from dialoop_services.inference.engine import (
     engine_stopped,
     require_fit,
     require_ids,
-    require_one_stream,
     require_sampling,
     room_for,
     weights_bad,
@@ -41,20 +41,12 @@ from dialoop_services.inference.engine import (
 from dialoop_services.inference.replica.device_lease import to_the_end
 from dialoop_services.inference.transformers_engine.adapters import AdaptedModel, require_peft
 from dialoop_services.inference.transformers_engine.batch import DecodingBatch
-from dialoop_services.inference.transformers_engine.model import (
-    copy_weights,
-    load_model,
-    score,
-    summed,
-)
+from dialoop_services.inference.transformers_engine.keys import DECODING_ATTENTION
 from dialoop_services.inference.transformers_engine.rows import BatchRow, distinct, generator_of
 from dialoop_services.inference.transformers_engine.sampler import processed_logprobs, sample_rows
-from dialoop_services.inference.weights.adapter_files import (
-    NO_ADAPTERS,
-    AdapterLimits,
-    AdapterSpace,
-)
+from dialoop_services.inference.weights.adapter_files import AdapterSpace
 from dialoop_services.inference.weights.parameters import (
+    HEAD,
     is_tied,
     model_shapes,
     require_same_parameters,
@@ -62,12 +54,12 @@ from dialoop_services.inference.weights.parameters import (
 from dialoop_services.learning.lora.base_weights import BaseWeights
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Sequence
 
     from dialoop.sequences import PolicyVersion
     from dialoop.trajectory import SamplingParams
 
-    from dialoop_services.inference.weights.loadable import Adapter, PolicyAdapter, Step
+    from dialoop_services.inference.weights.loadable import Adapter, PolicyAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -79,17 +71,13 @@ class TransformersEngine:
 
     name = "transformers"
     version = str(transformers.__version__)
-    transfer_backend = ""
 
     def __init__(
         self,
         model: Any,
         *,
         model_dir: Path,
-        max_model_len: int,
-        max_num_seqs: int,
-        seed: int,
-        adapters: AdapterLimits,
+        options: EngineOptions,
     ) -> None:
         self._model = model
         self._tokenizer = Tokenizer.from_directory(model_dir)
@@ -100,69 +88,55 @@ class TransformersEngine:
         self._adapted = AdaptedModel(model)
         self._batch = DecodingBatch(self._adapted)
         self._running: list[BatchRow] = []
-        # Filled by sample, drained by the runner as rows end; the callers of sample wait.
+        # `sample` and `stream` fill it and wait, the runner drains it as places get free.
         self._waiting: deque[BatchRow] = deque()
         self._has_work = asyncio.Event()
         self._may_run = asyncio.Event()
         self._may_run.set()
         self._is_held = False
         self.is_asleep = False
-        # A load that waits for running rows to end clears the first, the runner sets the second.
+        # A load that waits for running rows to end clears the first; the runner sets the second.
         self._may_admit = asyncio.Event()
         self._may_admit.set()
         self._is_drained = asyncio.Event()
         self._loading = asyncio.Lock()
         self._model_lock = asyncio.Lock()
-        self._generator = torch.Generator().manual_seed(seed)
-        self._max_num_seqs = max_num_seqs
-        self.max_model_len = max_model_len
+        self._generator = torch.Generator().manual_seed(options.seed)
+        self._max_num_seqs = options.max_num_seqs
+        self.max_model_len = options.max_model_len
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
-        self.adapter_space = AdapterSpace(limits=adapters, shapes=self._shapes)
+        self.adapter_space = AdapterSpace(limits=options.adapters, shapes=self._shapes)
         self._runner = asyncio.create_task(self._run(), name="transformers-engine")
 
     @classmethod
-    async def start(
-        cls,
-        model_dir: Path,
-        *,
-        max_model_len: int,
-        max_num_seqs: int,
-        dtype: str = "float32",
-        seed: int = 0,
-        adapters: AdapterLimits = NO_ADAPTERS,
-    ) -> TransformersEngine:
+    async def start(cls, model_dir: Path, options: EngineOptions) -> TransformersEngine:
         """Load the model and start decoding; `dtype` is float32 or bfloat16."""
-        if adapters.max_adapters:
+        if options.num_threads:
+            torch.set_num_threads(options.num_threads)
+        if options.adapters.max_adapters:
             await asyncio.to_thread(require_peft)
-        model = await asyncio.to_thread(load_model, model_dir, getattr(torch, dtype))
+        model = await asyncio.to_thread(load_model, model_dir, getattr(torch, options.dtype))
         limit = int(model.config.get_text_config().max_position_embeddings)
-        if max_model_len > limit:
+        if options.max_model_len > limit:
             raise InvalidConfig(
-                f"max_model_len is {max_model_len}, the model has {limit} positions.",
+                f"max_model_len is {options.max_model_len}, the model has {limit} positions.",
                 remedy=f"Set DIALOOP_INFERENCE_MAX_MODEL_LEN to at most {limit}.",
             )
-        return cls(
-            model,
-            model_dir=model_dir,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            seed=seed,
-            adapters=adapters,
-        )
+        return cls(model, model_dir=model_dir, options=options)
 
     @property
     def policy_version(self) -> PolicyVersion:
-        """The version of the weights loaded now."""
+        """Return the version of the weights loaded now."""
         return self._policy_version
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can still answer."""
+        """Return whether the engine can still answer."""
         return not self._runner.done()
 
     @property
     def num_running(self) -> int:
-        """Samples that hold a place, waiting or decoding."""
+        """Return the number of samples that wait or decode."""
         return sum(not row.is_over for row in (*self._running, *self._waiting))
 
     async def sample(
@@ -172,13 +146,38 @@ class TransformersEngine:
         *,
         stop: StopTokens,
         num_samples: int = 1,
-        on_tokens: OnTokens | None = None,
         adapter: Adapter | None = None,
     ) -> tuple[Sampled, ...]:
-        """Continue `prompt_ids`; `on_tokens` sees the tokens as they come (one sample only)."""
+        """Continue `prompt_ids` `num_samples` times."""
+        return await self._sample(prompt_ids, sampling, stop, num_samples, adapter=adapter)
+
+    async def stream(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        stop: StopTokens,
+        on_tokens: OnTokens,
+        adapter: Adapter | None = None,
+    ) -> Sampled:
+        """Continue `prompt_ids` once; call `on_tokens` with the tokens as they come."""
+        (sampled,) = await self._sample(
+            prompt_ids, sampling, stop, 1, on_tokens=on_tokens, adapter=adapter
+        )
+        return sampled
+
+    async def _sample(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        stop: StopTokens,
+        num_samples: int,
+        *,
+        on_tokens: OnTokens | None = None,
+        adapter: Adapter | None,
+    ) -> tuple[Sampled, ...]:
         require_ids(prompt_ids, vocab_size=self.vocab_size)
         require_sampling(sampling)
-        require_one_stream(num_samples, on_tokens)
         room = room_for(prompt_ids, sampling, self.max_model_len)
         if room <= 0:
             return context_full(num_samples)
@@ -200,22 +199,22 @@ class TransformersEngine:
         return tuple(await asyncio.gather(*(row.done for row in rows)))
 
     async def logprobs(self, token_ids: Sequence[int], *, adapter: Adapter | None = None) -> Scored:
-        """Score given ids under the loaded policy, with an adapter or without; held, too."""
+        """Score given ids under the policy, with an adapter or without; also while paused."""
         require_ids(token_ids, vocab_size=self.vocab_size)
         require_fit(token_ids, self.max_model_len)
         async with self._model_lock:
             scoring = asyncio.to_thread(score, self._adapted, list(token_ids), adapter)
-            values = await to_the_end(scoring)  # the lock is held for as long as the thread works
+            values = await to_the_end(scoring)  # hold the lock for as long as the thread works
             return Scored(logprobs=values.numpy(), policy_version=self._policy_version)
 
     async def load_weights(
         self, path: Path, version: PolicyVersion, *, mode: UpdateMode = UpdateMode.RECOMPUTE
     ) -> LoadTimes:
         """Replace all weights between two steps, commit `version`, go on as `mode` says."""
-        begun = time.monotonic()
+        started_at = time.monotonic()
         await asyncio.to_thread(require_same_parameters, path, self._shapes, tied=self._tied)
         tensors = await asyncio.to_thread(load_file, path)
-        return await self._exchange(tensors, version, mode=mode, begun=begun)
+        return await self._exchange(tensors, version, mode=mode, started_at=started_at)
 
     async def load_onto_base(
         self,
@@ -225,9 +224,9 @@ class TransformersEngine:
         mode: UpdateMode = UpdateMode.RECOMPUTE,
     ) -> LoadTimes:
         """As `load_weights`, of the base weights with the adapter added in."""
-        begun = time.monotonic()
-        tensors = await asyncio.to_thread(summed, self.base_weights, adapter)
-        return await self._exchange(tensors, version, mode=mode, begun=begun)
+        started_at = time.monotonic()
+        tensors = await asyncio.to_thread(add_to_base, self.base_weights, adapter)
+        return await self._exchange(tensors, version, mode=mode, started_at=started_at)
 
     async def _exchange(
         self,
@@ -235,7 +234,7 @@ class TransformersEngine:
         version: PolicyVersion,
         *,
         mode: UpdateMode,
-        begun: float,
+        started_at: float,
     ) -> LoadTimes:
         async with self._loading:
             try:
@@ -247,24 +246,10 @@ class TransformersEngine:
             finally:
                 self._may_admit.set()
             ended = time.monotonic()
-        return LoadTimes(pause_s=ended - paused, load_s=ended - begun)
-
-    async def transfer_weights(
-        self,
-        steps: AsyncIterator[Step],
-        version: PolicyVersion,
-        *,
-        mode: UpdateMode = UpdateMode.RECOMPUTE,
-    ) -> LoadTimes:
-        """Refuse: this engine has no devices to meet."""
-        raise Unsupported(
-            "The transformers engine takes weights from files only.",
-            reason=Reason.DATA_PLANE_UNAVAILABLE,
-            remedy="Publish over shared_memory or chunks.",
-        )
+        return LoadTimes(pause_s=ended - paused, load_s=ended - started_at)
 
     async def _drain(self) -> None:
-        """Admit nobody and return when all running rows have ended."""
+        """Admit no rows and return when all running rows have ended."""
         self._may_admit.clear()
         self._is_drained.clear()
         self._has_work.set()
@@ -286,12 +271,12 @@ class TransformersEngine:
             self._batch.clear()
 
     async def add_adapter(self, adapter: Adapter) -> None:
-        """Take an adapter in, between two steps."""
+        """Add an adapter, between two steps."""
         async with self._model_lock:
             await asyncio.to_thread(self._adapted.add, adapter)
 
     async def remove_adapter(self, adapter: Adapter) -> None:
-        """Give an adapter up, between two steps."""
+        """Remove an adapter, between two steps."""
         async with self._model_lock:
             await asyncio.to_thread(self._adapted.remove, adapter)
 
@@ -299,25 +284,25 @@ class TransformersEngine:
         """Hold generation; requests keep their place."""
         async with self._loading:
             self._is_held = True
-            await self._stand_still()
+            await self._stop_steps()
 
     async def resume(self) -> None:
-        """Go on."""
+        """Go on with generation."""
         self._is_held = False
         self._go_on()
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        """Stand still. This engine is on the CPU: there is no device memory to give back."""
+        """Stop. This engine is on the CPU: there is no device memory to free."""
         async with self._loading:
             self.is_asleep = True
-            await self._stand_still()
+            await self._stop_steps()
 
     async def wake(self) -> None:
-        """Go on; the weights were never away."""
+        """Go on; the weights never left the memory."""
         self.is_asleep = False
         self._go_on()
 
-    async def _stand_still(self) -> None:
+    async def _stop_steps(self) -> None:
         self._may_run.clear()
         # A step that was under way ends first.
         async with self._model_lock:
@@ -340,16 +325,16 @@ class TransformersEngine:
             await self._may_run.wait()
             async with self._model_lock:
                 if self._may_run.is_set():
-                    await self._turn()
+                    await self._decode_step()
             if not self._may_admit.is_set() and all(row.is_over for row in self._running):
                 self._is_drained.set()
                 await self._may_admit.wait()
             if not self._running and not self._waiting:
                 self._has_work.clear()
 
-    async def _turn(self) -> None:
-        """One token for every running row, and a first one for as many new rows as fit."""
-        self._let_go()
+    async def _decode_step(self) -> None:
+        """Sample one token for every running row, and the first for as many new rows as fit."""
+        self._drop_ended()
         old, new = self._running, self._take_waiting()
         self._running = old + new
         try:
@@ -359,27 +344,27 @@ class TransformersEngine:
             self._fail_all(engine_stopped())
             return
         for row in self._running:
-            row.tell()
+            row.deliver()
 
     def _take_waiting(self) -> list[BatchRow]:
-        """New rows, as many as fit; while more wait than fit, a quarter of all places at a time.
+        """Return as many new rows as fit; while more wait, at least a quarter of all places.
 
-        An admission costs a pass of the model however few it takes in.
+        An admission costs a pass of the model, whether it adds one row or many.
         """
-        taken: list[BatchRow] = []
+        admitted: list[BatchRow] = []
         num_free = self._max_num_seqs - len(self._running)
         num_worthwhile = min(len(self._waiting), max(1, self._max_num_seqs // _ADMIT_SHARE))
         if not self._may_admit.is_set() or num_free < num_worthwhile:
-            return taken
-        while self._waiting and len(taken) < num_free:
+            return admitted
+        while self._waiting and len(admitted) < num_free:
             row = self._waiting.popleft()
             if not row.is_over:
-                row.admitted()
-                taken.append(row)
-        return taken
+                row.note_admission()
+                admitted.append(row)
+        return admitted
 
-    def _let_go(self) -> None:
-        """Drop the rows that are over."""
+    def _drop_ended(self) -> None:
+        """Drop the rows that have ended."""
         kept = self._batch.keep([i for i, row in enumerate(self._running) if not row.is_over])
         self._running = [self._running[i] for i in kept]
 
@@ -410,3 +395,38 @@ class TransformersEngine:
         self._running = []
         self._waiting.clear()
         self._batch.clear()
+
+
+def load_model(model_dir: Path, dtype: torch.dtype) -> Any:
+    """Return the model of a directory, in evaluation mode."""
+    transformers.utils.logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(DECODING_ATTENTION)
+    return model.eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def score(model: AdaptedModel, token_ids: list[int], adapter: Adapter | None) -> torch.Tensor:
+    """Return the log-probs, float32 [L - 1], of given ids from position 1 on."""
+    with model.rows_of([adapter]):
+        output = model(input_ids=torch.tensor([token_ids]), use_cache=False)
+    logits = output.logits[0, :-1]
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    return logprobs.gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+
+
+@torch.inference_mode()
+def copy_weights(model: Any, tensors: dict[str, torch.Tensor], *, tied: bool) -> None:
+    """Replace all weights in place; InternalError when the names are not the model's."""
+    if tied:
+        tensors.pop(HEAD, None)
+    outcome = model.load_state_dict(tensors, strict=False)
+    missing = set(outcome.missing_keys) - ({HEAD} if tied else set())
+    if missing or outcome.unexpected_keys:
+        raise InternalError("The model's parameter names are not those of its files.")
+
+
+def add_to_base(base: BaseWeights, adapter: PolicyAdapter) -> dict[str, torch.Tensor]:
+    """Return the base weights with an adapter added."""
+    return dict(base.with_adapter(load_file(adapter.path), scaling=adapter.scaling))

@@ -1,4 +1,4 @@
-"""How decoding rows keep and read their keys: no copy for a token more, none for grouped heads."""
+"""Key cache and attention of decoding rows, without copies for each token or grouped head."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROOM = 32
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's keys and values, with room for some more tokens behind them."""
+    """One layer's keys and values, with free space for more tokens behind them."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()
@@ -34,13 +34,13 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put new ones behind; all of them."""
+        """Append new keys and values; return all of them."""
         keys, values = self._rooms
         self.keys, self.values = keys.add(key_states), values.add(value_states)
         return self.keys, self.values
 
     def keep(self, indices: Sequence[int], first: int) -> None:
-        """Row i is what row `indices[i]` was; columns before `first` go."""
+        """Make row i what row `indices[i]` was; drop the columns before `first`."""
         self.keys, self.values = (room.keep(indices, first) for room in self._rooms)
 
 
@@ -85,7 +85,7 @@ def decoding_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' SDPA; with one masked query token it reads grouped keys without copies of them.
+    """Attend as transformers' SDPA; with one masked query token do not copy grouped keys.
 
     The query heads [B, H, 1, D] that share a key head stand as its queries: [B, K, H / K, D].
     """

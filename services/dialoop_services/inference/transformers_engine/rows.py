@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from dialoop.trajectory import SamplingParams, StopReason
 
-from dialoop_services.inference.engine import Piece, Sampled, StopTokens, VersionSpan
+from dialoop_services.inference.engine import Sampled, StopTokens, TokenChunk, VersionSpan
 
 if TYPE_CHECKING:
     from dialoop.sequences import PolicyVersion
@@ -24,7 +24,7 @@ Decode = Callable[[Sequence[int]], str]
 class BatchRow:
     """A prompt and what has been sampled after it."""
 
-    def __init__(  # noqa: PLR0913 - a request has as many sides
+    def __init__(  # noqa: PLR0913 - the fields of a request
         self,
         prompt_ids: Sequence[int],
         sampling: SamplingParams,
@@ -48,42 +48,42 @@ class BatchRow:
         self._logprobs: list[float] = []
         self._versions: list[PolicyVersion] = []
         self._stop_string = ""
-        self._num_told = 0
+        self._num_streamed = 0
         self._queued = time.monotonic()
         self._queue_s = 0.0
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, or nobody waits for it any more."""
+        """Return whether it has ended, or nobody waits for it any more."""
         return self.stop_reason is not None or self.done.done()
 
-    def admitted(self) -> None:
+    def note_admission(self) -> None:
         """Note the end of waiting, once."""
         if not self._versions:
             self._queue_s = time.monotonic() - self._queued
 
     def append(self, token: int, logprob: float, version: PolicyVersion, *, decode: Decode) -> None:
-        """Take one sampled token, and see whether it ends the sample."""
+        """Append one sampled token, and end the sample if it stops there."""
         self.ids.append(token)
         self._logprobs.append(logprob)
         self._versions.append(version)
         if token in self._stop.by_id:
             self._end(StopReason.STOP, self._stop.by_id[token])
-        elif self._stop.strings and (found := self._found(decode)):
-            self._end(StopReason.STOP, found)
+        elif self._stop.strings and (stop_string := self._find_stop_string(decode)):
+            self._end(StopReason.STOP, stop_string)
         elif len(self._logprobs) == self._room:
             self._end(StopReason.LENGTH, "")
 
-    def tell(self) -> None:
-        """Hand new tokens, and the end, to whoever waits (on the event loop)."""
+    def deliver(self) -> None:
+        """Give new tokens, and the end, to the waiting caller; runs on the event loop."""
         if self.done.done():
             return
         if self._on_tokens is not None:
-            for index in range(self._num_told, len(self._versions)):
-                self._on_tokens(self._piece(index))
-            self._num_told = len(self._versions)
+            for index in range(self._num_streamed, len(self._versions)):
+                self._on_tokens(self._chunk(index))
+            self._num_streamed = len(self._versions)
         if self.stop_reason is not None:
-            self.done.set_result(self._sampled(self.stop_reason))
+            self.done.set_result(self._make_sample(self.stop_reason))
 
     def fail(self, error: Exception) -> None:
         """End with an error."""
@@ -93,21 +93,21 @@ class BatchRow:
     def _end(self, reason: StopReason, stop_string: str) -> None:
         self.stop_reason, self._stop_string = reason, stop_string
 
-    def _found(self, decode: Decode) -> str:
-        """The stop string the last token completed; every token spells at least one byte."""
+    def _find_stop_string(self, decode: Decode) -> str:
+        """Return the stop string that the last token completed; a token is at least a byte."""
         longest = max(len(string.encode()) for string in self._stop.strings)
         sampled = self.ids[self._num_prompt :]
         text = decode(sampled[-longest - 1 :])
         return next((string for string in self._stop.strings if string in text), "")
 
-    def _piece(self, index: int) -> Piece:
-        return Piece(
+    def _chunk(self, index: int) -> TokenChunk:
+        return TokenChunk(
             token_ids=(self.ids[self._num_prompt + index],),
             logprobs=(self._logprobs[index],),
             policy_version=self._versions[index],
         )
 
-    def _sampled(self, reason: StopReason) -> Sampled:
+    def _make_sample(self, reason: StopReason) -> Sampled:
         return Sampled(
             token_ids=tuple(self.ids[self._num_prompt :]),
             logprobs=tuple(self._logprobs),
@@ -121,14 +121,14 @@ class BatchRow:
 def generator_of(
     sampling: SamplingParams, index: int, *, shared: torch.Generator
 ) -> torch.Generator:
-    """What sample number `index` of a request is drawn with: its own seed's, or the engine's."""
+    """Return the generator of sample `index` of a request: of its own seed, or the shared one."""
     if sampling.seed is None:
         return shared
     return torch.Generator().manual_seed(sampling.seed + index)
 
 
 def distinct(rows: Sequence[BatchRow]) -> tuple[list[BatchRow], list[int]]:
-    """Rows that differ in their tokens or their adapter, and which of them each row is like."""
+    """Return the rows that differ in tokens or adapter, and which of them each row equals."""
     places: dict[tuple[tuple[int, ...], str | None], int] = {}
     keys = [(tuple(row.ids), row.adapter.key if row.adapter else None) for row in rows]
     which = [places.setdefault(key, len(places)) for key in keys]
@@ -136,7 +136,7 @@ def distinct(rows: Sequence[BatchRow]) -> tuple[list[BatchRow], list[int]]:
 
 
 def spans_of(versions: Sequence[PolicyVersion]) -> tuple[VersionSpan, ...]:
-    """Runs of equal versions."""
+    """Return the runs of equal versions."""
     starts = [i for i, v in enumerate(versions) if i == 0 or v != versions[i - 1]]
     ends = [*starts[1:], len(versions)]
     return tuple(

@@ -24,15 +24,15 @@ def processed_logprobs(
     sampling: Sequence[SamplingParams],
     token_ids: Sequence[Sequence[int]],
 ) -> torch.Tensor:
-    """Log-probs [B, V] float32 of the distributions the rows are sampled from; logits [B, V].
+    """Return log-probs [B, V] float32 of the distributions to sample from; logits [B, V].
 
-    token_ids: prompt and answer of each row so far, which a repetition penalty is about.
+    token_ids: prompt and answer of each row so far, to which a repetition penalty applies.
     """
-    penalized = _penalized(logits.float(), sampling, token_ids)
+    penalized = _penalize(logits.float(), sampling, token_ids)
     scaled = penalized / _column([s.temperature or 1.0 for s in sampling])
     rows = [index for index, s in enumerate(sampling) if s.truncates and s.temperature != 0]
     if rows:
-        scaled[rows] = _truncated(scaled[rows], [sampling[row] for row in rows])
+        scaled[rows] = _truncate(scaled[rows], [sampling[row] for row in rows])
     return torch.log_softmax(scaled, dim=-1)
 
 
@@ -41,7 +41,7 @@ def sample_rows(
     sampling: Sequence[SamplingParams],
     generators: Sequence[torch.Generator],
 ) -> torch.Tensor:
-    """One token per row, int64 [B]: p / Exponential(1) is largest at i with probability p_i."""
+    """Sample a token per row, int64 [B]: p / Exponential(1) is largest at i with chance p_i."""
     greedy = torch.tensor([s.temperature == 0 for s in sampling])
     noise = _exponential(logprobs.shape[-1], generators)
     drawn = (logprobs.exp() / noise.clamp_min_(torch.finfo(noise.dtype).tiny)).argmax(dim=-1)
@@ -49,7 +49,7 @@ def sample_rows(
 
 
 def _exponential(width: int, generators: Sequence[torch.Generator]) -> torch.Tensor:
-    """Noise [B, width] of each row's generator; rows in a row that share one are drawn at once."""
+    """Return noise [B, width] of each row's generator; neighbours that share one draw together."""
     drawn = []
     for _, rows in groupby(generators, key=id):
         same = list(rows)
@@ -57,10 +57,10 @@ def _exponential(width: int, generators: Sequence[torch.Generator]) -> torch.Ten
     return torch.cat(drawn)
 
 
-def _penalized(
+def _penalize(
     logits: torch.Tensor, sampling: Sequence[SamplingParams], token_ids: Sequence[Sequence[int]]
 ) -> torch.Tensor:
-    """Logits x of the tokens that are there already: x / penalty, or x * penalty below 0.
+    """Penalize logits x of tokens that occurred already: x / penalty, or x * penalty below 0.
 
     Keskar et al. 2019 (arXiv:1909.05858), with vLLM's and transformers' care for negative logits.
     """
@@ -71,12 +71,12 @@ def _penalized(
     for row in rows:
         seen = torch.tensor(sorted(set(token_ids[row])))
         penalty = sampling[row].repetition_penalty or 1.0
-        found = logits[row, seen]
-        logits[row, seen] = torch.where(found > 0, found / penalty, found * penalty)
+        values = logits[row, seen]
+        logits[row, seen] = torch.where(values > 0, values / penalty, values * penalty)
     return logits
 
 
-def _truncated(scaled: torch.Tensor, sampling: Sequence[SamplingParams]) -> torch.Tensor:
+def _truncate(scaled: torch.Tensor, sampling: Sequence[SamplingParams]) -> torch.Tensor:
     probs = scaled.softmax(dim=-1)
     floor = _column([s.min_p or 0.0 for s in sampling]) * probs.amax(dim=-1, keepdim=True)
     scaled = scaled.masked_fill(probs < floor, _DROPPED)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def lora_arguments(limits: AdapterLimits) -> dict[str, Any]:
-    """What AsyncEngineArgs needs for adapters; nothing when there are none."""
+    """Return the arguments of AsyncEngineArgs for adapters; empty when there are none."""
     if not limits.max_adapters:
         return {}
     most = max(get_args(MaxLoRARanks))
@@ -31,7 +31,7 @@ def lora_arguments(limits: AdapterLimits) -> dict[str, Any]:
         )
     return {
         "enable_lora": True,
-        # One more: after a swap the adapter before serves what it began, beside the new one.
+        # One more: after a swap the old adapter serves the samples it began, beside the new one.
         "max_loras": limits.max_adapters + 1,
         "max_cpu_loras": 2 * limits.max_adapters + 2,
         "max_lora_rank": min(r for r in get_args(MaxLoRARanks) if r >= limits.max_rank),
@@ -39,31 +39,31 @@ def lora_arguments(limits: AdapterLimits) -> dict[str, Any]:
 
 
 def lora_request(adapter: Adapter) -> LoRARequest:
-    """Each slot has a name and path of its own: vLLM keys its prefix cache by them."""
+    """Return vLLM's request for a slot; its name and path are unique, as prefix cache keys."""
     return LoRARequest(adapter.key, adapter.slot, str(adapter.folder))
 
 
 async def add_to_vllm(llm: AsyncLLM, adapter: Adapter) -> None:
-    """PreconditionFailed (ADAPTER_REFUSED) when vLLM has no place for one of its modules."""
+    """Add an adapter; PreconditionFailed (ADAPTER_REFUSED) when one of its modules does not fit."""
     try:
         is_added = await llm.add_lora(lora_request(adapter))
     except EngineDeadError as error:
         raise engine_stopped() from error
     except Exception as error:  # vLLM wraps whatever its worker raised
-        raise _refused(adapter) from error
+        raise _refusal(adapter) from error
     if not is_added:
-        raise _refused(adapter)
+        raise _refusal(adapter)
 
 
 async def remove_from_vllm(llm: AsyncLLM, adapter: Adapter) -> None:
-    """A dead engine has nothing to remove."""
+    """Remove an adapter; a dead engine has none."""
     if not llm.errored:
         await llm.remove_lora(adapter.slot)
 
 
-def _refused(adapter: Adapter) -> PreconditionFailed:
+def _refusal(adapter: Adapter) -> PreconditionFailed:
     return PreconditionFailed(
         f"vLLM does not take adapter {adapter.name}.",
         reason=Reason.ADAPTER_REFUSED,
-        remedy="See the service's log for vLLM's reason; plain LoRA on linear layers is taken.",
+        remedy="See the service's log for vLLM's reason; vLLM takes plain LoRA on linear layers.",
     )

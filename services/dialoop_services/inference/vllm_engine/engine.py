@@ -1,9 +1,9 @@
 """vLLM's AsyncLLM as an engine, in this process.
 
 Versions are exact because vLLM labels every token inside its engine core, at the step that sampled
-it, with the version committed there; tokens still on their way to us when a load begins keep the
-label they left with. A load commits only while the core is paused with all keys dropped, so no
-step straddles two versions.
+it, with the version committed there; tokens that are still on their way here when a load begins
+keep their label. A load commits only while the core is paused with all keys dropped, so no step
+straddles two versions.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from dialoop_services.inference.engine import (
     BASE_VERSION,
+    EngineOptions,
     LoadTimes,
     OnTokens,
     Sampled,
@@ -42,7 +43,6 @@ from dialoop_services.inference.engine import (
     engine_stopped,
     require_fit,
     require_ids,
-    require_one_stream,
     require_sampling,
     room_for,
 )
@@ -51,11 +51,15 @@ from dialoop_services.inference.vllm_engine.adapters import (
     lora_request,
     remove_from_vllm,
 )
-from dialoop_services.inference.vllm_engine.options import VllmOptions, engine_args, vllm_params
+from dialoop_services.inference.vllm_engine.options import (
+    engine_args,
+    frees_memory_asleep,
+    vllm_params,
+)
 from dialoop_services.inference.vllm_engine.orphans import OWNER_VARIABLE
 from dialoop_services.inference.vllm_engine.outputs import (
+    chunks_of,
     label_of,
-    pieces_of,
     queued_s,
     sampled_of,
     spans_of,
@@ -83,7 +87,7 @@ class VllmEngine:
     name = "vllm"
     version = str(vllm.__version__)
 
-    def __init__(self, llm: AsyncLLM, *, model_dir: Path, options: VllmOptions) -> None:
+    def __init__(self, llm: AsyncLLM, *, model_dir: Path, options: EngineOptions) -> None:
         self._llm = llm
         self._shapes = model_shapes(model_dir)
         self._tied = is_tied(model_dir)
@@ -91,14 +95,16 @@ class VllmEngine:
         self._policy_version = BASE_VERSION
         self._control = asyncio.Lock()
         self._is_held = False
-        self._sleep = Sleep(llm, options)
+        self._sleep = Sleep(
+            llm, lock=options.device_lock, frees_memory=frees_memory_asleep(options)
+        )
         self.max_model_len = options.max_model_len
         self.transfer_backend = options.weight_transfer
         self.vocab_size = int(llm.model_config.get_vocab_size())
         self.adapter_space = AdapterSpace(limits=options.adapters, shapes=self._shapes)
 
     @classmethod
-    async def start(cls, model_dir: Path, options: VllmOptions) -> VllmEngine:
+    async def start(cls, model_dir: Path, options: EngineOptions) -> VllmEngine:
         """Build the engine core (its own process) and wait until it answers."""
         args = await asyncio.to_thread(engine_args, model_dir, options)
         os.environ[OWNER_VARIABLE] = str(os.getpid())
@@ -117,17 +123,17 @@ class VllmEngine:
 
     @property
     def policy_version(self) -> PolicyVersion:
-        """The version of the weights loaded now."""
+        """Return the version of the weights loaded now."""
         return self._policy_version
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can still answer."""
+        """Return whether the engine can still answer."""
         return not (self._llm.errored or self._sleep.is_broken)
 
     @property
     def num_running(self) -> int:
-        """Samples that hold a place, waiting or decoding."""
+        """Return the number of samples that wait or decode."""
         return int(self._llm.get_num_unfinished_requests())
 
     async def sample(
@@ -137,34 +143,69 @@ class VllmEngine:
         *,
         stop: StopTokens,
         num_samples: int = 1,
-        on_tokens: OnTokens | None = None,
         adapter: Adapter | None = None,
     ) -> tuple[Sampled, ...]:
-        """Continue `prompt_ids`; `on_tokens` sees the tokens as they come (one sample only)."""
+        """Continue `prompt_ids` `num_samples` times."""
+        params = self._params(prompt_ids, sampling, stop=stop)
+        if params is None:
+            return context_full(num_samples)
+        params.n = num_samples
+        final = await self._last_output(prompt_ids, params, adapter)
+        queue_s = queued_s(final)
+        return tuple(sampled_of(output, stop, queue_s=queue_s) for output in final.outputs)
+
+    async def stream(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        stop: StopTokens,
+        on_tokens: OnTokens,
+        adapter: Adapter | None = None,
+    ) -> Sampled:
+        """Continue `prompt_ids` once; call `on_tokens` with the tokens as they come."""
+        params = self._params(prompt_ids, sampling, stop=stop)
+        if params is None:
+            return context_full(1)[0]
+        params.output_kind = RequestOutputKind.DELTA
+        request_id = uuid.uuid4().hex
+        ids: list[int] = []
+        logprobs: list[float] = []
+        async for output in self._outputs(request_id, prompt_ids, params, adapter):
+            completion = output.outputs[0]
+            start = len(ids)
+            ids.extend(completion.token_ids)
+            logprobs.extend(completion.logprobs.logprobs if completion.logprobs else ())
+            spans = self._spans_so_far(request_id, completion, num_tokens=len(ids))
+            for chunk in chunks_of(ids, logprobs, spans, start=start):
+                on_tokens(chunk)
+        return Sampled(
+            token_ids=tuple(ids),
+            logprobs=tuple(logprobs),
+            versions=spans,
+            stop_reason=stop_reason_of(completion),
+            stop_string=stop_string_of(completion, stop),
+            queue_s=queued_s(output),
+        )
+
+    def _params(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, *, stop: StopTokens
+    ) -> vllm.SamplingParams | None:
+        """Return what to ask of vLLM; None when the prompt fills the context."""
         require_ids(prompt_ids, vocab_size=self.vocab_size)
         require_sampling(sampling)
-        require_one_stream(num_samples, on_tokens)
         room = room_for(prompt_ids, sampling, self.max_model_len)
-        if room <= 0:
-            return context_full(num_samples)
-        params = vllm_params(sampling, stop=stop, room=room)
-        params.n = num_samples
-        if on_tokens is None:
-            final = await self._final(prompt_ids, params, adapter)
-            queue_s = queued_s(final)
-            return tuple(sampled_of(one, stop, queue_s=queue_s) for one in final.outputs)
-        outputs = self._outputs(request_id := uuid.uuid4().hex, prompt_ids, params, adapter)
-        return (await self._stream(request_id, outputs, params, stop=stop, on_tokens=on_tokens),)
+        return None if room <= 0 else vllm_params(sampling, stop=stop, room=room)
 
     async def logprobs(self, token_ids: Sequence[int], *, adapter: Adapter | None = None) -> Scored:
-        """Score given ids; the one token vLLM must sample with them tells the version."""
+        """Score given ids; the one token that vLLM must sample with them carries the version."""
         require_ids(token_ids, vocab_size=self.vocab_size)
         require_fit(token_ids, self.max_model_len)
         params = vllm.SamplingParams(
             max_tokens=1, prompt_logprobs=0, logprobs=0, flat_logprobs=True, ignore_eos=True,
             detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
-        final = await self._final(token_ids, params, adapter)
+        final = await self._last_output(token_ids, params, adapter)
         values = np.array(final.prompt_logprobs.logprobs, dtype=np.float32)
         if len(values) != len(token_ids) - 1:
             raise InternalError(f"vLLM gave {len(values)} log-probs for {len(token_ids)} tokens.")
@@ -175,9 +216,11 @@ class VllmEngine:
         self, path: Path, version: PolicyVersion, *, mode: UpdateMode = UpdateMode.RECOMPUTE
     ) -> LoadTimes:
         """Pause, replace all weights, commit `version`, go on as `mode` says."""
-        begun = time.monotonic()
+        started_at = time.monotonic()
         await asyncio.to_thread(require_same_parameters, path, self._shapes, tied=self._tied)
-        return await self._exchange(lambda: self._copy(path), version, mode=mode, begun=begun)
+        return await self._exchange(
+            lambda: self._copy(path), version, mode=mode, started_at=started_at
+        )
 
     async def load_onto_base(
         self,
@@ -187,8 +230,10 @@ class VllmEngine:
         mode: UpdateMode = UpdateMode.RECOMPUTE,
     ) -> LoadTimes:
         """As `load_weights`; each worker adds the adapter into the base weights as it loads."""
-        begun = time.monotonic()
-        return await self._exchange(lambda: self._add(adapter), version, mode=mode, begun=begun)
+        started_at = time.monotonic()
+        return await self._exchange(
+            lambda: self._add(adapter), version, mode=mode, started_at=started_at
+        )
 
     async def transfer_weights(
         self,
@@ -198,9 +243,9 @@ class VllmEngine:
         mode: UpdateMode = UpdateMode.RECOMPUTE,
     ) -> LoadTimes:
         """As `load_weights`, by vLLM's own transfer from the trainer's device."""
-        begun, receiver = time.monotonic(), TransferReceiver(self._llm, steps)
+        started_at, receiver = time.monotonic(), TransferReceiver(self._llm, steps)
         await receiver.meet()
-        return await self._exchange(receiver.receive, version, mode=mode, begun=begun)
+        return await self._exchange(receiver.receive, version, mode=mode, started_at=started_at)
 
     async def _exchange(
         self,
@@ -208,7 +253,7 @@ class VllmEngine:
         version: PolicyVersion,
         *,
         mode: UpdateMode,
-        begun: float,
+        started_at: float,
     ) -> LoadTimes:
         async with self._control:
             await self._sleep.make_room_for_weights()
@@ -222,7 +267,7 @@ class VllmEngine:
                 await self._sleep.end()
                 await self._go_on()
             ended = time.monotonic()
-        return LoadTimes(pause_s=ended - paused, load_s=ended - begun)
+        return LoadTimes(pause_s=ended - paused, load_s=ended - started_at)
 
     async def _replace_or_abort(
         self, replace: Callable[[], Awaitable[None]], version: PolicyVersion
@@ -237,20 +282,20 @@ class VllmEngine:
     async def _pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Stop the core; with `clear_cache` running requests lose their keys, or this raises.
 
-        `AsyncLLM.pause_generation` does the same and then sleeps 20 ms, for nothing that we need:
+        `AsyncLLM.pause_generation` does the same and then sleeps 20 ms, which is not needed here:
         every token on its way carries its version.
         """
         await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
     async def _copy(self, path: Path) -> None:
-        await self._replaced_by("dialoop_load_weights", str(path), self._tied)
+        await self._collective_load("dialoop_load_weights", str(path), self._tied)
 
     async def _add(self, adapter: PolicyAdapter) -> None:
         files = [str(file) for file in self.base_weights.files]
         path, tied = str(adapter.path), self.base_weights.tied
-        await self._replaced_by("dialoop_load_onto_base", files, tied, path, adapter.scaling)
+        await self._collective_load("dialoop_load_onto_base", files, tied, path, adapter.scaling)
 
-    async def _replaced_by(self, method: str, *arguments: Any) -> None:
+    async def _collective_load(self, method: str, *arguments: Any) -> None:
         errors = await self._llm.collective_rpc(method, args=arguments)
         if failed := [error for error in errors if error]:
             raise InternalError(f"vLLM could not take the weights: {failed[0]}")
@@ -267,11 +312,11 @@ class VllmEngine:
         self._policy_version = version
 
     async def add_adapter(self, adapter: Adapter) -> None:
-        """Take an adapter in, beside all that is under way."""
+        """Add an adapter while requests run."""
         await add_to_vllm(self._llm, adapter)
 
     async def remove_adapter(self, adapter: Adapter) -> None:
-        """Give an adapter up."""
+        """Remove an adapter."""
         await remove_from_vllm(self._llm, adapter)
 
     async def pause(self) -> None:
@@ -281,7 +326,7 @@ class VllmEngine:
             self._is_held = True
 
     async def resume(self) -> None:
-        """Go on."""
+        """Go on with generation."""
         async with self._control:
             self._is_held = False
             await self._go_on()
@@ -297,11 +342,11 @@ class VllmEngine:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether it has given its device up."""
+        """Return whether the engine has given its device up."""
         return self._sleep.is_asleep
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        """Stand still, and on CUDA give weights and keys back; what is under way is aborted."""
+        """Stop, and on CUDA free weights and keys; what is under way is aborted."""
         async with self._control:
             await self._sleep.begin(keep_weights=keep_weights)
 
@@ -313,10 +358,10 @@ class VllmEngine:
 
     async def close(self) -> None:
         """Stop the engine core's process."""
-        # A CPU worker hangs on its way out until it is killed: there is nothing to wait for.
+        # A CPU worker hangs at its end until it is killed, so waiting is useless.
         await asyncio.to_thread(self._llm.shutdown, timeout=_SHUTDOWN_S)
 
-    async def _final(
+    async def _last_output(
         self, token_ids: Sequence[int], params: vllm.SamplingParams, adapter: Adapter | None
     ) -> Any:
         outputs = [o async for o in self._outputs(uuid.uuid4().hex, token_ids, params, adapter)]
@@ -325,7 +370,7 @@ class VllmEngine:
     async def _outputs(
         self, request_id: str, token_ids: Sequence[int], params: Any, adapter: Adapter | None
     ) -> Any:
-        # Salted, so that keys that a KEEP_KV load left behind serve none but whom they were for.
+        # Salted, so that later requests do not use keys that a KEEP_KV load kept for running ones.
         prompt = tokens_input(list(token_ids), cache_salt=label_of(self._policy_version))
         try:
             lora = lora_request(adapter) if adapter else None
@@ -336,39 +381,10 @@ class VllmEngine:
         except (EngineDeadError, EngineGenerateError) as error:
             raise engine_stopped() from error
 
-    async def _stream(
-        self,
-        request_id: str,
-        outputs: Any,
-        params: vllm.SamplingParams,
-        *,
-        stop: StopTokens,
-        on_tokens: OnTokens,
-    ) -> Sampled:
-        params.output_kind = RequestOutputKind.DELTA
-        ids: list[int] = []
-        logprobs: list[float] = []
-        async for output in outputs:
-            completion = output.outputs[0]
-            start = len(ids)
-            ids.extend(completion.token_ids)
-            logprobs.extend(completion.logprobs.logprobs if completion.logprobs else ())
-            spans = self._spans_so_far(request_id, completion, num_tokens=len(ids))
-            for piece in pieces_of(ids, logprobs, spans, start=start):
-                on_tokens(piece)
-        return Sampled(
-            token_ids=tuple(ids),
-            logprobs=tuple(logprobs),
-            versions=spans,
-            stop_reason=stop_reason_of(completion),
-            stop_string=stop_string_of(completion, stop),
-            queue_s=queued_s(output),
-        )
-
     def _spans_so_far(
         self, request_id: str, completion: Any, *, num_tokens: int
     ) -> tuple[VersionSpan, ...]:
-        """The spans of a running request: vLLM hands them out only with the last output."""
+        """Return the spans of a running request; vLLM adds them to the last output only."""
         if completion.finish_reason is not None:
             return spans_of(completion.weight_versions)
         processor = self._llm.output_processor

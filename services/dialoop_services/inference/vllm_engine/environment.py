@@ -1,17 +1,23 @@
-"""The variables that vLLM and its processes read as they start; what is set already stays."""
+"""The start of vLLM: sets the variables that it reads, then imports it."""
 
 from __future__ import annotations
 
 import logging
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
+
+if TYPE_CHECKING:
+    from dialoop_services.inference.engine import Engine, EngineOptions
 
 LOGGING = Path(__file__).with_name("logging.json")
-"""The logging that vLLM would set up itself, with our filter; all its processes read it."""
+"""The logging config of all vLLM processes: vLLM's own, with the filter below."""
 
-# What vLLM warns of at every start and end on a CPU, where it is always so, and known.
+# Parts of warnings that vLLM logs at every start and end on a CPU.
 _KNOWN = (
     "Triton",
     "Enforce eager set",
@@ -22,22 +28,43 @@ _KNOWN = (
 )
 
 
+class Vllm:
+    """What `engine = "vllm"` names."""
+
+    @classmethod
+    async def start(cls, model_dir: Path, options: EngineOptions) -> Engine:
+        """Start a VllmEngine; InvalidConfig (VLLM_MISSING) when vLLM cannot be imported."""
+        prepare()
+        try:
+            from dialoop_services.inference.vllm_engine.engine import VllmEngine
+        except Exception as error:  # a torch of another build raises RuntimeError or OSError
+            raise InvalidConfig(
+                f"vLLM does not import ({type(error).__name__}: {error}).",
+                reason=Reason.VLLM_MISSING,
+                remedy="Run `make setup`, or set DIALOOP_INFERENCE_ENGINE=transformers.",
+            ) from error
+        return await VllmEngine.start(model_dir, options)
+
+
 def prepare() -> None:
-    """Nothing from the network, no compiler on a CPU, and warnings only of what matters."""
+    """Set the variables that vLLM reads; those that are set already stay.
+
+    It then asks nothing of the network, needs no compiler on a CPU, and warns of what matters.
+    """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not torch.cuda.is_available():
-        # All layers run eagerly; what is left would ask for a C++ compiler at the first token.
+        # All layers run eagerly; the rest would need a C++ compiler at the first token.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    if "VLLM_LOGGING_LEVEL" not in os.environ:  # who asks for more gets all of it
+    if "VLLM_LOGGING_LEVEL" not in os.environ:  # a level that the user sets gets all messages
         os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
         os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(LOGGING))
 
 
-class Unknown(logging.Filter):
-    """Lets pass what somebody may have to act on."""
+class DropKnownWarnings(logging.Filter):
+    """Drops the warnings that vLLM always logs on a CPU."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record says something that is not known already."""
+        """Return whether the record is no such warning."""
         text = record.getMessage()
-        return record.levelno > logging.WARNING or not any(known in text for known in _KNOWN)
+        return record.levelno > logging.WARNING or not any(part in text for part in _KNOWN)

@@ -1,8 +1,7 @@
-"""How vLLM is built and what it is asked: our options in vLLM's words."""
+"""Engine options and sampling parameters as vLLM's own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import vllm
@@ -12,37 +11,20 @@ from vllm import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from dialoop_services.inference.engine import StopTokens
+from dialoop_services.inference.engine import EngineOptions, StopTokens
 from dialoop_services.inference.vllm_engine.adapters import lora_arguments
 from dialoop_services.inference.vllm_engine.transfer import transfer_arguments
-from dialoop_services.inference.weights.adapter_files import NO_ADAPTERS, AdapterLimits
 
 _EXTENSION = "dialoop_services.inference.vllm_engine.weights.WeightsExtension"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmOptions:
-    """How large vLLM is built."""
-
-    max_model_len: int = 512
-    max_num_seqs: int = 64
-    kv_cache_bytes: int = 64 << 20
-    dtype: str = "float32"
-    tensor_parallel_size: int = 1
-    seed: int = 0
-    adapters: AdapterLimits = NO_ADAPTERS
-    weight_transfer: str = ""
-    device_lock: Path | None = None
-    """The lock of a device that the engine shares with the trainer."""
-
-    @property
-    def frees_memory_asleep(self) -> bool:
-        """Whether it sleeps, on a device whose memory vLLM can give back."""
-        return self.device_lock is not None and current_platform.is_sleep_mode_available()
+def frees_memory_asleep(options: EngineOptions) -> bool:
+    """Return whether the engine sleeps, on a device whose memory vLLM can give back."""
+    return options.device_lock is not None and current_platform.is_sleep_mode_available()
 
 
-def engine_args(model_dir: Path, options: VllmOptions) -> AsyncEngineArgs:
-    """The arguments of vLLM; InvalidConfig when the model has too few positions."""
+def engine_args(model_dir: Path, options: EngineOptions) -> AsyncEngineArgs:
+    """Return the arguments of vLLM; InvalidConfig when the model has too few positions."""
     limit = _max_positions(model_dir)
     if options.max_model_len >= limit:
         raise InvalidConfig(
@@ -53,8 +35,8 @@ def engine_args(model_dir: Path, options: VllmOptions) -> AsyncEngineArgs:
     return AsyncEngineArgs(
         model=str(model_dir),
         dtype=options.dtype,
-        # One more, so that scoring a full context leaves room for the token vLLM must sample; that
-        # token is never fed back.
+        # One more, so that scoring a full context leaves room for the token vLLM must sample. That
+        # token is never an input.
         max_model_len=options.max_model_len + 1,
         max_num_seqs=options.max_num_seqs,
         kv_cache_memory_bytes=options.kv_cache_bytes,
@@ -64,7 +46,7 @@ def engine_args(model_dir: Path, options: VllmOptions) -> AsyncEngineArgs:
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         worker_extension_cls=_EXTENSION,
-        enable_sleep_mode=options.frees_memory_asleep,
+        enable_sleep_mode=frees_memory_asleep(options),
         **lora_arguments(options.adapters),
         **transfer_arguments(options.weight_transfer),
     )
@@ -78,7 +60,7 @@ def _max_positions(model_dir: Path) -> int:
 
 
 def vllm_params(sampling: SamplingParams, *, stop: StopTokens, room: int) -> vllm.SamplingParams:
-    """What to ask of vLLM; log-probs are those of the distribution sampled from."""
+    """Return vLLM's sampling parameters; log-probs are of the distribution sampled from."""
     return vllm.SamplingParams(
         temperature=1.0 if sampling.temperature is None else sampling.temperature,
         top_p=sampling.top_p or 1.0,
@@ -90,7 +72,7 @@ def vllm_params(sampling: SamplingParams, *, stop: StopTokens, room: int) -> vll
         stop=list(stop.strings),
         include_stop_str_in_output=True,
         stop_token_ids=sorted(stop.by_id),
-        # The stop tokens are ours alone: vLLM would add those it finds in the model directory.
+        # Only the request's stop tokens count: vLLM would add those of the model directory.
         ignore_eos=True,
         logprobs=0,
         flat_logprobs=True,

@@ -1,7 +1,7 @@
-"""An engine core must not outlive the service that started it, even when that one is killed.
+"""The end of vLLM's processes when the service that started them was killed.
 
-vLLM's worker ends with its engine core, but the core does not notice that its own parent is gone
-and would keep its memory forever. The worker looks after both.
+vLLM's worker ends with its engine core, but the core does not notice that its own parent has ended
+and would keep its memory forever. So the worker watches the service and ends both.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _INTERVAL_S = 1.0
 
 
 def end_with_owner() -> None:
-    """From now on, kill this worker and its engine core as soon as their service is gone."""
+    """Kill this worker and its engine core as soon as their service has ended."""
     owner = int(os.environ[OWNER_VARIABLE])
     parent = os.getppid()
-    # Where the engine core runs the worker itself there is no process between.
+    # Without a separate worker process the parent is the service itself.
     core = os.getpid() if parent == owner else parent
     threading.Thread(target=_watch, args=(owner, core), daemon=True).start()
 
@@ -29,13 +29,13 @@ def end_with_owner() -> None:
 def _watch(owner: int, core: int) -> None:
     while _parent_of(core) == owner:
         time.sleep(_INTERVAL_S)
-    if core in (os.getpid(), os.getppid()):  # else the core is gone already
+    if core in (os.getpid(), os.getppid()):  # else the core has ended already
         os.kill(core, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _parent_of(pid: int) -> int | None:
-    """The parent as the system sees it now: a child of a dead process gets another."""
+    """Return the parent as the system sees it now; a child of a dead process gets another."""
     try:
         return int(psutil.Process(pid).ppid())
     except psutil.NoSuchProcess:

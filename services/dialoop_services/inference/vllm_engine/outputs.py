@@ -1,4 +1,4 @@
-"""What vLLM answers, in our words: samples, version spans, and the pieces of a stream."""
+"""vLLM's outputs as samples, version spans and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from typing import Any
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import StopReason
 
-from dialoop_services.inference.engine import Piece, Sampled, StopTokens, VersionSpan, weights_bad
+from dialoop_services.inference.engine import (
+    Sampled,
+    StopTokens,
+    TokenChunk,
+    VersionSpan,
+    weights_bad,
+)
 
 _LABEL = "@"
 
 
 def sampled_of(completion: Any, stop: StopTokens, *, queue_s: float) -> Sampled:
-    """A finished completion; Unavailable (WEIGHTS_BAD) when a load aborted it."""
+    """Return a finished completion; Unavailable (WEIGHTS_BAD) when a load aborted it."""
     return Sampled(
         token_ids=tuple(completion.token_ids),
         logprobs=tuple(completion.logprobs.logprobs),
@@ -26,7 +32,7 @@ def sampled_of(completion: Any, stop: StopTokens, *, queue_s: float) -> Sampled:
 
 
 def queued_s(output: Any) -> float:
-    """Seconds from the core's receiving the request to its first step."""
+    """Return the seconds between the core's receipt of the request and its first step."""
     times = output.metrics
     if times is None or not times.scheduled_ts:
         return 0.0
@@ -34,7 +40,7 @@ def queued_s(output: Any) -> float:
 
 
 def stop_reason_of(completion: Any) -> StopReason:
-    """Why a completion ended; Unavailable (WEIGHTS_BAD) when a load aborted it."""
+    """Return why a completion ended; Unavailable (WEIGHTS_BAD) when a load aborted it."""
     reasons = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
     if completion.finish_reason not in reasons:
         raise weights_bad()
@@ -42,13 +48,13 @@ def stop_reason_of(completion: Any) -> StopReason:
 
 
 def stop_string_of(completion: Any, stop: StopTokens) -> str:
-    """The string that ended it, empty for the end-of-turn token."""
+    """Return the string that ended a completion; empty for the end-of-turn token."""
     reason = completion.stop_reason
     return stop.by_id[reason] if isinstance(reason, int) else reason or ""
 
 
 def spans_of(spans: Any) -> tuple[VersionSpan, ...]:
-    """Our spans from weight versions of vLLM."""
+    """Return version spans from vLLM's weight versions."""
     return tuple(
         VersionSpan(
             start=span.start, length=span.end - span.start, policy_version=version_of(span.version)
@@ -57,34 +63,34 @@ def spans_of(spans: Any) -> tuple[VersionSpan, ...]:
     )
 
 
-def pieces_of(
+def chunks_of(
     ids: Sequence[int],
     logprobs: Sequence[float],
     spans: Sequence[VersionSpan],
     *,
     start: int,
-) -> list[Piece]:
-    """The tokens from `start` on, cut where the version changes."""
-    pieces = []
+) -> list[TokenChunk]:
+    """Return the tokens from `start` on, cut where the version changes."""
+    chunks = []
     for span in spans:
         begin, end = max(start, span.start), span.start + span.length
         if begin < end:
-            pieces.append(
-                Piece(
+            chunks.append(
+                TokenChunk(
                     token_ids=tuple(ids[begin:end]),
                     logprobs=tuple(logprobs[begin:end]),
                     policy_version=span.policy_version,
                 )
             )
-    return pieces
+    return chunks
 
 
 def label_of(version: PolicyVersion) -> str:
-    """A version as vLLM's label."""
+    """Return a version as vLLM's label."""
     return f"{version.lineage}{_LABEL}{version.number}"
 
 
 def version_of(label: str) -> PolicyVersion:
-    """The version of one of vLLM's labels."""
+    """Return the version of one of vLLM's labels."""
     lineage, _, number = label.rpartition(_LABEL)
     return PolicyVersion(lineage=lineage, number=int(number))

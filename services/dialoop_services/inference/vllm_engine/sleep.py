@@ -1,17 +1,16 @@
 """Sleep of a vLLM engine that shares its device with the trainer.
 
-On CUDA it is vLLM's own sleep mode: keys are dropped, and weights either wait on the host (level 1)
-or are dropped too (level 2), which only a load of the policy ends: a core that woke without one
-would answer from whatever the memory holds. What stays on the device is the process' CUDA context.
-On a CPU there is no memory to give back, and vLLM's sleep mode does nothing: the core stands still.
+On CUDA this is vLLM's own sleep mode. Keys are dropped. Weights either wait on the host (level 1)
+or are dropped too (level 2); then only a load of the policy may wake the core, which would
+otherwise answer from random memory. The process' CUDA context stays on the device. On a CPU there
+is no memory to free, and vLLM's sleep mode does nothing: the core only pauses.
 
-Nothing is under way when it begins, which vLLM's sleep does not stand (the replica sees to that).
-The core's worker, which has the memory, holds the device's lock itself: an engine core that
-outlives its killed service for a moment still keeps the trainer off. For the same reason an engine
-that fails while its memory comes back is dead: nobody knows what it has of the device, and asked to
-sleep again vLLM does nothing. Its worker keeps the lock, and so the trainer off, until it has ended
-with its service, which a supervisor starts anew. The CUDA calls are tested against the installed
-vLLM's interface; they have not been run on a device.
+The replica makes sure that nothing is under way, which vLLM's sleep needs. The core's worker has
+the memory and holds the device's lock itself, so that an engine core which outlives its killed
+service for a moment still keeps the trainer away. An engine that fails while it takes its memory
+back is dead: nobody knows what it holds of the device, and vLLM ignores another request to sleep.
+Its worker keeps the lock until it ends with its service, which a supervisor restarts. The CUDA
+calls are tested against the installed vLLM's interface; they were not run on a device.
 """
 
 from __future__ import annotations
@@ -28,40 +27,38 @@ from dialoop_services.runtime.device_lock import DeviceLock
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from dialoop_services.inference.vllm_engine.options import VllmOptions
-
 log = logging.getLogger(__name__)
 
 _KEEP, _DROP = 1, 2
 
 
 class Sleep:
-    """Whether the core sleeps, and the way in and out; used by one caller at a time."""
+    """Puts the engine core to sleep and wakes it; one caller uses it at a time."""
 
-    def __init__(self, llm: AsyncLLM, options: VllmOptions) -> None:
+    def __init__(self, llm: AsyncLLM, *, lock: Path | None, frees_memory: bool) -> None:
         self._llm = llm
-        self._lock = options.device_lock
-        self._gives_memory_back = options.frees_memory_asleep
+        self._lock = lock
+        self._frees_memory = frees_memory
         self._has_lost_weights = False
         self._is_half_awake = False
         self.is_asleep = False
-        # What it has of the device is not known any more: only the end of its worker gives it back.
+        # Nobody knows what it holds of the device: only the end of its worker frees it.
         self.is_broken = False
 
     async def hold_device(self) -> None:
-        """Let the worker hold the lock beside us."""
+        """Let the worker hold the device's lock beside the service."""
         if self._lock is not None:
-            held = await self._llm.collective_rpc("dialoop_hold_device", args=(str(self._lock),))
-            if not all(held):
-                raise InternalError("vLLM's worker does not get the device that is ours.")
+            holds = await self._llm.collective_rpc("dialoop_hold_device", args=(str(self._lock),))
+            if not all(holds):
+                raise InternalError("vLLM's worker cannot hold the device that the service holds.")
 
     async def begin(self, *, keep_weights: bool) -> None:
-        """Fall asleep; if it sleeps, the worker lets go of the device once more."""
+        """Put the core to sleep; if it sleeps already, the worker releases the device again."""
         self._require_whole()
         if self.is_asleep:
             await self._leave_device()
             return
-        if self._gives_memory_back:
+        if self._frees_memory:
             await self._llm.sleep(level=_KEEP if keep_weights else _DROP, mode="abort")
             self._has_lost_weights = not keep_weights
         else:
@@ -79,7 +76,7 @@ class Sleep:
         self._is_half_awake = True
 
     async def end(self) -> None:
-        """All of the memory is back; whether the weights in it are right is for others to say."""
+        """Take back the rest of the memory after a load; the caller knows if the load was good."""
         if not self._is_half_awake:
             return
         await self._take_memory(["kv_cache"])
@@ -100,7 +97,7 @@ class Sleep:
             raise engine_stopped()
 
     async def _take_device(self) -> None:
-        """As `hold_device`; if that fails, the worker holds nothing, as it has no memory there."""
+        """Hold the device; if that fails, the worker holds nothing, as it has no memory there."""
         self._require_whole()
         try:
             await self.hold_device()
@@ -109,13 +106,13 @@ class Sleep:
             raise
 
     async def _take_memory(self, tags: list[str] | None = None) -> None:
-        if not self._gives_memory_back:
+        if not self._frees_memory:
             return
         try:
             await self._llm.wake_up(tags=tags)
         except BaseException:
             self.is_broken = True
-            log.error("vLLM failed while it woke: only a new process helps.")
+            log.error("vLLM failed while it woke. The service must be restarted.")
             raise
 
     async def _leave_device(self) -> None:
@@ -124,17 +121,17 @@ class Sleep:
 
 
 class SharedDevice:
-    """Mixed into vLLM's worker: the worker's own hold on the device."""
+    """The worker's own hold on the device, as a base class of vLLM's worker extension."""
 
     _dialoop_device: DeviceLock | None = None
 
     def dialoop_hold_device(self, path: str) -> bool:
-        """Share the lock; the service holds it by now, so nobody can own it."""
+        """Share the lock; the service holds it already, so no trainer can own it."""
         if self._dialoop_device is None:
             self._dialoop_device = DeviceLock(Path(path))
         return self._dialoop_device.try_share()
 
     def dialoop_leave_device(self) -> None:
-        """Let it go; the memory has been given back."""
+        """Release the lock; the device's memory is free by then."""
         if self._dialoop_device is not None:
             self._dialoop_device.release()

@@ -1,6 +1,6 @@
 """vLLM's own weight transfer, replica's side: NCCL between devices, CUDA IPC on one device.
 
-Needs CUDA: the calls are tested against the installed vLLM, the transfer itself has not been run.
+It needs CUDA. The calls are tested against the installed vLLM; the transfer itself was not run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
 
 def transfer_arguments(backend: str) -> dict[str, Any]:
-    """What AsyncEngineArgs needs; InvalidConfig (NEEDS_CUDA) on a machine without a device."""
+    """Return the arguments of AsyncEngineArgs; InvalidConfig (NEEDS_CUDA) without a device."""
     if not backend:
         return {}
     if not torch.cuda.is_available():
@@ -41,7 +41,7 @@ def transfer_arguments(backend: str) -> dict[str, Any]:
         )
     if backend == "ipc" and os.environ.get(_INSECURE) != "1":
         raise InvalidConfig(
-            "vLLM takes CUDA IPC handles as pickles only, from whoever may call LoadWeights.",
+            "vLLM reads CUDA IPC handles as pickles, which may run a caller's code.",
             reason=Reason.INSECURE_SERIALIZATION,
             remedy=f"Set {_INSECURE}=1 where only the trainer can reach this port, or use nccl.",
         )
@@ -56,7 +56,7 @@ class TransferReceiver:
         self._steps = steps
 
     async def meet(self) -> None:
-        """Take INIT, if this is the first publish, and START, which comes next."""
+        """Take INIT, if this is the first publish, and then START."""
         step = await self._next()
         if step.phase is TransferPhase.INIT:
             await self._llm.init_weight_transfer_engine(
@@ -90,7 +90,7 @@ def _require(step: Step, phase: TransferPhase) -> None:
 
 def _object(step: Step) -> dict[str, Any]:
     if not isinstance(step.info, dict):
-        raise _out_of_order(f"The info of step {step.phase.name} is no JSON object.")
+        raise _out_of_order(f"The info of step {step.phase.name} is not a JSON object.")
     return step.info
 
 

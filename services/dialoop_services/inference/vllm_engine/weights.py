@@ -1,11 +1,11 @@
-"""New weights inside vLLM's worker process, exactly.
+"""The exact replacement of weights inside vLLM's worker process.
 
-On CPU vLLM packs every linear's weight for its kernel and empties the parameter, so neither
-vLLM's `load_weights` nor its `reload_weights` is right there: the first finds no parameter, the
-second leaves the packed copy of a tied output head stale and says nothing. Here each emptied
-parameter is made again, vLLM's own loader fills them (fusing q, k and v, gate and up, and padding
-the vocabulary), and every packed layer is packed again, tied heads included. Elsewhere nothing is
-packed and vLLM's own reload is exact.
+On CPU vLLM packs every linear's weight for its kernel and empties the parameter, so neither vLLM's
+`load_weights` nor its `reload_weights` is right there: the first finds no parameter, the second
+leaves the packed copy of a tied output head stale, without an error. This module makes each emptied
+parameter again, lets vLLM's own loader fill it (which fuses q, k and v, gate and up, and pads the
+vocabulary), and packs every packed layer again, tied heads included. Elsewhere nothing is packed
+and vLLM's own reload is exact.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ end_with_owner()
 
 
 class WeightsExtension(SharedDevice):
-    """Mixed into vLLM's worker: `collective_rpc("dialoop_load_weights", args=(path, tied))`."""
+    """The worker extension: `collective_rpc("dialoop_load_weights", args=(path, tied))`."""
 
     model_runner: Any
 
     def dialoop_load_weights(self, path: str, tied: bool) -> str:
-        """Replace all weights from a safetensors file; returns an error's text, empty for none.
+        """Replace all weights from a safetensors file; return an error's text, empty for none.
 
-        An exception would take the whole engine down, and with it every running request.
+        An exception would end the whole engine and every running request.
         """
         return self._dialoop_replace(_tensors(path, tied=tied))
 

@@ -1,4 +1,4 @@
-"""Weights of a replica: which version is announced, how its files or tensors arrive, and adapters.
+"""Weights of a replica: announced versions, the files or tensors that arrive, and adapters.
 
-Publications enter; parameters that an engine can load, with their proof, leave.
+Publications enter; checked files, tensors and adapters that an engine can load leave.
 """

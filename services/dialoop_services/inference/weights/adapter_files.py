@@ -1,4 +1,4 @@
-"""LoRA adapter files: whether an adapter fits the model, and the folder both engines read.
+"""LoRA adapter files: whether one fits the model, and the PEFT folder that engines read.
 
 An adapter is a PEFT one: `adapter_config.json` and a safetensors file whose tensors are named
 `base_model.model.<module>.lora_A.weight` [rank, in] and `...lora_B.weight` [out, rank].
@@ -51,14 +51,14 @@ class AdapterSpace:
 
     @property
     def modules(self) -> dict[str, tuple[int, ...]]:
-        """The linear layers that an adapter may change, by name."""
+        """Return the linear layers that an adapter may change, by name."""
         return {
             name: shape for name, shape in modules_of(self.shapes).items() if ".layers." in name
         }
 
 
 def modules_of(shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """The weights [out, in] of a model by the names of their modules."""
+    """Return the weights [out, in] of a model by the names of their modules."""
     return {
         name.removesuffix(".weight"): shape
         for name, shape in shapes.items()
@@ -67,7 +67,7 @@ def modules_of(shapes: Shapes) -> dict[str, tuple[int, ...]]:
 
 
 def require_fitting(path: Path, config: AdapterConfig, space: AdapterSpace) -> tuple[str, ...]:
-    """The modules an adapter file changes; PreconditionFailed when the engine cannot hold it.
+    """Return the modules an adapter file changes; PreconditionFailed when it does not fit.
 
     Reads the header only.
     """
@@ -84,15 +84,15 @@ def require_fitting(path: Path, config: AdapterConfig, space: AdapterSpace) -> t
 def fitting_modules(
     path: Path, config: AdapterConfig, modules: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, ...]:
-    """The modules an adapter file changes; PreconditionFailed when it is of none, or another model.
+    """Return the modules an adapter file changes; PreconditionFailed if it is of another model.
 
     Reads the header only.
     """
     sides = _sides(path)
-    for module, found in sides.items():
-        _require_shapes(module, found, modules.get(module), rank=config.rank)
+    for module, shapes in sides.items():
+        _require_shapes(module, shapes, modules.get(module), rank=config.rank)
         if not config.names(module):
-            raise _mismatch(f"{module} is none of its target modules")
+            raise _mismatch(f"{module} is not one of its target modules")
     if not isinstance(config.targets, str):
         for target in config.targets:
             if not any(m == target or m.endswith(f".{target}") for m in sides):
@@ -101,14 +101,14 @@ def fitting_modules(
 
 
 def write_folder(folder: Path, path: Path, config: AdapterConfig, modules: Iterable[str]) -> None:
-    """Lay the adapter down as a PEFT directory of its own."""
+    """Write the adapter as a PEFT directory of its own."""
     folder.mkdir(parents=True)
     shutil.copyfile(path, folder / WEIGHTS_FILE)
     (folder / CONFIG_FILE).write_text(config.to_json(modules), encoding="utf-8")
 
 
 def finite_tensors(path: Path) -> dict[str, Tensor]:
-    """The adapter, in one number format; InvalidInput when a number of it is not finite."""
+    """Return the tensors, of one number format; InvalidInput when a number is not finite."""
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = load_file(path)
@@ -124,7 +124,7 @@ def finite_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def is_visible(path: Path, config: AdapterConfig) -> bool:
-    """Whether what the adapter adds is large enough that log-probs must show it.
+    """Return whether the adapter adds enough for log-probs to show it.
 
     The root mean square of an entry of scaling * B @ A, in any module. InvalidInput when a number
     is not finite.
@@ -139,7 +139,7 @@ def is_visible(path: Path, config: AdapterConfig) -> bool:
 
 
 def _sides(path: Path) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The shapes of A and B by module."""
+    """Return the shapes of A and B by module."""
     sides: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in read_shapes(path).items():
         match = _TENSOR.fullmatch(name)
@@ -153,7 +153,7 @@ def _sides(path: Path) -> dict[str, dict[str, tuple[int, ...]]]:
 
 def _require_shapes(
     module: str,
-    found: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
     weight: tuple[int, ...] | None,
     *,
     rank: int,
@@ -162,8 +162,8 @@ def _require_shapes(
         raise _mismatch(f"the model has no linear layer {module}")
     expected = {"A": (rank, weight[1]), "B": (weight[0], rank)}
     for side, shape in expected.items():
-        if found.get(side) != shape:
-            raise _mismatch(f"{module}.lora_{side} is {found.get(side)}, expected {shape}")
+        if shapes.get(side) != shape:
+            raise _mismatch(f"{module}.lora_{side} is {shapes.get(side)}, expected {shape}")
 
 
 def _mismatch(what: str) -> PreconditionFailed:

@@ -1,8 +1,9 @@
-"""The LoRA adapters of a replica: loaded beside the policy, proved to be in use, swapped, unloaded.
+"""The LoRA adapters of a replica: loaded beside the policy, tested, swapped and unloaded.
 
-A swap gives the adapter a new slot, which no engine has keys of. Samples under way end with the
-adapter they began with, new ones take the new one, so one version explains each sample. Adapters
-belong to the weights they were loaded on: new weights end them, and what samples with them.
+A swap gives the adapter a new slot, for which no engine has cached keys. Samples under way end with
+the adapter they began with, new ones use the new one, so each sample has one version. Adapters
+belong to the weights they were loaded on: new weights end them, and the samples under way with
+them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 import weakref
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from dialoop.errors import (
@@ -29,9 +30,8 @@ from dialoop.errors import (
 )
 from dialoop.reasons import Reason
 
-from dialoop_services.inference.engine import LoadTimes, VersionSpan
+from dialoop_services.inference.engine import LoadTimes, SupportsAdapters, VersionSpan
 from dialoop_services.inference.weights.adapter_files import (
-    AdapterSpace,
     is_visible,
     require_fitting,
     write_folder,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from dialoop.clients.weights import WeightsManifest
     from dialoop.sequences import Floats, PolicyVersion
 
-    from dialoop_services.inference.engine import OnTokens, Sampled, Scored
+    from dialoop_services.inference.engine import Engine, OnTokens, Sampled, Scored
 
     T = TypeVar("T")
     Sampling = Callable[
@@ -59,30 +59,11 @@ _PROBE_TOKENS = 48
 _MAX_DIFFERENCE = 1e-3
 
 
-class AdapterHost(Protocol):
-    """The engine that adapters are loaded into."""
-
-    max_model_len: int
-    vocab_size: int
-    adapter_space: AdapterSpace
-
-    async def add_adapter(self, adapter: Adapter) -> None:
-        """Take it in; PreconditionFailed (ADAPTER_REFUSED) and no change when it cannot."""
-        ...
-
-    async def remove_adapter(self, adapter: Adapter) -> None:
-        """Give it up; nothing samples with it any more."""
-        ...
-
-    async def logprobs(self, token_ids: Sequence[int], *, adapter: Adapter | None = None) -> Scored:
-        """Score given ids, with an adapter or without."""
-        ...
-
-
 @dataclass(slots=True, kw_only=True)
 class _Entry:
     """An adapter and the samples under way with it; `is_lost` once new weights ended it."""
 
+    engine: SupportsAdapters
     adapter: Adapter
     users: set[asyncio.Task[Any]] = field(default_factory=set)
     is_lost: bool = False
@@ -90,55 +71,59 @@ class _Entry:
 
 
 class Adapters:
-    """Owns which name is which adapter. The replica calls `load`, `unload` and `clear` in turn."""
+    """Owns the loaded adapters. The replica calls `load`, `unload` and `clear` one at a time.
 
-    def __init__(self, host: AdapterHost) -> None:
-        self._host = host
+    An engine without SupportsAdapters holds none.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._entries: dict[str, _Entry] = {}
         self._slots = itertools.count(1)
         self._root: Path | None = None
-        # Filled when the last user of a retired adapter ends; each drains itself.
+        # A removal starts when the last user of a retired adapter ends, and takes itself out.
         self._removals: set[asyncio.Task[None]] = set()
 
     @property
     def versions(self) -> dict[str, PolicyVersion]:
-        """The loaded adapters by name."""
+        """Return the versions of the loaded adapters by name."""
         return {name: entry.adapter.policy_version for name, entry in self._entries.items()}
 
     def require(self, name: str) -> None:
-        """Refuse the name of no adapter: NotFound (ADAPTER_NOT_FOUND). Empty is the policy."""
+        """Raise NotFound (ADAPTER_NOT_FOUND) for an unknown name. Empty is the policy."""
         if name and name not in self._entries:
-            raise _unknown(name, self._entries)
+            raise _unknown_error(name, self._entries)
 
-    def require_room(self, manifest: WeightsManifest) -> AdapterConfig:
-        """Refuse before any byte is read what can never be loaded here."""
-        name, space = manifest.adapter, self._host.adapter_space
-        if not space.limits.max_adapters:
+    def require_room(self, manifest: WeightsManifest) -> tuple[SupportsAdapters, AdapterConfig]:
+        """Return the engine and the adapter's config; refuse what can never be loaded here."""
+        name, engine = manifest.adapter, self._engine
+        if not isinstance(engine, SupportsAdapters) or not engine.adapter_space.limits.max_adapters:
             raise PreconditionFailed(
-                "This replica serves no adapters: they would halve its throughput.",
+                "This replica has no room for adapters, which would halve its throughput.",
                 reason=Reason.ADAPTERS_DISABLED,
                 remedy="Start it with DIALOOP_INFERENCE_MAX_ADAPTERS=1 or more.",
             )
         if not _NAME.fullmatch(name):
             raise InvalidInput(
-                f"{name!r} is no name for an adapter.",
+                f"{name!r} cannot be the name of an adapter.",
                 reason=Reason.INVALID_ADAPTER_NAME,
                 remedy="Use up to 64 letters, digits, dots, dashes and underscores.",
             )
-        if name not in self._entries and len(self._entries) >= space.limits.max_adapters:
+        most = engine.adapter_space.limits.max_adapters
+        if name not in self._entries and len(self._entries) >= most:
             raise CapacityExhausted(
                 f"{len(self._entries)} adapters are loaded, which is all this replica holds.",
                 reason=Reason.TOO_MANY_ADAPTERS,
                 remedy="Unload one, or raise DIALOOP_INFERENCE_MAX_ADAPTERS.",
             )
         self._require_newer(name, manifest.policy_version)
-        return AdapterConfig.from_json(manifest.adapter_config_json)
+        return engine, AdapterConfig.from_json(manifest.adapter_config_json)
 
     async def load(self, path: Path, manifest: WeightsManifest) -> LoadTimes:
-        """Load or swap; whatever fails, the adapter that had the name stays."""
+        """Load or swap an adapter; if that fails, the adapter that had the name stays."""
         begun = time.monotonic()
-        config = self.require_room(manifest)
-        modules = require_fitting(path, config, self._host.adapter_space)
+        engine, config = self.require_room(manifest)
+        modules = require_fitting(path, config, engine.adapter_space)
         visible = await asyncio.to_thread(is_visible, path, config)
         slot = next(self._slots)
         adapter = Adapter(
@@ -149,19 +134,19 @@ class Adapters:
         )
         await asyncio.to_thread(write_folder, adapter.folder, path, config, modules)
         try:
-            await self._host.add_adapter(adapter)
-            await self._prove(adapter, manifest, must_show=visible)
+            await engine.add_adapter(adapter)
+            await self._prove(engine, adapter, manifest, must_show=visible)
         except BaseException:
-            await self._remove(adapter)
+            await self._remove(engine, adapter)
             raise
         before = self._entries.get(adapter.name)
-        self._entries[adapter.name] = _Entry(adapter=adapter)
+        self._entries[adapter.name] = _Entry(engine=engine, adapter=adapter)
         if before is not None:
             await self._retire(before)
         return LoadTimes(pause_s=0.0, load_s=time.monotonic() - begun)
 
     async def unload(self, name: str) -> bool:
-        """Forget the name; samples under way with it end undisturbed. False when there is none."""
+        """Unload an adapter; samples under way with it still end. False when there is none."""
         entry = self._entries.pop(name, None)
         if entry is None:
             return False
@@ -169,7 +154,7 @@ class Adapters:
         return True
 
     async def clear(self) -> None:
-        """End every adapter, and every sample under way with one: new weights are coming."""
+        """End all adapters, and all samples under way with one, before new weights are loaded."""
         entries = list(self._entries.values())
         self._entries.clear()
         for entry in entries:
@@ -186,59 +171,63 @@ class Adapters:
     async def sample(
         self, name: str, call: Sampling, *, on_tokens: OnTokens | None
     ) -> tuple[Sampled, ...]:
-        """`call` with the named adapter, empty for none; tokens carry the adapter's version."""
+        """Sample by `call` with the named adapter, if any; label tokens with its version."""
         if not name:
             return await call(None, on_tokens)
 
-        async def adapted(adapter: Adapter) -> tuple[Sampled, ...]:
-            version = adapter.policy_version
-            tell = on_tokens and (lambda piece: on_tokens(replace(piece, policy_version=version)))
-            return tuple(_stamped(one, version) for one in await call(adapter, tell))
+        async def call_adapted(entry: _Entry) -> tuple[Sampled, ...]:
+            version = entry.adapter.policy_version
+            tell = on_tokens and (lambda chunk: on_tokens(replace(chunk, policy_version=version)))
+            samples = await call(entry.adapter, tell)
+            return tuple(_label(sampled, version) for sampled in samples)
 
-        return await self.use(name, adapted)
+        return await self._use(name, call_adapted)
 
     async def logprobs(self, name: str, rows: Sequence[Sequence[int]]) -> list[Scored]:
         """Score rows with the named adapter, empty for none."""
         if not name:
-            return await asyncio.gather(*(self._host.logprobs(row) for row in rows))
+            return await asyncio.gather(*(self._engine.logprobs(row) for row in rows))
 
-        async def adapted(adapter: Adapter) -> list[Scored]:
-            calls = (self._host.logprobs(row, adapter=adapter) for row in rows)
-            scored = await asyncio.gather(*calls)
-            return [replace(one, policy_version=adapter.policy_version) for one in scored]
+        async def call_adapted(entry: _Entry) -> list[Scored]:
+            calls = (entry.engine.logprobs(row, adapter=entry.adapter) for row in rows)
+            version = entry.adapter.policy_version
+            return [
+                replace(scored, policy_version=version) for scored in await asyncio.gather(*calls)
+            ]
 
-        return await self.use(name, adapted)
+        return await self._use(name, call_adapted)
 
-    async def use(self, name: str, call: Callable[[Adapter], Coroutine[Any, Any, T]]) -> T:
-        """`call` with the adapter that has the name now; it stays until the call has ended.
+    async def _use(self, name: str, call: Callable[[_Entry], Coroutine[Any, Any, T]]) -> T:
+        """Call with the adapter that has the name now; it stays until the call has ended.
 
-        NotFound (ADAPTER_NOT_FOUND); Unavailable (ADAPTER_LOST) when new weights end the call.
+        Raises NotFound (ADAPTER_NOT_FOUND), or Unavailable (ADAPTER_LOST) when new weights end the
+        call.
         """
         entry = self._entries.get(name)
         if entry is None:
-            raise _unknown(name, self._entries)
-        user = asyncio.ensure_future(call(entry.adapter))
+            raise _unknown_error(name, self._entries)
+        user = asyncio.ensure_future(call(entry))
         entry.users.add(user)
         try:
             return await user
         except asyncio.CancelledError:
             asking = asyncio.current_task()
             if entry.is_lost and not (asking and asking.cancelling()):
-                raise _lost(name) from None
+                raise _lost_error(name) from None
             raise
         finally:
             entry.users.discard(user)
             if entry.is_retired and not entry.users:
-                self._spawn(self._remove(entry.adapter))
+                self._spawn(self._remove(entry.engine, entry.adapter))
 
     async def _retire(self, entry: _Entry) -> None:
         entry.is_retired = True
         if not entry.users:
-            await self._remove(entry.adapter)
+            await self._remove(entry.engine, entry.adapter)
 
-    async def _remove(self, adapter: Adapter) -> None:
-        await self._host.remove_adapter(adapter)
-        # Until now the engine could read the files again.
+    async def _remove(self, engine: SupportsAdapters, adapter: Adapter) -> None:
+        await engine.remove_adapter(adapter)
+        # Until it was removed the engine could read the files again.
         await asyncio.to_thread(shutil.rmtree, adapter.folder, ignore_errors=True)
 
     def _spawn(self, removal: Coroutine[Any, Any, None]) -> None:
@@ -246,18 +235,25 @@ class Adapters:
         self._removals.add(task)
         task.add_done_callback(self._removals.discard)
 
-    async def _prove(self, adapter: Adapter, manifest: WeightsManifest, *, must_show: bool) -> None:
-        """Compare log-probs with and without it, and with those the publisher says it has."""
-        if must_show and await self._largest_change(adapter) == 0.0:
+    async def _prove(
+        self,
+        engine: SupportsAdapters,
+        adapter: Adapter,
+        manifest: WeightsManifest,
+        *,
+        must_show: bool,
+    ) -> None:
+        """Compare log-probs with and without the adapter, and with those that the probes hold."""
+        if must_show and await self._largest_change(engine, adapter) == 0.0:
             raise PreconditionFailed(
                 f"The engine took adapter {adapter.name} and its log-probs do not change.",
                 reason=Reason.ADAPTER_NOT_IN_USE,
-                remedy="Report the adapter's config: this engine passes over its modules.",
+                remedy="Report the adapter's config: this engine skips its modules.",
             )
         limit = manifest.max_logprob_difference or _MAX_DIFFERENCE
         for probe in manifest.probes:
-            found = (await self._host.logprobs(probe.token_ids, adapter=adapter)).logprobs
-            worst = _largest_difference(found, probe.logprobs)
+            scored = await engine.logprobs(probe.token_ids, adapter=adapter)
+            worst = _largest_difference(scored.logprobs, probe.logprobs)
             if not worst <= limit:
                 raise PreconditionFailed(
                     f"With adapter {adapter.name} a probe's log-probs are {worst:.3g} nats from "
@@ -266,11 +262,11 @@ class Adapters:
                     remedy="Score the probe with the published adapter on the policy served here.",
                 )
 
-    async def _largest_change(self, adapter: Adapter) -> float:
-        length = min(_PROBE_TOKENS, self._host.max_model_len)
-        ids = np.random.default_rng(0).integers(0, self._host.vocab_size, size=length).tolist()
-        base = (await self._host.logprobs(ids)).logprobs
-        return _largest_difference((await self._host.logprobs(ids, adapter=adapter)).logprobs, base)
+    async def _largest_change(self, engine: SupportsAdapters, adapter: Adapter) -> float:
+        length = min(_PROBE_TOKENS, self._engine.max_model_len)
+        ids = np.random.default_rng(0).integers(0, self._engine.vocab_size, size=length).tolist()
+        base, adapted = await engine.logprobs(ids), await engine.logprobs(ids, adapter=adapter)
+        return _largest_difference(adapted.logprobs, base.logprobs)
 
     def _require_newer(self, name: str, version: PolicyVersion) -> None:
         entry = self._entries.get(name)
@@ -290,22 +286,22 @@ class Adapters:
         return self._root
 
 
-def _stamped(sampled: Sampled, version: PolicyVersion) -> Sampled:
-    """One version explains all of it: new weights would have ended it."""
+def _label(sampled: Sampled, version: PolicyVersion) -> Sampled:
+    """Label all tokens with one version: new weights would have ended the sample."""
     length = len(sampled.token_ids)
     span = VersionSpan(start=0, length=length, policy_version=version)
     return replace(sampled, versions=(span,) if length else ())
 
 
-def _largest_difference(found: Floats, expected: Floats) -> float:
-    """In nats; infinite when the rows are of different lengths or hold no numbers."""
-    if len(found) != len(expected):
+def _largest_difference(own: Floats, expected: Floats) -> float:
+    """Return the largest difference in nats; infinite for other lengths, or where one is NaN."""
+    if len(own) != len(expected):
         return float("inf")
-    worst = float(np.abs(found - expected).max(initial=0.0))
+    worst = float(np.abs(own - expected).max(initial=0.0))
     return float("inf") if np.isnan(worst) else worst
 
 
-def _unknown(name: str, loaded: Sequence[str] | dict[str, _Entry]) -> NotFound:
+def _unknown_error(name: str, loaded: Sequence[str] | dict[str, _Entry]) -> NotFound:
     names = ", ".join(sorted(loaded)) or "none"
     return NotFound(
         f"There is no adapter {name!r} here; loaded: {names}.",
@@ -314,7 +310,7 @@ def _unknown(name: str, loaded: Sequence[str] | dict[str, _Entry]) -> NotFound:
     )
 
 
-def _lost(name: str) -> Unavailable:
+def _lost_error(name: str) -> Unavailable:
     return Unavailable(
         f"New weights were loaded, and adapter {name!r} belonged to those before.",
         reason=Reason.ADAPTER_LOST,

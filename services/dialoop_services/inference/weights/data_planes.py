@@ -1,7 +1,7 @@
-"""How weights get here: one interface, whichever way the publisher took.
+"""The data planes, over which weights come to a replica: one interface for all.
 
-A file under the weights root (shared memory, a shared volume), chunks of one over gRPC, or vLLM's
-own transfer between GPUs, of which only the control comes through the service.
+A file under the weights root (shared memory, a shared volume), chunks of a file over gRPC, or
+vLLM's own transfer between GPUs, whose control messages alone come through the service.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dialoop.errors import InvalidInput, PreconditionFailed
 from dialoop.reasons import Reason
 
 from dialoop_services.inference.weights.loadable import Step
-from dialoop_services.inference.weights.publications import spooled
+from dialoop_services.inference.weights.publications import spool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class PlaneName(StrEnum):
-    """The ways there are."""
+    """The names of the data planes."""
 
     SHARED_MEMORY = "shared_memory"
     CHUNKS = "chunks"
@@ -39,27 +39,27 @@ class PlaneName(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
-    """Weights that are here as a file, or come device to device as `steps` say."""
+    """Weights as a file, or as the steps of a transfer from device to device."""
 
     path: Path | None = None
     steps: AsyncIterator[Step] | None = None
 
     def require_file(self) -> Path:
-        """The file, where there must be one."""
+        """Return the file; InvalidInput (MANIFEST_MISMATCH) if the weights are not one."""
         if self.path is None:
             raise _mismatch("These weights do not come as a file.")
         return self.path
 
 
 class DataPlane(Protocol):
-    """A way for weights to get here."""
+    """One way for weights to come to a replica."""
 
     name: PlaneName
 
     def arriving(
         self, manifest: WeightsManifest, contents: AsyncIterator[Content]
     ) -> Any:  # an async context manager of Arrived
-        """What was announced, for as long as the engine needs it."""
+        """Yield what was announced, for as long as the engine needs it."""
         ...
 
 
@@ -75,14 +75,14 @@ class SharedMemory:
     async def arriving(
         self, manifest: WeightsManifest, contents: AsyncIterator[Content]
     ) -> AsyncIterator[Arrived]:
-        """The file that the manifest names; nothing may follow."""
+        """Yield the file that the manifest names; nothing may follow the manifest."""
         if await anext(contents, None) is not None:
-            raise _mismatch("The manifest names a path and something came too.")
+            raise _mismatch("The manifest names a path, and something followed it.")
         yield Arrived(path=self._publications.file_of(manifest))
 
 
 class Chunks:
-    """A file in pieces."""
+    """A file in chunks, over gRPC."""
 
     name = PlaneName.CHUNKS
 
@@ -90,13 +90,13 @@ class Chunks:
     async def arriving(
         self, manifest: WeightsManifest, contents: AsyncIterator[Content]
     ) -> AsyncIterator[Arrived]:
-        """The pieces as a file of ours."""
-        async with spooled(manifest, _bytes(contents)) as path:
+        """Yield the chunks as a temporary file."""
+        async with spool(manifest, _bytes(contents)) as path:
             yield Arrived(path=path)
 
 
 class Transfer:
-    """VLLM's own engines."""
+    """A device-to-device transfer by the engine's own backend."""
 
     def __init__(self, name: PlaneName) -> None:
         self.name = name
@@ -105,14 +105,14 @@ class Transfer:
     async def arriving(
         self, manifest: WeightsManifest, contents: AsyncIterator[Content]
     ) -> AsyncIterator[Arrived]:
-        """The steps, decoded."""
+        """Yield the decoded steps."""
         if manifest.adapter or manifest.kind is WeightsKind.ADAPTER:
-            raise _mismatch(f"An adapter does not come over {self.name}.")
+            raise _mismatch(f"An adapter cannot come over {self.name}.")
         yield Arrived(steps=_steps(contents))
 
 
 class DataPlanes:
-    """The ways this replica takes weights."""
+    """The data planes that this replica has."""
 
     def __init__(self, publications: Publications, *, transfer_backend: str) -> None:
         planes: list[DataPlane] = [Chunks()]
@@ -125,15 +125,15 @@ class DataPlanes:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What GetPolicy tells."""
+        """Return the names of the planes, as GetPolicy lists them."""
         return tuple(self._planes)
 
     def of(self, manifest: WeightsManifest) -> DataPlane:
-        """The way a manifest asks for; PreconditionFailed when this replica does not take it."""
+        """Return the plane that a manifest names; PreconditionFailed if there is none here."""
         default = PlaneName.SHARED_MEMORY if manifest.path else PlaneName.CHUNKS
         name = manifest.data_plane or default
         if name == PlaneName.SHARED_MEMORY and PlaneName.SHARED_MEMORY not in self._planes:
-            self._publications.file_of(manifest)  # says what is missing
+            self._publications.file_of(manifest)  # raises the error that names what is missing
         if name not in self._planes:
             raise PreconditionFailed(
                 f"This replica takes no weights over {name}; it takes {', '.join(self._planes)}.",
@@ -158,7 +158,7 @@ async def _steps(contents: AsyncIterator[Content]) -> AsyncIterator[Step]:
         try:
             info = json.loads(content.info_json or "{}")
         except ValueError:
-            raise _mismatch(f"The info of step {content.phase.name} is no JSON.") from None
+            raise _mismatch(f"The info of step {content.phase.name} is not JSON.") from None
         yield Step(phase=content.phase, info=info)
 
 

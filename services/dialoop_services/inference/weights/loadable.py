@@ -1,4 +1,4 @@
-"""What an engine is given to load beside a file of weights."""
+"""What an engine loads beside a file of weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Adapter:
 
     @property
     def key(self) -> str:
-        """What an engine calls it: another one after each swap."""
+        """Return the engine's name for it, which differs after each swap."""
         return f"{self.name}@{self.slot}"
 
 

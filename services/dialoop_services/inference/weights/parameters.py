@@ -1,6 +1,6 @@
-"""Which parameters a weights file must hold: exactly those the model was started with.
+"""The parameters that a weights file must hold: exactly those of the model directory.
 
-Reads safetensors headers only, so a wrong file is refused before any weight is touched.
+The checks read safetensors headers only, so a wrong file is refused before any weight changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_NAMED = 5
 
 
 def read_shapes(path: Path) -> Shapes:
-    """The name and shape of every tensor of a safetensors file."""
+    """Return the name and shape of every tensor of a safetensors file."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -42,7 +42,7 @@ def read_shapes(path: Path) -> Shapes:
 
 
 def model_shapes(model_dir: Path) -> Shapes:
-    """The name and shape of every tensor of a model directory (one safetensors file or shards)."""
+    """Return the name and shape of every tensor of a model directory (one file or shards)."""
     files = sorted(model_dir.glob("*.safetensors"))
     if not files:
         raise InvalidConfig(
@@ -57,14 +57,14 @@ def model_shapes(model_dir: Path) -> Shapes:
 
 
 def num_parameters(model_dir: Path) -> int:
-    """How many numbers the model's parameters hold; tied ones count once."""
+    """Return how many numbers the model's parameters hold; tied ones count once."""
     tied = is_tied(model_dir)
     shapes = model_shapes(model_dir)
     return sum(math.prod(shape) for name, shape in shapes.items() if not (tied and name == HEAD))
 
 
 def is_tied(model_dir: Path) -> bool:
-    """Whether the output head shares the input embedding's weight."""
+    """Return whether the output head shares the input embedding's weight."""
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     tied = config.get("tie_word_embeddings")
     return HEAD not in model_shapes(model_dir) if tied is None else bool(tied)
@@ -72,22 +72,22 @@ def is_tied(model_dir: Path) -> bool:
 
 def require_same_parameters(path: Path, expected: Shapes, *, tied: bool) -> None:
     """Refuse a weights file with unknown, missing or differently shaped parameters."""
-    found = read_shapes(path)
+    shapes = read_shapes(path)
     if tied:
-        found.pop(HEAD, None)
+        shapes.pop(HEAD, None)
         expected = {name: shape for name, shape in expected.items() if name != HEAD}
-    faults = (
-        ("unknown", found.keys() - expected.keys()),
-        ("missing", expected.keys() - found.keys()),
+    problems = (
+        ("unknown", shapes.keys() - expected.keys()),
+        ("missing", expected.keys() - shapes.keys()),
         (
             "of another shape",
-            {n for n in found.keys() & expected.keys() if found[n] != expected[n]},
+            {n for n in shapes.keys() & expected.keys() if shapes[n] != expected[n]},
         ),
     )
-    for fault, names in faults:
+    for problem, names in problems:
         if names:
             raise PreconditionFailed(
-                f"{len(names)} parameters are {fault}: {_some(names)}.",
+                f"{len(names)} parameters are {problem}: {_some(names)}.",
                 reason=Reason.UNKNOWN_PARAMETERS,
                 remedy="Publish every parameter of the model this replica was started with.",
             )

