@@ -154,7 +154,7 @@ async def main(seed: int, folder: Path) -> dict[str, float]:  # noqa: PLR0915 - 
         # never trained. A group whose rewards are all alike says nothing, so it is left out. In
         # the services: trainer/data/batches.py chooses, learning/packing/rows.py makes rows.
         rows = [
-            TokenRow.from_sequence(sequence, prompt=index)
+            TokenRow.from_sequence(sequence, group_index=index)
             for index, group in enumerate(scored)
             for trajectory in group.trajectories
             for sequence in trajectory.sequences

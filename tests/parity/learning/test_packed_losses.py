@@ -12,7 +12,7 @@ from dialoop_services.learning.loss.objective import Objective
 from dialoop_services.learning.model.policy import PolicyModel, load_policy
 from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.learning.packing.rows import PackedBatch, TokenRow, pack_rows
-from dialoop_services.learning.training import StepCounts, loss_inputs, whitened
+from dialoop_services.learning.training import StepCounts, loss_inputs, whiten_rows
 
 # Prompt and answer tokens: one prompt of two sequences, one of three, answers of one token too.
 SHAPES = ((0, 3, 4), (0, 2, 9), (1, 5, 1), (1, 1, 6), (1, 4, 3))
@@ -46,7 +46,7 @@ def _rows(*, pad_like: int | None = None) -> list[TokenRow]:
                 ref_logprobs=inference + 0.5 * torch.randn(answered, generator=generator),
                 advantages=torch.randn((), generator=generator).expand(answered),
                 staleness=torch.randint(3, (answered,), generator=generator).float(),
-                prompt=prompt,
+                group_index=prompt,
             )
         )
     return rows
@@ -58,7 +58,7 @@ def _loss_and_gradient(
     counts = StepCounts.of(batches)
     policy.zero_grad(set_to_none=True)
     total = 0.0
-    for batch in whitened(batches) if objective.whiten else batches:
+    for batch in whiten_rows(batches) if objective.whiten else batches:
         scores = policy(batch, temperature=0.9, with_entropy=objective.needs_entropy)
         output = objective(
             loss_inputs(batch, scores.logprobs, entropy=scores.entropy, counts=counts)

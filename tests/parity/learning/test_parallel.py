@@ -27,7 +27,7 @@ from dialoop_services.learning.parallel.parallel_state import (
     load_sharded,
     load_weights,
 )
-from dialoop_services.learning.parallel.ranks import ALONE, Ranks, joined_ranks, sharded
+from dialoop_services.learning.parallel.ranks import ALONE, Ranks, join_ranks, shard
 from dialoop_services.learning.training import update
 from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM
@@ -278,10 +278,10 @@ def test_torchrun_ends_all_and_shows_the_cause(root: Path) -> None:
 
 def test_one_process_joins_nobody(root: Path) -> None:
     policy = load_policy(root / "model")
-    with joined_ranks(rank=0, size=1) as ranks:
+    with join_ranks(rank=0, size=1) as ranks:
         assert not dist.is_initialized()
         assert ranks == ALONE
-        assert sharded(policy, ranks) is policy
+        assert shard(policy, ranks) is policy
         assert (ranks.gather({"a": 1}), ranks.broadcast(b"ab")) == ([{"a": 1}], b"ab")
 
 
@@ -410,7 +410,7 @@ def test_other_ranks_are_given_rows_bit_for_bit() -> None:
         token_ids=torch.tensor([5, 2**40, 7, 9]),
         response_mask=torch.tensor([False, True, True, True]),
         advantages=values,
-        prompt=3,
+        group_index=3,
         temperature=0.1 + 0.2,
     )
     silent = replace(row, response_mask=torch.zeros(4).bool(), advantages=values[:0])
@@ -423,7 +423,7 @@ def test_other_ranks_are_given_rows_bit_for_bit() -> None:
             assert tensor.dtype == expected.dtype
             assert tensor.numpy().tobytes() == expected.numpy().tobytes()
         assert found.staleness is None
-        assert (found.prompt, found.temperature) == (given.prompt, given.temperature)
+        assert (found.group_index, found.temperature) == (given.group_index, given.temperature)
 
 
 class _Notes:
@@ -459,7 +459,7 @@ def test_waiting_rank_leaves_when_another_failed() -> None:
 
 
 def test_ranks_on_an_unknown_device_are_refused() -> None:
-    with pytest.raises(Unsupported, match="cuda"), joined_ranks(rank=0, size=2, device="meta"):
+    with pytest.raises(Unsupported, match="cuda"), join_ranks(rank=0, size=2, device="meta"):
         pass
 
 

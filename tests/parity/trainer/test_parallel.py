@@ -21,7 +21,7 @@ from dialoop_services.learning.parallel.ranks import ALONE
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.learner.ranks import (
     RankSettings,
-    joined,
+    join_trainer_ranks,
     learners_of,
     make_learner,
 )
@@ -171,7 +171,7 @@ def test_several_processes_do_not_share_a_device_by_turns(model_dir: Path, tmp_p
     settings = settings_of(model_dir).model_copy(update={"device_lock": tmp_path / "lock"})
     with (
         pytest.raises(InvalidConfig, match="2 processes") as caught,
-        joined(RankSettings(rank=0, world_size=2), settings),
+        join_trainer_ranks(RankSettings(rank=0, world_size=2), settings),
     ):
         pass
     assert caught.value.reason == "SHARED_DEVICE"

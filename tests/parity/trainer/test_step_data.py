@@ -15,7 +15,7 @@ from dialoop.errors import InvalidInput, InvalidSequence
 from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
 from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.learning.packing.rows import PackedBatch, TokenRow
-from dialoop_services.learning.packing.trainable import truncated
+from dialoop_services.learning.packing.trainable import truncate
 from dialoop_services.trainer.data.batches import TrainedSequence
 from dialoop_services.trainer.learner import learner as learner_module
 from dialoop_services.trainer.learner.learner import Learner
@@ -69,7 +69,7 @@ def test_whitened_advantages_are_those_of_the_train_step_however_it_is_cut(
         model_dir=model_dir, loss="reinforce_pp", num_minibatches=num_minibatches
     )
     given = dict(zip(range(5, 9), (-2.0, -1.0, 1.0, 2.0), strict=True))
-    rows = [TrainedSequence(sequence=sequence(n, a), prompt=n) for n, a in given.items()]
+    rows = [TrainedSequence(sequence=sequence(n, a), group_index=n) for n, a in given.items()]
     learner = Learner(settings)
     learner.train_step(learner.rows_to_train(rows, current=VERSION))
     std = float(torch.tensor(list(given.values())).std(correction=0))
@@ -82,7 +82,7 @@ def sampled_at(learner: Learner, temperature: float, first: int) -> TrainedSeque
     row = sequence(first, advantage=1.0)
     (logprobs,) = learner.logprobs([row.token_ids.tolist()], temperature=temperature)
     row = replace(row, inference_logprobs=logprobs.astype(np.float32))
-    return TrainedSequence(sequence=row, prompt=first, temperature=temperature)
+    return TrainedSequence(sequence=row, group_index=first, temperature=temperature)
 
 
 @pytest.mark.parametrize("proximal", [False, True])
@@ -101,7 +101,7 @@ def test_each_sequence_is_trained_at_the_temperature_it_was_sampled_with(
 
 def test_what_was_sampled_greedily_is_refused_by_name(model_dir: Path) -> None:
     learner = Learner(TrainerSettings(model_dir=model_dir))
-    greedy = TrainedSequence(sequence=sequence(5, 1.0), prompt=0, temperature=0.0)
+    greedy = TrainedSequence(sequence=sequence(5, 1.0), group_index=0, temperature=0.0)
     with pytest.raises(InvalidSequence) as caught:
         learner.rows_to_train([greedy], current=VERSION)
     assert caught.value.reason == "GREEDY_SAMPLING"
@@ -111,13 +111,13 @@ def test_a_sequence_without_the_engines_logprobs_is_refused_by_name(model_dir: P
     learner = Learner(TrainerSettings(model_dir=model_dir, loss="grpo"))
     given = replace(sequence(5, 1.0), inference_logprobs=np.zeros(0, dtype=np.float32))
     with pytest.raises(InvalidInput, match="needs inference_logprobs") as caught:
-        learner.rows_to_train([TrainedSequence(sequence=given, prompt=0)], current=VERSION)
+        learner.rows_to_train([TrainedSequence(sequence=given, group_index=0)], current=VERSION)
     assert caught.value.reason == "LOSS_INPUT_MISSING"
 
 
 def rewarded(advantages: tuple[float, ...]) -> list[TrainedSequence]:
     return [
-        TrainedSequence(sequence=sequence(5 + i, a), prompt=0) for i, a in enumerate(advantages)
+        TrainedSequence(sequence=sequence(5 + i, a), group_index=0) for i, a in enumerate(advantages)
     ]
 
 
@@ -186,7 +186,7 @@ def test_a_sequence_longer_than_a_row_is_treated_as_the_config_says(
         logprobs=[-5.5],
     )
     rows = [sequence(5, 1.0, size=24), sequence(6, -1.0), replace(full, advantage=1.0)]
-    given = [TrainedSequence(sequence=row, prompt=0) for row in rows]
+    given = [TrainedSequence(sequence=row, group_index=0) for row in rows]
     if lengths is None:
         with pytest.raises(InvalidInput, match="Sequence 0 has 25 tokens") as caught:
             learner.rows_to_train(given, current=VERSION)
@@ -204,7 +204,7 @@ def test_a_sequence_longer_than_a_row_is_treated_as_the_config_says(
 
 def test_what_is_truncated_keeps_what_is_known_of_its_first_tokens() -> None:
     row = TokenRow.from_sequence(sequence(5, 1.0, size=24), current=VERSION)
-    cut = truncated(row, 16)
+    cut = truncate(row, 16)
     assert cut.inference_logprobs is not None
     assert cut.staleness is not None
     assert cut.advantages is not None
