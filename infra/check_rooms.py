@@ -37,10 +37,8 @@ _BEING_MOVED = {
         client/dialoop/sandbox/confined client/dialoop/tasks client/dialoop/wire
         services/dialoop_services services/dialoop_services/collector
         services/dialoop_services/environment services/dialoop_services/inference
-        services/dialoop_services/learning services/dialoop_services/replay
-        services/dialoop_services/rl services/dialoop_services/runtime
+        services/dialoop_services/replay services/dialoop_services/runtime
         services/dialoop_services/scorer services/dialoop_services/stack
-        services/dialoop_services/trainer
     """,
     "small": """
         dialoop.text_environment.display dialoop_services.inference.weights.policy_adapters
@@ -52,6 +50,9 @@ _BEING_MOVED = {
         dialoop_services.scorer.servicer dialoop_services.stack.report.gates
         dialoop_services.stack.report.transcripts
     """,
+    "word": """
+        services/dialoop_services/trainer/settings.py:derived
+    """,
 }
 KNOWN: Mapping[str, str] = {
     f"{rule} {subject}": "being moved"
@@ -59,7 +60,17 @@ KNOWN: Mapping[str, str] = {
     for subject in subjects.split()
 }
 # Folders where the rules `word` and `binding` hold, such as "client/dialoop/tokens".
-CLEANED: tuple[str, ...] = ()
+CLEANED: tuple[str, ...] = (
+    "services/dialoop_services/learning",
+    "services/dialoop_services/rl",
+    "services/dialoop_services/trainer",
+    "tests/contract/trainer",
+    "tests/parity/learning",
+    "tests/parity/trainer",
+    "tests/unit/learning",
+    "tests/unit/rl",
+    "tests/unit/trainer",
+)
 
 
 def _words(text: str) -> frozenset[str]:

@@ -31,21 +31,21 @@ def policy(directory: Path) -> PolicyModel:
 def _rows(*, pad_like: int | None = None) -> list[TokenRow]:
     generator = torch.Generator().manual_seed(7)
     rows = []
-    for prompt, asked, answered in SHAPES:
-        ids = torch.randint(5, 300, (asked + answered,), generator=generator)
+    for prompt, num_prompt, num_answer in SHAPES:
+        ids = torch.randint(5, 300, (num_prompt + num_answer,), generator=generator)
         if pad_like is not None:
             ids[-1] = pad_like
-        mask = torch.arange(asked + answered) >= asked
-        inference = -5 - torch.rand(answered, generator=generator)
+        mask = torch.arange(num_prompt + num_answer) >= num_prompt
+        inference = -5 - torch.rand(num_answer, generator=generator)
         rows.append(
             TokenRow(
                 token_ids=ids,
                 response_mask=mask,
                 inference_logprobs=inference,
-                proximal_logprobs=inference + 0.3 * torch.randn(answered, generator=generator),
-                ref_logprobs=inference + 0.5 * torch.randn(answered, generator=generator),
-                advantages=torch.randn((), generator=generator).expand(answered),
-                staleness=torch.randint(3, (answered,), generator=generator).float(),
+                proximal_logprobs=inference + 0.3 * torch.randn(num_answer, generator=generator),
+                ref_logprobs=inference + 0.5 * torch.randn(num_answer, generator=generator),
+                advantages=torch.randn((), generator=generator).expand(num_answer),
+                staleness=torch.randint(3, (num_answer,), generator=generator).float(),
                 group_index=prompt,
             )
         )

@@ -25,7 +25,7 @@ class EvaluationSchedule:
         self._state = checkpointer.state
 
     def is_due(self, every: int, *, since: int) -> bool:
-        """Return whether the newest step is after `since`, a multiple of `every` and not the last."""
+        """Return whether the newest step is past `since`, a multiple of `every`, not the last."""
         step = self._state.num_train_steps
         is_new = since < step < self._settings.num_steps
         return bool(is_new and every and step % every == 0)

@@ -147,7 +147,7 @@ class TrainingJob:
 
     async def _train(self) -> None:
         with self._phase(Phase.TRAINING, "train"):
-            async with self.checkpointer.held.kept(), asyncio.TaskGroup() as background:
+            async with self.checkpointer.held.keep(), asyncio.TaskGroup() as background:
                 await self._begin_evaluating(background, *self.state.due_evaluations)
                 while self._has_steps_left():
                     await self._board.wait_while_paused()

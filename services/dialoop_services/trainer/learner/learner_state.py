@@ -155,7 +155,7 @@ class LearnerState:
         self.orders.setstate(ast.literal_eval(state["python_random"]))
 
     def require_readable(self, directory: Path) -> None:
-        """Raise InvalidConfig when this rank cannot find the checkpoint or it is of another kind."""
+        """Raise InvalidConfig when this rank finds no checkpoint, or one of another kind."""
         if not (directory / _STATE).is_file():
             raise InvalidConfig(
                 f"This rank finds no checkpoint in {directory.name}.",

@@ -119,7 +119,7 @@ def _as_row(sampled: SampledTokens) -> TokenRow:
 
 
 def rescore(run_dir: Path, model_dir: Path) -> dict[str, float]:
-    """Re-score the parts of trajectories.jsonl; raise DataLost when a version's weights are lost."""
+    """Re-score trajectories.jsonl; raise DataLost when a version's weights are gone."""
     stored = sampled_by_version(*trajectory_files(run_dir))
     policy, weights = load_policy(model_dir), _Weights(run_dir, model_dir)
     worst, num_tokens = 0.0, 0
