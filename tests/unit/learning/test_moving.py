@@ -54,7 +54,7 @@ def test_all_is_moved_once_and_parameters_stay_the_same_objects(
         assert device.type == "cuda"
         return tensor.clone()
 
-    monkeypatch.setattr(learner_state, "placed", as_if_there)
+    monkeypatch.setattr(learner_state, "place", as_if_there)
     names: tuple[Literal["adamw", "muon"], ...] = ("adamw", "muon")
     for name in names:
         model, optimizer = train(name)
@@ -71,7 +71,7 @@ def test_all_is_moved_once_and_parameters_stay_the_same_objects(
 
 
 def test_moving_to_where_it_is_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(learner_state, "placed")
+    monkeypatch.delattr(learner_state, "place")
     model, optimizer = train("adamw")
     move_training(model, [optimizer], "cpu")
 
