@@ -71,14 +71,14 @@ def test_fused_logprobs_and_gradients_equal_those_of_chunks(temperature: Any) ->
 
 
 def test_sums_are_asked_for_in_float32_where_the_release_can() -> None:
-    options = {}
+    precision = {}
 
     def newer(e: Any, c: Any, targets: Any, *, accum_c_fp32: bool = False, **options: Any) -> Any:
-        options["accum_c_fp32"] = accum_c_fp32
+        precision["accum_c_fp32"] = accum_c_fp32
         return linear_cross_entropy(e, c, targets, **options)
 
     cut_logprobs(*_problem(), torch.ones(1), kernel=newer)
-    assert options == {"accum_c_fp32": True}
+    assert precision == {"accum_c_fp32": True}
 
 
 def test_no_rows_give_no_logprobs_and_zero_gradients() -> None:

@@ -238,11 +238,11 @@ async def test_the_first_policy_is_never_evaluated_with_steps_in_its_weights(
         made = world(evaluation={"num_tasks": 1})
         evaluate = made.evaluator.evaluate
 
-        async def evaluate(plan: Any, **options: Any) -> Any:
+        async def note_and_evaluate(plan: Any, **options: Any) -> Any:
             evaluated.append((plan.label, made.learner.weights))
             return await evaluate(plan, **options)
 
-        made.evaluator.evaluate = evaluate  # type: ignore[method-assign]
+        made.evaluator.evaluate = note_and_evaluate  # type: ignore[method-assign]
         return made
 
     here = watch()
