@@ -31,11 +31,8 @@ ALLOWED: Mapping[str, str] = {
 }
 _BEING_MOVED = {
     "room": """
-        client/dialoop/cli services/dialoop_services services/dialoop_services/learning
-        services/dialoop_services/rl services/dialoop_services/stack
-        services/dialoop_services/trainer
+        client/dialoop/cli services/dialoop_services services/dialoop_services/stack
     """,
-    "word": "services/dialoop_services/inference/settings.py:derived",
     "small": """
         dialoop.sandbox.confined.work dialoop_services.stack.report.gates
         dialoop_services.stack.report.transcripts
@@ -62,8 +59,11 @@ CLEANED: tuple[str, ...] = (
     "client/dialoop/views",
     "client/dialoop/wire",
     "services/dialoop_services/inference",
+    "services/dialoop_services/learning",
     "services/dialoop_services/replay",
     "services/dialoop_services/rest",
+    "services/dialoop_services/rl",
+    "services/dialoop_services/trainer",
     "tests/contract/clients",
     "tests/contract/collector",
     "tests/contract/compat",
@@ -73,13 +73,18 @@ CLEANED: tuple[str, ...] = (
     "tests/contract/rest",
     "tests/contract/runtime",
     "tests/contract/scorer",
+    "tests/contract/trainer",
     "tests/parity/inference",
+    "tests/parity/learning",
+    "tests/parity/trainer",
     "tests/redis",
     "tests/unit/clients",
     "tests/unit/compat",
     "tests/unit/environments",
     "tests/unit/inference",
+    "tests/unit/learning",
     "tests/unit/replay",
+    "tests/unit/rl",
     "tests/unit/runtime",
     "tests/unit/sandbox",
     "tests/unit/scorer",
@@ -87,6 +92,7 @@ CLEANED: tuple[str, ...] = (
     "tests/unit/templates",
     "tests/unit/text_environment",
     "tests/unit/tokens",
+    "tests/unit/trainer",
     "tests/unit/trials",
     "tests/unit/views",
     "tests/unit/wire",

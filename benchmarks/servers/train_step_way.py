@@ -67,7 +67,7 @@ class OurStep:
                 response_mask=torch.arange(len(s.ids)) >= s.num_prompt,
                 inference_logprobs=s.inference_logprobs,
                 advantages=torch.full((s.num_trained,), s.advantage),
-                prompt=s.prompt,
+                group_index=s.prompt,
             )
             for s in load_batch(folder)
         ]

@@ -155,7 +155,7 @@ async def main(seed: int, folder: Path) -> dict[str, float]:  # noqa: PLR0915 - 
         # all rewards of a group are equal, its advantages are 0, so it is left out. In the
         # services: trainer/data/batches.py chooses, learning/packing/rows.py makes rows.
         rows = [
-            TokenRow.from_sequence(sequence, prompt=index)
+            TokenRow.from_sequence(sequence, group_index=index)
             for index, group in enumerate(scored)
             for trajectory in group.trajectories
             for sequence in trajectory.sequences

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """The optimiser and its schedule.
+    """An optimiser and its schedule.
 
     name: AdamW (arXiv 1711.05101), or Muon (Jordan et al., 2024) for the matrices between embedding
     and head with AdamW for the rest. Muon's updates are scaled to AdamW's size (arXiv 2502.16982),
-    so both take one learning rate. Linear warm-up over `warmup_steps` to `learning_rate`, then
-    (schedule "linear" or "cosine") down to `final_share` of it at `total_steps`. Without
-    total_steps the rate stays.
+    so both take one learning rate. The rate rises linearly to `learning_rate` over `warmup_steps`,
+    then falls (schedule "linear" or "cosine") to `final_share` of it at `total_steps`. Without
+    total_steps it stays constant after the warm-up.
     """
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -40,7 +40,7 @@ class OptimizerSettings:
     schedule: Literal["linear", "cosine"] = "linear"
 
     def learning_rate_at(self, step: int) -> float:
-        """The rate of update number `step`, counted from 0."""
+        """Return the learning rate of update number `step`, counted from 0."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.total_steps is None:
@@ -54,7 +54,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one update did; grad_norm is the norm before clipping."""
+    """The result of one update; grad_norm is the norm before clipping."""
 
     applied: bool
     grad_norm: float
@@ -64,8 +64,8 @@ class StepReport:
 class GuardedOptimizer:
     """An optimiser that clips, follows the schedule, and refuses a step that is not finite.
 
-    `matrices` are the parameters Muon takes where it is asked for. num_steps counts applied updates
-    (the schedule follows it), num_refused the others.
+    `matrices` are the parameters that Muon updates, if the settings name Muon. num_steps counts
+    applied updates, which the schedule follows. num_refused counts the others.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class GuardedOptimizer:
 
     @property
     def torch_optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """What holds the state, in the order of `state_dict`."""
+        """Return torch's optimisers, in the order of `state_dict`."""
         return tuple(self._optimizers)
 
     def step(self, loss: float) -> StepReport:
         """Apply the gradients (already summed over rows and ranks), then clear them.
 
-        `loss` is the value they belong to. Nothing changes when it or the norm is not finite.
+        `loss` is the value that they are of. No weight changes when it or the norm is not finite.
         """
         grad_norm = self._clip()
         rate = self.settings.learning_rate_at(self.num_steps)
@@ -107,7 +107,7 @@ class GuardedOptimizer:
         return StepReport(applied=applied, grad_norm=grad_norm, learning_rate=rate)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint keeps of the optimisers and the counts."""
         return {
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "num_steps": self.num_steps,
@@ -115,11 +115,11 @@ class GuardedOptimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint; InvalidConfig when it is of another optimiser."""
+        """Continue from a checkpoint; raise InvalidConfig when it is of another optimiser."""
         states = state["optimizers"]
         if len(states) != len(self._optimizers):
             raise InvalidConfig(
-                f"The checkpoint is not of the optimiser {self.settings.name}.",
+                f"The checkpoint was written by another optimiser than {self.settings.name}.",
                 reason=Reason.OPTIMIZER_MISMATCH,
                 remedy="Resume with the optimiser the run was started with.",
             )
@@ -130,15 +130,15 @@ class GuardedOptimizer:
 
     def _clip(self) -> float:
         norm: Any = clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
-        # Under FSDP2 the norm is a DTensor that still has to be summed over the ranks.
+        # Under FSDP2 the norm is a DTensor, which full_tensor sums over the ranks.
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 def _optimizers(
     parameters: list[nn.Parameter], matrices: list[nn.Parameter], settings: OptimizerSettings
 ) -> Iterator[torch.optim.Optimizer]:
-    chosen = {id(matrix) for matrix in matrices} if settings.name == "muon" else set()
-    rest = [p for p in parameters if id(p) not in chosen]
+    for_muon = {id(matrix) for matrix in matrices} if settings.name == "muon" else set()
+    rest = [p for p in parameters if id(p) not in for_muon]
     if rest:
         yield torch.optim.AdamW(
             rest,
@@ -147,9 +147,9 @@ def _optimizers(
             eps=settings.eps,
             weight_decay=settings.weight_decay,
         )
-    if chosen:
+    if for_muon:
         yield torch.optim.Muon(
-            [p for p in parameters if id(p) in chosen],
+            [p for p in parameters if id(p) in for_muon],
             lr=settings.learning_rate,
             weight_decay=settings.weight_decay,
             adjust_lr_fn="match_rms_adamw",

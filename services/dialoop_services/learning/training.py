@@ -25,36 +25,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounts:
-    """What the whole update holds, over all rows and ranks, counted before any mask of a loss."""
+    """Counts of a whole update, over all rows and ranks, before a loss masks any token."""
 
     num_tokens: int
     num_sequences: int
     prompt_num_tokens: dict[int, int]
+    """Trained tokens by group index."""
 
     @classmethod
     def of(cls, rows: Sequence[PackedBatch], ranks: Ranks = ALONE) -> StepCounts:
-        """Count trained tokens by the prompt their sequence is of, over the rows of all ranks."""
-        by_prompt: dict[int, int] = {}
+        """Count trained tokens by the group of their sequence, over the rows of all ranks."""
+        by_group: dict[int, int] = {}
         for row in rows:
             owners = row.gather(row.sample_mask)
             counts = torch.bincount(owners, minlength=row.num_sequences).tolist()
-            for prompt, count in zip(row.prompts, counts, strict=True):
-                by_prompt[prompt] = by_prompt.get(prompt, 0) + count
-        own = [sum(row.num_sequences for row in rows), list(by_prompt.items())]
-        counted = ranks.gather(own)
+            for group, count in zip(row.group_indices, counts, strict=True):
+                by_group[group] = by_group.get(group, 0) + count
+        own = [sum(row.num_sequences for row in rows), list(by_group.items())]
+        of_ranks = ranks.gather(own)
         totals: dict[int, int] = {}
-        for prompt, count in (pair for _, pairs in counted for pair in pairs):
-            totals[prompt] = totals.get(prompt, 0) + count
+        for group, count in (pair for _, pairs in of_ranks for pair in pairs):
+            totals[group] = totals.get(group, 0) + count
         return cls(
             num_tokens=max(1, sum(totals.values())),
-            num_sequences=sum(number for number, _ in counted),
-            prompt_num_tokens={prompt: n for prompt, n in totals.items() if n},
+            num_sequences=sum(number for number, _ in of_ranks),
+            prompt_num_tokens={group: n for group, n in totals.items() if n},
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardReport:
-    """One pass forward and backward: its loss and token-mean metrics."""
+    """The loss and the token-mean metrics of one forward and backward pass."""
 
     loss: float
     metrics: dict[str, Any]
@@ -62,7 +63,7 @@ class BackwardReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """One optimiser update: its loss, token-mean metrics and step."""
+    """The loss, the token-mean metrics and the step of one optimiser update."""
 
     loss: float
     metrics: dict[str, Any]
@@ -76,15 +77,18 @@ def loss_inputs(
     entropy: Tensor | None = None,
     counts: StepCounts | None = None,
 ) -> LossInputs:
-    """The batch's trained tokens as a loss reads them; counts default to this batch's own."""
+    """Return the batch's M trained tokens as a loss reads them; logprobs and entropy are [M].
+
+    `counts` default to this batch's own.
+    """
     counts = counts or StepCounts.of([batch])
 
-    def trained(values: Tensor | None) -> Tensor | None:
+    def gather(values: Tensor | None) -> Tensor | None:
         return None if values is None else batch.gather(values).to(logprobs.dtype)
 
     owners = batch.gather(batch.sample_mask)
-    of_prompt = torch.tensor(
-        [counts.prompt_num_tokens.get(prompt, 1) for prompt in batch.prompts],
+    of_sequence = torch.tensor(
+        [counts.prompt_num_tokens.get(group, 1) for group in batch.group_indices],
         dtype=logprobs.dtype,
         device=logprobs.device,
     )
@@ -95,12 +99,12 @@ def loss_inputs(
         num_tokens=counts.num_tokens,
         num_sequences=counts.num_sequences,
         num_prompts=max(1, len(counts.prompt_num_tokens)),
-        prompt_num_tokens=of_prompt[owners],
-        inference_logprobs=trained(batch.inference_logprobs),
-        proximal_logprobs=trained(batch.proximal_logprobs),
-        ref_logprobs=trained(batch.ref_logprobs),
-        advantages=trained(batch.advantages),
-        staleness=trained(batch.staleness),
+        prompt_num_tokens=of_sequence[owners],
+        inference_logprobs=gather(batch.inference_logprobs),
+        proximal_logprobs=gather(batch.proximal_logprobs),
+        ref_logprobs=gather(batch.ref_logprobs),
+        advantages=gather(batch.advantages),
+        staleness=gather(batch.staleness),
         entropy=entropy,
     )
 
@@ -114,15 +118,15 @@ def forward_backward(
     with_entropy: bool = False,
     ranks: Ranks = ALONE,
 ) -> BackwardReport:
-    """Add the gradients of the rows' loss; the sum does not depend on how the rows are cut.
+    """Add the gradients of the rows' loss; the sum does not depend on how sequences are packed.
 
-    Log-probs are at `temperature`, or else at what each sequence of the rows was sampled with.
-    With several ranks each gives its own rows, and all get the same report. An objective that
-    whitens does so over these rows: of a train step of several updates see `whitened_sequences`.
+    Log-probs are at `temperature` or, without one, at each sequence's own sampling temperature.
+    With several ranks each passes its own rows, and all get the same report. An objective that
+    whitens does so over these rows; before several updates call `whiten_sequences` instead.
     """
     objective = loss if isinstance(loss, Objective) else Objective(loss=loss)
     counts, num_behind = StepCounts.of(rows, ranks), rows_behind(len(rows), ranks)
-    rows = whitened(rows, ranks=ranks) if objective.whiten else rows
+    rows = whiten_rows(rows, ranks=ranks) if objective.whiten else rows
     total, metrics = 0.0, []
     for row in rows:
         scores = policy(
@@ -137,7 +141,7 @@ def forward_backward(
         metrics.append({name: float(value) for name, value in output.metrics.items()})
     keep_pace(policy, num_behind, ranks)
     of_ranks = ranks.gather([total, metrics])
-    # The same sum on every rank, so all apply the step or all refuse it.
+    # Every rank gets the same sum, so all ranks apply the step or all refuse it.
     return BackwardReport(
         loss=sum(loss for loss, _ in of_ranks),
         metrics=combine_metrics([row for _, of_rank in of_ranks for row in of_rank]),
@@ -154,7 +158,7 @@ def update(  # noqa: PLR0913 - a model, its step, its data and how to look at th
     with_entropy: bool = False,
     ranks: Ranks = ALONE,
 ) -> UpdateReport:
-    """One optimiser update over packed rows: `forward_backward`, then a step."""
+    """Take one optimiser update over packed rows: `forward_backward`, then a step."""
     backward = forward_backward(
         policy, rows, loss, temperature=temperature, with_entropy=with_entropy, ranks=ranks
     )
@@ -162,38 +166,40 @@ def update(  # noqa: PLR0913 - a model, its step, its data and how to look at th
     return UpdateReport(loss=backward.loss, metrics=backward.metrics, step=step)
 
 
-def whitened(
+def whiten_rows(
     rows: Sequence[PackedBatch], *, eps: float = 1e-8, ranks: Ranks = ALONE
 ) -> list[PackedBatch]:
-    """Rows with (A - mean) / (std + eps) over all trained tokens; std over their number.
+    """Return the rows with advantages (A - mean) / (std + eps) over the N tokens of all ranks.
 
-    The batch normalisation of REINFORCE++ (arXiv 2501.03262).
+    std is over N, not N - 1. Source: the batch normalisation of REINFORCE++ (arXiv 2501.03262).
     """
-    given = [row.advantages for row in rows if row.advantages is not None]
-    if not all(ranks.gather(len(given) == len(rows))):
-        return list(rows)  # a loss that needs advantages says so itself
-    own = [row.gather(a).double() for row, a in zip(rows, given, strict=True)]
+    advantages = [row.advantages for row in rows if row.advantages is not None]
+    if not all(ranks.gather(len(advantages) == len(rows))):
+        return list(rows)  # a loss that needs advantages raises
+    own = [row.gather(a).double() for row, a in zip(rows, advantages, strict=True)]
     tokens = ranks.gather_tensors(torch.cat(own) if own else torch.empty(0).double())
     if not rows:
         return []
-    whiten = _whitening(torch.cat(tokens), eps)
+    normalise = _whitening(torch.cat(tokens), eps)
     return [
-        replace(row, advantages=torch.where(row.loss_mask, whiten(a), 0.0).to(a.dtype))
-        for row, a in zip(rows, given, strict=True)
+        replace(row, advantages=torch.where(row.loss_mask, normalise(a), 0.0).to(a.dtype))
+        for row, a in zip(rows, advantages, strict=True)
     ]
 
 
-def whitened_sequences(rows: Sequence[TokenRow], *, eps: float = 1e-8) -> list[TokenRow]:
-    """The same of a whole train step, before it is cut into updates; all ranks give all of it.
+def whiten_sequences(rows: Sequence[TokenRow], *, eps: float = 1e-8) -> list[TokenRow]:
+    """Whiten as `whiten_rows` does, over a whole train step, before it is cut into updates.
 
-    Cut first, an update that holds but half of the answers could turn their signs.
+    All ranks pass all rows. Whitening each update by itself could turn the signs of advantages in
+    an update that holds only some of the answers.
     """
-    given = [row.advantages for row in rows if row.advantages is not None]
-    if not given or len(given) < len(rows):
-        return list(rows)  # a loss that needs advantages says so itself
-    whiten = _whitening(torch.cat(given).double(), eps)
+    advantages = [row.advantages for row in rows if row.advantages is not None]
+    if not advantages or len(advantages) < len(rows):
+        return list(rows)  # a loss that needs advantages raises
+    normalise = _whitening(torch.cat(advantages).double(), eps)
     return [
-        replace(row, advantages=whiten(a).to(a.dtype)) for row, a in zip(rows, given, strict=True)
+        replace(row, advantages=normalise(a).to(a.dtype))
+        for row, a in zip(rows, advantages, strict=True)
     ]
 
 

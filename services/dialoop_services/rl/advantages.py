@@ -1,6 +1,6 @@
 """Group advantages: how much better a trajectory did than the others of its task.
 
-group_advantages([0.0, 1.0]).values        # (-0.7071, 0.7071): minus the mean, over the std
+group_advantages([0.0, 1.0]).values        # (-0.7071, 0.7071): (reward - mean) / std
 group_advantages([1.0, 1.0]).is_uniform    # True, values (0.0, 0.0): nothing to learn from
 """
 
@@ -30,12 +30,13 @@ _AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageSettings:
-    """How rewards become advantages.
+    """The rule by which the rewards of a group become advantages.
 
-    divide_by_std: GRPO (arXiv 2402.03300); without it, Dr. GRPO (arXiv 2503.20783).
-    leave_one_out: the baseline of one trajectory is the mean of the others (RLOO, 2402.14740).
-    eps: the smallest divisor, and the reward spread up to which a group counts as uniform.
-    aggregate: what of its turns' rewards is a trajectory's: their sum, the largest or the mean.
+    divide_by_std: divide by the group's standard deviation, as GRPO does (arXiv 2402.03300).
+    Dr. GRPO (arXiv 2503.20783) does not.
+    leave_one_out: subtract the mean of the other trajectories, as RLOO does (arXiv 2402.14740).
+    eps: the smallest divisor. A group whose rewards differ by at most eps counts as uniform.
+    aggregate: how the rewards of its turns make a trajectory's reward.
     """
 
     divide_by_std: bool = True
@@ -46,7 +47,11 @@ class AdvantageSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAdvantages:
-    """One advantage per trajectory, with the group's mean and unbiased standard deviation."""
+    """The advantages of a group of n trajectories.
+
+    values: n advantages, in the order of the rewards. mean, std: of the n rewards, std over n - 1.
+    is_uniform: whether the rewards are all the same; the advantages are then exactly 0.
+    """
 
     values: tuple[float, ...]
     mean: float
@@ -57,19 +62,24 @@ class GroupAdvantages:
 def group_advantages(
     rewards: Sequence[float], settings: AdvantageSettings | None = None
 ) -> GroupAdvantages:
-    """Advantages of one group: (r_i - baseline) / max(std, eps), std over n - 1.
+    """Return the advantages of n rewards: n values (r_i - baseline) / max(std, eps).
 
-    TRL divides by std + 1e-4; its RLOOTrainer leaves one out as here, but normalises (where asked
-    to) over the whole batch's sequences. torchrl: `dialoop_services.rl.monte_carlo`.
+    The formula is GRPO's with outcome supervision (arXiv 2402.03300, section 4.1.2). The baseline
+    is the mean of all rewards or, with `leave_one_out`, of the others (RLOO, arXiv 2402.14740).
+    std is the standard deviation over n - 1. Without `divide_by_std` the divisor is 1 (Dr. GRPO,
+    arXiv 2503.20783).
 
-    Raises InvalidInput (GROUP_TOO_SMALL) for a group of one, whose baseline does not exist, and
-    (NON_FINITE_REWARD) for a reward that is not a number.
+    TRL divides by std + 1e-4. TRL's RLOOTrainer leaves one out as here, but it normalises over all
+    sequences of the batch. torchrl's way is `dialoop_services.rl.monte_carlo`.
+
+    Raises InvalidInput (GROUP_TOO_SMALL) for fewer than 2 rewards, which have no baseline, and
+    InvalidInput (NON_FINITE_REWARD) for a reward that is infinite or not a number.
     """
     settings = settings or AdvantageSettings()
     _require_rewards(rewards)
     mean = statistics.fmean(rewards)
     std = statistics.stdev(rewards)
-    # A uniform group is exactly zero: rounding in the mean must not become an advantage.
+    # A uniform group gets exactly 0: rounding in the mean must not become an advantage.
     is_uniform = max(rewards) - min(rewards) <= settings.eps
     scale = _scale(len(rewards), std, settings)
     values = tuple(0.0 if is_uniform else (reward - mean) * scale for reward in rewards)
@@ -79,10 +89,11 @@ def group_advantages(
 def with_advantages(
     group: Group, settings: AdvantageSettings | None = None, *, group_size: int | None = None
 ) -> Group:
-    """The group with `advantage` set on every sequence, from the trajectories' rewards.
+    """Return the group with `advantage` set: one number per trajectory, on all its sequences.
 
-    Raises PreconditionFailed (GROUP_INCOMPLETE) when it does not hold `group_size` trajectories or
-    one of them failed through no fault of the policy: a partial group has a wrong baseline.
+    The numbers are those of `group_advantages`. Raises PreconditionFailed (GROUP_INCOMPLETE) when
+    the group does not hold `group_size` trajectories or one of them failed through no fault of the
+    policy, because a partial group has a wrong baseline.
     """
     require_complete(group, group_size)
     settings = settings or AdvantageSettings()
@@ -95,7 +106,7 @@ def with_advantages(
 
 
 def return_of(rewards: Sequence[float], aggregate: Aggregate = "sum") -> float:
-    """One number of a trajectory's rewards; of none, 0.
+    """Return one number for the rewards of a trajectory's turns; 0 without rewards.
 
     return_of([0.0, 1.0], "mean")    # 0.5
     """
@@ -103,7 +114,7 @@ def return_of(rewards: Sequence[float], aggregate: Aggregate = "sum") -> float:
 
 
 def _scale(size: int, std: float, settings: AdvantageSettings) -> float:
-    """The factor of (reward - mean): r - mean(others) equals (r - mean) * n / (n - 1)."""
+    """Return the factor of (reward - mean): r - mean(others) equals (r - mean) * n / (n - 1)."""
     scale = size / (size - 1) if settings.leave_one_out else 1.0
     return scale / max(std, settings.eps) if settings.divide_by_std else scale
 
@@ -116,26 +127,26 @@ def _with_advantage(trajectory: Trajectory, advantage: float) -> Trajectory:
 def _require_rewards(rewards: Sequence[float]) -> None:
     if len(rewards) < 2:
         raise InvalidInput(
-            f"A group of {len(rewards)} has no baseline.",
+            f"The group has {len(rewards)} rewards, and a baseline needs at least 2.",
             reason=Reason.GROUP_TOO_SMALL,
             remedy="Play at least two trajectories of each task.",
         )
     if not all(math.isfinite(reward) for reward in rewards):
         raise InvalidInput(
-            f"A reward of {list(rewards)} is not finite.",
+            f"One of the rewards {list(rewards)} is not finite.",
             reason=Reason.NON_FINITE_REWARD,
             remedy="Mark the trajectory as failed instead of giving it such a reward.",
         )
 
 
 def require_complete(group: Group, group_size: int | None) -> None:
-    """PreconditionFailed (GROUP_INCOMPLETE) unless all are there and scorable."""
+    """Raise PreconditionFailed (GROUP_INCOMPLETE) unless all members are there and scorable."""
     failed = [t.trajectory_id for t in group.trajectories if not t.is_scorable]
-    short = group_size is not None and group.num_trajectories != group_size
-    if failed or short:
+    is_short = group_size is not None and group.num_trajectories != group_size
+    if failed or is_short:
         raise PreconditionFailed(
-            f"Group {group.group_id} has {group.num_trajectories} trajectories of {group_size}, "
-            f"not scorable: {failed}.",
+            f"Group {group.group_id} has {group.num_trajectories} trajectories of {group_size}. "
+            f"These cannot be scored: {failed}.",
             reason=Reason.GROUP_INCOMPLETE,
             remedy="Retry the failed members, or drop the group and re-issue its task.",
         )

@@ -1,12 +1,12 @@
-"""MCAdvantage: advantages of turns (steps of an episode) within one group.
+"""torchrl's MCAdvantage: advantages of turns (steps of an episode) within one group.
 
     step_advantages([[0.0], [1.0]])                    # [[-0.7071], [0.7071]]
     trajectory_advantages([[0.0, 1.0], [0.0, 3.0]])    # sums 1 and 3: [[-.7071] * 2, [.7071] * 2]
 
-Both are torchrl's MCAdvantage. step: every turn's reward is normalised among all turns of the
-group, so a long trajectory weighs more in the mean. trajectory: one number per trajectory is
-normalised among the group's and given to each of its turns. Only where rewards differ by no more
-than eps is there a difference: torchrl divides by 1e-6, ours are 0.
+`step_advantages` normalises each turn's reward among all turns of the group, so a long trajectory
+weighs more in the mean. `trajectory_advantages` normalises one number per trajectory among those of
+the group and gives it to each of the trajectory's turns. Both compute what torchrl's MCAdvantage
+computes, except where rewards differ by at most eps: torchrl divides by 1e-6 there, ours are 0.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ if TYPE_CHECKING:
 def step_advantages(
     rewards: Sequence[Sequence[float]], settings: AdvantageSettings | None = None
 ) -> list[list[float]]:
-    """(r - mean) / max(std, eps) of each turn's reward, over all turns of the group.
+    """Return (r - mean) / max(std, eps) of each turn's reward, over all turns of the group.
 
-    `rewards` has the turns of each trajectory; leave_one_out plays no part. Raises InvalidInput
-    (GROUP_TOO_SMALL) for a group of one trajectory, and (NON_FINITE_REWARD).
+    `rewards` holds one list per trajectory, with one reward per turn. The result has the same
+    shape. The formula is MCAdvantage's of torchrl 0.14. leave_one_out plays no part. Raises
+    InvalidInput (GROUP_TOO_SMALL) for fewer than 2 trajectories, and (NON_FINITE_REWARD).
     """
     if len(rewards) < 2:
-        group_advantages([0.0] * len(rewards), settings)  # says that a group of one has no baseline
+        group_advantages([0.0] * len(rewards), settings)  # raises GROUP_TOO_SMALL
     settings = replace(settings or AdvantageSettings(), leave_one_out=False)
     flat = iter(group_advantages([r for turns in rewards for r in turns], settings).values)
     return [[next(flat) for _ in turns] for turns in rewards]
@@ -53,7 +54,10 @@ def trajectory_advantages(
     *,
     aggregate: Aggregate = "sum",
 ) -> list[list[float]]:
-    """The advantage of each trajectory's sum, max or mean of rewards, at each of its turns."""
+    """Return the advantage of each trajectory's sum, max or mean of rewards, at each of its turns.
+
+    The shapes of `rewards` and of the result are those of `step_advantages`.
+    """
     returns = [return_of(turns, aggregate) for turns in rewards]
     values = group_advantages(returns, settings).values
     return [[value] * len(turns) for value, turns in zip(values, rewards, strict=True)]
@@ -62,9 +66,10 @@ def trajectory_advantages(
 def with_turn_advantages(
     group: Group, settings: AdvantageSettings | None = None, *, group_size: int | None = None
 ) -> Group:
-    """The group with `token_advantages`: each sampled token has its turn's `step_advantages`.
+    """Return the group with `token_advantages` set: float32 [M] for the M sampled tokens.
 
-    Raises PreconditionFailed (GROUP_INCOMPLETE) as `with_advantages` does.
+    Each token gets the `step_advantages` of its turn. Raises PreconditionFailed (GROUP_INCOMPLETE)
+    as `with_advantages` does.
     """
     require_complete(group, group_size)
     rewards = [[turn.reward for turn in t.turns] for t in group.trajectories]

@@ -34,13 +34,13 @@ def plan_rows(
     names: Sequence[str] | None = None,
     groups: Sequence[int] | None = None,
 ) -> PackingPlan:
-    """Rows of at most `max_tokens` tokens; the same lengths always give the same plan.
+    """Plan rows of at most `max_tokens` tokens; the same lengths always give the same plan.
 
-    First-fit-decreasing needs at most 11/9 of the best number of rows, plus one (Johnson 1973).
-    With `groups` (one number for each sequence) those of a group are kept together, as many as a
-    row holds: what they have in common is computed once for a row.
-    A longer sequence raises InvalidInput (SEQUENCE_TOO_LONG, naming it by `names` or its index)
-    or, with oversize="drop", is listed in `dropped`.
+    First-fit-decreasing needs at most 11/9 of the smallest number of rows, plus one (Johnson 1973).
+    With `groups` (one number for each sequence) the plan keeps the sequences of a group together,
+    as many as a row holds, because a row computes what they have in common once.
+    A longer sequence raises InvalidInput (SEQUENCE_TOO_LONG), which names it by `names` or by its
+    index. With oversize="drop" the plan lists it in `dropped` instead.
     """
     fitting, dropped = _split_oversize(lengths, max_tokens)
     if dropped and oversize == "error":
@@ -66,7 +66,7 @@ def plan_rows(
 def _bundles(
     longest_first: Sequence[int], lengths: Sequence[int], max_tokens: int, groups: Sequence[int]
 ) -> list[list[int]]:
-    """Sequences of one group in bundles that fill a row each, the largest bundle first."""
+    """Bundle sequences of one group, at most a row's worth each; return the largest first."""
     bundles: list[list[int]] = []
     last: dict[int, list[int]] = {}
     for index in longest_first:
@@ -113,12 +113,12 @@ class RankPlan:
     dropped: tuple[int, ...] = ()
 
     def rows_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """The rows of one rank that hold something."""
+        """Return the rows of one rank that hold a sequence."""
         return tuple(row for row in self.ranks[rank] if row)
 
 
 def row_cost(lengths: Sequence[int], *, hidden_size: int = 1024) -> float:
-    """What a row of sequences costs, in tokens of a short sequence.
+    """Return what a row of sequences costs, in tokens of a short sequence.
 
     A decoder layer does about 12 h^2 multiplications for a token and 2 h for each token it attends
     to, L / 2 on average: L (1 + L / (12 h)).
@@ -136,12 +136,12 @@ def plan_ranks(  # noqa: PLR0913 - what to pack, over what, and what to do with 
     groups: Sequence[int] | None = None,
     hidden_size: int = 1024,
 ) -> RankPlan:
-    """Rows of at most `max_tokens` tokens for `num_ranks`, of similar cost; none is split.
+    """Plan rows of at most `max_tokens` tokens for each rank; no sequence is split.
 
-    No rank has more rows than `plan_rows` makes of all, and the k-th rows of all ranks, which
-    wait for each other, cost about the same. plan_ranks([6, 4, 3, 2], max_tokens=8, num_ranks=2)
-    is ((0, 3),) and ((1, 2),). Errors and `oversize` are those of `plan_rows`, and so are `groups`
-    for one rank; several balance sequences, wherever their group is.
+    The k-th rows of all ranks wait for each other, so they cost about the same. No rank has more
+    rows than `plan_rows` makes of all sequences. plan_ranks([6, 4, 3, 2], max_tokens=8,
+    num_ranks=2) is ((0, 3),) and ((1, 2),). Errors and `oversize` are those of `plan_rows`.
+    `groups` counts for one rank only; several ranks balance sequences wherever their group is.
     """
     plan = plan_rows(
         lengths,
@@ -158,16 +158,16 @@ def plan_ranks(  # noqa: PLR0913 - what to pack, over what, and what to do with 
         return row_cost([lengths[i] for i in row], hidden_size=hidden_size)
 
     fitting = [i for row in plan.rows for i in row]
-    rows = _levelled(fitting, lengths, max_tokens, num_rows * num_ranks) or list(plan.rows)
+    rows = _level(fitting, lengths, max_tokens, num_rows * num_ranks) or list(plan.rows)
     rows = [*rows, *[()] * (num_rows * num_ranks - len(rows))]
-    dealt = _dealt(sorted(rows, key=cost, reverse=True), num_ranks, cost)
+    dealt = _deal(sorted(rows, key=cost, reverse=True), num_ranks, cost)
     return RankPlan(ranks=dealt, dropped=plan.dropped)
 
 
-def _levelled(
+def _level(
     indices: Sequence[int], lengths: Sequence[int], max_tokens: int, num_rows: int
 ) -> list[tuple[int, ...]] | None:
-    """Longest first into the emptiest row; None where a sequence finds no room that way."""
+    """Put the longest first into the emptiest row; return None where a sequence finds no room."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     emptiest = [(0, row) for row in range(num_rows)]  # a heap of (tokens, row)
     for index in sorted(indices, key=lambda i: (-lengths[i], i)):
@@ -179,10 +179,10 @@ def _levelled(
     return [tuple(row) for row in rows]
 
 
-def _dealt(
+def _deal(
     rows: Sequence[tuple[int, ...]], num_ranks: int, cost: Callable[[Sequence[int]], float]
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Rows by falling cost, one to each rank in turn: the dearest to the rank that has least."""
+    """Deal rows of falling cost to the ranks in turns; in each turn the cheapest rank is first."""
     totals = [0.0] * num_ranks
     ranks: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
     for start in range(0, len(rows), num_ranks):

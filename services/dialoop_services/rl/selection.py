@@ -1,8 +1,8 @@
-"""TopKRewardSelector: the best trajectories of a group, to imitate.
+"""Select the best trajectories of a group to imitate, as torchrl's TopKRewardSelector does.
 
     best_of([0.1, 0.4, 0.5, 0.9, 0.7], k=3)      # (3, 4): two are above the median 0.5
 
-A reward must be strictly above the group's median; a group whose rewards are all the same has none.
+A reward must be strictly above the group's median. A group of equal rewards has no best trajectory.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 def best_of(rewards: Sequence[float], *, k: int) -> tuple[int, ...]:
-    """Indices of at most k rewards above the median, best first; ties in order.
+    """Return the indices of at most k rewards above the median, best first; ties keep their order.
 
     Raises InvalidInput (TOP_K_TOO_LARGE) where k is not between 1 and the number of rewards.
     """
     if not 1 <= k <= len(rewards):
         raise InvalidInput(
-            f"The best {k} of {len(rewards)} are asked for.",
+            f"k is {k}, and the group has {len(rewards)} trajectories.",
             reason=Reason.TOP_K_TOO_LARGE,
-            remedy="Ask for at least one and at most as many as a group has.",
+            remedy="Set k to at least 1 and at most the size of a group.",
         )
     median = statistics.median(rewards)
     above = [index for index, reward in enumerate(rewards) if reward > median]
@@ -41,10 +41,10 @@ def best_of(rewards: Sequence[float], *, k: int) -> tuple[int, ...]:
 
 
 def with_best_alone(group: Group, *, k: int, aggregate: Aggregate = "sum") -> Group:
-    """The group with advantage 1 on its best trajectories and 0 on the others.
+    """Return the group with advantage 1 on its best trajectories and 0 on the others.
 
-    Best by the sum, the largest or the mean of their turns' rewards.
-    All stay, so that the group stays whole; losses that imitate train those with advantage 1 alone.
+    `aggregate` makes the sum, the largest or the mean of a trajectory's rewards its score. All
+    trajectories stay in the group. Losses that imitate train only those with advantage 1.
     """
     turns = ([turn.reward for turn in t.turns] for t in group.trajectories)
     best = best_of([return_of(rewards, aggregate) for rewards in turns], k=k)

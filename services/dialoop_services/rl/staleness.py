@@ -1,7 +1,8 @@
 """When data is too old to train on.
 
-The trainer and the queue in memory call it. The queue in Redis repeats it in `lease_groups.lua`; a
-table of cases tests that all three agree (`tests/support/samples/staleness_samples.py`).
+The trainer and the queue in memory call this rule. The queue in Redis repeats it in
+`lease_groups.lua`. A table of cases tests that all three agree
+(`tests/support/samples/staleness_samples.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def is_stale(
 ) -> bool:
     """Return whether any version is of another lineage or lags by more than `max_staleness`.
 
-    None is no bound.
+    With `max_staleness` None no version is too old.
 
     is_stale([main-4, main-6], current=main-6, max_staleness=1)  # True: main-4 lags by 2
     """

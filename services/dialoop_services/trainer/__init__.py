@@ -1,1 +1,4 @@
-"""The trainer: leases scored groups, trains on them, publishes weights, survives being killed."""
+"""The trainer: it leases scored groups, trains on them, publishes weights and survives a kill.
+
+Scored groups and demonstrations enter; policy versions, checkpoints and metrics leave.
+"""

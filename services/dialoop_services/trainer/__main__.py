@@ -1,7 +1,8 @@
 """`python -m dialoop_services.trainer`: train, and answer questions about it.
 
-As four processes of this machine, or as sixteen of two (each with the same DIALOOP_TRAINER_...
-variables, and the run's and the model's directory in reach), the first of which is the service:
+Run it as four processes on this machine, or as sixteen on two. Each needs the same
+DIALOOP_TRAINER_... variables and access to the directories of the run and the model. The first one
+is the service:
 
     python -m dialoop_services.trainer.learner.launch 4
     torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400
@@ -37,7 +38,7 @@ from dialoop_services.trainer.job.placement import placement_of
 from dialoop_services.trainer.job.status import StatusBoard
 from dialoop_services.trainer.learner.ranks import (
     RankSettings,
-    joined,
+    join_trainer_ranks,
     learners_of,
     leave_stopping_to_the_first,
     make_learner,
@@ -58,15 +59,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A queue that restarts is waited for until each call's deadline: a trainer that gave up sooner
+# The trainer waits for a queue that restarts until each call's deadline. If it gave up sooner, it
 # would lose the train steps since its checkpoint.
-_PATIENT = RetryPolicy(max_attempts=None)
+_RETRY_UNTIL_DEADLINE = RetryPolicy(max_attempts=None)
 
 
 def main() -> None:
-    """One rank of the trainer, to its end; the first one is the service."""
-    found, settings = load(RankSettings), load(TrainerSettings)
-    with joined(found, settings) as ranks:
+    """Run one rank of the trainer to its end; the first one is the service."""
+    rank_settings, settings = load(RankSettings), load(TrainerSettings)
+    with join_trainer_ranks(rank_settings, settings) as ranks:
         learners = learners_of(ranks)
         if ranks.is_first:
             with closing(learners):
@@ -78,14 +79,14 @@ def main() -> None:
 
 
 async def serve(settings: TrainerSettings, learners: RankGroup[Learner]) -> None:
-    """Train to the end, then stay to be asked until told to stop."""
+    """Train to the end, then answer calls until the process is stopped."""
     await serve_in(OwnProcess(settings), settings, learners)
 
 
 async def serve_in(
     host: Host, settings: TrainerSettings, learners: RankGroup[Learner] | None = None
 ) -> None:
-    """Train to the end, then stay to be asked until the host says stop; by default alone."""
+    """Train to the end, then answer calls until the host stops; without `learners` on one rank."""
     builder = _builder(settings)
     warm_start = _warm_start(settings, builder)
     supervised = demonstration_set(settings, builder) if settings.mode == "sft" else None
@@ -104,7 +105,7 @@ async def serve_in(
         async def open_channel(address: str, retry: RetryPolicy | None = None) -> Channel:
             return await exits.enter_async_context(host.connect(address, retry=retry))
 
-        replay = ReplayClient(await open_channel(settings.replay_address, _PATIENT))
+        replay = ReplayClient(await open_channel(settings.replay_address, _RETRY_UNTIL_DEADLINE))
         environment = EnvironmentClient(await open_channel(settings.environment_address))
         replicas = [InferenceClient(await open_channel(a)) for a in settings.inference_addresses]
         placement = placement_of(settings, learner, replicas)
@@ -136,7 +137,7 @@ async def _run_until_stopped(
 ) -> None:
     """Run the job beside the server; a failed job ends the process, so that it is restarted.
 
-    A stopped one ends its train step, saves and gives its leases back, within the drain time.
+    A stopped job ends its train step, saves, and gives its leases back, within `drain_s` seconds.
     """
     running = asyncio.ensure_future(job.run())
     stopping = asyncio.ensure_future(server.wait_until_stopped())
@@ -159,7 +160,7 @@ async def _run_until_stopped(
 
 
 def with_steps_of(settings: TrainerSettings, supervised: DemonstrationSet) -> TrainerSettings:
-    """The settings with as many train steps as their epochs have."""
+    """Return the settings with as many train steps as `sft.num_epochs` epochs have."""
     if not settings.sft.num_epochs:
         return settings
     num_steps = settings.sft.num_epochs * supervised.steps_per_epoch
@@ -172,7 +173,7 @@ def _builder(settings: TrainerSettings) -> TokenBuilder:
 
 
 def _warm_start(settings: TrainerSettings, builder: TokenBuilder) -> WarmStartBatches | None:
-    """Read what a warm start needs before anything heavy is loaded."""
+    """Read the demonstrations of a warm start, before anything heavy is loaded."""
     if not settings.warm_start.num_steps:
         return None
     demonstrate, stop = demonstrator(settings, builder)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class TrainerServicer(rpc.TrainerServiceServicer):
-    """Status, published policies, and control between train steps."""
+    """The rpcs for status, published policies, and control between train steps."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ from dialoop_services.config.tables import (
 
 
 class TrainerSettings(JobSettings, TrainFields):
-    """What to train, on what, how, and where to write it."""
+    """The settings of the trainer: what to train, on what data, how, and where to write it."""
 
     model_config = SettingsConfigDict(env_prefix="DIALOOP_TRAINER_")
     TABLE = "train"
@@ -54,51 +54,51 @@ class TrainerSettings(JobSettings, TrainFields):
     )
 
     run: str = "default"
-    """Run id: scopes the queue's keys."""
+    """Run id, which scopes the queue's keys."""
     run_dir: Path = Path("runs/default")
-    """Where metrics, trajectories, policies and checkpoints go."""
+    """Directory for metrics, trajectories, policies and checkpoints."""
     model_dir: Path = Path("runs/default/model")
     """Hugging Face model directory to start from, with its tokenizer."""
     replay_address: str = "127.0.0.1:7003"
     """host:port of the replay service."""
     environment_address: str = "127.0.0.1:7001"
-    """host:port of the environment service; asked for the tasks to evaluate on."""
+    """host:port of the environment service, which lists the tasks to evaluate on."""
     inference_addresses: list[str] = Field(default=["127.0.0.1:7002"], min_length=1)
-    """host:port of every inference replica; each gets every publish."""
+    """host:port of every inference replica; every publish goes to all of them."""
     shared_memory_dir: Path | None = None
-    """Folder in memory that the file is copied to, the replicas' weights root; absent: policies."""
+    """Folder in memory for published weights, the replicas' weights root; absent: policies."""
     device_lock: Path | None = None
-    """File lock of the device that is shared with the replicas, by turns; absent: it is ours."""
+    """File lock of the device on which trainer and replicas take turns; absent: no sharing."""
 
     seed: int = job_key("seed")
-    """Seeds the order of demonstrations and minibatches."""
+    """Seed of the order of demonstrations and minibatches."""
     dtype: Dtype = job_key("dtype")
-    """Parameter type of the trained model."""
+    """Number format of the trained parameters."""
     update_mode: UpdateMode = job_key("inference.update_mode")
-    """What a publish does to answers under way; after keep_kv no version explains them exactly."""
+    """Effect of a publish on running answers; after keep_kv no version gives their log-probs."""
     data_plane: DataPlane = job_key("inference.data_plane")
-    """How weights get to replicas: a file they open, bytes over gRPC, or vLLM's own transfer."""
+    """Way of weights to replicas: a file that they open, bytes over gRPC, or vLLM's transfer."""
     inference_world_size: int = job_key("inference.tensor_parallel_size")
-    """Devices of one replica, which nccl has to know."""
+    """Number of devices of one replica, which nccl needs."""
     max_model_len: int = job_key("inference.max_model_len")
-    """Most tokens that a replica samples and reads together, for which a packed row has room."""
+    """Most tokens of a prompt with its answer on a replica; a packed row has room for as many."""
     max_new_tokens: int = job_key("collector.max_new_tokens")
-    """Most tokens an evaluation samples in one turn."""
+    """Most tokens that an evaluation samples in one turn."""
     max_logprob_difference: float = job_key("gates.logprob_difference_at_most")
-    """Trainer and replica may differ by this much on the probe, in nats, before it is an alarm."""
+    """Largest log-prob difference in nats of trainer and replica on the probe without an alarm."""
 
     model: ModelSection = ModelSection()
-    """The LoRA adapters to train instead of the weights, if any, and how they are published."""
+    """LoRA adapters to train instead of all weights, if any, and how they are published."""
     environment: EnvironmentSection = EnvironmentSection()
-    """What is evaluated on, and what demonstrates."""
+    """Environment that evaluations play and that demonstrates."""
     warm_start: WarmStartSection = WarmStartSection()
     """Supervised steps before reinforcement learning."""
     sft: SftSettings = SftSettings()
-    """What SFT trains on."""
+    """Demonstrations that SFT trains on."""
     evaluation: EvaluationSection = EvaluationSection()
-    """Held-out evaluations, and when they end the training."""
+    """Held-out evaluations, and the results at which training stops early."""
     trackers: TrackerSettings = TrackerSettings()
-    """Who gets metrics beside metrics.jsonl."""
+    """Trackers that get metrics beside metrics.jsonl."""
 
     @classmethod
     def derived(cls, job: JobConfig) -> dict[str, Any]:
@@ -116,10 +116,10 @@ class TrainerSettings(JobSettings, TrainFields):
 
     @property
     def publishes_adapters(self) -> bool:
-        """Whether replicas get the LoRA adapter alone, and add it into their base weights."""
+        """Return whether replicas get only the LoRA adapter and add it to their base weights."""
         return self.model.publishes_adapters(self.data_plane)
 
     @property
     def packed_row_tokens(self) -> int:
-        """Most tokens in a packed row."""
+        """Return the most tokens in a packed row."""
         return self.row_tokens(self.max_model_len)

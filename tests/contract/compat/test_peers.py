@@ -97,5 +97,5 @@ def _row(tensors: dict[str, Any], index: int) -> TokenRow:
         inference_logprobs=values["old"],
         ref_logprobs=values["ref"],
         advantages=torch.full((int(trained.sum()),), tensors["advantages"][index]),
-        prompt=index // GROUP_SIZE,
+        group_index=index // GROUP_SIZE,
     )

@@ -42,18 +42,18 @@ def without_reference(row: Sequence) -> Sequence:
 
 
 def too_long(row: Sequence) -> Sequence:
-    return sampled([5] * 90, [6, 7])
+    return sample_sequence([5] * 90, [6, 7])
 
 
 def without_prompt(row: Sequence) -> Sequence:
-    return sampled([], [6, 7])
+    return sample_sequence([], [6, 7])
 
 
 def of_another_vocabulary(row: Sequence) -> Sequence:
-    return sampled([5, 6], [100_000, 7])
+    return sample_sequence([5, 6], [100_000, 7])
 
 
-def sampled(prompt: list[int], answer: list[int]) -> Sequence:
+def sample_sequence(prompt: list[int], answer: list[int]) -> Sequence:
     pieces: list[tuple[list[int], dict[str, Any]]] = [
         (prompt, {"source": Source.PROMPT}),
         (answer, {"source": Source.MODEL, "policy_version": FIRST}),
@@ -65,25 +65,27 @@ def sampled(prompt: list[int], answer: list[int]) -> Sequence:
 BAD: dict[str, tuple[Spoil, str]] = {
     "loss_input_missing": (without_reference, "This loss needs ref_logprobs."),
     "sequence_too_long": (too_long, "has 92 tokens, more than the 64 of a row."),
-    "empty_prompt": (without_prompt, "must begin with a token that nobody trains"),
-    "token_out_of_range": (of_another_vocabulary, "Token id 100000 is outside a vocabulary of 314"),
+    "empty_prompt": (without_prompt, "to train its first, which nothing predicts"),
+    "token_out_of_range": (of_another_vocabulary, "100000 is outside the model's vocabulary"),
 }
 SETTINGS: dict[str, Any] = {"max_row_tokens": 64, "objective": {"kl_coeff": 0.1}}
 
 
-def changed(group: Group, spoil: Spoil, *, member: int | None = None) -> Group:
+def change_sequences(group: Group, spoil: Spoil, *, member: int | None = None) -> Group:
     """The group with other sequences, of one member or all."""
     trajectories = tuple(
-        replace(one, sequences=tuple(map(spoil, one.sequences))) if member in (None, index) else one
-        for index, one in enumerate(group.trajectories)
+        replace(trajectory, sequences=tuple(map(spoil, trajectory.sequences)))
+        if member in (None, index)
+        else trajectory
+        for index, trajectory in enumerate(group.trajectories)
     )
     return replace(group, trajectories=trajectories)
 
 
 def good(groups: list[Group]) -> list[Group]:
     """With a reference, and none of them uniform."""
-    signal = [one for one in groups if one.trajectories[0].sequences[0].advantage]
-    return [changed(group, with_reference) for group in signal]
+    signal = [group for group in groups if group.trajectories[0].sequences[0].advantage]
+    return [change_sequences(group, with_reference) for group in signal]
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +116,9 @@ def settings_of(world: Recorded, **settings: Any) -> TrainerSettings:
 @asynccontextmanager
 async def training(world: Recorded, **settings: Any) -> AsyncIterator[None]:
     """A trainer in this process."""
-    given = settings_of(world, **settings)
-    host = OwnProcess(given)
-    running = asyncio.create_task(serve_in(host, given))
+    settings_of_run = settings_of(world, **settings)
+    host = OwnProcess(settings_of_run)
+    running = asyncio.create_task(serve_in(host, settings_of_run))
     try:
         yield
     finally:
@@ -134,24 +136,24 @@ async def test_bad_groups_are_set_aside_with_their_data_and_the_others_are_train
     tmp_path: Path, model_dir: Path, groups: list[Group]
 ) -> None:
     spoilt = dict(zip((1, 2, 5, 8), BAD, strict=True))
-    given = [
-        changed(group, BAD[spoilt[number]][0], member=1) if number in spoilt else group
+    changed = [
+        change_sequences(group, BAD[spoilt[number]][0], member=1) if number in spoilt else group
         for number, group in enumerate(groups[:12])
     ]
     store = MemoryStore(QueueLimits())
-    async with recorded(tmp_path, model_dir, store, given) as world:
+    async with recorded(tmp_path, model_dir, store, changed) as world:
         async with training(world, num_steps=4):
             await until_done(world)
         stats = await world.replay.get_stats(world.run)
         letters = await world.replay.list_dead_letters(world.run)
-    assert {one.group_id: one.reason for one in letters} == {
-        given[number].group_id: reason for number, reason in spoilt.items()
+    assert {letter.group_id: letter.reason for letter in letters} == {
+        changed[number].group_id: reason for number, reason in spoilt.items()
     }
-    kept = {one.group_id: one.group for one in letters}
+    kept = {letter.group_id: letter.group for letter in letters}
     for number in spoilt:
-        whole = kept[given[number].group_id]
+        whole = kept[changed[number].group_id]
         assert [t.sequences[0].token_ids.tolist() for t in whole.trajectories] == [
-            t.sequences[0].token_ids.tolist() for t in given[number].trajectories
+            t.sequences[0].token_ids.tolist() for t in changed[number].trajectories
         ]
     rows = [row for row in world.metrics if row["kind"] == "set_aside"]
     for row in rows:
@@ -164,15 +166,15 @@ async def test_bad_groups_are_set_aside_with_their_data_and_the_others_are_train
     assert stats.training.num_groups_dropped == {"dead_letter": 4}
     trained = (world.run_dir / "trajectories.jsonl").read_text("utf-8").splitlines()
     order = [json.loads(line)["group_id"] for line in trained]
-    expected = [group.group_id for number, group in enumerate(given) if number not in spoilt]
+    expected = [group.group_id for number, group in enumerate(changed) if number not in spoilt]
     assert order[::2] == expected
 
 
 async def test_a_scorer_that_never_gives_what_the_loss_needs_fails_the_job_by_name(
     tmp_path: Path, model_dir: Path, groups: list[Group]
 ) -> None:
-    given = [changed(group, without_reference) for group in groups[:8]]
-    async with recorded(tmp_path, model_dir, MemoryStore(QueueLimits()), given) as world:
+    changed = [change_sequences(group, without_reference) for group in groups[:8]]
+    async with recorded(tmp_path, model_dir, MemoryStore(QueueLimits()), changed) as world:
         settings = settings_of(world, num_steps=1, max_bad_groups=1)
         async with asyncio.timeout(60):
             with pytest.raises(ExceptionGroup) as caught:
@@ -188,10 +190,11 @@ async def test_bad_groups_in_a_row_do_not_fail_a_job_of_one_group_a_step(
 ) -> None:
     """Four that have nothing to do with one another are no reason to stop."""
     bad = [
-        changed(group, spoil) for group, (spoil, _) in zip(groups[:4], BAD.values(), strict=True)
+        change_sequences(group, spoil)
+        for group, (spoil, _) in zip(groups[:4], BAD.values(), strict=True)
     ]
-    given = [*bad, *groups[4:6]]
-    async with recorded(tmp_path, model_dir, MemoryStore(QueueLimits()), given) as world:
+    changed = [*bad, *groups[4:6]]
+    async with recorded(tmp_path, model_dir, MemoryStore(QueueLimits()), changed) as world:
         async with training(world, num_steps=2, groups_per_train_step=1):
             await until_done(world)
         letters = await world.replay.list_dead_letters(world.run)
@@ -203,8 +206,8 @@ async def test_what_the_loss_does_not_need_may_be_missing_from_some(
     tmp_path: Path, model_dir: Path, groups: list[Group]
 ) -> None:
     """A loss that needs no reference takes groups with one and groups without."""
-    given = [changed(groups[0], without_reference), groups[1]]
-    async with recorded(tmp_path, model_dir, MemoryStore(QueueLimits()), given) as world:
+    changed = [change_sequences(groups[0], without_reference), groups[1]]
+    async with recorded(tmp_path, model_dir, MemoryStore(QueueLimits()), changed) as world:
         async with training(world, num_steps=1, objective={}):
             await until_done(world)
         letters = await world.replay.list_dead_letters(world.run)
@@ -215,8 +218,8 @@ async def test_what_the_loss_does_not_need_may_be_missing_from_some(
 async def test_a_sequence_too_long_is_dropped_alone_and_counted_where_that_is_asked_for(
     tmp_path: Path, model_dir: Path, groups: list[Group]
 ) -> None:
-    given = [changed(groups[0], too_long, member=1), groups[1]]
-    async with recorded(tmp_path, model_dir, MemoryStore(QueueLimits()), given) as world:
+    changed = [change_sequences(groups[0], too_long, member=1), groups[1]]
+    async with recorded(tmp_path, model_dir, MemoryStore(QueueLimits()), changed) as world:
         async with training(world, num_steps=1, oversize="drop"):
             await until_done(world)
         letters = await world.replay.list_dead_letters(world.run)
@@ -245,9 +248,9 @@ async def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_touched(
         before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
         stats = await world.replay.get_stats(world.run)
         other = replace(world, model_dir=other_model(tmp_path / "other"))
-        given = settings_of(other, num_steps=2)
+        limited = settings_of(other, num_steps=2)
         with pytest.raises(InvalidConfig) as caught:
-            await serve_in(OwnProcess(given), given)
+            await serve_in(OwnProcess(limited), limited)
         assert caught.value.reason == "WEIGHTS_MISMATCH"
         assert str(tmp_path / "other") in str(caught.value)
         assert caught.value.remedy
@@ -284,13 +287,14 @@ async def test_uniform_and_bad_groups_give_their_credits_back_so_that_nothing_st
     def flat(row: Sequence) -> Sequence:
         return replace(row, advantage=0.0)
 
-    given = list(groups)
-    given[:5] = [changed(group, flat) for group in given[:5]]  # two batches, and half of one
-    given[7] = changed(given[7], too_long)
+    changed = list(groups)
+    # Two batches, and half of one.
+    changed[:5] = [change_sequences(group, flat) for group in changed[:5]]
+    changed[7] = change_sequences(changed[7], too_long)
     async with recorded(tmp_path, model_dir, MemoryStore(QueueLimits()), []) as world:
         async with training(world, num_steps=5, pipeline_depth=0):
             async with asyncio.timeout(60):
-                await play(world, given[:11])
+                await play(world, changed[:11])
             await until_done(world)
         stats = await world.replay.get_stats(world.run)
     rows = world.train_rows
@@ -308,7 +312,7 @@ def test_a_fault_names_the_trajectory_and_changes_nothing(
     learner = Learner(TrainerSettings(model_dir=model_dir, **SETTINGS))
     before = {name: values.clone() for name, values in learner.state.policy.state_dict().items()}
     spoil, words = BAD[reason]
-    bad = changed(groups[1], spoil, member=1)
+    bad = change_sequences(groups[1], spoil, member=1)
     leases = [
         GroupLease(lease_id=group.group_id, group=group, num_deliveries=1, expires_in_s=60)
         for group in (groups[0], bad, groups[2])
@@ -346,7 +350,7 @@ def test_a_group_without_a_sampled_token_is_dropped_by_name(groups: list[Group])
     def silent(_: Sequence) -> Sequence:
         return sequence_of([([5, 6], {"source": Source.PROMPT})])
 
-    group = changed(groups[0], silent)
+    group = change_sequences(groups[0], silent)
     lease = GroupLease(lease_id="x", group=group, num_deliveries=1, expires_in_s=60)
     batch = sort_batch([lease], current=FIRST, max_staleness=0, consumed_group_ids=())
     assert list(batch.dropped) == ["no_trainable_token"]

@@ -98,9 +98,9 @@ async def test_a_stopped_lora_job_has_saved_every_step_it_took_and_goes_on(tmp_p
     # Adapters alone were published, and they and the base are every policy there was.
     assert not list((run_dir / "policies").glob("*/model.safetensors"))
     assert max(row["num_bytes"] for row in published) < 200_000
-    found = await asyncio.to_thread(rescore, run_dir, run_dir / "model")
-    assert found["num_tokens"] > 0
-    assert found["max_difference"] < 1e-4
+    scores = await asyncio.to_thread(rescore, run_dir, run_dir / "model")
+    assert scores["num_tokens"] > 0
+    assert scores["max_difference"] < 1e-4
 
 
 async def test_an_engine_in_half_precision_serves_what_a_trainer_in_whole_publishes(
@@ -125,6 +125,6 @@ async def test_an_engine_in_half_precision_serves_what_a_trainer_in_whole_publis
     published = [row["max_logprob_difference"] for row in rows(run_dir, "publish")]
     assert len(published) == 3
     assert 1e-3 < max(published) < ROUNDING
-    found = await asyncio.to_thread(rescore, run_dir, run_dir / "model")
-    assert found["num_tokens"] > 0
-    assert 1e-4 < found["max_difference"] < ROUNDING
+    scores = await asyncio.to_thread(rescore, run_dir, run_dir / "model")
+    assert scores["num_tokens"] > 0
+    assert 1e-4 < scores["max_difference"] < ROUNDING

@@ -16,20 +16,20 @@ V1 = PolicyVersion(lineage="main", number=1)
 SAID = ("<think>\nhm\n</think>\n\none", "<think>\nagain\n</think>\n\ntwo", "three")
 
 
-def _played(template: str) -> tuple[list[Sequence], list[int]]:
+def _play(template: str) -> tuple[list[Sequence], list[int]]:
     """The sequences of a conversation of three answers, and all that was sampled, in order."""
     tokens = builder(template)
     history = History((Message(role="user", content="q"),))
     sequences: list[Sequence] = []
     sampled: list[int] = []
     for text in SAID:
-        known = sequences[-1] if sequences else None
-        covered = len(history) - 1 if known is not None else 0
-        prompt = tokens.prompt(history, context=known, num_context_messages=covered)
+        before = sequences[-1] if sequences else None
+        covered = len(history) - 1 if before is not None else 0
+        prompt = tokens.prompt(history, context=before, num_context_messages=covered)
         ids = [*tokens.tokenizer.encode(text).ids, tokens.tokenizer.end_of_turn_ids[0]]
         answer = tokens.answer(prompt, ids, logprobs=[-1.0] * len(ids), versions=[(len(ids), V1)])
-        if known is not None and prompt.sequence.fork_cause is ForkCause.NONE:
-            sequences[-1] = known.extended_by(answer.appended)
+        if before is not None and prompt.sequence.fork_cause is ForkCause.NONE:
+            sequences[-1] = before.extended_by(answer.appended)
         else:
             sequences.append(answer.appended)
         sampled += ids
@@ -41,7 +41,7 @@ def _played(template: str) -> tuple[list[Sequence], list[int]]:
 def test_a_forked_conversation_never_trains_a_token_twice(
     template: str, num_sequences: int
 ) -> None:
-    sequences, sampled = _played(template)
+    sequences, sampled = _play(template)
     assert len(sequences) == num_sequences
     batch = pack_rows([TokenRow.from_sequence(s) for s in sequences])
     assert batch.packed_tokens[batch.loss_mask].tolist() == sampled
@@ -53,10 +53,10 @@ def test_packed_logprobs_are_those_of_transformers_at_three_million_parameters()
     lengths = [(20, 200), (60, 10), (33, 1), (41, 120), (25, 77), (58, 31)]
     rows = [
         TokenRow(
-            token_ids=torch.randint(0, 4096, (asked + said,), generator=generator),
-            response_mask=torch.arange(asked + said) >= asked,
+            token_ids=torch.randint(0, 4096, (num_prompt + num_answer,), generator=generator),
+            response_mask=torch.arange(num_prompt + num_answer) >= num_prompt,
         )
-        for asked, said in lengths
+        for num_prompt, num_answer in lengths
     ]
     with torch.no_grad():
         alone = [_by_transformers(policy, row) for row in rows]

@@ -61,24 +61,24 @@ def test_fused_logprobs_and_gradients_equal_those_of_chunks(temperature: Any) ->
     coefficients = torch.linspace(-1, 1, ROWS)
     scale = 1 / torch.as_tensor(temperature).reshape(-1).float()
     fused = cut_logprobs(hidden, weight, targets, scale, kernel=linear_cross_entropy)
-    found = torch.autograd.grad((fused * coefficients).sum(), (hidden, weight))
+    actual = torch.autograd.grad((fused * coefficients).sum(), (hidden, weight))
     head = weight.bfloat16().float()  # what a kernel in half precision reads
     plain = token_logprobs(hidden.float(), head, targets, temperature=temperature).logprobs
     expected = torch.autograd.grad((plain * coefficients).sum(), (hidden, weight))
     torch.testing.assert_close(fused, plain, atol=0.05, rtol=0)
-    for one, other in zip(found, expected, strict=True):
-        assert (one.float() - other.float()).norm() <= 0.01 * other.float().norm()
+    for mine, other in zip(actual, expected, strict=True):
+        assert (mine.float() - other.float()).norm() <= 0.01 * other.float().norm()
 
 
 def test_sums_are_asked_for_in_float32_where_the_release_can() -> None:
-    asked = {}
+    precision = {}
 
     def newer(e: Any, c: Any, targets: Any, *, accum_c_fp32: bool = False, **options: Any) -> Any:
-        asked["accum_c_fp32"] = accum_c_fp32
+        precision["accum_c_fp32"] = accum_c_fp32
         return linear_cross_entropy(e, c, targets, **options)
 
     cut_logprobs(*_problem(), torch.ones(1), kernel=newer)
-    assert asked == {"accum_c_fp32": True}
+    assert precision == {"accum_c_fp32": True}
 
 
 def test_no_rows_give_no_logprobs_and_zero_gradients() -> None:
@@ -172,8 +172,8 @@ def test_varlen_attention_equals_that_of_buckets(key_heads: int) -> None:
     expected, _ = packed_attention(
         module, query, key, value, None, attention_plan=plan, scaling=0.3
     )
-    found = varlen_attention(query, key, value, flat, scale=0.3, kernel=_varlen)
-    torch.testing.assert_close(found, expected)
+    actual = varlen_attention(query, key, value, flat, scale=0.3, kernel=_varlen)
+    torch.testing.assert_close(actual, expected)
     # As under autocast: rotated queries and keys come in float32, values in half precision.
     half = varlen_attention(query, key, value.bfloat16(), flat, scale=0.3, kernel=_varlen)
     assert half.dtype is torch.bfloat16

@@ -31,9 +31,9 @@ def test_chunked_equals_full_in_value_and_gradient(temperature: Any, chunk_rows:
     chunked = token_logprobs(
         hidden, weight, targets, temperature=temperature, chunk_rows=chunk_rows
     ).logprobs
-    found = torch.autograd.grad((chunked * coefficients).sum(), (hidden, weight))
+    actual = torch.autograd.grad((chunked * coefficients).sum(), (hidden, weight))
     torch.testing.assert_close(chunked, full, atol=1e-5, rtol=0)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_gradient_is_right_by_finite_differences() -> None:
@@ -65,9 +65,9 @@ def test_uniform_logits_have_the_entropy_log_v() -> None:
 
 def test_entropy_of_chunks_equals_the_full_one() -> None:
     hidden, weight, targets = _problem()
-    found = token_logprobs(hidden, weight, targets, with_entropy=True, chunk_rows=5).entropy
+    actual = token_logprobs(hidden, weight, targets, with_entropy=True, chunk_rows=5).entropy
     expected = torch.distributions.Categorical(logits=hidden @ weight.T).entropy()
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("chunk_rows", [3, 1024])
@@ -93,8 +93,8 @@ def test_gradients_of_logprobs_and_entropy_equal_those_of_the_full_softmax(
     full = torch.log_softmax(hidden @ weight.T / 0.5, dim=-1)
     chosen = full.gather(-1, targets[:, None]).squeeze(-1)
     expected = gradients(chosen, -(full.exp() * full).sum(-1))
-    for found, wanted in zip(gradients(scores.logprobs, scores.entropy), expected, strict=True):
-        torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
+    for actual, wanted in zip(gradients(scores.logprobs, scores.entropy), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, atol=1e-12, rtol=1e-12)
 
 
 def test_entropy_is_absent_unless_asked_for() -> None:
@@ -130,8 +130,8 @@ def test_what_is_kept_and_what_is_computed_again_have_the_same_gradients(kept_by
     )
     loss = (scores.logprobs * coefficients).sum()
     for _ in range(2):  # the second pass finds nothing kept
-        found = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
-        torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-7)
+        actual = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+        torch.testing.assert_close(actual, expected, atol=1e-7, rtol=1e-7)
 
 
 def test_bfloat16_gradients_are_right_where_the_policy_is_sure() -> None:
@@ -141,15 +141,15 @@ def test_bfloat16_gradients_are_right_where_the_policy_is_sure() -> None:
     hidden = (0.3 * weight[targets].float()).bfloat16()
 
     def gradients(dtype: torch.dtype, kept_bytes: int) -> list[torch.Tensor]:
-        given = [x.to(dtype).clone().requires_grad_() for x in (hidden, weight)]
-        scores = token_logprobs(*given, targets, kept_bytes=kept_bytes).logprobs
+        leaves = [x.to(dtype).clone().requires_grad_() for x in (hidden, weight)]
+        scores = token_logprobs(*leaves, targets, kept_bytes=kept_bytes).logprobs
         assert float(scores.detach().exp().mean()) > 0.99
-        return [g.double() for g in torch.autograd.grad(scores.sum(), given)]
+        return [g.double() for g in torch.autograd.grad(scores.sum(), leaves)]
 
     exact = gradients(torch.float64, 0)
     for kept_bytes in (0, 1 << 30):
-        for found, wanted in zip(gradients(torch.bfloat16, kept_bytes), exact, strict=True):
-            assert float((found - wanted).norm()) < 0.03 * float(wanted.norm())
+        for actual, wanted in zip(gradients(torch.bfloat16, kept_bytes), exact, strict=True):
+            assert float((actual - wanted).norm()) < 0.03 * float(wanted.norm())
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
@@ -158,8 +158,8 @@ def test_a_frozen_head_gets_no_gradient_and_the_rest_the_same(kept_bytes: int) -
     scores = token_logprobs(hidden, weight, targets, kept_bytes=kept_bytes).logprobs
     (wanted,) = torch.autograd.grad(scores.sum(), (hidden,))
     scores = token_logprobs(hidden, weight.detach(), targets, kept_bytes=kept_bytes).logprobs
-    (found,) = torch.autograd.grad(scores.sum(), (hidden,))
-    assert torch.equal(found, wanted)
+    (actual,) = torch.autograd.grad(scores.sum(), (hidden,))
+    assert torch.equal(actual, wanted)
 
 
 def test_a_token_of_no_probability_has_its_logprob_and_gradient() -> None:

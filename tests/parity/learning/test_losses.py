@@ -36,7 +36,7 @@ def _problem(**fields: Any) -> LossInputs:
     )
 
 
-def _clipped(output: LossOutput) -> list[bool]:
+def _clipped_tokens(output: LossOutput) -> list[bool]:
     assert output.clipped is not None
     return [bool(value) for value in output.clipped]
 
@@ -52,13 +52,13 @@ def test_grpo_golden_number() -> None:
     # loss = -(1.2 + 1.1 - 0.8 + 0.5) / 4 = -0.5
     output = grpo(_problem())
     assert output.loss.item() == pytest.approx(-0.5)
-    assert _clipped(output) == [True, False, True, False]
+    assert _clipped_tokens(output) == [True, False, True, False]
 
 
 def test_grpo_does_not_move_clipped_tokens() -> None:
     inputs = _problem()  # d(-r A)/d logp = -r A
-    found = _gradient(inputs, grpo(inputs))
-    assert found == pytest.approx([0, -1.1 / 4, 0, -0.5 / 4])
+    gradient = _gradient(inputs, grpo(inputs))
+    assert gradient == pytest.approx([0, -1.1 / 4, 0, -0.5 / 4])
 
 
 def test_grpo_clips_low_and_high_separately() -> None:
@@ -72,7 +72,7 @@ def test_grpo_dual_clip_bounds_what_a_bad_token_can_weigh() -> None:
     assert grpo(inputs).loss.item() == pytest.approx(8.0)
     output = grpo(inputs, dual_clip=3.0)
     assert output.loss.item() == pytest.approx(3.0)
-    assert _clipped(output) == [True]
+    assert _clipped_tokens(output) == [True]
     assert _gradient(inputs, output) == [0.0]
 
 
@@ -87,7 +87,7 @@ def test_cispo_golden_number_and_its_clipped_tokens_still_learn() -> None:
     output = cispo(inputs, clip_high=0.5)
     expected = -(1.5 * math.log(0.8) + 1.1 * math.log(0.55)) / 4
     assert output.loss.item() == pytest.approx(expected)
-    assert _clipped(output) == [True, False, False, False]
+    assert _clipped_tokens(output) == [True, False, False, False]
     assert _gradient(inputs, output) == pytest.approx([-1.5 / 4, -1.1 / 4, 0.5 / 4, -0.5 / 4])
 
 
@@ -111,8 +111,8 @@ def test_gspo_golden_number() -> None:
 def test_gspo_gradient_shares_the_sequence_ratio() -> None:
     # d(-s A)/d logp_t = -s A / |y|, for each of the two tokens
     inputs = inputs_of(log(0.8, 0.55), log(0.4, 0.5), advantages=[1.0, 1.0], aggregation="sequence")
-    found = _gradient(inputs, gspo(inputs, clip_low=0.9, clip_high=0.9))
-    assert found == pytest.approx([-math.sqrt(2.2) / 2] * 2)
+    gradient = _gradient(inputs, gspo(inputs, clip_low=0.9, clip_high=0.9))
+    assert gradient == pytest.approx([-math.sqrt(2.2) / 2] * 2)
 
 
 def test_reinforce_golden_number() -> None:
@@ -128,7 +128,7 @@ def test_dppo_mask_golden_number() -> None:
     penalty = math.log(2) ** 2 + math.log(1.1) ** 2 + 2 * math.log(0.4) ** 2
     output = dppo_mask(inputs)
     assert output.loss.item() == pytest.approx((-(1.1 + 0.4) + 1e-3 * penalty) / 4)
-    assert _clipped(output) == [True, False, True, False]
+    assert _clipped_tokens(output) == [True, False, True, False]
 
 
 def test_dppo_mask_still_pulls_masked_tokens_back() -> None:
@@ -177,8 +177,8 @@ def test_masked_tokens_count_nowhere_even_when_infinite(loss: Any) -> None:
         [-1.0, -math.inf], [-1.0, -1.0], advantages=[1.0, 1.0], loss_mask=[True, False]
     )
     output = loss(inputs)
-    found = _gradient(inputs, output)
-    assert found == pytest.approx([-0.5, 0.0])
+    gradient = _gradient(inputs, output)
+    assert gradient == pytest.approx([-0.5, 0.0])
     assert math.isfinite(output.loss.item())
 
 

@@ -60,8 +60,8 @@ def test_kl_estimators_golden_numbers() -> None:
 
 
 def test_k3_is_zero_at_equality_and_positive_elsewhere() -> None:
-    found = k3(torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -2.0, 0.0]))
-    assert found.tolist() == pytest.approx([0.0, 0.367879, 0.718282], abs=1e-5)
+    estimates = k3(torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -2.0, 0.0]))
+    assert estimates.tolist() == pytest.approx([0.0, 0.367879, 0.718282], abs=1e-5)
 
 
 def test_kl_to_the_reference_is_added_to_any_loss() -> None:
@@ -115,7 +115,7 @@ def test_minor_sft_holds_to_the_reference_and_takes_no_kl_beside_it(
     assert not caplog.text
 
 
-def _mismatched() -> LossInputs:
+def _mismatched_inputs() -> LossInputs:
     """proximal / inference 4, 1, 0.25 in one sequence, and 1.5 in another; A = 1, ratio 1."""
     proximal = log(0.8, 0.5, 0.1, 0.6)
     return inputs_of(
@@ -140,15 +140,15 @@ def _mismatched() -> LossInputs:
 )
 def test_correction_weights_are_those_computed_by_hand(kind: Any, weights: list[float]) -> None:
     correction = Correction(kind=kind, low=0.5, high=2.0)
-    assert correction.weights(_mismatched()).tolist() == pytest.approx(weights)
+    assert correction.weights(_mismatched_inputs()).tolist() == pytest.approx(weights)
     # r = policy / proximal = 1, so the loss is minus the mean weight: the denominator keeps all.
-    output = Objective(loss=grpo, correction=correction)(_mismatched())
+    output = Objective(loss=grpo, correction=correction)(_mismatched_inputs())
     assert output.loss.item() == pytest.approx(-sum(weights) / 4)
     assert float(output.metrics["correction_masked"]) == pytest.approx(weights.count(0.0) / 4)
 
 
 def test_sequence_mask_drops_whole_sequences() -> None:
-    weights = Correction(kind="sequence_mask", low=0.9, high=1.1).weights(_mismatched())
+    weights = Correction(kind="sequence_mask", low=0.9, high=1.1).weights(_mismatched_inputs())
     assert weights.tolist() == [1.0, 1.0, 1.0, 0.0]
 
 
@@ -173,12 +173,12 @@ def test_kl_mask_may_look_at_the_reference_instead() -> None:
 
 
 def test_only_kl_mask_may_be_against_the_reference() -> None:
-    with pytest.raises(InvalidConfig, match="tis is of the sampler's mismatch"):
+    with pytest.raises(InvalidConfig, match="tis compares with the sampler only"):
         Correction(kind="tis", against="ref")
 
 
 def test_corrections_have_no_gradient() -> None:
-    assert not Correction(kind="tis").weights(_mismatched()).requires_grad
+    assert not Correction(kind="tis").weights(_mismatched_inputs()).requires_grad
 
 
 def test_ratio_metrics_are_those_computed_by_hand() -> None:
@@ -198,9 +198,9 @@ def test_metrics_are_told_apart_by_staleness() -> None:
         advantages=[1.0, 1.0, 1.0],
         staleness=[0.0, 2.0, 2.0],
     )
-    found = combine_metrics([Objective(loss=grpo)(inputs).metrics])["by_staleness"]
-    assert list(found) == [0, 2]
-    assert found[0] == pytest.approx(
+    ages = combine_metrics([Objective(loss=grpo)(inputs).metrics])["by_staleness"]
+    assert list(ages) == [0, 2]
+    assert ages[0] == pytest.approx(
         {"num_tokens": 1, "mismatch_kl": 0, "ratio": 1, "clip_fraction": 0, "ess": 1}
     )
     # ratios 2 and 1: mean 1.5, k3 (2 - log 2 - 1) / 2, ess 2.25 / 2.5
@@ -211,7 +211,7 @@ def test_metrics_are_told_apart_by_staleness() -> None:
         "clip_fraction": 0.5,
         "ess": 0.9,
     }
-    assert found[2] == pytest.approx(expected)
+    assert ages[2] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("loss", [grpo, dppo_mask, sft, reinforce])

@@ -15,8 +15,8 @@ def _optimizer(**fields: float) -> tuple[nn.Parameter, GuardedOptimizer]:
 
 def test_rate_warms_up_and_decays_to_a_tenth() -> None:
     settings = OptimizerSettings(learning_rate=1.0, warmup_steps=4, total_steps=14)
-    found = [settings.learning_rate_at(step) for step in (0, 3, 4, 9, 14, 99)]
-    assert found == pytest.approx([0.25, 1.0, 1.0, 0.55, 0.1, 0.1])
+    rates = [settings.learning_rate_at(step) for step in (0, 3, 4, 9, 14, 99)]
+    assert rates == pytest.approx([0.25, 1.0, 1.0, 0.55, 0.1, 0.1])
 
 
 def test_cosine_is_half_way_down_in_the_middle() -> None:

@@ -12,7 +12,7 @@ from dialoop_services.learning.loss.objective import Objective
 from dialoop_services.learning.model.policy import PolicyModel, load_policy
 from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.learning.packing.rows import PackedBatch, TokenRow, pack_rows
-from dialoop_services.learning.training import StepCounts, loss_inputs, whitened
+from dialoop_services.learning.training import StepCounts, loss_inputs, whiten_rows
 
 # Prompt and answer tokens: one prompt of two sequences, one of three, answers of one token too.
 SHAPES = ((0, 3, 4), (0, 2, 9), (1, 5, 1), (1, 1, 6), (1, 4, 3))
@@ -31,22 +31,22 @@ def policy(directory: Path) -> PolicyModel:
 def _rows(*, pad_like: int | None = None) -> list[TokenRow]:
     generator = torch.Generator().manual_seed(7)
     rows = []
-    for prompt, asked, answered in SHAPES:
-        ids = torch.randint(5, 300, (asked + answered,), generator=generator)
+    for prompt, num_prompt, num_answer in SHAPES:
+        ids = torch.randint(5, 300, (num_prompt + num_answer,), generator=generator)
         if pad_like is not None:
             ids[-1] = pad_like
-        mask = torch.arange(asked + answered) >= asked
-        inference = -5 - torch.rand(answered, generator=generator)
+        mask = torch.arange(num_prompt + num_answer) >= num_prompt
+        inference = -5 - torch.rand(num_answer, generator=generator)
         rows.append(
             TokenRow(
                 token_ids=ids,
                 response_mask=mask,
                 inference_logprobs=inference,
-                proximal_logprobs=inference + 0.3 * torch.randn(answered, generator=generator),
-                ref_logprobs=inference + 0.5 * torch.randn(answered, generator=generator),
-                advantages=torch.randn((), generator=generator).expand(answered),
-                staleness=torch.randint(3, (answered,), generator=generator).float(),
-                prompt=prompt,
+                proximal_logprobs=inference + 0.3 * torch.randn(num_answer, generator=generator),
+                ref_logprobs=inference + 0.5 * torch.randn(num_answer, generator=generator),
+                advantages=torch.randn((), generator=generator).expand(num_answer),
+                staleness=torch.randint(3, (num_answer,), generator=generator).float(),
+                group_index=prompt,
             )
         )
     return rows
@@ -58,7 +58,7 @@ def _loss_and_gradient(
     counts = StepCounts.of(batches)
     policy.zero_grad(set_to_none=True)
     total = 0.0
-    for batch in whitened(batches) if objective.whiten else batches:
+    for batch in whiten_rows(batches) if objective.whiten else batches:
         scores = policy(batch, temperature=0.9, with_entropy=objective.needs_entropy)
         output = objective(
             loss_inputs(batch, scores.logprobs, entropy=scores.entropy, counts=counts)

@@ -75,8 +75,8 @@ def test_masks_made_alone_are_those_of_the_pack() -> None:
 def test_extracted_values_come_back_in_order_and_unpadded() -> None:
     packed = _pack([_data(2, 3), _data(1, 0), _data(1, 2)])
     values = torch.arange(12.0)
-    found = extract_response_logprobs_from_pack(values, packed.sample_mask, packed.response_mask, 3)
-    assert [part.tolist() for part in found] == [[2, 3, 4], [], [7, 8]]
+    parts = extract_response_logprobs_from_pack(values, packed.sample_mask, packed.response_mask, 3)
+    assert [part.tolist() for part in parts] == [[2, 3, 4], [], [7, 8]]
 
 
 def test_attention_mask_is_block_diagonal_causal_and_leaves_no_row_empty() -> None:
@@ -100,8 +100,8 @@ def test_rollout_output_and_its_sequences_pack_alike(named: type[RolloutOutput])
         logprobs=[i.logprobs for i in items],
         sequence_ids=[i.sequence_id for i in items],
     )
-    for given in (output, [output]):
-        packed = pack_sequences(given, 12, "cpu", 0)
+    for outputs in (output, [output]):
+        packed = pack_sequences(outputs, 12, "cpu", 0)
         assert torch.equal(packed.packed_tokens, _pack(items).packed_tokens)
         assert packed.sequence_ids == ["2+2", "1+3"]
 

@@ -108,8 +108,8 @@ def test_packed_gradients_equal_unpacked_gradients(policy: PolicyModel) -> None:
         policy(pack([sequence])).logprobs.sum().backward()
     unpacked = [p.grad for p in policy.parameters() if p.grad is not None]
     assert len(packed) == len(unpacked) == len(list(policy.parameters()))
-    for one, other in zip(packed, unpacked, strict=True):
-        assert (one - other).norm() <= 1e-5 * other.norm() + 1e-6
+    for mine, other in zip(packed, unpacked, strict=True):
+        assert (mine - other).norm() <= 1e-5 * other.norm() + 1e-6
 
 
 def test_positions_that_do_not_restart_are_refused() -> None:

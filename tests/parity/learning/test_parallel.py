@@ -27,7 +27,7 @@ from dialoop_services.learning.parallel.parallel_state import (
     load_sharded,
     load_weights,
 )
-from dialoop_services.learning.parallel.ranks import ALONE, Ranks, joined_ranks, sharded
+from dialoop_services.learning.parallel.ranks import ALONE, Ranks, join_ranks, shard
 from dialoop_services.learning.training import update
 from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM
@@ -110,7 +110,7 @@ def _job(root: Path, out: Path, name: str, **fields: Any) -> Job:
     return Job(name=name, model=str(root / "model"), out=str(out), **fields)
 
 
-def _written(jobs: list[Job], out: Path) -> str:
+def _write_jobs(jobs: list[Job], out: Path) -> str:
     out.mkdir(parents=True, exist_ok=True)
     path = out / "jobs.json"
     path.write_text(json.dumps([vars(job) for job in jobs]), "utf-8")
@@ -126,7 +126,7 @@ def _environment(**more: str) -> dict[str, str]:
 def _torchrun(size: int, jobs: list[Job], out: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return subprocess.run(
-        [*command, f"--nproc-per-node={size}", str(WORKER), _written(jobs, out)],
+        [*command, f"--nproc-per-node={size}", str(WORKER), _write_jobs(jobs, out)],
         env=_environment(),
         capture_output=True,
         text=True,
@@ -139,9 +139,9 @@ def _curve(out: Path, *names: str) -> list[dict[str, Any]]:
     return [step for name in names for step in json.loads((out / f"{name}.json").read_text())]
 
 
-def _assert_same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
-    assert len(one) == len(other)
-    for left, right in zip(one, other, strict=True):
+def _assert_same(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> None:
+    assert len(first) == len(second)
+    for left, right in zip(first, second, strict=True):
         assert left["applied"] == right["applied"]
         assert left["metrics"]["by_staleness"].keys() == right["metrics"]["by_staleness"].keys()
         if left["applied"]:
@@ -174,32 +174,36 @@ def test_all_ranks_refuse_a_step_that_is_not_finite_on_one(alone: Path, pair: Pa
 
 
 def test_ranks_go_on_after_a_command_that_one_of_them_refused(pair: Path) -> None:
-    told = [json.loads((pair / f"{name}.json").read_text()) for name in _REFUSED]
-    assert told[0] == "INVALID_INPUT The job is too long."
-    assert told[1] == "RANK_REFUSED run was refused. Rank 1: The job is too long. Shorten it."
+    errors = [json.loads((pair / f"{name}.json").read_text()) for name in _REFUSED]
+    assert errors[0] == "INVALID_INPUT The job is too long."
+    assert errors[1] == "RANK_REFUSED A rank refused run. Rank 1: The job is too long. Shorten it."
 
 
 def test_gathered_export_is_what_one_process_writes_byte_for_byte(alone: Path, pair: Path) -> None:
-    one, two = (Path(p, "model.safetensors").read_bytes() for p in (alone / "half", pair / "echo"))
-    assert one == two
+    alone_state, pair_state = (
+        Path(p, "model.safetensors").read_bytes() for p in (alone / "half", pair / "echo")
+    )
+    assert alone_state == pair_state
 
 
 def test_gathered_adapters_are_merged_as_by_one_process(alone: Path, pair: Path) -> None:
-    one, two = (load_file(out / "lora" / "model.safetensors") for out in (alone, pair))
-    assert one.keys() == two.keys()
-    assert not any("lora" in name for name in one)
-    for name, tensor in one.items():
-        torch.testing.assert_close(tensor, two[name], rtol=0, atol=1e-5)
+    alone_state, pair_state = (
+        load_file(out / "lora" / "model.safetensors") for out in (alone, pair)
+    )
+    assert alone_state.keys() == pair_state.keys()
+    assert not any("lora" in name for name in alone_state)
+    for name, tensor in alone_state.items():
+        torch.testing.assert_close(tensor, pair_state[name], rtol=0, atol=1e-5)
 
 
 def test_gathered_optimizer_is_what_one_process_has(alone: Path, pair: Path) -> None:
-    one, two = (
+    alone_state, pair_state = (
         torch.load(directory / "optimizer.pt", weights_only=True)
         for directory in (alone / "half", pair / "echo")
     )
-    assert one["num_steps"] == two["num_steps"] == 9
-    assert one["num_refused"] == two["num_refused"] == 1
-    states = [saved["optimizers"][0]["state"] for saved in (one, two)]
+    assert alone_state["num_steps"] == pair_state["num_steps"] == 9
+    assert alone_state["num_refused"] == pair_state["num_refused"] == 1
+    states = [saved["optimizers"][0]["state"] for saved in (alone_state, pair_state)]
     assert states[0].keys() == states[1].keys()
     for index, values in states[0].items():
         for name, value in values.items():
@@ -219,7 +223,7 @@ def test_one_process_goes_on_where_two_stopped(
 
 def test_rank_that_fails_ends_the_others_with_its_cause(root: Path) -> None:
     out = root / "failing"
-    jobs = _written([_job(root, out, "failing", failing_rank=1)], out)
+    jobs = _write_jobs([_job(root, out, "failing", failing_rank=1)], out)
     ranks = [
         subprocess.Popen(
             [sys.executable, str(WORKER), jobs],
@@ -229,12 +233,12 @@ def test_rank_that_fails_ends_the_others_with_its_cause(root: Path) -> None:
         )
         for rank in range(2)
     ]
-    told = [process.communicate(timeout=100)[1] for process in ranks]
+    stderrs = [process.communicate(timeout=100)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [1, 1]
-    assert "InvalidInput: Trajectory t-17 has no tokens. Leave it out." in told[1]
+    assert "InvalidInput: Trajectory t-17 has no tokens. Leave it out." in stderrs[1]
     cause = "Unavailable: Rank 1 of 2 failed: InvalidInput: Trajectory t-17 has no tokens."
-    assert cause in told[0]
-    assert not any("terminate called" in text or "not been destroyed" in text for text in told)
+    assert cause in stderrs[0]
+    assert not any("terminate called" in text or "not been destroyed" in text for text in stderrs)
 
 
 @pytest.mark.heavy(reason="starts two processes for one refusal")
@@ -278,10 +282,10 @@ def test_torchrun_ends_all_and_shows_the_cause(root: Path) -> None:
 
 def test_one_process_joins_nobody(root: Path) -> None:
     policy = load_policy(root / "model")
-    with joined_ranks(rank=0, size=1) as ranks:
+    with join_ranks(rank=0, size=1) as ranks:
         assert not dist.is_initialized()
         assert ranks == ALONE
-        assert sharded(policy, ranks) is policy
+        assert shard(policy, ranks) is policy
         assert (ranks.gather({"a": 1}), ranks.broadcast(b"ab")) == ([{"a": 1}], b"ab")
 
 
@@ -410,20 +414,23 @@ def test_other_ranks_are_given_rows_bit_for_bit() -> None:
         token_ids=torch.tensor([5, 2**40, 7, 9]),
         response_mask=torch.tensor([False, True, True, True]),
         advantages=values,
-        prompt=3,
+        group_index=3,
         temperature=0.1 + 0.2,
     )
     silent = replace(row, response_mask=torch.zeros(4).bool(), advantages=values[:0])
     path, loss = Path("/a b"), 0.1 + 0.2
     args, named = decode(encode([([row, silent], path), {"loss": loss, "kind": "rl"}]))
     assert (args[1], named) == (path, {"loss": loss, "kind": "rl"})
-    for found, given in zip(args[0], (row, silent), strict=True):
+    for decoded, expected_row in zip(args[0], (row, silent), strict=True):
         for name in ("token_ids", "response_mask", "advantages"):
-            tensor, expected = getattr(found, name), getattr(given, name)
+            tensor, expected = getattr(decoded, name), getattr(expected_row, name)
             assert tensor.dtype == expected.dtype
             assert tensor.numpy().tobytes() == expected.numpy().tobytes()
-        assert found.staleness is None
-        assert (found.prompt, found.temperature) == (given.prompt, given.temperature)
+        assert decoded.staleness is None
+        assert (decoded.group_index, decoded.temperature) == (
+            expected_row.group_index,
+            expected_row.temperature,
+        )
 
 
 class _Notes:
@@ -459,7 +466,7 @@ def test_waiting_rank_leaves_when_another_failed() -> None:
 
 
 def test_ranks_on_an_unknown_device_are_refused() -> None:
-    with pytest.raises(Unsupported, match="cuda"), joined_ranks(rank=0, size=2, device="meta"):
+    with pytest.raises(Unsupported, match="cuda"), join_ranks(rank=0, size=2, device="meta"):
         pass
 
 

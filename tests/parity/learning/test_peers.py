@@ -131,12 +131,12 @@ def test_trls_delta_inside_the_clip_bounds_good_tokens_too() -> None:
 
 
 def test_trls_kl_term_is_times_the_ratio_unless_told_otherwise() -> None:
-    def corrected(given: LossInputs) -> LossOutput:
-        kl = k3(given.policy_logprobs, given.require("ref_logprobs"))
-        policy = load("grpo")(given)
-        return LossOutput(policy.loss + 0.1 * given.mean(given.log_ratio().exp() * kl), {})
+    def with_kl(batch: LossInputs) -> LossOutput:
+        kl = k3(batch.policy_logprobs, batch.require("ref_logprobs"))
+        policy = load("grpo")(batch)
+        return LossOutput(policy.loss + 0.1 * batch.mean(batch.log_ratio().exp() * kl), {})
 
-    ours = loss_and_gradient(corrected, peer_inputs(TRL, "kl_times_ratio"))
+    ours = loss_and_gradient(with_kl, peer_inputs(TRL, "kl_times_ratio"))
     assert_same(ours, theirs(TRL, "kl_times_ratio"))
     plain, _ = loss_and_gradient(load("grpo", kl_coeff=0.1), peer_inputs(TRL, "kl_times_ratio"))
     assert abs(plain - ours[0]) > 1e-3
@@ -182,7 +182,7 @@ def test_trls_bnpo_divides_each_micro_batch_by_its_own_tokens() -> None:
         loss_and_gradient(load("grpo"), of_sequences(inputs, rows))
         for rows in ([0, 1, 2], [3, 4, 5])
     ]
-    loss = sum(one for one, _ in halves) / 2
+    loss = sum(loss_of_half for loss_of_half, _ in halves) / 2
     gradient = (halves[0][1] + halves[1][1]) / 2
     peers = theirs(TRL, "bnpo_micro_batches")
     assert_same((loss, gradient), peers)
@@ -222,7 +222,7 @@ def test_peers_do_not_clamp_log_ratios(golden: dict[str, Any]) -> None:
 def test_trls_rloo_clips_the_ratio_of_the_whole_sequence() -> None:
     # Ours on sequences as one token each, whose log-prob is the sum of theirs.
     inputs = peer_inputs(TRL, "rloo_all_trained", advantages=_rloo_advantages())
-    one_each = _summed(inputs)
+    one_each = _as_single_tokens(inputs)
     loss, gradient = loss_and_gradient(load("grpo"), one_each)
     spread = torch.where(inputs.loss_mask, gradient[inputs.sequence_index], 0.0)
     assert_same((loss, spread), theirs(TRL, "rloo_all_trained"))
@@ -289,8 +289,8 @@ def test_torchrls_minor_sft_of_sums_is_ours_with_beta_times_the_length() -> None
     loss, gradient = 0.0, torch.zeros_like(inputs.policy_logprobs)
     for sequence in range(inputs.num_sequences):
         own = of_sequences(inputs, [sequence])
-        found, moved = loss_and_gradient(load("minor_sft", {"beta": 0.5 * own.num_tokens}), own)
-        loss += found / inputs.num_sequences
+        value, moved = loss_and_gradient(load("minor_sft", {"beta": 0.5 * own.num_tokens}), own)
+        loss += value / inputs.num_sequences
         gradient += moved / inputs.num_sequences
     assert_same((loss, gradient), theirs(TORCHRL, "minor_sft_of_sums"))
 
@@ -304,10 +304,10 @@ def test_torchrls_distillation_is_our_kl_term_alone() -> None:
 def test_torchrls_forward_distillation_is_k3_with_its_sides_changed() -> None:
     inputs = peer_inputs(TORCHRL, "distill_forward", aggregation="sequence")
 
-    def changed(given: LossInputs) -> LossOutput:
-        return LossOutput(given.mean(k3(given.require("ref_logprobs"), given.policy_logprobs)), {})
+    def with_kl(batch: LossInputs) -> LossOutput:
+        return LossOutput(batch.mean(k3(batch.require("ref_logprobs"), batch.policy_logprobs)), {})
 
-    assert_same(loss_and_gradient(changed, inputs), theirs(TORCHRL, "distill_forward"))
+    assert_same(loss_and_gradient(with_kl, inputs), theirs(TORCHRL, "distill_forward"))
 
 
 def test_our_distill_has_the_gradient_of_k2_and_torchrls_that_of_k3() -> None:
@@ -337,7 +337,7 @@ def _rloo_advantages() -> torch.Tensor:
     return advantages.repeat_interleave(6)
 
 
-def _summed(inputs: LossInputs) -> LossInputs:
+def _as_single_tokens(inputs: LossInputs) -> LossInputs:
     """Each sequence as one token: the sum of its log-probs."""
 
     def total(values: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,8 @@ TORCHRL = peer_goldens("torchrl")
 def _of_groups(rewards: list[float], **settings: bool) -> list[float]:
     """Our advantages of the two groups of three."""
     groups = [rewards[:GROUP_SIZE], rewards[GROUP_SIZE:]]
-    found = [group_advantages(group, AdvantageSettings(**settings)) for group in groups]
-    return [value for group in found for value in group.values]
+    advantages = [group_advantages(group, AdvantageSettings(**settings)) for group in groups]
+    return [value for group in advantages for value in group.values]
 
 
 def test_group_advantages_equal_trls() -> None:
@@ -67,8 +67,8 @@ def test_turn_advantages_equal_torchrls() -> None:
 
 @pytest.mark.parametrize("aggregate", ["sum", "max", "mean"])
 def test_trajectory_advantages_equal_torchrls(aggregate: Any) -> None:
-    found = trajectory_advantages(TURN_REWARDS, aggregate=aggregate)
-    for ours, golden in zip(found, TORCHRL["advantages"][aggregate], strict=True):
+    advantages = trajectory_advantages(TURN_REWARDS, aggregate=aggregate)
+    for ours, golden in zip(advantages, TORCHRL["advantages"][aggregate], strict=True):
         assert ours == pytest.approx(golden, abs=1e-9)
 
 

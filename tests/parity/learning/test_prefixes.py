@@ -24,16 +24,16 @@ def _group() -> list[TokenRow]:
     return [_row(PROMPT, a) for a in answers] + [_row(OTHER, [5, 5]), _row(OTHER, [6])]
 
 
-def _computed(monkeypatch: pytest.MonkeyPatch, policy: PolicyModel) -> list[int]:
+def _watch_lengths(monkeypatch: pytest.MonkeyPatch, policy: PolicyModel) -> list[int]:
     """Collects how many tokens the model is called with."""
     seen: list[int] = []
     forward = policy.causal_lm.base_model.forward
 
-    def counted(**fields: Any) -> Any:
+    def count(**fields: Any) -> Any:
         seen.append(fields["input_ids"].shape[1])
         return forward(**fields)
 
-    monkeypatch.setattr(policy.causal_lm.base_model, "forward", counted)
+    monkeypatch.setattr(policy.causal_lm.base_model, "forward", count)
     return seen
 
 
@@ -77,7 +77,7 @@ def test_as_much_is_shared_as_any_pair_has_in_common() -> None:
 def test_model_computes_a_shared_prompt_once(
     policy: PolicyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = _computed(monkeypatch, policy)
+    seen = _watch_lengths(monkeypatch, policy)
     batch = pack_rows([_row(PROMPT, [20 + i, 1]) for i in range(8)])
     policy(batch)
     assert batch.num_tokens == 8 * 7
@@ -85,7 +85,7 @@ def test_model_computes_a_shared_prompt_once(
 
 
 def test_shared_prompts_change_no_logprob_and_no_gradient(policy: PolicyModel) -> None:
-    def scored(batches: list[PackedBatch]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def score(batches: list[PackedBatch]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         policy.zero_grad()
         logprobs = torch.cat([policy(batch).logprobs for batch in batches])
         (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
@@ -93,11 +93,11 @@ def test_shared_prompts_change_no_logprob_and_no_gradient(policy: PolicyModel) -
             p.grad.clone() for p in policy.parameters() if p.grad is not None
         ]
 
-    packed, of_packed = scored([pack_rows(_group())])
-    alone, of_alone = scored([pack_rows([row]) for row in _group()])
+    packed, of_packed = score([pack_rows(_group())])
+    alone, of_alone = score([pack_rows([row]) for row in _group()])
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
-    for one, other in zip(of_packed, of_alone, strict=True):
-        assert (one - other).norm() <= 1e-5 * other.norm() + 1e-7
+    for mine, other in zip(of_packed, of_alone, strict=True):
+        assert (mine - other).norm() <= 1e-5 * other.norm() + 1e-7
 
 
 def test_shared_prompts_are_exact_in_float64(policy: PolicyModel) -> None:

@@ -19,16 +19,18 @@ from torch.nn.functional import linear
 from tests.support.patience import PATIENCE_S
 
 
-def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+def watch_shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of what goes to oneDNN from now on."""
     shapes: list[tuple[int, ...]] = []
     own = products._onednn
 
-    def told(one: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        shapes.append(tuple(one.shape))
-        return own(one, other, bias)
+    def record(
+        inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        shapes.append(tuple(inputs.shape))
+        return own(inputs, weight, bias)
 
-    monkeypatch.setattr(products, "_onednn", told)
+    monkeypatch.setattr(products, "_onednn", record)
     return shapes
 
 
@@ -36,11 +38,11 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_product_is_torchs(rows: int, transposed: bool) -> None:
     torch.manual_seed(rows)
-    one, other = torch.randn(rows, 33), torch.randn(33, 19)
+    left, right = torch.randn(rows, 33), torch.randn(33, 19)
     if transposed:
-        one, other = torch.randn(33, rows).T, torch.randn(19, 33).T
-    expected = (one.double() @ other.double()).float()
-    torch.testing.assert_close(product(one, other), expected, rtol=1e-5, atol=1e-5)
+        left, right = torch.randn(33, rows).T, torch.randn(19, 33).T
+    expected = (left.double() @ right.double()).float()
+    torch.testing.assert_close(product(left, right), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -51,16 +53,16 @@ def test_a_linear_layer_and_its_gradients_are_torchs(
     torch.manual_seed(0)
     layer = torch.nn.Linear(24, 11, bias=with_bias)
     inputs = torch.randn(shape, requires_grad=True)
-    given = torch.randn(*shape[:-1], 11)
-    expected = torch.autograd.grad(layer(inputs), [inputs, *layer.parameters()], given)
-    shapes = called(monkeypatch)
+    grad = torch.randn(*shape[:-1], 11)
+    expected = torch.autograd.grad(layer(inputs), [inputs, *layer.parameters()], grad)
+    shapes = watch_shapes(monkeypatch)
     with OneDnnLinear():
         out = layer(inputs)
     assert len(shapes) == products._AVAILABLE
     torch.testing.assert_close(out, layer(inputs), rtol=1e-5, atol=1e-6)
-    found = torch.autograd.grad(out, [inputs, *layer.parameters()], given)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    actual = torch.autograd.grad(out, [inputs, *layer.parameters()], grad)
+    for mine, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
 def test_a_frozen_weight_gets_no_gradient() -> None:
@@ -73,7 +75,7 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
 
 
 def test_other_formats_no_rows_and_autocast_stay_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = called(monkeypatch)
+    shapes = watch_shapes(monkeypatch)
     weight = torch.randn(4, 8)
     with OneDnnLinear():
         assert linear(torch.randn(0, 8), weight).shape == (0, 4)
@@ -87,14 +89,14 @@ def test_other_formats_no_rows_and_autocast_stay_torchs(monkeypatch: pytest.Monk
 def test_checkpointed_layers_are_computed_anew_by_the_same_products(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, seed=3)
     row = TokenRow.from_demonstration([5, 6, 7, 8, 9], [False] + [True] * 4)
-    found = []
+    gradients = []
     for thrifty in (False, True):
         policy = load_policy(tmp_path)
         if thrifty:
             policy.checkpoint_activations()
         policy(pack_rows([row])).logprobs.sum().backward()
-        found.append([p.grad for p in policy.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        gradients.append([p.grad for p in policy.parameters()])
+    assert all(torch.equal(mine, other) for mine, other in zip(*gradients, strict=True))
 
 
 GROWTH = """

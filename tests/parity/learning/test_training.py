@@ -47,12 +47,12 @@ def _optimizer(policy: PolicyModel) -> GuardedOptimizer:
 def test_update_does_not_depend_on_how_rows_are_cut(directory: Path, loss: str) -> None:
     whole, cut = load_policy(directory), load_policy(directory)
     sequences = _sequences(whole)
-    one = update(whole, _optimizer(whole), [pack(sequences)], load_loss(loss))
+    single = update(whole, _optimizer(whole), [pack(sequences)], load_loss(loss))
     rows = [pack(sequences[:1]), pack(sequences[1:])]
-    two = update(cut, _optimizer(cut), rows, load_loss(loss))
-    assert two.loss == pytest.approx(one.loss, rel=1e-6, abs=1e-6)
-    assert two.metrics == pytest.approx(one.metrics, rel=1e-6, abs=1e-6)
-    assert two.step.grad_norm == pytest.approx(one.step.grad_norm, rel=1e-4)
+    double = update(cut, _optimizer(cut), rows, load_loss(loss))
+    assert double.loss == pytest.approx(single.loss, rel=1e-6, abs=1e-6)
+    assert double.metrics == pytest.approx(single.metrics, rel=1e-6, abs=1e-6)
+    assert double.step.grad_norm == pytest.approx(single.step.grad_norm, rel=1e-4)
 
 
 def test_first_update_is_on_policy(directory: Path) -> None:

@@ -45,7 +45,7 @@ def sequences(count: int, seed: int) -> list[TrainedSequence]:
         ]
         row = sequence_of(pieces, logprobs=generator.uniform(-6, -5, size=len(sampled)))
         row = replace(row, advantage=1.0 if index % 2 else -1.0)
-        rows.append(TrainedSequence(sequence=row, prompt=index // 2))
+        rows.append(TrainedSequence(sequence=row, group_index=index // 2))
     return rows
 
 

@@ -37,8 +37,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def learner(model_dir: Path) -> Callable[..., Learner]:
-    def make(**given: Any) -> Learner:
-        settings = {"learning_rate": 1e-2, "loss": "grpo", **given}
+    def make(**options: Any) -> Learner:
+        settings = {"learning_rate": 1e-2, "loss": "grpo", **options}
         return Learner(TrainerSettings(model_dir=model_dir, **settings))
 
     return make
@@ -55,7 +55,7 @@ def sequences(count: int, seed: int) -> list[TrainedSequence]:
         ]
         row = sequence_of(pieces, logprobs=generator.uniform(-6, -5, size=len(sampled)))
         row = replace(row, advantage=1.0 if index % 2 else -1.0)
-        rows.append(TrainedSequence(sequence=row, prompt=index // 2))
+        rows.append(TrainedSequence(sequence=row, group_index=index // 2))
     return rows
 
 
@@ -63,7 +63,7 @@ def step(trained: Learner, seed: int = 1) -> Any:
     return trained.train_step(trained.rows_to_train(sequences(8, seed), current=VERSION))
 
 
-def probed(directory: Path) -> list[Any]:
+def probe(directory: Path) -> list[Any]:
     """Log-probs of the probes by the model in a directory."""
     policy = load_policy(directory)
     rows = [TokenRow.from_demonstration(ids, [False] + [True] * (len(ids) - 1)) for ids in PROBE]
@@ -89,8 +89,8 @@ def test_only_adapters_are_trained_and_the_merged_export_is_the_trained_policy(
     assert torch.equal(merged["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
     own = trained.logprobs(PROBE)
     assert max(np.abs(a - b).max() for a, b in zip(own, start, strict=True)) > 1e-3
-    found = probed(tmp_path)
-    assert max(np.abs(a - b).max() for a, b in zip(own, found, strict=True)) < 1e-5
+    answers = probe(tmp_path)
+    assert max(np.abs(a - b).max() for a, b in zip(own, answers, strict=True)) < 1e-5
 
 
 def test_a_lora_checkpoint_is_an_adapter_that_peft_loads_and_resumes_as_it_was(
@@ -185,11 +185,11 @@ def test_recomputed_activations_give_the_same_step(
     used: list[int] = []
     frame = module._checkpoint_without_reentrant_generator
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def count(*args: Any, **kwargs: Any) -> Any:
         used.append(1)
         return frame(*args, **kwargs)
 
-    monkeypatch.setattr(module, "_checkpoint_without_reentrant_generator", counted)
+    monkeypatch.setattr(module, "_checkpoint_without_reentrant_generator", count)
     first, second = step(plain), step(thrifty)
     assert len(used) == 4 * 2  # layers, minibatches
     assert second.loss == pytest.approx(first.loss, abs=1e-7)
@@ -221,10 +221,10 @@ def test_the_mismatch_of_fresh_tokens_is_measured_before_the_first_update(
 ) -> None:
     trained = learner(learning_rate=0.5)
     fresh = []
-    for one in sequences(4, 5):
-        own = trained.logprobs([one.sequence.token_ids.tolist()])[0]
-        mask = one.sequence.response_mask()[1:]
-        fresh.append(replace(one, sequence=replace(one.sequence, inference_logprobs=own[mask])))
+    for row in sequences(4, 5):
+        own = trained.logprobs([row.sequence.token_ids.tolist()])[0]
+        mask = row.sequence.response_mask()[1:]
+        fresh.append(replace(row, sequence=replace(row.sequence, inference_logprobs=own[mask])))
     report = trained.train_step(trained.rows_to_train(fresh, current=VERSION))
     assert report.fresh_mismatch_kl == pytest.approx(0.0, abs=1e-6)
     assert report.metrics["by_staleness"][0]["mismatch_kl"] > 1e-3
@@ -237,7 +237,7 @@ def test_held_out_loss_is_the_mean_over_demonstrated_tokens(
     learner: Callable[..., Learner],
 ) -> None:
     trained = learner()
-    shown = [one.sequence for one in sequences(3, 7)]
+    shown = [row.sequence for row in sequences(3, 7)]
     loss, count = trained.heldout_loss(trained.rows_to_imitate(shown))
     own = [trained.logprobs([s.token_ids.tolist()])[0][s.response_mask()[1:]] for s in shown]
     assert count == sum(map(len, own))

@@ -21,7 +21,7 @@ from dialoop_services.learning.parallel.ranks import ALONE
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.learner.ranks import (
     RankSettings,
-    joined,
+    join_trainer_ranks,
     learners_of,
     make_learner,
 )
@@ -48,9 +48,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> tuple[Pa
     return out, plain(lesson(Learner(settings_of(model_dir)), out))
 
 
-def plain(told: list[Any]) -> list[Any]:
-    found: list[Any] = json.loads(json.dumps(told))
-    return found
+def plain(values: list[Any]) -> list[Any]:
+    decoded: list[Any] = json.loads(json.dumps(values))
+    return decoded
 
 
 def test_one_process_learns_as_without_ranks_and_encodes_nothing(
@@ -88,10 +88,10 @@ def test_two_processes_learn_as_one_and_a_refusal_leaves_them_in_step(
     tmp_path: Path, model_dir: Path, alone: tuple[Path, list[Any]]
 ) -> None:
     assert alone[1].count("SEQUENCE_TOO_LONG") == alone[1].count("LOSS_INPUT_MISSING") == 1
-    assert launched([str(WORKER), str(model_dir), str(tmp_path)], 2) == (0, "")
-    told = json.loads((tmp_path / "told.json").read_text())
-    for found, expected in zip(told, alone[1], strict=True):
-        assert found == (expected if isinstance(expected, str) else pytest.approx(expected, 1e-4))
+    assert launch([str(WORKER), str(model_dir), str(tmp_path)], 2) == (0, "")
+    results = json.loads((tmp_path / "told.json").read_text())
+    for actual, expected in zip(results, alone[1], strict=True):
+        assert actual == (expected if isinstance(expected, str) else pytest.approx(expected, 1e-4))
     weights, expected = (load_file(out / "model.safetensors") for out in (tmp_path, alone[0]))
     assert weights.keys() == expected.keys()
     for name, tensor in weights.items():
@@ -131,16 +131,16 @@ def launcher(command: list[str], size: int, last_words_s: float = 5.0) -> subpro
     )
 
 
-def launched(command: list[str], size: int, last_words_s: float = 5.0) -> tuple[int, str]:
+def launch(command: list[str], size: int, last_words_s: float = 5.0) -> tuple[int, str]:
     """Exit code, and what was said beside progress bars."""
     with launcher(command, size, last_words_s) as process:
-        _, said = process.communicate(timeout=180)
-    lines = (line for line in said.splitlines() if "Loading weights" not in line)
+        _, stderr = process.communicate(timeout=180)
+    lines = (line for line in stderr.splitlines() if "Loading weights" not in line)
     return process.returncode, "\n".join(lines).strip()
 
 
 @pytest.mark.parametrize(
-    ("what", "code", "said"),
+    ("what", "code", "stderr"),
     [
         ("sys.exit(0)", 0, ""),
         ("sys.exit(2 if rank else 1)", 2, ""),
@@ -153,8 +153,8 @@ def launched(command: list[str], size: int, last_words_s: float = 5.0) -> tuple[
         ),
     ],
 )
-def test_all_end_with_one(what: str, code: int, said: str) -> None:
-    assert launched(["-c", f"{TAIL}\n{what}"], 3, last_words_s=1.0) == (code, said)
+def test_all_end_with_one(what: str, code: int, stderr: str) -> None:
+    assert launch(["-c", f"{TAIL}\n{what}"], 3, last_words_s=1.0) == (code, stderr)
 
 
 def test_the_first_is_told_to_stop_and_the_others_leave_with_it() -> None:
@@ -171,7 +171,7 @@ def test_several_processes_do_not_share_a_device_by_turns(model_dir: Path, tmp_p
     settings = settings_of(model_dir).model_copy(update={"device_lock": tmp_path / "lock"})
     with (
         pytest.raises(InvalidConfig, match="2 processes") as caught,
-        joined(RankSettings(rank=0, world_size=2), settings),
+        join_trainer_ranks(RankSettings(rank=0, world_size=2), settings),
     ):
         pass
     assert caught.value.reason == "SHARED_DEVICE"

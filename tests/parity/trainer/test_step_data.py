@@ -15,7 +15,7 @@ from dialoop.errors import InvalidInput, InvalidSequence
 from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
 from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.learning.packing.rows import PackedBatch, TokenRow
-from dialoop_services.learning.packing.trainable import truncated
+from dialoop_services.learning.packing.trainable import truncate
 from dialoop_services.trainer.data.batches import TrainedSequence
 from dialoop_services.trainer.learner import learner as learner_module
 from dialoop_services.trainer.learner.learner import Learner
@@ -30,16 +30,16 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[PackedBatch]:
+def trained_batches(monkeypatch: pytest.MonkeyPatch) -> list[PackedBatch]:
     """The packed rows that updates get, in their order."""
     seen: list[PackedBatch] = []
     real = learner_module.forward_backward
 
-    def watched(policy: Any, rows: Rows[PackedBatch], *args: Any, **named: Any) -> Any:
+    def watch(policy: Any, rows: Rows[PackedBatch], *args: Any, **named: Any) -> Any:
         seen.extend(rows)
         return real(policy, rows, *args, **named)
 
-    monkeypatch.setattr(learner_module, "forward_backward", watched)
+    monkeypatch.setattr(learner_module, "forward_backward", watch)
     return seen
 
 
@@ -53,28 +53,28 @@ def sequence(first: int, advantage: float, size: int = 3) -> Sequence:
 
 
 def advantages_by_name(rows: list[PackedBatch]) -> dict[int, float]:
-    found = {}
+    advantages = {}
     for row in rows:
         starts = row.cu_seqlens[:-1].tolist()
         assert row.advantages is not None
-        found |= {int(row.packed_tokens[s]): float(row.advantages[s + 1]) for s in starts}
-    return found
+        advantages |= {int(row.packed_tokens[s]): float(row.advantages[s + 1]) for s in starts}
+    return advantages
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 2, 4])
 def test_whitened_advantages_are_those_of_the_train_step_however_it_is_cut(
-    model_dir: Path, trained: list[PackedBatch], num_minibatches: int
+    model_dir: Path, trained_batches: list[PackedBatch], num_minibatches: int
 ) -> None:
     settings = TrainerSettings(
         model_dir=model_dir, loss="reinforce_pp", num_minibatches=num_minibatches
     )
-    given = dict(zip(range(5, 9), (-2.0, -1.0, 1.0, 2.0), strict=True))
-    rows = [TrainedSequence(sequence=sequence(n, a), prompt=n) for n, a in given.items()]
+    advantages = dict(zip(range(5, 9), (-2.0, -1.0, 1.0, 2.0), strict=True))
+    rows = [TrainedSequence(sequence=sequence(n, a), group_index=n) for n, a in advantages.items()]
     learner = Learner(settings)
     learner.train_step(learner.rows_to_train(rows, current=VERSION))
-    std = float(torch.tensor(list(given.values())).std(correction=0))
-    expected = {name: advantage / std for name, advantage in given.items()}
-    assert advantages_by_name(trained) == pytest.approx(expected, rel=1e-6)
+    std = float(torch.tensor(list(advantages.values())).std(correction=0))
+    expected = {name: advantage / std for name, advantage in advantages.items()}
+    assert advantages_by_name(trained_batches) == pytest.approx(expected, rel=1e-6)
 
 
 def sampled_at(learner: Learner, temperature: float, first: int) -> TrainedSequence:
@@ -82,7 +82,7 @@ def sampled_at(learner: Learner, temperature: float, first: int) -> TrainedSeque
     row = sequence(first, advantage=1.0)
     (logprobs,) = learner.logprobs([row.token_ids.tolist()], temperature=temperature)
     row = replace(row, inference_logprobs=logprobs.astype(np.float32))
-    return TrainedSequence(sequence=row, prompt=first, temperature=temperature)
+    return TrainedSequence(sequence=row, group_index=first, temperature=temperature)
 
 
 @pytest.mark.parametrize("proximal", [False, True])
@@ -101,7 +101,7 @@ def test_each_sequence_is_trained_at_the_temperature_it_was_sampled_with(
 
 def test_what_was_sampled_greedily_is_refused_by_name(model_dir: Path) -> None:
     learner = Learner(TrainerSettings(model_dir=model_dir))
-    greedy = TrainedSequence(sequence=sequence(5, 1.0), prompt=0, temperature=0.0)
+    greedy = TrainedSequence(sequence=sequence(5, 1.0), group_index=0, temperature=0.0)
     with pytest.raises(InvalidSequence) as caught:
         learner.rows_to_train([greedy], current=VERSION)
     assert caught.value.reason == "GREEDY_SAMPLING"
@@ -109,20 +109,21 @@ def test_what_was_sampled_greedily_is_refused_by_name(model_dir: Path) -> None:
 
 def test_a_sequence_without_the_engines_logprobs_is_refused_by_name(model_dir: Path) -> None:
     learner = Learner(TrainerSettings(model_dir=model_dir, loss="grpo"))
-    given = replace(sequence(5, 1.0), inference_logprobs=np.zeros(0, dtype=np.float32))
+    unscored = replace(sequence(5, 1.0), inference_logprobs=np.zeros(0, dtype=np.float32))
     with pytest.raises(InvalidInput, match="needs inference_logprobs") as caught:
-        learner.rows_to_train([TrainedSequence(sequence=given, prompt=0)], current=VERSION)
+        learner.rows_to_train([TrainedSequence(sequence=unscored, group_index=0)], current=VERSION)
     assert caught.value.reason == "LOSS_INPUT_MISSING"
 
 
-def rewarded(advantages: tuple[float, ...]) -> list[TrainedSequence]:
+def rewarded_rows(advantages: tuple[float, ...]) -> list[TrainedSequence]:
     return [
-        TrainedSequence(sequence=sequence(5 + i, a), prompt=0) for i, a in enumerate(advantages)
+        TrainedSequence(sequence=sequence(5 + i, a), group_index=0)
+        for i, a in enumerate(advantages)
     ]
 
 
 def test_a_sequence_of_advantage_0_counts_and_has_its_kl_term(
-    model_dir: Path, trained: list[PackedBatch]
+    model_dir: Path, trained_batches: list[PackedBatch]
 ) -> None:
     objective = {"kl_coeff": 1.0, "kl_to": "inference"}
     settings = TrainerSettings.model_validate(
@@ -130,25 +131,27 @@ def test_a_sequence_of_advantage_0_counts_and_has_its_kl_term(
     )
     learner = Learner(settings)
     report = learner.train_step(
-        learner.rows_to_train(rewarded((1.0, 0.0, -1.0, 0.0)), current=VERSION)
+        learner.rows_to_train(rewarded_rows((1.0, 0.0, -1.0, 0.0)), current=VERSION)
     )
     assert report.num_trained_tokens == 12
-    assert advantages_by_name(trained) == {5: 1.0, 6: 0.0, 7: -1.0, 8: 0.0}
+    assert advantages_by_name(trained_batches) == {5: 1.0, 6: 0.0, 7: -1.0, 8: 0.0}
 
 
 @pytest.mark.parametrize("loss", ["sft", "minor_sft"])
 def test_a_loss_that_imitates_leaves_out_what_the_scorer_did_not_choose(
-    model_dir: Path, trained: list[PackedBatch], loss: str
+    model_dir: Path, trained_batches: list[PackedBatch], loss: str
 ) -> None:
     learner = Learner(TrainerSettings(model_dir=model_dir, loss=loss, num_minibatches=1))
-    given = [
-        replace(one, sequence=replace(one.sequence, ref_logprobs=one.sequence.inference_logprobs))
-        for one in rewarded((0.0, 1.0, 0.0, 1.0))
+    sequences = [
+        replace(
+            entry, sequence=replace(entry.sequence, ref_logprobs=entry.sequence.inference_logprobs)
+        )
+        for entry in rewarded_rows((0.0, 1.0, 0.0, 1.0))
     ]
-    report = learner.train_step(learner.rows_to_train(given, current=VERSION))
+    report = learner.train_step(learner.rows_to_train(sequences, current=VERSION))
     assert report.num_trained_tokens == 6
-    assert advantages_by_name(trained) == {6: 1.0, 8: 1.0}
-    assert learner.rows_to_train(given[:1], current=VERSION) == []
+    assert advantages_by_name(trained_batches) == {6: 1.0, 8: 1.0}
+    assert learner.rows_to_train(sequences[:1], current=VERSION) == []
 
 
 @pytest.mark.parametrize(
@@ -165,8 +168,8 @@ def test_sft_aggregates_as_the_config_says(
     for more in ({}, {"objective": objective}):
         learner = Learner(TrainerSettings.model_validate(settings | more))
         losses.append(learner.sft_step(learner.rows_to_imitate(shown)).loss)
-    plain, asked = losses
-    assert asked == pytest.approx(factor * plain, rel=1e-5)
+    plain, weighted = losses
+    assert weighted == pytest.approx(factor * plain, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -186,25 +189,25 @@ def test_a_sequence_longer_than_a_row_is_treated_as_the_config_says(
         logprobs=[-5.5],
     )
     rows = [sequence(5, 1.0, size=24), sequence(6, -1.0), replace(full, advantage=1.0)]
-    given = [TrainedSequence(sequence=row, prompt=0) for row in rows]
+    sequences = [TrainedSequence(sequence=row, group_index=0) for row in rows]
     if lengths is None:
         with pytest.raises(InvalidInput, match="Sequence 0 has 25 tokens") as caught:
-            learner.rows_to_train(given, current=VERSION)
+            learner.rows_to_train(sequences, current=VERSION)
         assert "max_row_tokens" in caught.value.remedy
         return
-    found = learner.rows_to_train(given, current=VERSION)
-    assert [len(row.token_ids) for row in found] == lengths
+    kept = learner.rows_to_train(sequences, current=VERSION)
+    assert [len(row.token_ids) for row in kept] == lengths
     assert learner.train_step(
-        learner.rows_to_train(given, current=VERSION)
-    ).num_trained_tokens == sum(lengths) - len(found)
-    with pytest.raises(InvalidInput, match="Nothing is left") as caught:
-        learner.rows_to_train(given[2:], current=VERSION)
+        learner.rows_to_train(sequences, current=VERSION)
+    ).num_trained_tokens == sum(lengths) - len(kept)
+    with pytest.raises(InvalidInput, match=r"None of [0-9]+ sequences can be trained") as caught:
+        learner.rows_to_train(sequences[2:], current=VERSION)
     assert caught.value.reason == "SEQUENCE_TOO_LONG"
 
 
 def test_what_is_truncated_keeps_what_is_known_of_its_first_tokens() -> None:
     row = TokenRow.from_sequence(sequence(5, 1.0, size=24), current=VERSION)
-    cut = truncated(row, 16)
+    cut = truncate(row, 16)
     assert cut.inference_logprobs is not None
     assert cut.staleness is not None
     assert cut.advantages is not None

@@ -17,7 +17,7 @@ from dialoop_services.trainer.data.batches import TrainedSequence
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.learner.ranks import (
     RankSettings,
-    joined,
+    join_trainer_ranks,
     learners_of,
     make_learner,
 )
@@ -46,7 +46,7 @@ def sequences(seed: int, *, longest: int = 9) -> list[TrainedSequence]:
         ]
         row = sequence_of(pieces, logprobs=generator.uniform(-6, -5, size=len(sampled)))
         row = replace(row, advantage=1.0 if index % 2 else -1.0)
-        rows.append(TrainedSequence(sequence=row, prompt=index // 2))
+        rows.append(TrainedSequence(sequence=row, group_index=index // 2))
     return rows
 
 
@@ -87,7 +87,7 @@ def lesson(learner: Learner, out: Path) -> list[Any]:
 def main() -> None:
     """This rank, to its end."""
     settings, out = settings_of(Path(sys.argv[1])), Path(sys.argv[2])
-    with joined(load(RankSettings), settings) as ranks:
+    with join_trainer_ranks(load(RankSettings), settings) as ranks:
         learners = learners_of(ranks)
         if not ranks.is_first:
             learners.serve()

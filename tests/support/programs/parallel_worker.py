@@ -27,15 +27,15 @@ from dialoop_services.learning.packing.rows import TokenRow
 from dialoop_services.learning.parallel.group_commands import RankGroup, collective
 from dialoop_services.learning.parallel.parallel_rows import own_rows, score_rows
 from dialoop_services.learning.parallel.parallel_state import (
-    gathered,
-    gathered_optimizer,
-    gathered_weights,
+    gather_optimizer,
+    gather_weights,
+    gather_whole,
     load_optimizer,
     load_sharded,
     load_weights,
     save_sharded,
 )
-from dialoop_services.learning.parallel.ranks import ALONE, Ranks, joined_ranks, sharded
+from dialoop_services.learning.parallel.ranks import ALONE, Ranks, join_ranks, shard
 from dialoop_services.learning.training import UpdateReport, update
 from safetensors.torch import load_file, save_file
 from transformers.utils.logging import disable_progress_bar
@@ -81,7 +81,7 @@ def made_rows(step: int, count: int) -> list[TokenRow]:
                 inference_logprobs=torch.tensor([draw.gauss(0, 0.1) for _ in range(after)]),
                 advantages=torch.full((after,), draw.gauss(0.2, 1)),
                 staleness=torch.full((after,), float(index == 0)),
-                prompt=index // 4,
+                group_index=index // 4,
             )
         )
     return rows
@@ -95,7 +95,7 @@ def run(job: Job, ranks: Ranks = ALONE) -> list[dict[str, Any]]:
         add_lora(policy.causal_lm, rank=job.lora_rank)
     if job.is_checkpointed:
         policy.checkpoint_activations()
-    policy = sharded(policy, ranks)
+    policy = shard(policy, ranks)
     optimizer = GuardedOptimizer(
         policy.parameters(),
         OptimizerSettings(name=job.optimizer, learning_rate=1e-3, warmup_steps=10),  # type: ignore[arg-type]
@@ -153,12 +153,12 @@ def _save(job: Job, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: Ran
     if job.is_sharded:
         save_sharded(directory, policy, {"train": optimizer}, ranks)
         return
-    weights = gathered_weights(policy, ranks)
+    weights = gather_weights(policy, ranks)
     if job.lora_rank:
         merged = merged_tensors(policy.causal_lm)
         del merged["lm_head.weight"]  # tied
-        weights = gathered(merged, ranks)
-    state = gathered_optimizer(optimizer, ranks)
+        weights = gather_whole(merged, ranks)
+    state = gather_optimizer(optimizer, ranks)
     if ranks.is_first:
         directory.mkdir(parents=True, exist_ok=True)
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
@@ -208,7 +208,7 @@ def main() -> None:
     disable_progress_bar()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     init_method = os.environ.get("INIT_METHOD", "env://")
-    with joined_ranks(rank=rank, size=size, init_method=init_method, timeout_s=60) as ranks:
+    with join_ranks(rank=rank, size=size, init_method=init_method, timeout_s=60) as ranks:
         group = RankGroup(ranks, Runner)
         if ranks.is_first:
             with closing(group):

@@ -31,7 +31,7 @@ class Tied(nn.Module):
         return loss
 
 
-def trained(name: Literal["adamw", "muon"]) -> tuple[Tied, GuardedOptimizer]:
+def train(name: Literal["adamw", "muon"]) -> tuple[Tied, GuardedOptimizer]:
     torch.manual_seed(0)
     model = Tied()
     settings = OptimizerSettings(name=name, learning_rate=0.01)
@@ -47,22 +47,22 @@ def take_step(model: Tied, optimizer: GuardedOptimizer) -> None:
 def test_all_is_moved_once_and_parameters_stay_the_same_objects(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
 
     def as_if_there(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        asked.append(tuple(tensor.shape))
+        shapes.append(tuple(tensor.shape))
         assert device.type == "cuda"
         return tensor.clone()
 
-    monkeypatch.setattr(learner_state, "placed", as_if_there)
+    monkeypatch.setattr(learner_state, "place", as_if_there)
     names: tuple[Literal["adamw", "muon"], ...] = ("adamw", "muon")
     for name in names:
-        model, optimizer = trained(name)
+        model, optimizer = train(name)
         take_step(model, optimizer)
         before, old_scale = list(model.parameters()), model.scale
-        asked.clear()
+        shapes.clear()
         move_training(model, [optimizer], "cuda")
-        assert sorted(asked) == [(4,), (4,), (4, 4), (7, 4)], "the tied weight once"
+        assert sorted(shapes) == [(4,), (4,), (4, 4), (7, 4)], "the tied weight once"
         pairs = zip(before, model.parameters(), strict=True)
         assert all(old is new for old, new in pairs)
         assert model.head.weight is model.embedding.weight
@@ -71,18 +71,18 @@ def test_all_is_moved_once_and_parameters_stay_the_same_objects(
 
 
 def test_moving_to_where_it_is_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(learner_state, "placed")
-    model, optimizer = trained("adamw")
+    monkeypatch.delattr(learner_state, "place")
+    model, optimizer = train("adamw")
     move_training(model, [optimizer], "cpu")
 
 
 def test_state_that_is_loaded_again_trains_on_bit_for_bit() -> None:
-    stayed, moved = trained("adamw"), trained("adamw")
+    stayed, moved = train("adamw"), train("adamw")
     for step in range(3):
         take_step(*stayed)
         take_step(*moved)
         if step == 1:  # what a move does to an optimiser
-            for one in moved[1].torch_optimizers:
-                one.load_state_dict(one.state_dict())
+            for optimizer in moved[1].torch_optimizers:
+                optimizer.load_state_dict(optimizer.state_dict())
     pairs = zip(stayed[0].parameters(), moved[0].parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    assert all(torch.equal(mine, other) for mine, other in pairs)

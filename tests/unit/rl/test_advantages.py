@@ -23,10 +23,10 @@ def _trajectory(reward: float, *, failures: tuple[Failure, ...] = ()) -> Traject
 
 
 def test_zero_and_one_become_minus_and_plus_half_the_root_of_two() -> None:
-    found = group_advantages([0.0, 1.0])
-    assert found.values == pytest.approx((-0.70710678, 0.70710678))
-    assert (found.mean, found.std) == pytest.approx((0.5, 0.70710678))
-    assert not found.is_uniform
+    advantages = group_advantages([0.0, 1.0])
+    assert advantages.values == pytest.approx((-0.70710678, 0.70710678))
+    assert (advantages.mean, advantages.std) == pytest.approx((0.5, 0.70710678))
+    assert not advantages.is_uniform
 
 
 def test_golden_group_of_four_with_unbiased_std() -> None:
@@ -52,9 +52,9 @@ def test_group_of_one_is_a_named_error() -> None:
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1])
 def test_uniform_group_is_exactly_zero(reward: float) -> None:
-    found = group_advantages([reward] * 3)
-    assert found.values == (0.0, 0.0, 0.0)
-    assert found.is_uniform
+    advantages = group_advantages([reward] * 3)
+    assert advantages.values == (0.0, 0.0, 0.0)
+    assert advantages.is_uniform
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
@@ -66,8 +66,8 @@ def test_reward_that_is_not_finite_is_rejected(reward: float) -> None:
 
 def test_every_sequence_of_a_trajectory_gets_its_advantage() -> None:
     scored = with_advantages(testing.group(_trajectory(0.0), _trajectory(1.0)), group_size=2)
-    found = [[s.advantage for s in t.sequences] for t in scored.trajectories]
-    assert np.allclose(found, [[-0.70710678] * 2, [0.70710678] * 2])
+    advantages = [[s.advantage for s in t.sequences] for t in scored.trajectories]
+    assert np.allclose(advantages, [[-0.70710678] * 2, [0.70710678] * 2])
 
 
 def test_partial_group_is_refused() -> None:

@@ -34,15 +34,15 @@ def _trajectory(name: str, *rewards: float) -> Trajectory:
 
 
 def test_steps_of_zero_and_one_are_minus_and_plus_half_the_root_of_two() -> None:
-    found = step_advantages([[0.0], [1.0]])
-    assert found[0] == pytest.approx([-HALF_ROOT])
-    assert found[1] == pytest.approx([HALF_ROOT])
+    advantages = step_advantages([[0.0], [1.0]])
+    assert advantages[0] == pytest.approx([-HALF_ROOT])
+    assert advantages[1] == pytest.approx([HALF_ROOT])
 
 
 def test_steps_are_normalised_over_all_steps_so_that_long_trajectories_weigh_more() -> None:
     # rewards 0, 0, 0 | 1: mean 0.25, std 0.5
-    found = step_advantages([[0.0, 0.0, 0.0], [1.0]])
-    assert found == [pytest.approx([-0.5, -0.5, -0.5]), pytest.approx([1.5])]
+    advantages = step_advantages([[0.0, 0.0, 0.0], [1.0]])
+    assert advantages == [pytest.approx([-0.5, -0.5, -0.5]), pytest.approx([1.5])]
 
 
 def test_equal_steps_have_no_advantage() -> None:
@@ -56,8 +56,8 @@ def test_a_trajectory_has_one_number_for_all_its_steps(
     aggregate: str, returns: tuple[float, float]
 ) -> None:
     assert returns[0] < returns[1]
-    found = trajectory_advantages([[0.0, 1.0], [1.0, 2.0]], aggregate=aggregate)  # type: ignore[arg-type]
-    assert found == [pytest.approx([-HALF_ROOT] * 2), pytest.approx([HALF_ROOT] * 2)]
+    advantages = trajectory_advantages([[0.0, 1.0], [1.0, 2.0]], aggregate=aggregate)  # type: ignore[arg-type]
+    assert advantages == [pytest.approx([-HALF_ROOT] * 2), pytest.approx([HALF_ROOT] * 2)]
 
 
 def test_a_group_of_one_is_a_named_error_however_many_steps_it_has() -> None:
@@ -70,8 +70,8 @@ def test_a_group_of_one_is_a_named_error_however_many_steps_it_has() -> None:
 def test_each_sampled_token_has_its_turns_advantage() -> None:
     group = testing.group(_trajectory("a", 0.0, 0.0), _trajectory("b", 0.0, 1.0))
     scored = with_turn_advantages(group, group_size=2)
-    found = scored.trajectories[1].sequences[0].token_advantages.tolist()
-    assert found == pytest.approx([-0.5, 1.5, 1.5])
+    advantages = scored.trajectories[1].sequences[0].token_advantages.tolist()
+    assert advantages == pytest.approx([-0.5, 1.5, 1.5])
 
 
 def test_a_partial_group_has_no_turn_advantages() -> None:
@@ -101,8 +101,8 @@ def test_more_than_a_group_has_cannot_be_selected() -> None:
 
 def test_only_the_best_are_imitated_and_the_group_stays_whole() -> None:
     group = testing.group(_trajectory("a", 0.0), _trajectory("b", 1.0), _trajectory("c", 0.5))
-    found = with_best_alone(group, k=2)
-    assert [t.sequences[0].advantage for t in found.trajectories] == [0.0, 1.0, 0.0]
+    selected = with_best_alone(group, k=2)
+    assert [t.sequences[0].advantage for t in selected.trajectories] == [0.0, 1.0, 0.0]
 
 
 def test_selecting_twice_gives_the_same() -> None:

@@ -61,10 +61,10 @@ def lease(
 
 def reasons(*leases: GroupLease, max_staleness: int = 4) -> dict[str, list[str]]:
     batch = sort_batch(leases, current=NOW, max_staleness=max_staleness, consumed_group_ids={"old"})
-    found = {reason: [x.group.group_id for x in kept] for reason, kept in batch.dropped.items()}
-    found["train"] = [x.group.group_id for x in batch.train]
-    found["consumed"] = [x.group.group_id for x in batch.already_consumed]
-    return found
+    groups = {reason: [x.group.group_id for x in kept] for reason, kept in batch.dropped.items()}
+    groups["train"] = [x.group.group_id for x in batch.train]
+    groups["consumed"] = [x.group.group_id for x in batch.already_consumed]
+    return groups
 
 
 @pytest.mark.parametrize(("versions", "current", "max_staleness", "expected"), BOUNDED)
@@ -84,20 +84,20 @@ def test_a_uniform_group_is_dropped_under_its_own_reason() -> None:
 
 
 def test_truncated_sampling_is_not_trained_on() -> None:
-    found = reasons(
+    groups = reasons(
         lease("cut", sampling=SamplingParams(top_p=0.9)),
         lease("bent", sampling=SamplingParams(repetition_penalty=1.2)),
         lease("whole", sampling=SamplingParams(top_p=1.0, min_p=0.0, repetition_penalty=1.0)),
     )
-    assert found["truncated_sampling"] == ["cut", "bent"]
-    assert found["train"] == ["whole"]
+    assert groups["truncated_sampling"] == ["cut", "bent"]
+    assert groups["train"] == ["whole"]
 
 
 def test_a_sequence_has_the_temperature_of_its_own_trajectory() -> None:
-    given = [SamplingParams(temperature=0.5), SamplingParams(), SamplingParams(temperature=0.0)]
-    leases = [lease(str(number), sampling=one) for number, one in enumerate(given)]
+    samplings = [SamplingParams(temperature=0.5), SamplingParams(), SamplingParams(temperature=0.0)]
+    leases = [lease(str(number), sampling=sampling) for number, sampling in enumerate(samplings)]
     batch = sort_batch(leases, current=NOW, max_staleness=4, consumed_group_ids=())
-    assert [one.temperature for one in batch.sequences] == [0.5, 0.5, 1.0, 1.0, 0.0, 0.0]
+    assert [row.temperature for row in batch.sequences] == [0.5, 0.5, 1.0, 1.0, 0.0, 0.0]
 
 
 def test_a_group_that_the_checkpoint_consumed_is_not_trained_twice() -> None:
@@ -127,8 +127,8 @@ def test_a_restore_that_discards_published_versions_starts_a_new_lineage() -> No
 
 def test_a_queue_that_knows_of_another_publish_than_the_files_counts_as_well() -> None:
     assert lineage_after_restore(version(10), version(10), version(11)) == version(10, "main.1")
-    found = lineage_after_restore(version(10), version(10), version(10, "main.1"))
-    assert found == version(10, "main.2")
+    restored = lineage_after_restore(version(10), version(10), version(10, "main.1"))
+    assert restored == version(10, "main.2")
 
 
 def test_a_queue_that_lost_the_newest_publish_discards_nothing() -> None:

@@ -127,8 +127,8 @@ async def test_groups_that_a_killed_trainer_waited_for_do_not_hold_up_the_next_e
     replay = FakeReplay("1")
     replay.play(orphan())
     async with asyncio.timeout(PATIENCE_S):
-        found: EvaluationResult = await evaluate(replay).evaluate(plan("after"), train_step=1)
-    assert (found.num_trajectories, found.num_failed) == (2, 1)
+        result: EvaluationResult = await evaluate(replay).evaluate(plan("after"), train_step=1)
+    assert (result.num_trajectories, result.num_failed) == (2, 1)
     assert replay.dropped == [orphan().task_id]
 
 
@@ -142,7 +142,7 @@ async def test_groups_that_a_killed_trainer_held_are_dropped_and_no_others(
     replay.held = {
         (Stage.EVALUATION, "trainer"): orphan().task_id,
         (Stage.EVALUATION, "somebody"): "theirs",
-        (Stage.SCORED, "trainer"): "to be redone",
+        (Stage.SCORED, "trainer"): "to be recovered",
     }
     await evaluate(replay).drop_held()
     assert replay.dropped == [orphan().task_id]
@@ -152,11 +152,11 @@ async def test_evaluations_that_run_side_by_side_get_their_own_groups(evaluate: 
     replay = FakeReplay()
     evaluator = evaluate(replay)
     async with asyncio.timeout(PATIENCE_S):
-        found = await asyncio.gather(
+        results = await asyncio.gather(
             evaluator.evaluate(plan("running", 3), train_step=1),
             evaluator.evaluate(plan("asked", 5), train_step=1),
         )
-    assert [one.num_trajectories for one in found] == [3, 5]
+    assert [result.num_trajectories for result in results] == [3, 5]
     assert not replay.dropped
 
 
@@ -166,5 +166,5 @@ async def test_an_evaluation_waits_for_a_queue_that_is_away(
     monkeypatch.setattr(RetryPolicy, "wait_s", lambda *_: 0.0)
     replay = FakeReplay()
     replay.num_away = 3
-    found = await evaluate(replay).evaluate(plan("after"), train_step=1)
-    assert found.num_trajectories == 3
+    result = await evaluate(replay).evaluate(plan("after"), train_step=1)
+    assert result.num_trajectories == 3

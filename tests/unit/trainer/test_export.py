@@ -36,7 +36,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model_dir = make_tiny_model(path / "model", seed=0)
     (path / "run.json").write_text(json.dumps({"config": {"model": {"directory": ""}}}))
     for number in (1, 2):
-        moved(model_dir, number).export(path / "policies" / f"main-{number}" / "model.safetensors")
+        learner_after(model_dir, number).export(
+            path / "policies" / f"main-{number}" / "model.safetensors"
+        )
     adapter = path / "policies" / "style-1"
     adapter.mkdir()
     save_file(adapter_of(model_dir, seed=1), adapter / "adapter_model.safetensors")
@@ -46,7 +48,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def moved(model_dir: Path, number: int, **settings: Any) -> Learner:
+def learner_after(model_dir: Path, number: int, **settings: Any) -> Learner:
     """The learner after something was learned."""
     learner = Learner(TrainerSettings(model_dir=model_dir, **settings))
     generator = torch.Generator().manual_seed(number)
@@ -56,7 +58,7 @@ def moved(model_dir: Path, number: int, **settings: Any) -> Learner:
     return learner
 
 
-def scored(directory: Path) -> np.ndarray:
+def score(directory: Path) -> np.ndarray:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
@@ -73,8 +75,8 @@ def test_an_exported_policy_loads_in_transformers_and_scores_as_the_published_on
     run = RunPolicies.of(run_dir)
     for number in (1, 2):
         out = export_policy(run, f"main-{number}", tmp_path / f"out{number}")
-        expected = moved(run_dir / "model", number).logprobs(IDS)[0]
-        assert np.abs(scored(out) - expected).max() < 1e-5
+        expected = learner_after(run_dir / "model", number).logprobs(IDS)[0]
+        assert np.abs(score(out) - expected).max() < 1e-5
     tokenizer = AutoTokenizer.from_pretrained(out, local_files_only=True)
     chat = [{"role": "user", "content": "1+1"}]
     own = AutoTokenizer.from_pretrained(run_dir / "model", local_files_only=True)
@@ -107,24 +109,24 @@ def test_an_adapter_exports_as_a_peft_directory(run_dir: Path, tmp_path: Path) -
     model = AutoPeftModelForCausalLM.from_pretrained(out)
     with torch.inference_mode():
         rows = torch.log_softmax(model(torch.tensor(IDS)).logits[0, :-1].float(), -1)
-    found = rows.gather(-1, torch.tensor(IDS[0][1:])[:, None])[:, 0].numpy()
+    logprobs = rows.gather(-1, torch.tensor(IDS[0][1:])[:, None])[:, 0].numpy()
     merged = export_policy(RunPolicies.of(run_dir), "style-1", tmp_path / "merged", merged=True)
-    assert np.abs(found - scored(merged)).max() < 1e-5
-    assert np.abs(found - scored(run_dir / "model")).max() > 0.05
+    assert np.abs(logprobs - score(merged)).max() < 1e-5
+    assert np.abs(logprobs - score(run_dir / "model")).max() > 0.05
 
 
 def test_an_adapter_merges_into_the_version_it_is_for(run_dir: Path, tmp_path: Path) -> None:
     run = RunPolicies.of(run_dir)
     out = export_policy(run, "style-1", tmp_path / "merged", merged=True, base="main-1")
     base = load_file(run_dir / "policies" / "main-1" / "model.safetensors")
-    found = load_file(out / "model.safetensors")
+    tensors = load_file(out / "model.safetensors")
     adapter = load_file(run_dir / "policies" / "style-1" / "adapter_model.safetensors")
-    assert found.keys() == base.keys()
+    assert tensors.keys() == base.keys()
     for name, weight in base.items():
         down = adapter.get(f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight")
         up = adapter.get(f"base_model.model.{name.removesuffix('.weight')}.lora_B.weight")
         expected = weight if down is None else weight + ALPHA / RANK * up @ down
-        assert (found[name] - expected).abs().max() < 1e-6
+        assert (tensors[name] - expected).abs().max() < 1e-6
 
 
 def test_what_is_there_is_not_overwritten_and_a_failure_leaves_nothing(
@@ -147,7 +149,7 @@ def test_the_command_exports_and_says_what_is_wrong(
     assert main([str(run_dir), "main-7", str(tmp_path / "b")]) == 2
     assert "main-1, main-2" in capsys.readouterr().err
     assert main([str(tmp_path), "main-7", str(tmp_path / "b")]) == 2
-    assert "no run of Dialoop" in capsys.readouterr().err
+    assert "not a run of Dialoop" in capsys.readouterr().err
 
 
 def test_dialoop_export_becomes_the_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,15 +190,15 @@ def test_a_published_lora_version_exports_as_what_was_served(tmp_path: Path) -> 
     run_dir = tmp_path / "run"
     model_dir = make_tiny_model(run_dir / "model", seed=0)
     (run_dir / "run.json").write_text(json.dumps({"config": {"model": {"directory": ""}}}))
-    trained = moved(model_dir, 3, model={"lora_rank": 4})
+    trained = learner_after(model_dir, 3, model={"lora_rank": 4})
     trained.export(run_dir / "policies" / "main-3" / "adapter_model.safetensors")
     out = export_policy(RunPolicies.of(run_dir), "latest", tmp_path / "adapter")
     model = AutoPeftModelForCausalLM.from_pretrained(out)
     with torch.inference_mode():
         rows = torch.log_softmax(model(torch.tensor(IDS)).logits[0, :-1].float(), -1)
-    found = rows.gather(-1, torch.tensor(IDS[0][1:])[:, None])[:, 0].numpy()
-    assert np.abs(found - trained.logprobs(IDS)[0]).max() < 1e-5
-    assert np.abs(found - scored(model_dir)).max() > 0.05
+    logprobs = rows.gather(-1, torch.tensor(IDS[0][1:])[:, None])[:, 0].numpy()
+    assert np.abs(logprobs - trained.logprobs(IDS)[0]).max() < 1e-5
+    assert np.abs(logprobs - score(model_dir)).max() > 0.05
     merged = export_policy(RunPolicies.of(run_dir), "3", tmp_path / "merged", merged=True)
     served = load_file(trained.export(tmp_path / "whole.safetensors").path)
     exported = load_file(merged / "model.safetensors")

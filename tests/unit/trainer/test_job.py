@@ -157,12 +157,12 @@ async def test_a_checkpoint_that_was_not_acknowledged_is_when_the_trainer_restar
     here.offer("a", "b")
     acknowledge = here.replay.acknowledge
 
-    async def killed(run: str, lease_ids: list[str]) -> tuple[str, ...]:
+    async def kill(run: str, lease_ids: list[str]) -> tuple[str, ...]:
         if lease_ids:
             raise Killed
         return await acknowledge(run, lease_ids)
 
-    here.replay.acknowledge = killed  # type: ignore[method-assign]
+    here.replay.acknowledge = kill  # type: ignore[method-assign]
     with pytest.raises(ExceptionGroup):
         await here.run()
     again = world(num_steps=2)
@@ -207,7 +207,7 @@ async def test_nothing_is_published_or_saved_in_the_middle_of_a_warm_start(
     asking = [asyncio.create_task(act()) for act in (here.job.publish, here.job.checkpoint)]
     await asyncio.sleep(0.01)
     assert not here.publisher.published
-    assert not any(one.done() for one in asking)
+    assert not any(call.done() for call in asking)
     here.board.resume()
     await asyncio.gather(running, *asking)
     assert [name for name, _ in here.publisher.published] == ["main-1", "main-2"]

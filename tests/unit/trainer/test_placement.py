@@ -60,10 +60,10 @@ def test_sft_may_share_at_any_depth() -> None:
     assert job.placement == "shared"
 
 
-@pytest.mark.parametrize("given", [{"pipeline_depth": 1}, {"data_plane": "ipc"}])
-def test_a_trainer_started_by_hand_is_told_too(given: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("unfit", [{"pipeline_depth": 1}, {"data_plane": "ipc"}])
+def test_a_trainer_started_by_hand_is_told_too(unfit: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="on a shared device"):
-        load(TrainerSettings, **{"pipeline_depth": 0} | given, device_lock=tmp_path / "lock")
+        load(TrainerSettings, **{"pipeline_depth": 0} | unfit, device_lock=tmp_path / "lock")
 
 
 def test_several_devices_are_not_shared(tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ def test_trainer_and_replicas_get_one_lock_and_only_where_they_share(tmp_path: P
         job = parse_config(dict(config), source="job.toml")
         run_dir = RunDir(path=tmp_path, run_id="job")
         layout = Layout(config=job, run_dir=run_dir, ports=ports_of(job, with_redis=False))
-        found = {layout.values_of(name).get("device_lock") for name in ("trainer", "inference")}
-        assert found == expected
+        locks = {layout.values_of(name).get("device_lock") for name in ("trainer", "inference")}
+        assert locks == expected
         held_up = layout.spec("inference").is_held_up
         assert (held_up is not None) == bool(config)
         if held_up is not None:

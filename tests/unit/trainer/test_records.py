@@ -53,8 +53,8 @@ def test_the_oldest_part_of_the_trajectories_goes_when_they_come_to_too_much(
 ) -> None:
     records = RunRecords(tmp_path, max_trajectory_bytes=40_000)
     for number in range(100):
-        one = replace(trajectory("x" * 900), trajectory_id=str(number))
-        records.trajectories([one], outcome="trained", label="training", train_step=1)
+        long = replace(trajectory("x" * 900), trajectory_id=str(number))
+        records.trajectories([long], outcome="trained", label="training", train_step=1)
     records.close()
     files = trajectory_files(tmp_path)
     assert len(files) == 4

@@ -26,13 +26,13 @@ def hold_running(here: World) -> list[str]:
     """Running evaluations never end from now on; the labels of those that began."""
     evaluate, begun = here.evaluator.evaluate, []
 
-    async def held(plan: Any, **options: Any) -> Any:
+    async def hold(plan: Any, **options: Any) -> Any:
         if plan.label == "running":
             begun.append(plan.label)
             await asyncio.Event().wait()
         return await evaluate(plan, **options)
 
-    here.evaluator.evaluate = held  # type: ignore[method-assign]
+    here.evaluator.evaluate = hold  # type: ignore[method-assign]
     return begun
 
 
@@ -72,10 +72,10 @@ async def test_an_evaluation_whose_row_was_written_before_the_kill_is_judged_by_
     here = world(**EVALUATING)
     here.evaluator.rewards = [0.5]
 
-    def killed(due: int, **options: Any) -> None:
+    def kill(due: int, **options: Any) -> None:
         raise Killed
 
-    here.job.schedule.mark_evaluated = killed  # type: ignore[method-assign]
+    here.job.schedule.mark_evaluated = kill  # type: ignore[method-assign]
     here.offer("a", "b")
     here.offer("c", "d")
     with pytest.raises(ExceptionGroup):
@@ -95,7 +95,7 @@ async def test_an_evaluation_that_failed_is_not_run_again(world: Callable[..., W
     here.offer("c", "d")
     running = asyncio.create_task(here.run())
     async with asyncio.timeout(PATIENCE_S):
-        while not any(one.evaluated for one in here.job.checkpointer.journal.entries()):
+        while not any(entry.evaluated for entry in here.job.checkpointer.journal.entries()):
             await asyncio.sleep(0.002)
     here.replay.batches.append(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
     with pytest.raises(ExceptionGroup):

@@ -1,4 +1,4 @@
-"""A trainer that was killed redoes what its journal says, or says where it cannot."""
+"""A restarted trainer recovers the steps of its journal, or logs which it cannot."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_what_was_trained_since_the_checkpoint_is_trained_again_and_stays_
     assert [row["train_step"] for row in kept_rows(again)] == [1, 2, 3]
 
 
-async def test_all_that_is_to_be_redone_is_held_before_the_first_of_it_and_as_long_as_it_takes(
+async def test_all_leases_to_recover_are_held_before_the_first_step_and_as_long_as_it_takes(
     world: Callable[..., World],
 ) -> None:
     here = world()
@@ -61,11 +61,11 @@ async def test_all_that_is_to_be_redone_is_held_before_the_first_of_it_and_as_lo
     extended, reopen = again.replay.extended, again.replay.reopen_leases
     before: list[int] = []
 
-    async def watched(*given: Any, **options: Any) -> Any:
+    async def watch(*args: Any, **options: Any) -> Any:
         before.append(len(extended))
-        return await reopen(*given, **options)
+        return await reopen(*args, **options)
 
-    again.replay.reopen_leases = watched  # type: ignore[method-assign]
+    again.replay.reopen_leases = watch  # type: ignore[method-assign]
     again.learner.while_training = lambda: until_extended(again, 2)
     await again.run()
     assert before[0] == 1
@@ -74,7 +74,7 @@ async def test_all_that_is_to_be_redone_is_held_before_the_first_of_it_and_as_lo
     assert extended[: before[1]] == [everything] * before[1]
 
 
-async def test_what_was_redone_is_saved_so_that_the_next_kill_does_not_have_it_redone_again(
+async def test_recovered_steps_are_saved_so_that_the_next_restart_does_not_repeat_them(
     world: Callable[..., World],
 ) -> None:
     here = world()
@@ -123,7 +123,7 @@ async def test_where_a_group_is_gone_the_run_goes_on_from_there_in_a_new_lineage
     await again.run()
     assert again.publisher.published == [("main.1-2", 1), ("main.1-3", 2), ("main.1-4", 3)]
     assert [row["lineage"] for row in kept_rows(again)] == ["main", "main.1", "main.1"]
-    # Saved at once: the journal spoke of steps that will not be redone.
+    # Saved at once: the journal has steps that cannot be recovered.
     assert again.replay.acknowledged[:2] == ["lease-a", "lease-b"]
 
 
@@ -142,7 +142,7 @@ async def test_weights_that_come_out_other_than_published_go_back_to_the_checkpo
     again = after(here, world(num_steps=1))
     again.offer("x", "y")
     await again.run()
-    assert "Redone weights differ." in caplog.text
+    assert "Recovered weights differ from the published ones." in caplog.text
     assert again.publisher.published == [("main.1-1", 0), ("main.1-2", 1)]
     assert again.replay.given_back == [f"lease-{name}" for name in "abcd"]
     assert [row["lineage"] for row in kept_rows(again)] == ["main.1"]
@@ -155,12 +155,12 @@ async def test_a_step_that_was_killed_before_its_row_was_written_gets_it(
     here.offer("a", "b")
     publish = here.publisher.publish
 
-    async def killed(version: PolicyVersion, **options: Any) -> Any:
+    async def kill(version: PolicyVersion, **options: Any) -> Any:
         if version.number == 2:
             raise Killed
         return await publish(version, **options)
 
-    here.publisher.publish = killed  # type: ignore[method-assign]
+    here.publisher.publish = kill  # type: ignore[method-assign]
     with pytest.raises(ExceptionGroup):
         await here.run()
     assert not kept_rows(here)
@@ -177,12 +177,12 @@ async def test_a_step_that_was_killed_while_it_was_written_down_is_written_down_
     here.offer("a", "b")
     metric = here.records.metric
 
-    def killed(kind: str, **values: Any) -> None:
+    def kill(kind: str, **values: Any) -> None:
         if kind == "train":
             raise Killed
         metric(kind, **values)
 
-    here.records.metric = killed  # type: ignore[method-assign]
+    here.records.metric = kill  # type: ignore[method-assign]
     with pytest.raises(ExceptionGroup):
         await here.run()
     # The kill cut off the last of the lines, too.
@@ -201,10 +201,10 @@ async def test_a_drop_that_a_kill_cut_short_is_made_up_for(world: Callable[..., 
         lambda: [lease("a", FIRST), lease("b", replace(FIRST, lineage="other"))]
     )
 
-    async def killed(*_: Any) -> Any:
+    async def kill(*_: Any) -> Any:
         raise Killed
 
-    here.replay.drop = killed  # type: ignore[method-assign, assignment]
+    here.replay.drop = kill  # type: ignore[method-assign, assignment]
     with pytest.raises(ExceptionGroup):
         await here.run()
     again = after(here, world(num_steps=1))
@@ -234,20 +234,20 @@ async def test_the_first_policy_is_never_evaluated_with_steps_in_its_weights(
 ) -> None:
     evaluated: list[tuple[str, int]] = []
 
-    def watched() -> World:
+    def watch() -> World:
         made = world(evaluation={"num_tasks": 1})
         evaluate = made.evaluator.evaluate
 
-        async def seen(plan: Any, **options: Any) -> Any:
+        async def note_and_evaluate(plan: Any, **options: Any) -> Any:
             evaluated.append((plan.label, made.learner.weights))
             return await evaluate(plan, **options)
 
-        made.evaluator.evaluate = seen  # type: ignore[method-assign]
+        made.evaluator.evaluate = note_and_evaluate  # type: ignore[method-assign]
         return made
 
-    here = watched()
+    here = watch()
     await killed_after(here, "ab", "cd")
-    again = after(here, watched())
+    again = after(here, watch())
     again.offer("e", "f")
     await again.run()
     assert evaluated == [
@@ -258,7 +258,7 @@ async def test_the_first_policy_is_never_evaluated_with_steps_in_its_weights(
     assert list(result["evaluations"]) == [label for label, _ in evaluated]
 
 
-async def test_a_run_that_has_begun_without_evaluations_has_none_from_before(
+async def test_a_run_started_without_evaluations_has_none_from_before(
     world: Callable[..., World],
 ) -> None:
     here = world(num_steps=1)
@@ -276,12 +276,12 @@ async def test_killed_in_its_first_evaluation_a_run_has_it_all_again_of_the_firs
     here = world(num_steps=1, evaluation={"num_tasks": 1})
     evaluate = here.evaluator.evaluate
 
-    async def killed(plan: Any, **options: Any) -> Any:
+    async def kill(plan: Any, **options: Any) -> Any:
         if plan.label == "before_sampled":
             raise Killed
         return await evaluate(plan, **options)
 
-    here.evaluator.evaluate = killed  # type: ignore[method-assign]
+    here.evaluator.evaluate = kill  # type: ignore[method-assign]
     with pytest.raises(Killed):
         await here.run()
     again = after(here, world(num_steps=1, evaluation={"num_tasks": 1}))
@@ -316,7 +316,7 @@ def test_a_line_that_a_kill_cut_short_is_not_read_and_not_built_upon(
         file.write('{"train_step": 2, "lin')
     assert journal.entries() == (entry,)
     journal.add(replace(entry, train_step=2))
-    assert [one.train_step for one in journal.entries()] == [1, 2]
+    assert [entry.train_step for entry in journal.entries()] == [1, 2]
 
 
 async def test_the_first_policy_is_saved_before_anybody_hears_of_it(
@@ -324,10 +324,10 @@ async def test_the_first_policy_is_saved_before_anybody_hears_of_it(
 ) -> None:
     here = world(num_steps=1)
 
-    async def killed(*_: Any, **__: Any) -> Any:
+    async def kill(*_: Any, **__: Any) -> Any:
         raise Killed
 
-    here.publisher.publish = killed  # type: ignore[method-assign]
+    here.publisher.publish = kill  # type: ignore[method-assign]
     with pytest.raises(Killed):
         await here.run()
     again = world(num_steps=1)

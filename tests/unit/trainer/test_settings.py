@@ -30,7 +30,9 @@ CONFIG = {
 }
 
 
-def told(config: dict[str, object], run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> object:
+def load_settings(
+    config: dict[str, object], run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> object:
     """The trainer's settings, as its process reads them from its variables."""
     job = parse_config(config, source="test")
     layout = Layout(config=job, run_dir=run_dir, ports=ports_of(job, with_redis=False))
@@ -43,33 +45,33 @@ def test_the_trainer_is_told_what_the_config_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path, parse_config(CONFIG, source="t"), fresh=False, reuse=True) as run_dir:
-        found = told(CONFIG, run_dir, monkeypatch)
-    assert isinstance(found, TrainerSettings)
-    model = found.model
+        settings = load_settings(CONFIG, run_dir, monkeypatch)
+    assert isinstance(settings, TrainerSettings)
+    model = settings.model
     assert (model.lora_rank, model.lora_alpha) == (8, 4.0)
     assert model.lora_targets == ("q_proj", "v_proj")
-    assert (found.mode, found.sft.file, found.sft.num_epochs) == ("sft", "chats.jsonl", 3)
-    assert (found.device, found.autocast) == ("cuda", "bfloat16")
-    assert found.activation_checkpointing
-    assert found.logprob_kernel == "cut"
-    assert (found.evaluation.stop_at, found.evaluation.stop_without_gain) == (0.9, 5)
-    assert found.trackers.tensorboard
-    assert found.max_trajectories_mb == 7
+    assert (settings.mode, settings.sft.file, settings.sft.num_epochs) == ("sft", "chats.jsonl", 3)
+    assert (settings.device, settings.autocast) == ("cuda", "bfloat16")
+    assert settings.activation_checkpointing
+    assert settings.logprob_kernel == "cut"
+    assert (settings.evaluation.stop_at, settings.evaluation.stop_without_gain) == (0.9, 5)
+    assert settings.trackers.tensorboard
+    assert settings.max_trajectories_mb == 7
 
 
 def test_a_config_that_says_nothing_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path, parse_config({}, source="t"), fresh=False, reuse=True) as run_dir:
-        found = told({}, run_dir, monkeypatch)
-    assert isinstance(found, TrainerSettings)
+        settings = load_settings({}, run_dir, monkeypatch)
+    assert isinstance(settings, TrainerSettings)
     bare = TrainerSettings()
     for name in ("mode", "sft", "model", "trackers", "device", "autocast", "evaluation"):
-        assert getattr(found, name) == getattr(bare, name)
+        assert getattr(settings, name) == getattr(bare, name)
 
 
 @pytest.mark.parametrize(
-    "said",
+    "train",
     [
         {"loss": "grpo"},
         {"objective": {"kl_to": "inference"}},
@@ -78,12 +80,12 @@ def test_a_config_that_says_nothing_changes_nothing(
         {"objective": {"num_epochs": 2}},
     ],
 )
-def test_sft_refuses_by_name_what_would_have_no_effect_on_it(said: dict[str, Any]) -> None:
-    (name,) = said.get("objective", ("loss",))
+def test_sft_refuses_by_name_what_would_have_no_effect_on_it(train: dict[str, Any]) -> None:
+    (name,) = train.get("objective", ("loss",))
     with pytest.raises(ValidationError, match=f'{name} is .* with mode = "sft"'):
-        TrainerSettings(mode="sft", **said)
+        TrainerSettings(mode="sft", **train)
     with pytest.raises(InvalidConfig, match=f'{name} is .* with mode = "sft"'):
-        parse_config({"train": {"mode": "sft", **said}}, source="t")
+        parse_config({"train": {"mode": "sft", **train}}, source="t")
     for fits in ({"loss": "minor_sft"}, {"objective": {"aggregation": "sum", "kl_coeff": 0.1}}):
         parse_config({"train": {"mode": "sft", **fits}}, source="t")
 
@@ -96,8 +98,8 @@ def test_muon_and_lora_are_refused_together() -> None:
 
 
 def test_an_entropy_bonus_and_the_kernel_that_has_no_entropy_are_refused_together() -> None:
-    given = {"logprob_kernel": "cut", "objective": {"entropy_coeff": 0.01}}
+    train = {"logprob_kernel": "cut", "objective": {"entropy_coeff": 0.01}}
     with pytest.raises(InvalidConfig, match="cut gives none"):
-        load(TrainerSettings, **given)
+        load(TrainerSettings, **train)
     with pytest.raises(InvalidConfig, match="cut gives none"):
-        parse_config({"train": given}, source="t")
+        parse_config({"train": train}, source="t")

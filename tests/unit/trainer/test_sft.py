@@ -24,7 +24,7 @@ from tests.support.trainer_world import World, worlds
 VERSION = PolicyVersion(lineage="demonstration", number=0)
 
 
-def shown(which: int, generator: object) -> History:
+def show(which: int, generator: object) -> History:
     return History((Message(role="user", content=str(which)),))
 
 
@@ -36,8 +36,8 @@ def row(history: History) -> Sequence:
 
 def numbers(size: int = 5, *, heldout: int = 0) -> DemonstrationSet:
     """Demonstrations that are their own numbers, two a batch."""
-    kept = tuple(row(shown(100 + n, None)) for n in range(heldout))
-    return DemonstrationSet(size=size, show=shown, render=row, batch_size=2, seed=0, heldout=kept)
+    kept = tuple(row(show(100 + n, None)) for n in range(heldout))
+    return DemonstrationSet(size=size, show=show, render=row, batch_size=2, seed=0, heldout=kept)
 
 
 def ids(batch: list[Sequence]) -> list[int]:
@@ -52,7 +52,7 @@ def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
 
 def metrics(tmp_path: Path, kind: str) -> list[dict[str, Any]]:
     lines = (tmp_path / "metrics.jsonl").read_text("utf-8").splitlines()
-    return [found for line in lines if (found := json.loads(line))["kind"] == kind]
+    return [row for line in lines if (row := json.loads(line))["kind"] == kind]
 
 
 def test_an_epoch_shows_everything_once_and_the_next_in_another_order() -> None:
@@ -77,8 +77,8 @@ async def test_sft_trains_epochs_and_publishes_at_the_end(
         ids(numbers().batch(step)) for step in range(6)
     ]
     assert here.publisher.published == [("main-1", 0), ("main-2", 6)]
-    found = metrics(tmp_path, "train")
-    assert [row["epoch"] for row in found] == [0, 0, 0, 1, 1, 1]
+    rows = metrics(tmp_path, "train")
+    assert [row["epoch"] for row in rows] == [0, 0, 0, 1, 1, 1]
     draw_learning(tmp_path / "metrics.jsonl", tmp_path / "learning.png")
     assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
 
@@ -89,12 +89,12 @@ async def test_a_restarted_sft_goes_on_with_the_batches_it_has_not_trained(
     here = world(supervised=numbers(), num_steps=6, checkpoint_every=2)
     step = here.learner.sft_step
 
-    def killed(batch: Any) -> Any:
+    def kill(batch: Any) -> Any:
         if len(here.learner.supervised) == 5:
             raise KeyError("killed")
         return step(batch)
 
-    here.learner.sft_step = killed  # type: ignore[method-assign]
+    here.learner.sft_step = kill  # type: ignore[method-assign]
     with pytest.raises(ExceptionGroup):
         await here.run()
     again = world(supervised=numbers(), num_steps=6)
@@ -111,8 +111,8 @@ async def test_the_loss_of_held_out_demonstrations_is_taken_and_can_stop_it(
         supervised=numbers(heldout=3), num_steps=9, evaluation={"every": 2, "stop_at": -0.2}
     )
     await here.run()
-    found = [(row["train_step"], row["loss"]) for row in metrics(tmp_path, "heldout")]
-    assert found == [(2, 1 / 3), (4, 1 / 5)]
+    losses = [(row["train_step"], row["loss"]) for row in metrics(tmp_path, "heldout")]
+    assert losses == [(2, 1 / 3), (4, 1 / 5)]
     result = json.loads((tmp_path / "trainer.json").read_text("utf-8"))
     assert result["heldout_losses"] == {"2": 1 / 3, "4": 1 / 5}
     assert "reached" in result["stopped_early"]
@@ -126,12 +126,12 @@ async def test_a_killed_sft_remembers_what_its_checkpoint_was_evaluated_to(
     here = world(supervised=numbers(heldout=2), **settings)
     step, losses = here.learner.sft_step, iter([1.0, 2.0])
 
-    def killed(batch: Any) -> Any:
+    def kill(batch: Any) -> Any:
         if len(here.learner.supervised) == 5:
             raise KeyError("killed")
         return step(batch)
 
-    here.learner.sft_step = killed  # type: ignore[method-assign]
+    here.learner.sft_step = kill  # type: ignore[method-assign]
     here.learner.heldout_loss = lambda rows: (next(losses), len(rows))  # type: ignore[method-assign]
     with pytest.raises(ExceptionGroup):
         await here.run()
@@ -150,12 +150,12 @@ async def test_a_killed_sft_remembers_what_tasks_were_evaluated_to_while_it_trai
     here.evaluator.rewards = [0.5]
     step = here.learner.sft_step
 
-    def killed(batch: Any) -> Any:
+    def kill(batch: Any) -> Any:
         if here.job.state.best_evaluation is not None:
             raise KeyError("killed")
         return step(batch)
 
-    here.learner.sft_step = killed  # type: ignore[method-assign]
+    here.learner.sft_step = kill  # type: ignore[method-assign]
     with pytest.raises(ExceptionGroup):
         await here.run()
     again = world(supervised=numbers(), **settings)
@@ -175,13 +175,13 @@ async def test_an_evaluation_that_a_kill_cut_short_is_run_again_by_the_next_sft(
     here = world(supervised=numbers(), **settings)
     evaluate, begun = here.evaluator.evaluate, asyncio.Event()
 
-    async def held(plan: Any, **options: Any) -> Any:
+    async def hold(plan: Any, **options: Any) -> Any:
         if plan.label == "running":
             begun.set()
             await asyncio.Event().wait()
         return await evaluate(plan, **options)
 
-    here.evaluator.evaluate = held  # type: ignore[method-assign]
+    here.evaluator.evaluate = hold  # type: ignore[method-assign]
     running = asyncio.create_task(here.run())
     await begun.wait()
     running.cancel()
@@ -234,12 +234,12 @@ def test_a_file_is_split_by_its_seed_into_what_is_trained_and_what_is_held_out(
     path = write_chats(tmp_path / "chats.jsonl", 20)
     sft = {"file": str(path), "heldout_fraction": 0.25, "batch_size": 4, "num_epochs": 3}
     settings = TrainerSettings(model_dir=model_dir, mode="sft", sft=sft)
-    found = demonstration_set(settings, _builder(settings))
-    assert (found.size, len(found.heldout)) == (15, 5)
-    assert with_steps_of(settings, found).num_steps == 12
-    trained = {tuple(s.token_ids) for step in range(4) for s in found.batch(step)}
+    demonstrations = demonstration_set(settings, _builder(settings))
+    assert (demonstrations.size, len(demonstrations.heldout)) == (15, 5)
+    assert with_steps_of(settings, demonstrations).num_steps == 12
+    trained = {tuple(s.token_ids) for step in range(4) for s in demonstrations.batch(step)}
     assert len(trained) == 15
-    assert trained.isdisjoint({tuple(s.token_ids) for s in found.heldout})
+    assert trained.isdisjoint({tuple(s.token_ids) for s in demonstrations.heldout})
 
 
 def test_a_file_of_its_own_may_be_held_out(tmp_path: Path, model_dir: Path) -> None:
@@ -247,16 +247,16 @@ def test_a_file_of_its_own_may_be_held_out(tmp_path: Path, model_dir: Path) -> N
     settings = TrainerSettings(
         model_dir=model_dir, mode="sft", sft={"file": str(train), "heldout_file": str(heldout)}
     )
-    found = demonstration_set(settings, _builder(settings))
-    assert (found.size, len(found.heldout)) == (3, 2)
+    demonstrations = demonstration_set(settings, _builder(settings))
+    assert (demonstrations.size, len(demonstrations.heldout)) == (3, 2)
 
 
 def test_the_environment_demonstrates_each_task_of_its_train_split(model_dir: Path) -> None:
     settings = TrainerSettings(model_dir=model_dir, mode="sft", environment="arithmetic")
-    found = demonstration_set(settings, _builder(settings))
-    assert found.size > 1000
-    assert not found.heldout
-    first, again = (found.batch(0) for _ in range(2))
+    demonstrations = demonstration_set(settings, _builder(settings))
+    assert demonstrations.size > 1000
+    assert not demonstrations.heldout
+    first, again = (demonstrations.batch(0) for _ in range(2))
     assert [tuple(s.token_ids) for s in first] == [tuple(s.token_ids) for s in again]
 
 
@@ -292,17 +292,19 @@ def test_a_demonstration_of_which_nothing_is_left_to_train_is_dropped_by_its_lin
     lines[2] = lines[2].replace('"2"', '"' + "2" * 400 + '"')
     long.write_text("\n".join(lines), "utf-8")
     sft = {"file": str(short), "heldout_fraction": 0.0, "batch_size": 1, name: str(long)}
-    asked = {"sft": sft, "oversize": oversize, "max_row_tokens": 128}
-    settings = TrainerSettings.model_validate({"model_dir": model_dir, "mode": "sft", **asked})
-    found = demonstration_set(settings, _builder(settings))
-    assert len(found.heldout if name == "heldout_file" else range(found.size)) == 3 - len(dropped)
+    options = {"sft": sft, "oversize": oversize, "max_row_tokens": 128}
+    settings = TrainerSettings.model_validate({"model_dir": model_dir, "mode": "sft", **options})
+    demonstrations = demonstration_set(settings, _builder(settings))
+    assert len(
+        demonstrations.heldout if name == "heldout_file" else range(demonstrations.size)
+    ) == 3 - len(dropped)
     for warning, number in zip(caplog.messages, dropped, strict=True):
         assert f"long.jsonl line {number}, " in warning
     learner = Learner(settings)
-    for step in range(found.steps_per_epoch):
-        learner.sft_step(learner.rows_to_imitate(found.batch(step)))
+    for step in range(demonstrations.steps_per_epoch):
+        learner.sft_step(learner.rows_to_imitate(demonstrations.batch(step)))
     long.write_text(lines[1], "utf-8")
-    with pytest.raises(InvalidConfig, match=r"Of no demonstration of .*long\.jsonl") as caught:
+    with pytest.raises(InvalidConfig, match=r"No demonstration of .*long\.jsonl") as caught:
         demonstration_set(settings, _builder(settings))
     assert caught.value.reason == "SEQUENCE_TOO_LONG"
 
@@ -313,15 +315,15 @@ def test_a_warm_start_never_draws_what_leaves_nothing_to_train(
     path = write_chats(tmp_path / "chats.jsonl", 2)
     lines = path.read_text("utf-8").splitlines()
     path.write_text("\n".join((lines[0], lines[1].replace("?", "why? " * 100))), "utf-8")
-    asked = {"warm_start": {"file": str(path), "num_steps": 1}, "max_row_tokens": 128}
-    settings = TrainerSettings.model_validate({"model_dir": model_dir, **asked})
+    options = {"warm_start": {"file": str(path), "num_steps": 1}, "max_row_tokens": 128}
+    settings = TrainerSettings.model_validate({"model_dir": model_dir, **options})
     with pytest.raises(InvalidConfig, match="line 2 has"):
         _warm_start(settings, _builder(settings))
     settings = settings.model_copy(update={"oversize": "truncate"})
     demonstrations = _warm_start(settings, _builder(settings))
     assert demonstrations is not None
-    drawn = [one for _ in range(3) for one in next(demonstrations)]
-    assert max(len(one.token_ids) for one in drawn) < 128
+    drawn = [row for _ in range(3) for row in next(demonstrations)]
+    assert max(len(row.token_ids) for row in drawn) < 128
 
 
 @pytest.mark.parametrize(("oversize", "num_tokens"), [("truncate", 15 + 4), ("drop", 4)])
@@ -337,11 +339,11 @@ async def test_tokens_that_are_cut_off_are_not_counted_as_trained(
         ]
         return sequence_of(pieces, logprobs=[0.0] * len(answer))
 
-    both = DemonstrationSet(size=2, show=shown, render=long, batch_size=2, seed=0)
+    both = DemonstrationSet(size=2, show=show, render=long, batch_size=2, seed=0)
     options = {"oversize": oversize, "max_row_tokens": 16}
     await world(supervised=both, num_steps=1, **options).run()
-    (found,) = metrics(tmp_path, "train")
-    assert (found["num_trained_tokens"], found["num_oversize"]) == (num_tokens, 1)
+    (row,) = metrics(tmp_path, "train")
+    assert (row["num_trained_tokens"], row["num_oversize"]) == (num_tokens, 1)
 
 
 def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path, model_dir: Path) -> None:

@@ -46,15 +46,15 @@ async def run_until_stopped(here: World, server: FakeServer, *, drain_s: float =
 
 def uniform(*names: str) -> list[GroupLease]:
     """Leased groups whose trajectories have no advantage."""
-    found = []
+    leases = []
     for name in names:
-        given = lease(name, FIRST)
+        leased = lease(name, FIRST)
         members = tuple(
             replace(t, sequences=tuple(replace(s, advantage=0.0) for s in t.sequences))
-            for t in given.group.trajectories
+            for t in leased.group.trajectories
         )
-        found.append(replace(given, group=replace(given.group, trajectories=members)))
-    return found
+        leases.append(replace(leased, group=replace(leased.group, trajectories=members)))
+    return leases
 
 
 def rows(here: World, kind: str) -> list[dict[str, Any]]:
@@ -133,14 +133,14 @@ async def test_a_warm_start_goes_on_with_the_batches_it_has_not_seen(
     here = world(**settings)
     step, taken = here.learner.warm_start_step, 0
 
-    def killed(batch: Any) -> Any:
+    def kill(batch: Any) -> Any:
         nonlocal taken
         taken += 1
         if taken == 6:
             raise KeyError("killed")
         return step(batch)
 
-    here.learner.warm_start_step = killed  # type: ignore[method-assign]
+    here.learner.warm_start_step = kill  # type: ignore[method-assign]
     with pytest.raises(KeyError):
         await here.run()
     again = world(**settings)
@@ -154,12 +154,12 @@ async def test_a_warm_start_that_is_stopped_saves_where_it_is(world: Callable[..
     here = world(num_steps=0, warm_start={"num_steps": 50})
     step = here.learner.warm_start_step
 
-    def told(batch: Any) -> Any:
+    def stop(batch: Any) -> Any:
         if batch == [7]:
             here.board.stop()
         return step(batch)
 
-    here.learner.warm_start_step = told  # type: ignore[method-assign]
+    here.learner.warm_start_step = stop  # type: ignore[method-assign]
     await here.run()
     assert not here.publisher.published
     again = world(num_steps=0, warm_start={"num_steps": 50})
@@ -175,14 +175,14 @@ async def test_rows_of_steps_that_a_restore_took_back_are_not_read(
     taken = here.job.checkpointer.checkpoint
     num = 0
 
-    async def killed() -> Any:
+    async def kill() -> Any:
         nonlocal num
         num += 1
         if num == 3:  # the first policy, step 2, the end
             raise KeyError("killed")
         return await taken()
 
-    here.job.checkpointer.checkpoint = killed  # type: ignore[method-assign]
+    here.job.checkpointer.checkpoint = kill  # type: ignore[method-assign]
     with pytest.raises(KeyError):
         await here.run()
     assert [row["train_step"] for row in rows(here, "train")] == [1, 2, 3]
@@ -227,7 +227,7 @@ def offer_refused(here: World, *refused: str, good: tuple[str, ...] = ()) -> Non
     bad: list[Any] = []
 
     def refuses(sequence: Any) -> None:
-        if any(sequence is one for one in bad):
+        if any(sequence is spoilt for spoilt in bad):
             raise InvalidInput(f"This loss needs {refused[0]}.", reason="LOSS_INPUT_MISSING")
 
     def batch() -> list[GroupLease]:
@@ -339,12 +339,12 @@ async def test_training_stops_early_as_the_settings_say(
     here.evaluator.rewards = rewards
     running = asyncio.create_task(here.run())
     for number in range(6):
-        asked = here.evaluator.num_asked
+        num_asked = here.evaluator.num_asked
         here.offer(f"a{number}", f"b{number}")
         await until(
-            lambda asked=asked: (
+            lambda num_asked=num_asked: (
                 running.done()
-                or here.evaluator.num_asked > asked
+                or here.evaluator.num_asked > num_asked
                 or here.board.num_train_steps == 6
             )
         )

@@ -81,14 +81,14 @@ def test_tensorboard_event_files_hold_every_number(tmp_path: Path) -> None:
     settings = TrainerSettings(run_dir=tmp_path, trackers={"tensorboard": True})
     write(RunRecords(tmp_path, trackers=trackers_of(settings)))
     (file,) = (tmp_path / "tensorboard").iterdir()
-    data, found = file.read_bytes(), {}
+    data, scalars = file.read_bytes(), {}
     while data:  # a record: its length in 8 bytes, a checksum in 4, the event, a checksum in 4
         size = int.from_bytes(data[:8], "little")
         event = Event.FromString(data[12 : 12 + size])
-        found |= {value.tag: (event.step, value.simple_value) for value in event.summary.value}
+        scalars |= {value.tag: (event.step, value.simple_value) for value in event.summary.value}
         data = data[16 + size :]
-    assert found["train/reward"] == (1, 0.25)
-    assert found["evaluation/running/x"] == (2, 1.0)
+    assert scalars["train/reward"] == (1, 0.25)
+    assert scalars["evaluation/running/x"] == (2, 1.0)
 
 
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
@@ -99,8 +99,8 @@ def test_a_hosted_run_is_given_numbers_and_no_secret(
     opened: list[dict[str, Any]] = []
     run = SimpleNamespace(log=logged.append, finish=lambda: logged.append({"end": 1.0}))
 
-    def init(**given: Any) -> Any:
-        opened.append(given)
+    def init(**options: Any) -> Any:
+        opened.append(options)
         return run
 
     monkeypatch.setitem(sys.modules, package, SimpleNamespace(init=init))

@@ -1,4 +1,4 @@
-"""A LoRA adapter's adapter_config.json, as far as every part of Dialoop computes the same with it.
+"""The adapter_config.json of a LoRA adapter: the options that all parts of Dialoop compute alike.
 
 AdapterConfig.from_json('{"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}').scaling  # 2.0
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _ALL_LINEAR = "all-linear"
-# Options of PEFT that change what an adapter computes and that an engine would ignore or refuse.
+# Options of PEFT that change what an adapter computes, and that an engine ignores or refuses.
 _UNSUPPORTED = (
     "use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
     "layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "target_parameters",
@@ -27,7 +27,7 @@ _UNSUPPORTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """What adapter_config.json says; the adapter adds `scaling` * B @ A to a layer's weight."""
+    """The content of adapter_config.json. An adapter adds `scaling` * B @ A to a weight."""
 
     rank: int
     alpha: float
@@ -36,7 +36,11 @@ class AdapterConfig:
 
     @classmethod
     def from_json(cls, text: str) -> AdapterConfig:
-        """InvalidInput when it is no LoRA config, Unsupported for options an engine would miss."""
+        """Read adapter_config.json.
+
+        Raises InvalidInput when it is not a LoRA config, and Unsupported for options that an engine
+        would ignore.
+        """
         config = _object(text)
         used = [name for name in _UNSUPPORTED if config.get(name)]
         if config.get("bias", "none") != "none":
@@ -53,11 +57,14 @@ class AdapterConfig:
 
     @property
     def scaling(self) -> float:
-        """The alpha over the rank, or over its root if rank-stabilised (arXiv:2312.03732)."""
+        """Return alpha / rank, or alpha / sqrt(rank) if rank-stabilised (arXiv 2312.03732)."""
         return float(self.alpha / (self.rank**0.5 if self.use_rslora else self.rank))
 
     def to_json(self, modules: Iterable[str]) -> str:
-        """The config with its target modules by their whole names: one meaning in every engine."""
+        """Return the config as JSON, with target modules by their whole names.
+
+        Every engine understands whole names in the same way.
+        """
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -72,7 +79,7 @@ class AdapterConfig:
         return json.dumps(config, indent=2)
 
     def names(self, module: str) -> bool:
-        """Whether the config's target modules name this one, as PEFT reads them."""
+        """Return whether the config's target modules name this one, as PEFT reads them."""
         if isinstance(self.targets, str):
             return self.targets == _ALL_LINEAR or bool(re.fullmatch(self.targets, module))
         return any(module == t or module.endswith(f".{t}") for t in self.targets)
@@ -84,7 +91,7 @@ def _object(text: str) -> Mapping[str, Any]:
     except ValueError:
         config = None
     if not isinstance(config, dict):
-        raise _invalid("it is no JSON object")
+        raise _invalid("it is not a JSON object")
     return config
 
 
@@ -99,7 +106,7 @@ def _plain(config: Mapping[str, Any]) -> AdapterConfig:
     if isinstance(targets, list) and targets and all(isinstance(t, str) for t in targets):
         targets = tuple(targets)
     if not targets or not isinstance(targets, str | tuple):
-        raise _invalid(f"target_modules is {targets!r}, not names")
+        raise _invalid(f"target_modules is {targets!r}, not a list of names")
     return AdapterConfig(
         rank=rank,
         alpha=alpha,

@@ -1,8 +1,8 @@
-"""The weights a LoRA run starts from, and an adapter added into them: W + alpha / rank B A.
+"""The weights that a LoRA run starts from, with an adapter added: W + alpha / rank B A.
 
 base = BaseWeights.of(model_dir)
-base.digest()                                              # "sha256:9f86d08...", of any copy
-dict(base.with_adapter(load_file(path), scaling=2.0))      # the policy, as `merged_tensors` has it
+base.digest()                                              # "sha256:9f86d08...", for any copy
+dict(base.with_adapter(load_file(path), scaling=2.0))      # the same policy as `merged_tensors`
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 HEAD = "lm_head.weight"
 BASE_DIGEST = "base_digest"
-"""Key under which an adapter's file says whose adapter it is."""
+"""Key under which an adapter's file holds the digest of its base weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseWeights:
-    """Safetensors files of one model; a tied head is not repeated."""
+    """The safetensors files of one model; with `tied` the head is the embedding, and left out."""
 
     files: tuple[Path, ...]
     tied: bool
 
     @classmethod
     def of(cls, model_dir: Path) -> BaseWeights:
-        """All of a model directory; InvalidConfig (NO_WEIGHTS) when it has none."""
+        """Return all files of a model directory; raise InvalidConfig (NO_WEIGHTS) without any."""
         files = tuple(sorted(model_dir.glob("*.safetensors")))
         if not files:
             raise InvalidConfig(
@@ -55,34 +55,35 @@ class BaseWeights:
         return cls(files=files, tied=HEAD not in names if tied is None else bool(tied))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor by name, from the files' headers."""
+        """Return the shape of every tensor by name, from the files' headers."""
         headers = (_header(file).items() for file in self.files)
         return {name: tuple(t["shape"]) for header in headers for name, t in header}
 
     def digest(self) -> str:
-        """Of names, types, shapes and bytes in the order of names, however they are cut into files.
+        """Return the SHA-256 of names, types, shapes and bytes in the order of names.
 
-        Reads all of them: about a second per gigabyte.
+        How the tensors are divided into files does not matter. It reads all bytes, which takes
+        about a second per gigabyte.
         """
-        found: dict[str, tuple[Path, dict[str, Any], int]] = {}
+        places: dict[str, tuple[Path, dict[str, Any], int]] = {}
         for file in self.files:
             start = 8 + _header_size(file)
-            found |= {name: (file, tensor, start) for name, tensor in _header(file).items()}
+            places |= {name: (file, tensor, start) for name, tensor in _header(file).items()}
         summed = hashlib.sha256()
-        for name in sorted(found):
+        for name in sorted(places):
             if not (self.tied and name == HEAD):
-                file, tensor, start = found[name]
-                said = json.dumps([name, tensor["dtype"], tensor["shape"]])
-                summed.update(said.encode())
+                file, tensor, start = places[name]
+                header = json.dumps([name, tensor["dtype"], tensor["shape"]])
+                summed.update(header.encode())
                 _add_bytes(summed, file, start, tensor["data_offsets"])
         return f"sha256:{summed.hexdigest()}"
 
     def with_adapter(
         self, adapter: Mapping[str, Tensor], *, scaling: float, device: str = "cpu"
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model by name, in the adapter's number format, with it added in.
+        """Yield every tensor of the model by name, with the adapter added, in the adapter's dtype.
 
-        One at a time, on `device`: what holds them all is the caller's affair.
+        Tensors come one at a time, on `device`, so that no device has to hold them all.
         """
         dtype = next(iter(adapter.values())).dtype
         for file in self.files:
@@ -91,7 +92,7 @@ class BaseWeights:
                     if self.tied and name == HEAD:
                         continue
                     tensor: Tensor = opened.get_tensor(name)
-                    # The trainer holds the base in this format, and its sum is what is served.
+                    # The trainer holds the base in this dtype, and replicas must serve its sum.
                     tensor = tensor.to(device, dtype if tensor.is_floating_point() else None)
                     if factors := factors_of(adapter, name):
                         down, up = (factor.to(device) for factor in factors)
@@ -100,25 +101,25 @@ class BaseWeights:
 
 
 def adapted_tensors(directory: Path, base: BaseWeights, *, digest: str) -> dict[str, Tensor]:
-    """The policy that a PEFT directory makes of its base, as it was served.
+    """Return the policy that a PEFT directory makes of its base, as it was served.
 
-    PreconditionFailed (BASE_MISMATCH) where the adapter says that it is of another than `digest`;
-    InvalidInput or Unsupported for a config that is not plain LoRA's.
+    Raises PreconditionFailed (BASE_MISMATCH) where the adapter's file names another base than
+    `digest`, and InvalidInput or Unsupported for a config that is not plain LoRA's.
     """
     path = directory / ADAPTER
     with safe_open(path, framework="pt") as file:
-        said = (file.metadata() or {}).get(BASE_DIGEST, "")
-    if said:  # PEFT's own files do not say
-        require_base(digest, said)
+        base_digest = (file.metadata() or {}).get(BASE_DIGEST, "")
+    if base_digest:  # files that PEFT wrote have none
+        require_base(digest, base_digest)
     config = AdapterConfig.from_json((directory / ADAPTER_CONFIG).read_text("utf-8"))
     return dict(base.with_adapter(load_file(path), scaling=config.scaling))
 
 
-def require_base(found: str, expected: str) -> None:
-    """PreconditionFailed (BASE_MISMATCH) when an adapter is of other weights than these."""
-    if found != expected:
+def require_base(digest: str, expected: str) -> None:
+    """Raise PreconditionFailed (BASE_MISMATCH) when an adapter belongs to other weights."""
+    if digest != expected:
         raise PreconditionFailed(
-            f"The adapter was trained on weights {_short(expected)}, these are {_short(found)}.",
+            f"The adapter was trained on weights {_short(expected)}, these are {_short(digest)}.",
             reason=Reason.BASE_MISMATCH,
             remedy="Start with the model directory that the adapter's run began with.",
         )

@@ -1,8 +1,8 @@
-"""Low-rank adapters by PEFT: only they are trained; W + alpha / rank B A is what is served.
+"""Low-rank adapters by PEFT: the trainer trains only them, replicas serve W + alpha / rank B A.
 
 add_lora(policy.causal_lm, rank=8, alpha=16.0)
 adapter_tensors(policy.causal_lm)         # what a publish sends, see base_weights
-merged_tensors(policy.causal_lm)          # the whole policy, under the names of the model without
+merged_tensors(policy.causal_lm)          # the whole policy, under the model's own names
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ADAPTER = "adapter_model.safetensors"
-"""The file of a PEFT directory that holds the adapter."""
+"""Name of the file of a PEFT directory that holds the adapter."""
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""The file beside it: rank, alpha, target modules, and the directory of the base."""
+"""Name of the file beside it with rank, alpha, target modules, and the directory of the base."""
 
 _NAME = "default"
 _PREFIX = "base_model.model."
@@ -34,7 +34,8 @@ _PREFIX = "base_model.model."
 def add_lora(causal_lm: Any, *, rank: int, alpha: float = 0.0, targets: Sequence[str] = ()) -> None:
     """Put adapters beside the linear layers `targets` (none: all of them) and freeze the rest.
 
-    alpha 0 is twice the rank. InvalidConfig (LORA_TARGET) for a name the model does not have.
+    alpha 0 means twice the rank. Raises InvalidConfig (LORA_TARGET) for a name that the model does
+    not have.
     """
     from peft import LoraConfig, inject_adapter_in_model  # imported late: it takes seconds
 
@@ -59,13 +60,13 @@ def add_lora(causal_lm: Any, *, rank: int, alpha: float = 0.0, targets: Sequence
 
 
 def has_lora(causal_lm: Any) -> bool:
-    """Whether `add_lora` was called on the model."""
+    """Return whether `add_lora` was called on the model."""
     return hasattr(causal_lm, "peft_config")
 
 
 @torch.no_grad()
 def merged_tensors(causal_lm: Any) -> dict[str, Tensor]:
-    """Its weights with the adapters added in, W + alpha / rank B A; the model stays as it is."""
+    """Return the weights with adapters added, W + alpha / rank B A; the model stays as it is."""
     from peft.tuners.lora import LoraLayer
 
     merged = {
@@ -82,9 +83,10 @@ def merged_tensors(causal_lm: Any) -> dict[str, Tensor]:
 
 
 def merged_weight(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
-    """W [out, in] + scaling * B [out, rank] A [rank, in]: trainer, replica and export all add so.
+    """Return W [out, in] + scaling * B [out, rank] @ A [rank, in] (arXiv 2106.09685, equation 3).
 
-    In float32 or finer, rounded once to W's number format. arXiv 2106.09685, equation 3.
+    The sum is in float32 or finer, rounded once to W's dtype. Trainer, replica and export all call
+    this function, so they get the same bits.
     """
     exact = torch.promote_types(weight.dtype, torch.float32)
     delta = (up.to(exact) @ down.to(exact)) * scaling
@@ -92,14 +94,14 @@ def merged_weight(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> T
 
 
 def factors_of(adapter: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor] | None:
-    """A and B of the weight `name` in a PEFT file's tensors; None where nothing is added."""
+    """Return A and B of the weight `name` in a PEFT file's tensors; None without an adapter."""
     module = f"{_PREFIX}{name.removesuffix('.weight')}"
     down = adapter.get(f"{module}.lora_A.weight")
     return None if down is None else (down, adapter[f"{module}.lora_B.weight"])
 
 
 def adapter_tensors(causal_lm: Any) -> dict[str, Tensor]:
-    """The adapters alone, under the names of PEFT's file."""
+    """Return the adapters alone, under the names of PEFT's file."""
     return {
         _PREFIX + name.replace(f".{_NAME}.", "."): tensor.detach()
         for name, tensor in causal_lm.state_dict().items()
@@ -108,7 +110,7 @@ def adapter_tensors(causal_lm: Any) -> dict[str, Tensor]:
 
 
 def load_adapter(causal_lm: Any, tensors: dict[str, Tensor]) -> None:
-    """Take adapters that `adapter_tensors` gave; InvalidConfig when they are of other layers."""
+    """Load adapters from `adapter_tensors`; raise InvalidConfig for those of other layers."""
     own = {name: tensor.shape for name, tensor in adapter_tensors(causal_lm).items()}
     if {name: tensor.shape for name, tensor in tensors.items()} != own:
         raise InvalidConfig(
@@ -124,17 +126,17 @@ def load_adapter(causal_lm: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def save_adapter_config(causal_lm: Any, directory: Path, *, base: Path) -> None:
-    """Write adapter_config.json, which makes `directory` one that PEFT loads."""
+    """Write adapter_config.json, so that PEFT can load `directory`."""
     config = causal_lm.peft_config[_NAME]
     config.base_model_name_or_path = str(base.resolve())
     config.save_pretrained(str(directory))
     path = directory / ADAPTER_CONFIG
     written = json.loads(path.read_text("utf-8"))
-    written["target_modules"] = sorted(written["target_modules"])  # of a set, in any order
+    written["target_modules"] = sorted(written["target_modules"])  # PEFT writes a set, in any order
     path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _linear_layers(causal_lm: Any) -> set[str]:
-    """The last parts of the names of linear layers between embedding and head."""
+    """Return the last parts of the names of linear layers between embedding and head."""
     named = causal_lm.base_model.named_modules()
     return {name.rpartition(".")[2] for name, module in named if isinstance(module, nn.Linear)}

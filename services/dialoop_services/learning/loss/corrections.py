@@ -1,19 +1,22 @@
 """Weights for tokens that the engine sampled from another distribution than the trainer computes.
 
-The mismatch is m = log proximal - log inference: both are of the policy that sampled, as the
-trainer and as the engine compute it, plus what was trained since. A weight multiplies the token's
-advantage, so every surrogate that is linear in the advantage is corrected alike.
+The mismatch is m = log proximal - log inference [M]. Both are log-probs of the policy that sampled,
+one as the trainer and one as the engine computes them. What was trained since is part of m too. A
+weight [M] multiplies the advantage of its token, which corrects every surrogate that is linear in
+the advantage in the same way.
 
 tis: min(exp(m), high), truncated importance sampling (F. Yao et al., "Your efficient RL framework
-secretly brings you off-policy RL training", 2025). icepop: exp(m) inside [low, high], else 0
-(arXiv 2510.18855). token_mask: 1 inside, else 0. sequence_mask: 1 where exp(mean m) of the whole
-sequence lies inside, else 0. kl_mask: 1 where d^2 / 2 is at most high, else 0, d = log policy - log
-inference (torchrl's kl_mask_threshold, which its doc calls one to the reference) or, against the
-reference, log policy - log ref.
+secretly brings you off-policy RL training", 2025).
+icepop: exp(m) inside [low, high], else 0 (arXiv 2510.18855).
+token_mask: 1 where exp(m) is inside [low, high], else 0.
+sequence_mask: 1 where exp(mean m) of the whole sequence is inside, else 0.
+kl_mask: 1 where d^2 / 2 is at most high, else 0. d is log policy - log inference or, against the
+reference, log policy - log ref. It is torchrl's kl_mask_threshold, whose documentation names the
+reference where its code reads the sampler.
 
-TRL's "token_truncate" is tis and its "token_mask" icepop. Its sequence modes take the ratio of the
-whole sequence, exp(sum m), and multiply the loss by it, where sequence_mask here takes exp(mean m)
-and only keeps or drops. torchrl divides what kl_mask keeps by the tokens kept, we by all.
+TRL's "token_truncate" is tis and its "token_mask" is icepop. TRL's sequence modes multiply the loss
+by the ratio of the whole sequence, exp(sum m); sequence_mask takes exp(mean m) and only keeps or
+drops. torchrl divides what kl_mask keeps by the tokens kept; Dialoop divides by all tokens.
 """
 
 from __future__ import annotations
@@ -37,29 +40,29 @@ CorrectionKind = Literal["tis", "icepop", "token_mask", "sequence_mask", "kl_mas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """Which weights, and the band of ratios exp(m) that is kept."""
+    """A kind of weights, and the band [low, high] of ratios exp(m) that they keep."""
 
     kind: CorrectionKind
     low: float = 0.5
     high: float = 2.0
     against: Literal["inference", "ref"] = "inference"
-    """Whom kl_mask keeps near; the other kinds are of the sampler's mismatch."""
+    """Log-probs that kl_mask compares the policy's with; the other kinds use the sampler's only."""
 
     def __post_init__(self) -> None:
         if self.against != "inference" and self.kind != "kl_mask":
             raise InvalidConfig(
-                f"Correction {self.kind} is of the sampler's mismatch, not against {self.against}.",
+                f"Correction {self.kind} compares with the sampler only, not with {self.against}.",
                 reason=Reason.CORRECTION_AGAINST_REFERENCE,
                 remedy="Use kl_mask, or leave correction_to out of [train.objective].",
             )
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the policy must be asked for its log-probs before the train step."""
+        """Return whether the policy's log-probs must be computed before the train step."""
         return self.kind != "kl_mask"
 
     def weights(self, inputs: LossInputs) -> Tensor:
-        """Weights [M] at least 0, without gradient."""
+        """Return the weights float [M] of the M tokens, at least 0 and without gradient."""
         with torch.no_grad():
             if self.kind == "kl_mask":
                 log_ratio = inputs.log_ratio_to(f"{self.against}_logprobs")
@@ -75,9 +78,9 @@ class Correction:
             return torch.where(inside, kept, 0.0)
 
     def apply(self, inputs: LossInputs) -> tuple[LossInputs, dict[str, Tensor]]:
-        """The inputs with weighted advantages, and what the weights did."""
+        """Return the inputs with weighted advantages [M], and metrics (scalars) of the weights."""
         weights = self.weights(inputs)
-        # `where`: an advantage of a token that was cut out must not count, whatever it is.
+        # `where`, because the advantage of a token with weight 0 may be inf, and 0 * inf is NaN.
         advantages = torch.where(weights > 0, inputs.require("advantages") * weights, 0.0)
         cut = (weights == 0).to(weights.dtype)
         metrics = {

@@ -1,7 +1,7 @@
-"""What a loss reads and what it answers.
+"""What a loss reads and what it returns.
 
-Every aggregation is a weight per token whose denominators count the whole update before any mask,
-so the losses and metrics of several packed rows (and ranks) add up to those of one big row.
+Every aggregation gives each token a weight. Its denominators count the whole update before any
+mask, so the losses and metrics of several packed rows (and ranks) add up to those of one big row.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ if TYPE_CHECKING:
     Loss = Callable[["LossInputs"], "LossOutput"]
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20 nats before exp, which else overflows; TRL and torchrl do not."""
+"""Bound in nats to which log-ratios are clamped before exp, so that it does not overflow.
+
+TRL and torchrl do not clamp.
+"""
 
 
 class LossOutput(NamedTuple):
-    """The loss (a scalar with gradient) and metrics (scalars that add up over packed rows).
+    """The loss (a scalar [] with gradient) and metrics (scalars that add up over packed rows).
 
-    clipped: bool [M], the tokens the loss left out or bounded; for metrics.
+    clipped: bool [M], the tokens whose term the loss left out or bounded. Only metrics read it.
     """
 
     loss: Tensor
@@ -41,12 +44,13 @@ class LossOutput(NamedTuple):
 class LossInputs:
     """The M trained tokens of one packed row.
 
-    policy_logprobs float [M] with gradient; the others [M] without: inference_logprobs of the
-    engine that sampled, proximal_logprobs of the policy as the train step began, ref_logprobs of a
-    reference or teacher, advantages, staleness in policy versions (None where unknown); entropy [M]
-    with gradient. sequence_index int64 [M], which sequence of the row; loss_mask bool [M].
-    num_tokens, num_sequences and num_prompts count the whole update, over all rows and ranks;
-    prompt_num_tokens [M] is how many trained tokens a token's prompt has there.
+    policy_logprobs: float [M], with gradient. entropy: float [M], with gradient.
+    Float [M] without gradient, None where unknown: inference_logprobs of the engine that sampled,
+    proximal_logprobs of the policy as the train step began, ref_logprobs of a reference or teacher,
+    advantages, staleness in policy versions.
+    sequence_index: int64 [M], the token's sequence in the row. loss_mask: bool [M].
+    num_tokens, num_sequences, num_prompts: counts of the whole update, over all rows and ranks.
+    prompt_num_tokens: [M], how many trained tokens the token's prompt has in the update.
     """
 
     policy_logprobs: Tensor
@@ -66,31 +70,35 @@ class LossInputs:
     constant: float = 1.0
 
     def mean(self, values: Tensor) -> Tensor:
-        """This row's share of the update's mean of values [M], as the aggregation weighs it."""
+        """Return this row's share [] of the update's mean of values [M], by the aggregation."""
         if self.aggregation == "token":
             return self.token_mean(values)
         # `where`, because a masked token may hold inf, and 0 * inf is not a number.
         return torch.where(self.loss_mask, values * self._weights(), 0.0).sum()
 
     def token_mean(self, values: Tensor) -> Tensor:
-        """This row's share of the update's mean over tokens of values [M]: for metrics."""
+        """Return this row's share [] of the update's token mean of values [M], for metrics."""
         return torch.where(self.loss_mask, values, 0.0).sum() / self.num_tokens
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """The mean over its sequence's tokens of values [M], at each of those tokens, [M]."""
+        """Return the mean of values [M] over each sequence, at each of its tokens, [M]."""
         sums = torch.zeros_like(values).index_add(
             0, self.sequence_index, torch.where(self.loss_mask, values, 0.0)
         )
         return sums[self.sequence_index] / self.sequence_num_tokens()
 
     def sequence_num_tokens(self) -> Tensor:
-        """How many counted tokens the token's sequence has, at least 1, [M]."""
+        """Return how many counted tokens each token's sequence has, at least 1, [M]."""
         counted = self.loss_mask.to(self.policy_logprobs.dtype)
         counts = torch.zeros_like(counted).index_add(0, self.sequence_index, counted)
         return counts[self.sequence_index].clamp(min=1)
 
     def require(self, name: str) -> Tensor:
-        """The named tensor; InvalidInput (LOSS_INPUT_MISSING) when the data has none."""
+        """Return the named tensor [M].
+
+        Raises InvalidInput (LOSS_INPUT_MISSING) when the data has none, and (RAGGED) when it does
+        not hold one value per token.
+        """
         values: Tensor | None = getattr(self, name)
         if values is None:
             raise InvalidInput(
@@ -100,23 +108,24 @@ class LossInputs:
             )
         if values.shape != self.policy_logprobs.shape:
             raise InvalidInput(
-                f"{name} is {list(values.shape)}, the log-probs {list(self.policy_logprobs.shape)}",
+                f"{name} has shape {list(values.shape)}, and the log-probs have "
+                f"{list(self.policy_logprobs.shape)}.",
                 reason=Reason.RAGGED,
                 remedy="Give one value per trained token.",
             )
         return values
 
     def log_ratio(self) -> Tensor:
-        """log(policy / base) [M], clamped.
+        """Return log(policy / base) [M], clamped to +-20 nats.
 
-        The base is the policy as the train step began where that is known, else the engine's own
-        log-probs.
+        The base is the policy as the train step began (proximal_logprobs) where that is known, else
+        the engine's own log-probs.
         """
         is_known = self.proximal_logprobs is not None
         return self.log_ratio_to("proximal_logprobs" if is_known else "inference_logprobs")
 
     def log_ratio_to(self, name: str) -> Tensor:
-        """log(policy / named) [M], clamped to +-20."""
+        """Return log(policy / named) [M], clamped to +-20 nats."""
         difference = self.policy_logprobs - self.require(name)
         return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 

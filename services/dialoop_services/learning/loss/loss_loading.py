@@ -1,4 +1,4 @@
-"""Finding an objective by the name of its loss.
+"""Find an objective by the name of its loss.
 
 load_objective("grpo", {"clip_high": 0.28})
 load_objective("dapo", aggregation="sequence")
@@ -32,10 +32,11 @@ log = logging.getLogger(__name__)
 def load_objective(
     name: str, options: Mapping[str, Any] | None = None, **surroundings: Any
 ) -> Objective:
-    """The objective of the loss called `name` (built in, or "package.module:function").
+    """Return the objective of the loss called `name` (built in, or "package.module:function").
 
-    `options` are the loss's own, `surroundings` fields of Objective. Raises InvalidConfig for a
-    name that leads nowhere, an option the loss does not take, or a correction it would not feel.
+    `options` are the loss's own, `surroundings` are fields of Objective. Raises InvalidConfig for
+    a name that does not exist, an option that the loss does not take, or a correction for a loss
+    that reads no advantages.
     """
     facts = facts_of(name)
     function = getattr(losses, facts.formula or name) if name in LOSSES else _function_at(name)
@@ -47,21 +48,21 @@ def load_objective(
         needs_advantages=facts.needs_advantages,
         imitates=facts.imitates,
     )
-    given = {key: value for key, value in surroundings.items() if value is not None}
-    if given.get("correction") is not None and (facts.imitates or not facts.needs_advantages):
+    fields = {key: value for key, value in surroundings.items() if value is not None}
+    if fields.get("correction") is not None and (facts.imitates or not facts.needs_advantages):
         raise InvalidConfig(
-            f"A correction weighs advantages, and loss {name} reads none.",
+            f"A correction weights advantages, and the loss {name} reads none.",
             reason=Reason.CORRECTION_WITHOUT_ADVANTAGES,
             remedy="Leave correction out of [train.objective], or take another loss.",
         )
-    if given.get("kl_coeff") and facts.holds_to_reference:
+    if fields.get("kl_coeff") and facts.holds_to_reference:
         log.warning("Loss %s holds the policy to the reference: kl_coeff counts as 0.", name)
-        given["kl_coeff"] = 0.0
-    return replace(objective, **given)
+        fields["kl_coeff"] = 0.0
+    return replace(objective, **fields)
 
 
 def load_loss(name: str, options: Mapping[str, Any] | None = None) -> Loss:
-    """The loss itself, without its surroundings."""
+    """Return the loss function alone, without its surroundings."""
     return load_objective(name, options).loss
 
 
@@ -72,7 +73,7 @@ def _with_options(
     unknown = sorted(set(options) - set(parameters))
     if unknown:
         raise InvalidConfig(
-            f"Loss {name} has no option {', '.join(unknown)}.",
+            f"The loss {name} has no option {', '.join(unknown)}.",
             reason=Reason.UNKNOWN_LOSS_OPTION,
             remedy=f"It takes {', '.join(list(parameters)[1:]) or 'none'}.",
         )

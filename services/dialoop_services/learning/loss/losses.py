@@ -7,14 +7,16 @@ A loss of your own is ten lines in a file of yours, named in the config as "pack
         loss = inputs.mean(-ratio * inputs.advantages)
         return LossOutput(loss, {"ratio": inputs.token_mean(ratio)})
 
-`inputs.mean` aggregates as the config says (by token, sequence, prompt or a constant). KL terms,
-entropy bonuses and corrections for sampler mismatch are
-`dialoop_services.learning.loss.objective`'s part: they go with any loss. Below r =
-exp(inputs.log_ratio()) = policy / inference, or policy / proximal where the train step's first
-policy is known, and A is the advantage.
+Shapes: every per-token value is float [M], for the M trained tokens of one packed row. The loss is
+a scalar [], and `clipped` is bool [M]. `inputs.mean` turns [M] into the scalar as the config says
+(by token, sequence, prompt or a constant). KL terms, entropy bonuses and corrections for sampler
+mismatch go with any loss: see `dialoop_services.learning.loss.objective`.
 
-"TRL" and "torchrl" below are what their 1.16 and 0.14 compute on the same tensors, as
-tests/parity/learning/test_peers.py shows; the one that a loss does not name has none like it.
+Below, r [M] = exp(inputs.log_ratio()) is policy / inference, or policy / proximal where the
+log-probs of the train step's first policy are known. A [M] is the advantage, sg stops the gradient,
+and each formula is one token's term. "TRL" and "torchrl" are what TRL 1.16 and torchrl 0.14 compute
+on the same tensors, as tests/parity/learning/test_peers.py shows. A library that a docstring does
+not name has no such loss.
 """
 
 from __future__ import annotations
@@ -29,14 +31,16 @@ __all__ = ["LossInputs", "LossOutput"]
 def grpo(
     inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0
 ) -> LossOutput:
-    """Clipped surrogate: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+    """Return the clipped surrogate: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
-    GRPO (arXiv 2402.03300), with PPO's clip (1707.06347); clip_high 0.28 is DAPO's (2503.14476).
-    dual_clip c > 1 bounds the term of negative advantages at c A (1912.09729); 0 is without.
+    Source: GRPO (arXiv 2402.03300) with PPO's clip (arXiv 1707.06347); clip_high 0.28 is DAPO's
+    (arXiv 2503.14476). dual_clip c > 1 bounds the term of negative advantages at c A
+    (arXiv 1912.09729); with 0 there is no such bound.
 
     TRL: loss_type "grpo" is this by sequence, "bnpo" and "dapo" by token, "dr_grpo" by constant.
-    Its delta is dual_clip from 1 + clip_high upwards; below, it also stops good tokens at delta.
-    torchrl: GRPOLoss and DAPO are this by token, and by sequence with "prompt_mean".
+    TRL's delta equals dual_clip from 1 + clip_high upwards; a smaller delta also stops tokens of
+    positive advantage at delta. torchrl: GRPOLoss and DAPO are this by token, and by sequence with
+    "prompt_mean".
     """
     ratio, advantages = inputs.log_ratio().exp(), inputs.require("advantages")
     objective = torch.minimum(
@@ -51,11 +55,12 @@ def grpo(
 
 
 def cispo(inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossOutput:
-    """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy: weights are clipped, not gradients.
+    """Return -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy: every token keeps a gradient.
 
-    CISPO (MiniMax-M1, arXiv 2506.13585), which has no lower bound; 5 is the cap of 2510.13786.
-    TRL: the same, its epsilon_high being the cap, our 1 + clip_high. torchrl: CISPOLoss
-    differentiates clip(r) A itself, so clipped tokens learn nothing there; the others as here.
+    Source: CISPO (MiniMax-M1, arXiv 2506.13585), which has no lower bound; the cap 5 is that of
+    arXiv 2510.13786. TRL: the same; its epsilon_high is the cap, here 1 + clip_high. torchrl:
+    CISPOLoss differentiates clip(r) A itself, so its clipped tokens learn nothing; its other
+    tokens learn as here.
     """
     ratio, advantages = inputs.log_ratio().exp().detach(), inputs.require("advantages")
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -64,10 +69,11 @@ def cispo(inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 4.0) 
 
 
 def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossOutput:
-    """-min(s A, clip(s) A) with one ratio per sequence: s = exp(mean over its tokens of log r).
+    """Return -min(s A, clip(s) A) with one ratio per sequence: s = exp(mean of its tokens' log r).
 
-    GSPO (arXiv 2507.18071); to be aggregated by sequence. TRL: importance_sampling_level
-    "sequence" with "grpo"; its "luspo" is this by constant 1.
+    s is [M]: all tokens of a sequence have the same. Source: GSPO (arXiv 2507.18071), which
+    aggregates by sequence. TRL: importance_sampling_level "sequence" with "grpo"; its "luspo" is
+    this by constant 1.
     """
     advantages = inputs.require("advantages")
     ratio = inputs.sequence_mean(inputs.log_ratio()).exp()
@@ -78,11 +84,11 @@ def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4)
 
 
 def reinforce(inputs: LossInputs) -> LossOutput:
-    """-r A, not clipped: the policy gradient with importance sampling token by token.
+    """Return -r A without a clip: the policy gradient with importance sampling token by token.
 
-    With leave-one-out advantages RLOO (arXiv 2402.14740), of which this is the token form.
-    TRL: RLOOTrainer has one ratio for the whole sequence, the product of its tokens', and clips it;
-    its gradient on-policy is this one's by constant 1.
+    Source: REINFORCE (R. Williams, 1992). With leave-one-out advantages it is the token form of
+    RLOO (arXiv 2402.14740). TRL: RLOOTrainer clips one ratio for the whole sequence, the product
+    of its tokens' ratios; its on-policy gradient is this one's by constant 1.
     """
     ratio = inputs.log_ratio().exp()
     return LossOutput(inputs.mean(-ratio * inputs.require("advantages")), {})
@@ -95,11 +101,11 @@ def dppo_mask(
     mask_high: float = 0.2,
     ratio_penalty: float = 1e-3,
 ) -> LossOutput:
-    """-r A + penalty * log(r)^2, without the tokens whose probability already moved too far.
+    """Return -r A + ratio_penalty * log(r)^2; tokens that moved too far lack the first term.
 
-    Left out of the first term: probability rose by more than mask_high with A > 0, or fell by more
-    than mask_low with A < 0. It is prime-rl's default (DPPO's binary total variation): a mask
-    by probability, not ratio, lets rare tokens move.
+    These are tokens with A > 0 whose probability rose by more than mask_high, and tokens with
+    A < 0 whose probability fell by more than mask_low. A mask by probability, not by ratio, lets
+    rare tokens move. Source: prime-rl's default loss (DPPO's binary total variation).
     """
     log_ratio, advantages = inputs.log_ratio(), inputs.require("advantages")
     rise = inputs.policy_logprobs.exp() - (inputs.policy_logprobs - log_ratio).exp()
@@ -112,11 +118,11 @@ def dppo_mask(
 def decoupled_ppo(
     inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, max_weight: float = 5.0
 ) -> LossOutput:
-    """-w min(r A, clip(r) A), r = policy / proximal, w = min(max_weight, proximal / sampler).
+    """Return -w min(r A, clip(r) A) with w = min(max_weight, proximal / sampler).
 
-    The trust region is around the policy as the train step began, however stale the data
-    (arXiv 2110.00641; AReaL, 2505.24298). TRL: its clip with the sampler ratios of mode
-    "token_truncate", clip_max being max_weight.
+    r is policy / proximal. w is [M], without gradient. The trust region is around the policy as the
+    train step began, however stale the data is. Source: arXiv 2110.00641; AReaL, arXiv 2505.24298.
+    TRL: its clip with the sampler ratios of mode "token_truncate", where clip_max is max_weight.
     """
     mismatch = inputs.require("proximal_logprobs") - inputs.require("inference_logprobs")
     weight = mismatch.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=max_weight)
@@ -128,11 +134,12 @@ def decoupled_ppo(
 
 
 def distill(inputs: LossInputs) -> LossOutput:
-    """-r sg(log teacher - log policy): the gradient of KL(policy || teacher) on sampled tokens.
+    """Return -r sg(log teacher - log policy), whose gradient is that of KL(policy || teacher).
 
-    On-policy distillation (arXiv 2306.13649) with the teacher's log-probs as ref_logprobs; rewards
-    play no part. torchrl: DistillationLoss differentiates the k3 estimate instead, which here is
-    kl_coeff 1 by sequence and no other loss. TRL's distillation needs the teacher's distributions.
+    The teacher's log-probs [M] of the sampled tokens are ref_logprobs; rewards play no part.
+    Source: on-policy distillation (arXiv 2306.13649). torchrl: DistillationLoss differentiates the
+    k3 estimate instead, which here is kl_coeff 1 by sequence and no other loss. TRL's distillation
+    needs the teacher's whole distributions.
     """
     gain = -inputs.log_ratio_to("ref_logprobs").detach()
     ratio = inputs.log_ratio().exp()
@@ -140,20 +147,22 @@ def distill(inputs: LossInputs) -> LossOutput:
 
 
 def sft(inputs: LossInputs) -> LossOutput:
-    """Negative log-likelihood of the demonstrated tokens.
+    """Return -log policy of the demonstrated tokens: their negative log-likelihood in nats.
 
-    TRL: SFTTrainer's "nll" is this by token. torchrl: SFTLoss is this by sequence, and with
-    normalize_by_seq_length off by constant 1; its KL term is divided by prompt tokens too.
+    Source: maximum likelihood. TRL: SFTTrainer's "nll" is this by token. torchrl: SFTLoss is this
+    by sequence, and by constant 1 with normalize_by_seq_length off; its KL term is divided by
+    prompt tokens too.
     """
     nll = -inputs.policy_logprobs
     return LossOutput(inputs.mean(nll), {"nll": inputs.token_mean(nll).detach()})
 
 
 def minor_sft(inputs: LossInputs, *, beta: float = 0.1) -> LossOutput:
-    """-log sigmoid(beta (log policy - log ref)) of each sequence's mean log-probs; by sequence.
+    """Return -log sigmoid(beta * gain), gain = each sequence's mean of log policy - log ref.
 
-    MinorSFT (arXiv 2408.10642) holds back what already is likelier than under the reference.
-    torchrl: the same; with normalize_by_seq_length off, beta times the sequence's length.
+    gain is [M]: all tokens of a sequence have the same. Sequences that are already likelier than
+    under the reference learn less. Source: MinorSFT (arXiv 2408.10642), which aggregates by
+    sequence. torchrl: the same; with normalize_by_seq_length off, beta times the sequence's length.
     """
     gain = inputs.sequence_mean(inputs.log_ratio_to("ref_logprobs"))
     loss = inputs.mean(-torch.nn.functional.logsigmoid(beta * gain))

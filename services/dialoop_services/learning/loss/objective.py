@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from dialoop_services.learning.loss.loss_inputs import Loss
 
 Estimator = Literal["k1", "k2", "k3"]
-"""How KL(policy || other) is estimated from the tokens the policy sampled, one number per token.
+"""How to estimate KL(policy || other) from the tokens that the policy sampled, [M].
 
 With d = log other - log policy (J. Schulman, "Approximating KL divergence", 2020):
 k1 = -d, unbiased, may be negative; k2 = d^2 / 2, biased, low variance; k3 = exp(d) - 1 - d,
 unbiased and never negative.
 
-As a loss only k2's gradient is that of the KL (in expectation, on-policy); k1's is zero in
-expectation and k3's that of the KL with its sides changed (Tang and Munos, arXiv 2506.09477). As a
-penalty in a reward k1 is the right one.
+As a loss only k2 has the gradient of the KL (in expectation, on-policy). The gradient of k1 is zero
+in expectation, and that of k3 is the gradient of KL(other || policy) (Tang and Munos, arXiv
+2506.09477). As a penalty in a reward k1 is the right one.
 
-TRL's GRPOTrainer adds k3 times the policy's ratio unless use_bias_correction_kl is off, then k3 as
-here; its RLOOTrainer takes k1 from the rewards, as our scorer does. torchrl adds k3 divided by all
-positions of the batch, those that nobody trains and padding among them.
+TRL's GRPOTrainer adds k3 times the policy's ratio; with use_bias_correction_kl off it adds k3 as
+here. TRL's RLOOTrainer subtracts k1 from the rewards, as Dialoop's scorer does. torchrl adds k3
+divided by all positions of the batch, including padding and positions that are not trained.
 """
 
 _BY_STALENESS = "staleness"
@@ -43,13 +43,14 @@ _BY_STALENESS = "staleness"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """A loss and its surroundings; called like a loss.
+    """A loss and what goes with it; it is called like a loss.
 
-    kl_coeff times the KL estimate to kl_to is added (0: none); entropy_coeff times the entropy is
-    taken away; whiten normalises advantages over the train step (REINFORCE++, arXiv 2501.03262).
-    KL and entropy are aggregated as the loss is; TRL's entropy bonus is always a mean over tokens.
+    kl_coeff: factor of the KL estimate to kl_to, which is added (0: none).
+    entropy_coeff: factor of the entropy, which is subtracted (0: none).
+    whiten: normalise advantages over the train step (REINFORCE++, arXiv 2501.03262).
+    imitates: the loss learns the tokens of every sequence whose advantage is not 0.
+    KL and entropy are aggregated as the loss is. TRL's entropy bonus is always a mean over tokens.
     The metrics loss_objective, loss_kl and loss_entropy add up to the loss.
-    A loss that imitates learns sequences by heart: all whose advantage is not 0, whatever it is.
     """
 
     loss: Loss
@@ -67,17 +68,17 @@ class Objective:
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the policy must be asked for its log-probs before the train step."""
+        """Return whether the policy's log-probs must be computed before the train step."""
         corrects = self.correction is not None and self.correction.needs_proximal
         return self.asks_for_proximal or corrects
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the entropy is part of the loss."""
+        """Return whether the entropy is part of the loss."""
         return bool(self.entropy_coeff)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """The loss of one packed row with everything that goes with it."""
+        """Return the loss [] of one packed row with KL, entropy and correction, and metrics."""
         inputs = replace(inputs, aggregation=self.aggregation, constant=self.constant)
         metrics: dict[str, Tensor] = _mismatch_metrics(inputs)
         if self.correction is not None:
@@ -103,9 +104,9 @@ class Objective:
 
 
 def combine_metrics(rows: Iterable[Mapping[str, Tensor | float]]) -> dict[str, Any]:
-    """Add up the metrics of an update's rows, and derive what is no sum.
+    """Add up the metrics of an update's rows, and derive those that are not sums.
 
-    ess, the effective sample size as a share of all tokens: mean(r)^2 / mean(r^2), 1 on-policy.
+    ess: the effective sample size as a share of all tokens, mean(r)^2 / mean(r^2), 1 on-policy.
     by_staleness: {versions behind: {num_tokens, mismatch_kl, ratio, ess, ...}}, means over the
     tokens of that age.
     """
@@ -128,9 +129,9 @@ def combine_metrics(rows: Iterable[Mapping[str, Tensor | float]]) -> dict[str, A
 
 
 def mean_metrics(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The plain mean over updates of what `combine_metrics` gave for each.
+    """Return the plain mean over updates of what `combine_metrics` returned for each.
 
-    by_staleness of several updates is weighed by their tokens; num_tokens are those of one pass.
+    Each age of by_staleness is weighted by its tokens; its num_tokens are those of one pass.
     """
     names = [name for name in updates[0] if name != "by_staleness"]
     means: dict[str, Any] = {n: sum(u[n] for u in updates) / len(updates) for n in names}
@@ -141,9 +142,9 @@ def mean_metrics(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _of_age(updates: Sequence[Mapping[str, Any]], age: int) -> dict[str, float]:
-    found = [u["by_staleness"][age] for u in updates if age in u.get("by_staleness", {})]
-    total = sum(one["num_tokens"] for one in found)
-    means = {name: sum(o[name] * o["num_tokens"] for o in found) / total for name in found[0]}
+    rows = [u["by_staleness"][age] for u in updates if age in u.get("by_staleness", {})]
+    total = sum(row["num_tokens"] for row in rows)
+    means = {name: sum(row[name] * row["num_tokens"] for row in rows) / total for name in rows[0]}
     return {**means, "num_tokens": total}
 
 
@@ -155,7 +156,7 @@ def _means(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def _mismatch_metrics(inputs: LossInputs) -> dict[str, Tensor]:
-    """How far the policy is from the sampler, and its entropy, over the update's tokens."""
+    """Return how far the policy is from the sampler, and its entropy, over the update's tokens."""
     metrics = {name: inputs.token_mean(values) for name, values in _token_metrics(inputs).items()}
     if "mismatch_kl" in metrics:
         metrics["approx_kl"] = metrics.pop("mismatch_kl")
@@ -163,7 +164,7 @@ def _mismatch_metrics(inputs: LossInputs) -> dict[str, Tensor]:
 
 
 def _by_staleness(inputs: LossInputs, clipped: Tensor | None) -> dict[str, Tensor]:
-    """Sums over the tokens of each age, which `combine_metrics` divides by their number."""
+    """Return sums over the tokens of each age, which `combine_metrics` divides by their number."""
     if inputs.staleness is None:
         return {}
     values = _token_metrics(inputs)
@@ -187,7 +188,7 @@ def _token_metrics(inputs: LossInputs) -> dict[str, Tensor]:
     if inputs.inference_logprobs is not None:
         ratio = inputs.log_ratio_to("inference_logprobs").exp()
         inference = inputs.require("inference_logprobs")
-        # E over the sampler of k3(inference || policy) = r - 1 - log r.
+        # k3 of KL(inference || policy) over the sampler's tokens: r - 1 - log r.
         values = {
             "mismatch_kl": k3(inference, inputs.policy_logprobs),
             "ratio": ratio,
@@ -199,23 +200,23 @@ def _token_metrics(inputs: LossInputs) -> dict[str, Tensor]:
 
 
 def k1(policy_logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Log policy - log other."""
+    """Return log policy - log other [M]."""
     return -_difference(policy_logprobs, other_logprobs)
 
 
 def k2(policy_logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """(log policy - log other)^2 / 2."""
+    """Return (log policy - log other)^2 / 2 [M]."""
     return _difference(policy_logprobs, other_logprobs).square() / 2
 
 
 def k3(policy_logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """exp(d) - 1 - d with d = log other - log policy."""
+    """Return exp(d) - 1 - d [M] with d = log other - log policy."""
     difference = _difference(policy_logprobs, other_logprobs)
     return difference.exp() - difference - 1
 
 
 def estimate(kind: Estimator, policy_logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """The estimator called `kind`."""
+    """Return the KL estimate [M] of the estimator called `kind`."""
     return {"k1": k1, "k2": k2, "k3": k3}[kind](policy_logprobs, other_logprobs)
 
 

@@ -1,14 +1,14 @@
 """Causal attention inside each sequence of a packed row, for any transformers model.
 
-The model's linear layers see the packed row; attention is one SDPA call per bucket of sequences of
-similar length. Sequences of a bucket are laid side by side and filled up on the right: under a
-causal mask no real token looks to its right, so the filling needs no mask and changes nothing.
+The model's linear layers see the packed row. Attention is one SDPA call per bucket of sequences of
+similar length. A bucket is a batch of its sequences, padded on the right. Under a causal mask no
+real token attends to its right, so the padding needs no mask and changes nothing.
 
 With 64 sequences of about 30 tokens in the demo's model this took two thirds of the time of one
 call per sequence and a third of that of one dense block mask (one CPU core, forward and backward).
 
 On a CUDA device and in half precision all sequences go through one call of torch's varlen flash
-attention instead (`takes_varlen`); in float32, which that kernel does not compute, through SDPA.
+attention instead (`takes_varlen`). That kernel does not compute float32, which goes through SDPA.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from dialoop_services.learning.packing.prefixes import SharedPrefixes
 
 PACKED_ATTENTION = "dialoop_packed"
-"""The `attn_implementation` under which `packed_attention` is known to transformers."""
+"""The `attn_implementation` under which transformers finds `packed_attention`."""
 
 _ALTERING = ("softcap", "s_aux", "position_bias", "cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionPlan:
-    """How a packed row is laid out for attention, made once per batch.
+    """The layout of a packed row for attention, made once per batch.
 
-    buckets: per bucket the computed tokens int64 [n, longest]; filling repeats a real one.
-    restore: int64 [K], where each computed token's result stands in the concatenated results.
+    buckets: per bucket the computed tokens int64 [n, longest]; padding repeats a real one.
+    restore: int64 [K], the place of each computed token's result in the concatenated results.
     """
 
     buckets: tuple[Tensor, ...]
@@ -55,8 +55,8 @@ class AttentionPlan:
 class VarlenPlan:
     """The same layout for flash attention over all sequences at once.
 
-    tokens: int64 [T], which computed token stands where; kept: int64 [K], where each is read back;
-    cu_seqlens: int32 [N + 1].
+    tokens: int64 [T], the computed token at each place. kept: int64 [K], the place from which each
+    computed token is read back. cu_seqlens: int32 [N + 1].
     """
 
     tokens: Tensor
@@ -71,7 +71,7 @@ def plan_attention(
     device: torch.device | str = "cpu",
     fill: float = 0.25,
 ) -> AttentionPlan:
-    """Buckets of sequences so that at most a share of `fill` of any row is filling.
+    """Plan buckets of sequences so that at most a share of `fill` of any row is padding.
 
     Sequences that share a beginning read its keys and values from the same computed tokens.
     """
@@ -82,7 +82,7 @@ def plan_attention(
         if not buckets or lengths[i] < (1 - fill) * lengths[buckets[-1][0]]:
             buckets.append([])
         buckets[-1].append(i)
-    standing = torch.empty(starts[-1], dtype=torch.int64)
+    result_places = torch.empty(starts[-1], dtype=torch.int64)
     layouts, offset = [], 0
     for bucket in buckets:
         width = lengths[bucket[0]]
@@ -91,10 +91,10 @@ def plan_attention(
         steps = torch.arange(width)
         real = steps < size
         layout = first + torch.minimum(steps, size - 1)
-        standing[layout[real]] = offset + real.flatten().nonzero().squeeze(-1)
+        result_places[layout[real]] = offset + real.flatten().nonzero().squeeze(-1)
         offset += layout.numel()
         layouts.append((layout if shared is None else shared.places[layout]).to(device))
-    restore = standing if shared is None else standing[shared.kept]
+    restore = result_places if shared is None else result_places[shared.kept]
     return AttentionPlan(
         buckets=tuple(layouts),
         restore=restore.to(device),
@@ -119,7 +119,7 @@ def _plan_varlen(
 
 
 def takes_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch has a varlen kernel with a backward for this: CUDA in half precision."""
+    """Return whether torch has a varlen kernel with a backward: on CUDA in half precision."""
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
@@ -131,22 +131,23 @@ def packed_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query [1, H, T, D], key and value [1, K, T, D].
+    """Compute attention as transformers calls it: query [1, H, T, D], key and value [1, K, T, D].
 
-    Returns [1, T, H, D]. Needs `attention_plan` among the model's keyword arguments, and refuses
-    what it cannot do exactly (masks, soft caps, sinks, windows shorter than a sequence).
+    Returns [1, T, H, D]. Needs `attention_plan` among the model's keyword arguments. Raises
+    Unsupported for what it cannot do exactly (masks, soft caps, sinks, windows shorter than a
+    sequence).
     """
     plan = _require_plan(query, attention_mask, kwargs)
     grouped = query.shape[1] != key.shape[1]
-    # Under autocast values are in half precision, and rotated queries and keys are not.
+    # Under autocast values are in half precision, but rotated queries and keys are not.
     if plan.varlen is not None and takes_varlen(value.device, value.dtype):
         return varlen_attention(query, key, value, plan, scale=kwargs.get("scaling")), None
     results = []
     for layout in plan.buckets:
         out = scaled_dot_product_attention(
-            _laid_out(query, layout),
-            _laid_out(key, layout),
-            _laid_out(value, layout),
+            _lay_out(query, layout),
+            _lay_out(key, layout),
+            _lay_out(value, layout),
             is_causal=True,
             scale=kwargs.get("scaling"),
             enable_gqa=grouped,
@@ -165,9 +166,9 @@ def varlen_attention(
     scale: float | None,
     kernel: Callable[..., Any] = varlen_attn,
 ) -> Tensor:
-    """[1, T, H, D] by one call of `kernel`, which is torch's varlen_attn or has its signature.
+    """Return attention [1, T, H, D] by one call of `kernel`, in the dtype of `value`.
 
-    In the precision of `value`.
+    `kernel` is torch's varlen_attn or has its signature.
     """
     assert plan.varlen is not None
     rows = [
@@ -188,8 +189,8 @@ def varlen_attention(
     return out.index_select(0, plan.varlen.kept)[None]
 
 
-def _laid_out(packed: Tensor, layout: Tensor) -> Tensor:
-    """[1, H, T, D] at positions [n, longest] as a batch of sequences [n, H, longest, D]."""
+def _lay_out(packed: Tensor, layout: Tensor) -> Tensor:
+    """Return [1, H, T, D] at positions [n, longest] as a batch of sequences [n, H, longest, D]."""
     heads, _, size = packed.shape[1:]
     flat = packed[0].index_select(1, layout.flatten())
     return flat.view(heads, *layout.shape, size).transpose(0, 1)

@@ -1,8 +1,9 @@
 """The head as one fused kernel on a GPU: cut cross-entropy (arXiv 2411.09009), the extra `gpu`.
 
-Logits are never written to memory, in forward or backward. It computes in half precision: products
-of bfloat16 summed in float32, gradients of the head summed in float32 where the installed release
-can. No entry of a gradient is left out, which is its default (`filter_eps`).
+The kernel never writes logits to memory, neither in forward nor in backward. It computes in half
+precision: products of bfloat16 are summed in float32, and so are gradients of the head where the
+installed release can. By default the kernel leaves small gradients out (`filter_eps`); Dialoop
+keeps all of them.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ _CHUNKED = 'Set logprob_kernel = "chunked" in [train], which runs anywhere'
 
 
 def cut_kernel(device: torch.device) -> Callable[..., Tensor]:
-    """`cut_cross_entropy.linear_cross_entropy`; InvalidConfig where it cannot run.
+    """Return `cut_cross_entropy.linear_cross_entropy`.
 
-    NEEDS_CUDA without a CUDA device, KERNEL_NOT_INSTALLED without the package.
+    Raises InvalidConfig (NEEDS_CUDA) without a CUDA device, and (KERNEL_NOT_INSTALLED) without the
+    package.
     """
     if device.type != "cuda":
         raise InvalidConfig(
-            f"The log-prob kernel cut runs on CUDA devices, and the model is on {device.type}.",
+            f"The log-prob kernel cut needs a CUDA device, and the model is on {device.type}.",
             reason=Reason.NEEDS_CUDA,
             remedy=f'{_CHUNKED}, or train with device = "cuda".',
         )
@@ -47,8 +49,8 @@ def cut_kernel(device: torch.device) -> Callable[..., Tensor]:
             reason=Reason.KERNEL_NOT_INSTALLED,
             remedy=f"pip install 'dialoop-services[trainer,gpu]'. Or: {_CHUNKED}.",
         ) from error
-    found: Callable[..., Tensor] = module.linear_cross_entropy
-    return found
+    kernel: Callable[..., Tensor] = module.linear_cross_entropy
+    return kernel
 
 
 def cut_logprobs(
@@ -59,24 +61,26 @@ def cut_logprobs(
     *,
     kernel: Callable[..., Tensor],
 ) -> Tensor:
-    """Log-probs float32 [M]; the arguments are those of `token_logprobs`, hidden in half precision.
+    """Return log-probs float32 [M]; arguments as in `token_logprobs`, hidden in half precision.
 
-    scale, 1 / temperature, float32 [M] or [1], is folded into the hidden states. `kernel` has the
+    scale: 1 / temperature, float32 [M] or [1], which multiplies the hidden states. `kernel` has the
     signature of `linear_cross_entropy` and takes a gradient for each token.
     """
     require_half(hidden.dtype)
-    tempered = hidden if len(scale) == 1 and float(scale) == 1.0 else _tempered(hidden, scale)
-    if not len(targets):  # a grid of no blocks is no kernel
+    tempered = (
+        hidden if len(scale) == 1 and float(scale) == 1.0 else _apply_temperature(hidden, scale)
+    )
+    if not len(targets):  # CUDA cannot launch a kernel without blocks
         return (tempered.sum() + weight.sum()).float() * torch.zeros(0, device=hidden.device)
     options = {name: True for name in _PRECISE if name in inspect.signature(kernel).parameters}
-    # Some releases cast the head themselves, others take it for granted.
+    # Some releases cast the head themselves, others expect the dtype of the hidden states.
     head = weight.to(hidden.dtype)
     nll = kernel(tempered, head, targets, reduction="none", filter_eps=None, **options)
     return -nll.float()
 
 
 def require_half(dtype: torch.dtype) -> None:
-    """Unsupported (KERNEL_NEEDS_HALF_PRECISION) for what the kernel does not compute."""
+    """Raise Unsupported (KERNEL_NEEDS_HALF_PRECISION) for a dtype other than half precision."""
     if dtype not in _HALF:
         raise Unsupported(
             f"The log-prob kernel cut computes in half precision, not in {dtype}.",
@@ -86,7 +90,7 @@ def require_half(dtype: torch.dtype) -> None:
 
 
 def refuse_entropy() -> NoReturn:
-    """The kernel never holds a distribution, so it has no entropy to give."""
+    """Raise Unsupported: the kernel never holds a distribution, so it cannot give the entropy."""
     raise Unsupported(
         "The log-prob kernel cut gives no entropy.",
         reason=Reason.KERNEL_WITHOUT_ENTROPY,
@@ -94,5 +98,5 @@ def refuse_entropy() -> NoReturn:
     )
 
 
-def _tempered(hidden: Tensor, scale: Tensor) -> Tensor:
+def _apply_temperature(hidden: Tensor, scale: Tensor) -> Tensor:
     return (hidden.float() * scale[:, None]).to(hidden.dtype)

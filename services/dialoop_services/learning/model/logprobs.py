@@ -1,7 +1,7 @@
 """Log-probs of chosen tokens in bounded memory, however large the vocabulary.
 
-The language-model head and the softmax run in chunks of rows. Their probabilities are kept for the
-backward pass up to a fixed number of bytes; what is beyond is computed a second time there.
+The language-model head and the softmax run in chunks of rows. The backward pass needs their
+probabilities: up to a fixed number of bytes they are kept, the rest is computed a second time.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from dialoop_services.learning.model.fused_head import LogprobKernel
 
 DEFAULT_CHUNK_ROWS = 1024
-"""How many rows of logits exist at one time, at most."""
+"""Most rows of logits that exist at one time."""
 
 DEFAULT_KEPT_BYTES = 64 << 20
-"""How much of the probabilities is kept for backward; the rest is computed a second time there."""
+"""Most bytes of probabilities kept for backward; the rest is computed a second time there."""
 
 _CACHED_LOGITS = 1 << 20
 _LEAST_ROWS = 128
 
 
 class TokenScores(NamedTuple):
-    """Of M tokens: logprobs float32 [M], nats; entropy float32 [M] of their distributions.
+    """The scores of M tokens: logprobs float32 [M] in nats, entropy float32 [M] in nats.
 
-    entropy is None unless it was asked for; both carry gradients. float64 stays float64.
+    entropy is None unless `with_entropy` was set. Both carry gradients. float64 stays float64.
     """
 
     logprobs: Tensor
@@ -51,13 +51,13 @@ def token_logprobs(  # noqa: PLR0913 - what is scored, and three ways to trade m
     kept_bytes: int = DEFAULT_KEPT_BYTES,
     kernel: LogprobKernel = "chunked",
 ) -> TokenScores:
-    """The value log softmax(hidden @ weight.T / temperature)[targets], in float32 or better.
+    """Return log softmax(hidden @ weight.T / temperature)[targets] [M], in float32 or better.
 
-    hidden [M, H], weight [V, H], targets int64 [M]; temperature, one number or [M], must be the
-    one the tokens were sampled with: the policy is the tempered distribution. At most `chunk_rows`
-    rows of logits exist at one time, and `kept_bytes` of probabilities until backward.
-    The kernel "cut" is `dialoop_services.learning.model.fused_head`'s: on CUDA, in half precision,
-    no entropy.
+    hidden: [M, H]. weight: [V, H]. targets: int64 [M]. temperature: one number or [M]; it must be
+    the one that the tokens were sampled with, because the policy is the tempered distribution.
+    At most `chunk_rows` rows of logits exist at one time, and `kept_bytes` of probabilities until
+    backward. The kernel "cut" is that of `dialoop_services.learning.model.fused_head`: on CUDA, in
+    half precision, without entropy.
     """
     scale = _inverse_temperature(temperature, hidden)
     if kernel == "cut":
@@ -72,15 +72,15 @@ def token_logprobs(  # noqa: PLR0913 - what is scored, and three ways to trade m
 
 
 def _inverse_temperature(temperature: float | Tensor, hidden: Tensor) -> Tensor:
-    """float32 [M], or [1] where one number serves all."""
-    given = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).reshape(-1)
-    if not bool((given > 0).all()):
+    """Return 1 / temperature, float32 [M], or [1] where all tokens have the same."""
+    values = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).reshape(-1)
+    if not bool((values > 0).all()):
         raise InvalidInput(
             f"Log-probs at temperature {temperature} are undefined.",
             reason=Reason.INVALID_TEMPERATURE,
             remedy="Train on tokens sampled with a temperature above 0.",
         )
-    return 1.0 / given
+    return 1.0 / values
 
 
 class _Options(NamedTuple):
@@ -90,7 +90,9 @@ class _Options(NamedTuple):
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """Gradients from p = softmax(logits), kept for some chunks and computed anew for the others.
+    """Log-probs and entropy whose backward keeps p = softmax(logits) of some chunks.
+
+    The p of the other chunks are computed a second time.
 
     d logp_i / d logits = onehot(target_i) - p_i; d H_i / d logits = -p_i (log p_i + H_i).
     """
@@ -122,17 +124,17 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 kept.append(probs)
         ctx.save_for_backward(hidden, weight, targets, scale, normalisers, entropy)
         ctx.options, ctx.kept = options, kept
-        ctx.set_materialize_grads(False)  # entropy asked for as a metric costs nothing here
+        ctx.set_materialize_grads(False)  # an entropy that is only a metric gets no gradient
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, scale, normalisers, entropy = ctx.saved_tensors
-        kept, ctx.kept = ctx.kept, []  # let go as they are used; a second pass computes all anew
+        kept, ctx.kept = ctx.kept, []  # freed as they are used; a second backward recomputes all
         kept.reverse()
         grad_hidden = torch.empty_like(hidden)
-        # Summed in float32 whatever the weights are: chunks of bfloat16 would round away.
-        grad_weight = None  # of a frozen head, as under LoRA, none is asked for
+        # Summed in float32 for weights of any dtype: in bfloat16 small chunks would round away.
+        grad_weight = None  # a frozen head, as under LoRA, needs none
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=_precision(weight))
         for part in _parts(hidden.shape[0], _chunk_rows(ctx.options, weight)):
@@ -147,48 +149,49 @@ class _ChunkedLogProbs(torch.autograd.Function):
                     _add_product(grad_weight, slope.T, hidden[part])
                     continue
                 probs = logprobs.exp_()
-            given = _Rows(hidden[part], targets[part], grads[0][part, None] * _of(scale, part))
-            grad_hidden[part] = _gradients(probs, weight, given, grad_weight)
+            rows = _Rows(hidden[part], targets[part], grads[0][part, None] * _of(scale, part))
+            grad_hidden[part] = _gradients(probs, weight, rows, grad_weight)
         whole = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, whole, None, None, None
 
 
 class _Rows(NamedTuple):
-    """Of a chunk: hidden states [m, H], targets [m] and the gradient at each log-prob [m, 1]."""
+    """The hidden states [m, H], targets [m] and gradients at each log-prob [m, 1] of a chunk."""
 
     hidden: Tensor
     targets: Tensor
-    given: Tensor
+    grads: Tensor
 
 
 def _gradients(probs: Tensor, weight: Tensor, rows: _Rows, grad_weight: Tensor | None) -> Tensor:
-    """The gradient at a chunk's hidden states; adds that of the weight to `grad_weight`.
+    """Return the gradient [m, H] at a chunk's hidden states; add the weight's to `grad_weight`.
 
-    The factor g of a row is put on what has the size of hidden states, not of the vocabulary:
-    -g ((p - onehot) W) and -(p - onehot)^T (g h). The difference is taken in `probs`, which it
-    overwrites, before anything is rounded to the weights' format: near p = 1 nothing else is left.
+    A row's factor g multiplies values of the size of hidden states, not of the vocabulary:
+    -g ((p - onehot) W) and -(p - onehot)^T (g h). It computes the difference in `probs`, which it
+    overwrites, before anything is rounded to the weights' dtype: near p = 1 rounding would lose it.
     """
     probs.scatter_add_(-1, rows.targets[:, None], -torch.ones_like(probs[:, :1]))
     away = probs.to(weight.dtype)
-    weighed = (rows.hidden.to(rows.given.dtype) * rows.given).to(weight.dtype)
-    _add_product(grad_weight, away.T, -weighed)
-    return (product(away, weight) * -rows.given).to(weight.dtype)
+    weighted = (rows.hidden.to(rows.grads.dtype) * rows.grads).to(weight.dtype)
+    _add_product(grad_weight, away.T, -weighted)
+    return (product(away, weight) * -rows.grads).to(weight.dtype)
 
 
-def _add_product(total: Tensor | None, one: Tensor, other: Tensor) -> None:
-    """Add one @ other to total, if it is wanted, in place where that is the faster way."""
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to `total`, unless that is None; use one fused call where that is faster."""
     if total is None:
         return
-    if total.dtype is one.dtype and not total.is_cpu:
-        total.addmm_(one, other)
+    if total.dtype is left.dtype and not total.is_cpu:
+        total.addmm_(left, right)
     else:
-        total += product(one, other)
+        total += product(left, right)
 
 
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities and log of the sum of exponentials; one pass over the vocabulary and two looks.
+    """Return the probabilities and the log of the sum of exponentials of each row.
 
-    The likeliest token's probability is at least 1 / V, so its logarithm is exact.
+    The latter comes from the likeliest token: its probability is at least 1 / V, so the logarithm
+    of it is exact.
     """
     probs = logits.softmax(-1)
     return probs, logits.amax(-1) - probs.amax(-1).log()
@@ -197,7 +200,7 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 def _slope(
     logprobs: Tensor, targets: Tensor, entropy: Tensor, part: slice, grads: tuple[Tensor, ...]
 ) -> Tensor:
-    """The gradient [rows of part, V] at the tempered logits; may overwrite `logprobs`."""
+    """Return the gradient [rows of part, V] at the tempered logits; it may overwrite `logprobs`."""
     of_logprobs, of_entropy = grads
     away = None
     if of_entropy is not None:
@@ -213,7 +216,7 @@ def _slope(
 
 
 def _chunk_rows(options: _Options, weight: Tensor) -> int:
-    """Rows of a chunk: on a CPU few enough for its cache, but not less than pays for a product."""
+    """Return the rows of a chunk: on a CPU few enough for its cache, but at least `_LEAST_ROWS`."""
     if weight.device.type != "cpu":
         return options.chunk_rows
     return min(options.chunk_rows, max(_LEAST_ROWS, _CACHED_LOGITS // weight.shape[0]))
@@ -228,12 +231,12 @@ def _precision(values: Tensor) -> torch.dtype:
 
 
 def _of(scale: Tensor, part: slice) -> Tensor:
-    """The scale of the part's rows, against [rows, V]."""
+    """Return the scale of the part's rows, to multiply [rows, V]."""
     return scale[part, None] if len(scale) > 1 else scale
 
 
 def _logits(hidden: Tensor, weight: Tensor, scale: Tensor, part: slice) -> Tensor:
-    """Tempered logits [rows of part, V], float32 or better."""
-    if hidden.dtype is _precision(hidden):  # then hidden states may be scaled, which are fewer
+    """Return tempered logits [rows of part, V], in float32 or better."""
+    if hidden.dtype is _precision(hidden):  # then scale the hidden states, which are smaller
         return product(hidden * _of(scale, part), weight.T)
     return product(hidden, weight.T).to(_precision(hidden)).mul_(_of(scale, part))

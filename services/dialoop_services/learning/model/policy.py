@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from dialoop_services.learning.packing.rows import PackedBatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""The number formats a setting may name."""
+"""The dtypes that a setting may name."""
 
 
 class PolicyModel(nn.Module):
-    """A causal language model whose forward gives log-probs of trained tokens.
+    """A causal language model whose forward returns log-probs of trained tokens.
 
-    Everything happens inside `forward`, so that FSDP2 can shard this module as a whole.
+    All computation is inside `forward`, so that FSDP2 can shard this module as a whole.
     """
 
     def __init__(self, causal_lm: Any, *, chunk_rows: int = DEFAULT_CHUNK_ROWS) -> None:
@@ -56,7 +56,7 @@ class PolicyModel(nn.Module):
         temperature: float | Tensor = 1.0,
         with_entropy: bool = False,
     ) -> TokenScores:
-        """Scores of the M tokens under the batch's loss mask, in packed order."""
+        """Return the scores of the M tokens under the batch's loss mask, in packed order."""
         positions = batch.trained_positions
         shared = share_prefixes(batch.packed_tokens, batch.attention_lengths)
         predictors = shared.places.to(positions.device)[positions - 1]
@@ -72,7 +72,7 @@ class PolicyModel(nn.Module):
         )
 
     def hidden_matrices(self) -> list[nn.Parameter]:
-        """The weights between embedding and head that are matrices: what Muon is made for."""
+        """Return the matrices between embedding and head, which Muon is made for."""
         outer = {
             id(module.weight)
             for module in (
@@ -83,9 +83,9 @@ class PolicyModel(nn.Module):
         return [p for p in self.parameters() if p.ndim == 2 and id(p) not in outer]
 
     def take_kernel(self, kernel: LogprobKernel, *, device: torch.device) -> None:
-        """Compute log-probs by this kernel from now on; InvalidConfig where it cannot run.
+        """Compute log-probs by this kernel from now on; raise InvalidConfig where it cannot run.
 
-        `device` is where the model will compute, which need not be where it was loaded.
+        `device` is where the model will compute, which may differ from where it was loaded.
         """
         if kernel == "cut":
             cut_kernel(device)
@@ -94,24 +94,24 @@ class PolicyModel(nn.Module):
 
     def checkpoint_activations(self) -> None:
         """Keep only what enters each layer, and compute the rest anew in the backward pass."""
-        # What is computed anew must come from the same kernels.
+        # The second computation must use the same kernels as the first.
         kernels = {"context_fn": lambda: (nullcontext(), linear_products(self.head_weight.device))}
         self.causal_lm.gradient_checkpointing_enable({"use_reentrant": False, **kernels})
         for module in self.modules():
             if isinstance(module, GradientCheckpointingLayer):
-                # It looks at its own flag; that of what is inside stays off, and dropout with it.
+                # The layer checks its own flag. Modules inside stay in eval mode, without dropout.
                 module.training = True
 
     def save(self, directory: Path) -> None:
-        """Write config.json and model.safetensors, as transformers and vLLM load them."""
+        """Write config.json and model.safetensors, which transformers and vLLM load."""
         self.causal_lm.save_pretrained(directory)
 
     def _hidden_states(self, batch: PackedBatch, shared: SharedPrefixes) -> Tensor:
-        """[K, H] of the computed tokens, after the last layer and its norm."""
+        """Return the states [K, H] of the computed tokens, after the last layer and its norm."""
         device = batch.packed_tokens.device
         plan = plan_attention(batch.attention_lengths, shared=shared, device=device)
         kept = shared.kept.to(device)
-        # The head is left out of it: log-probs are of the weights in their own precision.
+        # Autocast excludes the head, so that log-probs use its weights in their own precision.
         half = torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None)
         with half, linear_products(device):
             output = self.causal_lm.base_model(
@@ -122,12 +122,12 @@ class PolicyModel(nn.Module):
             )
         states: Tensor = output.last_hidden_state[0]
         if self.autocast is None or self.logprob_kernel == "cut":
-            return states  # that kernel takes half precision and a head in any
+            return states  # the kernel cut takes half precision, with a head of any dtype
         return states.to(self.head_weight.dtype)
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, H]."""
+        """Return the weight of the head, [V, H]."""
         weight: Tensor = self.causal_lm.get_output_embeddings().weight
         return weight
 
@@ -139,12 +139,15 @@ def load_policy(
     device: torch.device | str = "cpu",
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
 ) -> PolicyModel:
-    """Load the model in `directory`, without dropout, and prove that it scores packed rows.
+    """Load the model in `directory`, without dropout, and check that it scores packed rows.
 
-    Raises Unsupported (MODEL_NOT_PACKABLE) for a model whose packed log-probs are not its own.
+    Raises Unsupported (MODEL_NOT_PACKABLE) for a model whose packed log-probs differ from those of
+    its own forward.
     """
     if dtype not in DTYPES:
-        raise InvalidConfig(f"dtype is {dtype!r}.", remedy=f"Use one of {', '.join(DTYPES)}.")
+        raise InvalidConfig(
+            f"dtype {dtype!r} is unknown.", remedy=f"Use one of {', '.join(DTYPES)}."
+        )
     try:
         causal_lm = AutoModelForCausalLM.from_pretrained(
             directory, dtype=DTYPES[dtype], attn_implementation=PACKED_ATTENTION
@@ -161,8 +164,8 @@ def load_policy(
 def require_packable(policy: PolicyModel) -> None:
     """Compare a packed row with the model's own logits, one sequence at a time.
 
-    This is what notices soft caps, scaled logits, biased heads, state-space layers, or attention
-    that is not plain: they would otherwise train something else than what is served.
+    This notices soft caps, scaled logits, biased heads, state-space layers, and attention that is
+    not plain. With them the trainer would train another policy than the engines serve.
     """
     weight = policy.causal_lm.get_output_embeddings().weight
     generator = torch.Generator().manual_seed(0)
@@ -178,7 +181,7 @@ def require_packable(policy: PolicyModel) -> None:
 
 
 def _own_logprobs(causal_lm: Any, rows: list[Tensor]) -> Tensor:
-    """Log-probs [sum of L - 1] by the model's unpacked forward and head."""
+    """Return log-probs [sum of L - 1] by the model's unpacked forward and head."""
     causal_lm.set_attn_implementation("eager")
     try:
         parts = []

@@ -1,12 +1,12 @@
-"""Float32 matrix products of a CPU by oneDNN, which torch ships but does not ask for them.
+"""Float32 matrix products on a CPU by oneDNN, which torch ships but does not use for them.
 
-torch's own products in float32 are MKL's, which on an AMD processor leaves AVX-512 unused: oneDNN
-was 2.2 times as fast there (one core, 240 against 108 Gflop/s). What they round differs by the
-order of their sums alone. Everything that is not float32 on an x86 CPU stays with torch.
+torch uses MKL for products in float32, and on an AMD processor MKL leaves AVX-512 unused: oneDNN
+was 2.2 times as fast there (one core, 240 against 108 Gflop/s). Their results differ only by the
+rounding of another order of sums. Everything that is not float32 on an x86 CPU stays with torch.
 
-oneDNN keeps what it prepared for each shape, with a buffer of the output's size, for 1024 shapes;
-packed rows have another length in nearly every update, so that would grow to gigabytes. Importing
-this module, before the process's first oneDNN operation, bounds both of its caches.
+oneDNN caches what it prepares for each of 1024 shapes, with a buffer of the output's size. Packed
+rows have another length in nearly every update, so the cache would grow to gigabytes. Importing
+this module before the process's first oneDNN operation bounds both of its caches.
 
     with linear_products(device):
         model(...)                  # every torch.nn.functional.linear in it, and its gradients
@@ -29,27 +29,27 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-# Read by the libraries when they are first used. Enough for the layers of one row, which share it.
+# The libraries read these at their first use. 32 is enough for the layers of one row.
 for _name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
     os.environ.setdefault(_name, "32")
 
 _AVAILABLE = platform.machine() in ("x86_64", "AMD64") and torch._C._has_mkldnn
 
 
-def product(one: Tensor, other: Tensor) -> Tensor:
-    """The product one @ other of [M, K] and [K, N], by the faster library; without gradients."""
-    if not _is_taken(one, other):
-        return one @ other
-    return _onednn(one, other.T, None)
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return left [M, K] @ right [K, N] by the faster library, without gradients."""
+    if not _is_for_onednn(left, right):
+        return left @ right
+    return _onednn(left, right.T, None)
 
 
 def linear_products(device: torch.device) -> AbstractContextManager[Any]:
-    """Within it linear layers on a CPU are `OneDnnLinear`; other devices are left alone."""
+    """Return a context in which oneDNN runs a CPU's linear layers; an empty one elsewhere."""
     return OneDnnLinear() if device.type == "cpu" else nullcontext()
 
 
 class OneDnnLinear(TorchFunctionMode):
-    """Within it linear layers in float32 on a CPU, forward and backward, are oneDNN's."""
+    """A context in which oneDNN runs float32 linear layers on a CPU, forward and backward."""
 
     def __torch_function__(
         self,
@@ -58,8 +58,8 @@ class OneDnnLinear(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer for `func`, as torch asks of a mode."""
-        if func is linear and not kwargs and _is_taken(*args[:2]):
+        """Run `func`; torch calls this for every function inside the context."""
+        if func is linear and not kwargs and _is_for_onednn(*args[:2]):
             return _Linear.apply(*args)  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
@@ -84,20 +84,20 @@ class _Linear(torch.autograd.Function):
         return (of_inputs, of_weight, of_bias)[: len(wants)]
 
 
-def _onednn(one: Tensor, other: Tensor, bias: Tensor | None) -> Tensor:
-    """The product one @ other.T + bias, of [..., K] and [N, K]."""
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(one, other, bias, "none", [], "")
-    return found
+def _onednn(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return inputs [..., K] @ weight.T + bias, weight [N, K], bias [N] or none."""
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
+    return result
 
 
-def _is_taken(one: Tensor, other: Tensor) -> bool:
+def _is_for_onednn(left: Tensor, right: Tensor) -> bool:
     return bool(
         _AVAILABLE
-        and one.dtype is other.dtype is torch.float32
-        and one.is_cpu
-        and other.is_cpu
-        and one.numel() > 0
-        and other.numel() > 0
+        and left.dtype is right.dtype is torch.float32
+        and left.is_cpu
+        and right.is_cpu
+        and left.numel() > 0
+        and right.numel() > 0
         and not torch.is_autocast_enabled("cpu")
         and torch.backends.mkldnn.enabled
     )

@@ -3,7 +3,7 @@
 python -m dialoop_services.learning.model.tiny DIRECTORY
 
 writes tokenizer.json, tokenizer_config.json, config.json, generation_config.json and
-model.safetensors, as transformers, vLLM and the tokenizers library load them.
+model.safetensors, which transformers, vLLM and the tokenizers library load.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-"""Tokens of the chat template: special, so they never count as content."""
+"""Tokens of the chat template. They are special, so they never count as content."""
 
 SYNTAX_TOKENS = ("<request>", "<call>", "<response>", "<submit>", "<Calculator>")
-"""Markers the policy writes and the environment reads: single tokens that are content."""
+"""Markers that the policy writes and the environment reads: single tokens that are content."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -31,26 +31,26 @@ CHAT_TEMPLATE = (
 )
 """ChatML without a default system prompt; any role (system, user, assistant, tool)."""
 
-# Fixed rather than trained, so that the vocabulary is the same everywhere; Ġ stands for a space.
+# The merges are fixed, so that the vocabulary is the same everywhere. Ġ stands for a space.
 _MERGES = (
     "e s|s t|a n|e r|u l|u s|us er|e m|s y|sy st|syst em|a s|i st|s ist|an t|as sist|assist ant|"
     "o l|t o|to ol|es ul|esul t|R esult|r esult|Ġ t|h e|Ġt he|i n|in g|an d|Ġ and|i s|Ġ is|r e|"
     "o n|o r|a t|e n|l l|o u|e d|a r|a l|l e|Ġ w|h at|Ġw hat|o m|u m|i c"
 )
 
-# Qwen2's own splitting (every digit alone). Transformers rebuilds it for this model type instead of
-# reading it from tokenizer.json, so with any other the two libraries would tokenise differently.
+# Qwen2's own pattern, with every digit alone. For this model type transformers does not read the
+# pattern from tokenizer.json, so with another one the two libraries would tokenise differently.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 INITIALIZER_RANGE = 0.08
-"""Standard deviation of the initial weights; at the usual 0.02 this size learns nothing."""
+"""Standard deviation of the initial weights; at the usual 0.02 so small a model learns nothing."""
 
 
 def make_tiny_model(directory: Path | str, *, seed: int = 0) -> Path:
-    """Write tokenizer and seeded random weights to `directory` (made if missing)."""
+    """Write tokenizer and seeded random weights to `directory`; make it if it is missing."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(directory)
@@ -62,7 +62,7 @@ def make_tiny_model(directory: Path | str, *, seed: int = 0) -> Path:
 
 
 def tiny_config() -> Qwen2Config:
-    """Qwen2 of 4 layers, 128 wide, 4 heads on 2 key-value heads, with tied embeddings."""
+    """Return a Qwen2 of 4 layers, 128 wide, 4 heads on 2 key-value heads, with tied embeddings."""
     tokenizer = tiny_tokenizer()
     return Qwen2Config(
         vocab_size=tokenizer.get_vocab_size(),
@@ -82,7 +82,7 @@ def tiny_config() -> Qwen2Config:
 
 
 def tiny_tokenizer() -> Tokenizer:
-    """Byte-level BPE of 256 bytes, 50 merges and 8 added tokens, with every digit on its own."""
+    """Return a byte-level BPE of 256 bytes, 50 merges and 8 added tokens, every digit alone."""
     merges = [(left, right) for left, _, right in (m.partition(" ") for m in _MERGES.split("|"))]
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet()) + [left + right for left, right in merges]
     vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
@@ -132,7 +132,7 @@ def _tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line: where to write, and the seed of the weights."""
+    """Run the command line: where to write, and the seed of the weights."""
     parser = argparse.ArgumentParser(description="Write the tiny model of the demo.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=0)

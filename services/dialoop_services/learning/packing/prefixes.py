@@ -1,14 +1,14 @@
-"""Beginnings that sequences of a packed row have in common, so that each is computed once.
+"""Beginnings that sequences of a packed row have in common, so that the model computes each once.
 
-Two answers to one prompt, and what a causal model has to compute of them:
+Two answers to one prompt, and what a causal model has to compute for them:
 
     packed_tokens   5 8 | 9 1 . 5 8 | 4      the row, as losses see it
     kept            0 1   2 3         6      tokens computed: the second 5 8 is the first one's
     places          0 1   2 3   0 1   4      where each of the row's tokens finds its result
 
-What a token's hidden state depends on is the tokens before it in its sequence, so sharing is exact;
-the gradients of all who share a token add up in it. The eight answers of a GRPO group cost one
-prompt instead of eight.
+A token's hidden state depends only on the tokens before it in its sequence, so sharing is exact.
+The gradients of all sequences that share a token add up in it. The eight answers of a GRPO group
+cost one prompt instead of eight.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedPrefixes:
-    """Of a packed row of T tokens, the K that have to be computed.
+    """The K tokens of a packed row of T tokens that the model has to compute.
 
-    kept: int64 [K], positions in the row, rising. places: int64 [T], which of the K each token is.
+    kept: int64 [K], rising positions in the row. places: int64 [T], each token's index among the K.
     """
 
     kept: Tensor
@@ -37,20 +37,20 @@ class SharedPrefixes:
 
 
 def share_prefixes(tokens: Tensor, lengths: tuple[int, ...]) -> SharedPrefixes:
-    """Find the common beginnings of the row's sequences; tokens int64 [T], lengths N that add up.
+    """Find the common beginnings of the row's N sequences; tokens int64 [T], T the sum of lengths.
 
-    In lexicographic order no other sequence shares more with one than its neighbour does.
+    In lexicographic order a sequence shares the longest beginning with a neighbour.
     """
     ids = tokens.cpu().numpy()
     starts = [0, *accumulate(lengths)]
     owners = np.arange(starts[-1])
-    # Big-endian bytes sort as the ids do.
+    # Big-endian bytes sort in the order of the ids.
     ordered = sorted(
         range(len(lengths)), key=lambda i: ids[starts[i] : starts[i + 1]].astype(">i8").tobytes()
     )
-    for before, one in pairwise(ordered):
-        first, second = starts[before], starts[one]
-        common = _common(ids[first : starts[before + 1]], ids[second : starts[one + 1]])
+    for before, after in pairwise(ordered):
+        first, second = starts[before], starts[after]
+        common = _num_common(ids[first : starts[before + 1]], ids[second : starts[after + 1]])
         owners[second : second + common] = owners[first : first + common]
     own = owners == np.arange(starts[-1])
     places = (np.cumsum(own) - 1)[owners]
@@ -59,8 +59,8 @@ def share_prefixes(tokens: Tensor, lengths: tuple[int, ...]) -> SharedPrefixes:
     )
 
 
-def _common(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
-    """How many ids two sequences begin with in common."""
-    size = min(len(one), len(other))
-    differ = np.flatnonzero(one[:size] != other[:size])
+def _num_common(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
+    """Return how many ids both sequences begin with."""
+    size = min(len(first), len(second))
+    differ = np.flatnonzero(first[:size] != second[:size])
     return int(differ[0]) if len(differ) else size

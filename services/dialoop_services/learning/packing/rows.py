@@ -8,8 +8,8 @@ Two sequences of 3 and 2 tokens, of which the policy wrote the last two and the 
     loss_mask       .  x  x | .  x
     cu_seqlens      0         3      5
 
-Alignment law: the log-prob of the token at p comes from the logits at p - 1 of the same sequence,
-so every sampled token is trained, and the first token of a sequence (which has no predictor) never.
+Alignment: the log-prob of the token at p comes from the logits at p - 1 of the same sequence. So
+every sampled token is trained, except the first token of a sequence, which has no predictor.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OPTIONAL = ("inference_logprobs", "proximal_logprobs", "ref_logprobs", "advantages", "staleness")
-"""What a row may know of each of its trained tokens."""
+"""Names of the values that a row may hold for each of its trained tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenRow:
-    """One sequence as tensors: what is packed. Absent values are None, never a made-up number.
+    """One sequence as tensors, ready to be packed. An unknown value is None.
 
-    token_ids int64 [L]; response_mask bool [L] with M true; inference_logprobs, proximal_logprobs,
-    ref_logprobs, advantages and staleness (in policy versions) float32 [M]. prompt: which group of
-    the train step the sequence is of; temperature: what its tokens were sampled with.
+    token_ids: int64 [L]. response_mask: bool [L], of which M are true.
+    inference_logprobs, proximal_logprobs, ref_logprobs, advantages, staleness (in policy versions):
+    float32 [M]. group_index: the sequence's group in the train step. temperature: the one that its
+    tokens were sampled with.
     """
 
     token_ids: Tensor
@@ -48,20 +49,20 @@ class TokenRow:
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
     staleness: Tensor | None = None
-    prompt: int = 0
+    group_index: int = 0
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) or bool(self.response_mask[0]):
             raise InvalidSequence(
-                "A sequence must begin with a token that nobody trains.",
+                "A sequence has no token, or is to train its first, which nothing predicts.",
                 reason=Reason.EMPTY_PROMPT,
                 remedy="Give every sequence at least one prompt token.",
             )
         if not self.temperature > 0:
             raise InvalidSequence(
                 f"A sequence was sampled at temperature {self.temperature}, where tokens have no "
-                "probability.",
+                "log-probs.",
                 reason=Reason.GREEDY_SAMPLING,
                 remedy="Train on tokens sampled with a temperature above 0.",
             )
@@ -71,14 +72,14 @@ class TokenRow:
         cls,
         sequence: Sequence,
         *,
-        prompt: int = 0,
+        group_index: int = 0,
         current: PolicyVersion | None = None,
         temperature: float = 1.0,
     ) -> TokenRow:
-        """The row of one trajectory sequence; a single advantage is spread over its tokens.
+        """Return the row of one trajectory sequence; its M tokens all get a single advantage.
 
-        Staleness is counted from `current`; without it, it is unknown. So are log-probs that the
-        sequence does not have for each of its sampled tokens.
+        Staleness counts from `current` and is None without it. Log-probs are None unless the
+        sequence has one for each of its M sampled tokens.
         """
         count = sequence.num_model_tokens
         advantages = None
@@ -86,7 +87,7 @@ class TokenRow:
             advantages = torch.from_numpy(sequence.token_advantages.copy())
         elif sequence.advantage is not None:
             advantages = torch.full((count,), sequence.advantage)
-        known: dict[str, Any] = {
+        logprobs: dict[str, Any] = {
             name: torch.from_numpy(values.copy())
             for name in ("inference_logprobs", "ref_logprobs")
             if len(values := getattr(sequence, name)) == count
@@ -96,16 +97,16 @@ class TokenRow:
             response_mask=torch.from_numpy(sequence.response_mask()),
             advantages=advantages,
             staleness=None if current is None else _staleness(sequence, current),
-            prompt=prompt,
+            group_index=group_index,
             temperature=temperature,
-            **known,
+            **logprobs,
         )
 
     @classmethod
     def from_demonstration(
         cls, token_ids: Rows[int], loss_mask: Rows[bool], *, temperature: float = 1.0
     ) -> TokenRow:
-        """A row to imitate: tokens somebody else wrote, and which of them to learn."""
+        """Return a row to imitate: token ids [L] that another author wrote, and which to learn."""
         return cls(
             token_ids=torch.tensor(token_ids, dtype=torch.int64),
             response_mask=torch.tensor(loss_mask, dtype=torch.bool),
@@ -115,13 +116,14 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedBatch:
-    """One packed row of T tokens from N sequences; local to a process, never sent.
+    """One packed row of T tokens from N sequences. It stays in its process.
 
-    packed_tokens, position_ids, sample_mask int64 [T]; response_mask (the policy wrote it) and
-    loss_mask (the loss counts it, a subset) bool [T]; lengths N numbers; cu_seqlens int32 [N + 1].
-    inference_logprobs, proximal_logprobs, ref_logprobs, advantages and staleness float32 [T], 0 off
-    the response, None if unknown. prompts and temperatures: N numbers, which group each sequence is
-    of and what it was sampled with.
+    packed_tokens, position_ids, sample_mask: int64 [T].
+    response_mask: bool [T], tokens that the policy wrote. loss_mask: bool [T], those of them that
+    the loss counts. lengths: N numbers. cu_seqlens: int32 [N + 1].
+    inference_logprobs, proximal_logprobs, ref_logprobs, advantages, staleness: float32 [T], 0 off
+    the response, None if unknown. group_indices, temperatures: N numbers, the group of each
+    sequence and the temperature that it was sampled with.
     """
 
     packed_tokens: Tensor
@@ -136,11 +138,11 @@ class PackedBatch:
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
     staleness: Tensor | None = None
-    prompts: tuple[int, ...] = ()
+    group_indices: tuple[int, ...] = ()
     temperatures: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        # RoPE hides positions that do not restart from every log-prob test, so look at them here.
+        # With RoPE no log-prob test notices positions that do not restart, so check them here.
         expected = _positions(self.attention_lengths).to(self.position_ids.device)
         if not torch.equal(self.position_ids, expected):
             raise InvalidInput(
@@ -150,62 +152,62 @@ class PackedBatch:
             )
         if bool((self.loss_mask & ((self.position_ids == 0) | (self.sample_mask < 0))).any()):
             raise InvalidInput(
-                "loss_mask counts a first token or padding.",
+                "loss_mask is true for a first token or for padding.",
                 reason=Reason.TOKEN_WITHOUT_PREDICTOR,
                 remedy="Leave out the first token of every sequence and padding.",
             )
 
     @property
     def num_tokens(self) -> int:
-        """T: all tokens of the row, padding included."""
+        """Return T: all tokens of the row, with padding."""
         return len(self.packed_tokens)
 
     @property
     def num_sequences(self) -> int:
-        """N: how many sequences the row holds."""
+        """Return N: how many sequences the row holds."""
         return len(self.lengths)
 
     @property
     def num_loss_tokens(self) -> int:
-        """M: how many tokens the loss counts."""
+        """Return M: how many tokens the loss counts."""
         return int(self.loss_mask.sum())
 
     @property
     def attention_lengths(self) -> tuple[int, ...]:
-        """The lengths attention sees: padding attends to itself, as one more sequence."""
+        """Return the lengths for attention: padding attends to itself, as one more sequence."""
         padding = len(self.packed_tokens) - sum(self.lengths)
         return (*self.lengths, padding) if padding else self.lengths
 
     @property
     def trained_positions(self) -> Tensor:
-        """int64 [M]: where the trained tokens stand; their predictors stand one earlier."""
+        """Return the positions int64 [M] of the trained tokens; each predictor is one earlier."""
         return self.loss_mask.nonzero().squeeze(-1)
 
     @property
     def temperature(self) -> float | Tensor:
-        """What the trained tokens were sampled with: one number, or float32 [M] if that differs."""
+        """Return the sampling temperature: one number, or float32 [M] if sequences differ."""
         if len(set(self.temperatures)) <= 1:
             return next(iter(self.temperatures), 1.0)
         owners = self.gather(self.sample_mask)
         return torch.tensor(self.temperatures, device=owners.device)[owners]
 
     def gather(self, values: Tensor) -> Tensor:
-        """Values [T] at the trained positions, [M]."""
+        """Return values [T] at the trained positions, [M]."""
         return values[self.loss_mask]
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Values [M] of the trained tokens at their places in the row, [T], 0 elsewhere."""
+        """Return values [M] of the trained tokens at their positions in the row, [T], else 0."""
         row = torch.zeros(self.num_tokens, dtype=values.dtype, device=values.device)
         return row.masked_scatter(self.loss_mask, values)
 
     def split(self, values: Tensor) -> list[Tensor]:
-        """Values [M] of the trained tokens as one tensor per sequence, in order."""
+        """Return values [M] of the trained tokens as one tensor per sequence, in order."""
         owners = self.gather(self.sample_mask)
         counts = torch.bincount(owners, minlength=self.num_sequences).tolist()
         return list(torch.split(values, counts))
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The same batch on another device."""
+        """Return the same batch on another device."""
         names = ("packed_tokens", "position_ids", "sample_mask", "response_mask", "loss_mask")
         values = {name: getattr(self, name) for name in (*names, "cu_seqlens", *OPTIONAL)}
         moved: dict[str, Any] = {k: v if v is None else v.to(device) for k, v in values.items()}
@@ -213,7 +215,7 @@ class PackedBatch:
 
 
 def pack(sequences: Rows[Sequence], *, pad_to: int | None = None) -> PackedBatch:
-    """One packed row of trajectory sequences; log-probs, references and advantages come along."""
+    """Pack trajectory sequences into one row, with their log-probs and advantages."""
     return pack_rows([TokenRow.from_sequence(s) for s in sequences], pad_to=pad_to)
 
 
@@ -224,7 +226,7 @@ def pack_rows(
     pad_id: int = 0,
     names: Rows[str] | None = None,
 ) -> PackedBatch:
-    """One packed row; `pad_to` fills it up to a fixed length, for compiled graphs only.
+    """Pack rows into one; `pad_to` pads it to a fixed length, which only compiled graphs need.
 
     Errors name a sequence by `names`, or else by its index.
     """
@@ -232,33 +234,33 @@ def pack_rows(
     padding = 0 if pad_to is None else pad_to - sum(lengths)
     if not rows or padding < 0:
         raise InvalidInput(
-            f"{len(rows)} sequences of {sum(lengths)} tokens do not make a row of {pad_to}.",
+            f"{len(rows)} sequences of {sum(lengths)} tokens do not fit a row of {pad_to}.",
             reason=Reason.ROW_DOES_NOT_FIT,
             remedy="Plan rows with dialoop_services.rl.packing_plan.plan_rows.",
         )
-    response = _padded(torch.cat([row.response_mask for row in rows]), padding, 0)
+    response = _pad(torch.cat([row.response_mask for row in rows]), padding, 0)
     owners = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))
     return PackedBatch(
-        packed_tokens=_padded(torch.cat([row.token_ids for row in rows]), padding, pad_id),
+        packed_tokens=_pad(torch.cat([row.token_ids for row in rows]), padding, pad_id),
         position_ids=_positions((*lengths, padding) if padding else lengths),
-        sample_mask=_padded(owners, padding, -1),
+        sample_mask=_pad(owners, padding, -1),
         response_mask=response,
         loss_mask=response,
         lengths=lengths,
         cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
-        prompts=tuple(row.prompt for row in rows),
+        group_indices=tuple(row.group_index for row in rows),
         temperatures=tuple(row.temperature for row in rows),
-        **{name: _scattered(rows, name, response, names) for name in OPTIONAL},
+        **{name: _scatter_optional(rows, name, response, names) for name in OPTIONAL},
     )
 
 
 def _staleness(sequence: Sequence, current: PolicyVersion) -> Tensor:
-    """float32 [M]: how many policy versions ago each trained token was sampled."""
+    """Return how many policy versions ago each trained token was sampled, float32 [M]."""
     ages = {version: current.staleness_of(version) for version in sequence.policy_versions}
     return torch.tensor([float(ages[v]) for v in sequence.token_versions()])
 
 
-def _padded(values: Tensor, padding: int, fill: int) -> Tensor:
+def _pad(values: Tensor, padding: int, fill: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, padding), value=fill) if padding else values
 
 
@@ -266,19 +268,19 @@ def _positions(lengths: tuple[int, ...]) -> Tensor:
     return torch.cat([torch.arange(length) for length in lengths])
 
 
-def _scattered(
+def _scatter_optional(
     rows: Rows[TokenRow], name: str, response_mask: Tensor, names: Rows[str] | None
 ) -> Tensor | None:
-    """Optional per-token values at the response positions, [T]; all sequences have them or none."""
-    speaking = [i for i, row in enumerate(rows) if bool(row.response_mask.any())]
-    values = [value for i in speaking if (value := getattr(rows[i], name)) is not None]
+    """Return optional values at the response positions, [T]; all sequences have them or none."""
+    with_response = [i for i, row in enumerate(rows) if bool(row.response_mask.any())]
+    values = [value for i in with_response if (value := getattr(rows[i], name)) is not None]
     if not values:
         return None
-    if len(values) != len(speaking):
-        lacking = next(i for i in speaking if getattr(rows[i], name) is None)
+    if len(values) != len(with_response):
+        lacking = next(i for i in with_response if getattr(rows[i], name) is None)
         raise InvalidInput(
-            f"Sequence {lacking if names is None else repr(names[lacking])} has no {name}, which "
-            f"{len(values)} of {len(rows)} have.",
+            f"Sequence {lacking if names is None else repr(names[lacking])} has no {name}, and "
+            f"{len(values)} of {len(rows)} sequences have them.",
             reason=Reason.RAGGED,
             remedy=f"Give {name} for every sequence of a batch or for none.",
         )

@@ -5,8 +5,8 @@
                           populate_for_loss=True)
     extract_response_logprobs_from_pack(logprobs, pack.sample_mask, pack.response_mask, 1)
 
-Multi-turn sequences are packed by `dialoop_services.learning.packing.rows`, on which this stands.
-Neither is ever stored or sent: rows are packed where they are used.
+`dialoop_services.learning.packing.rows` packs multi-turn sequences, and this module calls it. A
+packed row is never stored or sent: each process packs the rows that it uses.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def _nothing() -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutOutput:
-    """What an engine made of a batch: one entry per sequence, unpadded.
+    """An engine's answers to a batch: one entry per sequence, unpadded.
 
-    prompts, responses: int64 [P_i], [R_i]; logprobs float [R_i] of the engine that sampled.
+    prompts, responses: int64 [P_i], [R_i]. logprobs: float [R_i], the engine's own.
     """
 
     prompts: Sequence[Tensor]
@@ -45,13 +45,13 @@ class RolloutOutput:
     policy_version: int = 0
 
     def sequences(self) -> list[TrajectoryData]:
-        """The same, one object per sequence."""
+        """Return one object per sequence; raise InvalidInput (RAGGED) where counts differ."""
         count = len(self.prompts)
         for name in ("responses", "logprobs"):
             _require_count(name, len(getattr(self, name)), count)
         for name in ("answers", "sequence_ids", "group_ids"):
-            if given := getattr(self, name):
-                _require_count(name, len(given), count)
+            if entries := getattr(self, name):
+                _require_count(name, len(entries), count)
         return [
             TrajectoryData(
                 prompt_tokens=self.prompts[i],
@@ -67,14 +67,14 @@ class RolloutOutput:
 
 
 VLLMOutput = RolloutOutput
-"""The seed's name of it."""
+"""The seed's name of RolloutOutput."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrajectoryData:
     """One sequence, unpadded: prompt_tokens [P], response_tokens, logprobs, ref_logprobs [R].
 
-    rewards and successes [num_funcs]; advantages [1]. Empty tensors are unknown.
+    rewards and successes: [num_funcs]. advantages: [1]. An empty tensor means unknown.
     """
 
     prompt_tokens: Tensor
@@ -91,7 +91,7 @@ class TrajectoryData:
     policy_version: int = 0
 
     def row(self) -> TokenRow:
-        """The sequence as it is packed; InvalidInput where shapes disagree, or without a prompt."""
+        """Return the row to pack; raise InvalidInput where shapes disagree or without a prompt."""
         if not len(self.prompt_tokens):
             raise InvalidSequence(
                 f"Sequence {self.sequence_id!r} has an empty prompt: nothing predicts its first "
@@ -101,12 +101,12 @@ class TrajectoryData:
             )
         count = len(self.response_tokens)
         advantages = self.advantages.expand(count) if len(self.advantages) == 1 else self.advantages
-        given = {
+        per_token = {
             "inference_logprobs": self.logprobs,
             "ref_logprobs": self.ref_logprobs,
             "advantages": advantages,
         }
-        for name, values in given.items():
+        for name, values in per_token.items():
             if len(values) not in (0, count):
                 raise InvalidInput(
                     f"Sequence {self.sequence_id!r} has {len(values)} {name} for {count} response "
@@ -116,24 +116,25 @@ class TrajectoryData:
                 )
         mask = torch.zeros(len(self.prompt_tokens) + count, dtype=torch.bool)
         mask[len(self.prompt_tokens) :] = True
-        known: dict[str, Any] = {name: v for name, v in given.items() if len(v) == count and count}
+        present: dict[str, Any] = {n: v for n, v in per_token.items() if len(v) == count and count}
         return TokenRow(
             token_ids=torch.cat([self.prompt_tokens, self.response_tokens]).long(),
             response_mask=mask,
-            prompt=self.group_id,
-            **known,
+            group_index=self.group_id,
+            **present,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedTrajectory:
-    """Sequences packed and padded to L = max_seq_len.
+    """N sequences packed and padded to L = max_seq_len.
 
-    packed_tokens, position_ids, sample_mask int64 [L] (sample_mask -1 on padding); response_mask
-    bool [L]; prompt_lens, response_lens int64 [N]. With populate_for_loss also packed_ref_logprobs,
-    packed_logprobs, packed_advantages float32 [L], 0 off the response (None where unknown), and
-    targets int64 [L]: targets[p] = packed_tokens[p] on the response, else ignore_index. The logits
-    at p - 1 predict targets[p], so every response token is trained and nothing crosses sequences.
+    packed_tokens, position_ids, sample_mask: int64 [L], sample_mask -1 on padding.
+    response_mask: bool [L]. prompt_lens, response_lens: int64 [N].
+    With populate_for_loss also packed_ref_logprobs, packed_logprobs, packed_advantages: float32
+    [L], 0 off the response, None where unknown; and targets: int64 [L], targets[p] =
+    packed_tokens[p] on the response, else ignore_index. The logits at p - 1 predict targets[p], so
+    every response token is trained and nothing crosses sequences.
     """
 
     packed_tokens: Tensor
@@ -155,9 +156,10 @@ class PackedTrajectory:
 
     @property
     def attention_mask(self) -> Tensor:
-        """Bool [L, L], made when asked for: token q sees k of its own sequence up to itself.
+        """Return the mask bool [L, L]: token q attends to tokens k <= q of its own sequence.
 
-        Padding is one more sequence, so no row is empty (an empty one makes NaN).
+        It is computed at each access. Padding counts as one more sequence, because a row without
+        any token to attend to makes NaN.
         """
         same = self.sample_mask[:, None] == self.sample_mask[None, :]
         return same.tril()
@@ -173,9 +175,9 @@ def pack_sequences(
 ) -> PackedTrajectory:
     """Pack sequences into one row of `max_seq_len` tokens.
 
-    Raises InvalidInput (a ValueError) when there are none, when one is longer than max_seq_len
-    (naming it), when together they are, and for an empty prompt, whose first response token has no
-    predictor. A response may be empty.
+    Raises InvalidInput (a ValueError) when there are no sequences, when one is longer than
+    max_seq_len (it names that one), when all together are longer, and for an empty prompt, because
+    nothing predicts its first response token. A response may be empty.
     """
     items = _flat(sequences)
     _require_fit(items, max_seq_len)
@@ -210,24 +212,24 @@ def pack_sequences(
 def create_response_mask(
     prompt_lens: Tensor, response_lens: Tensor, max_seq_len: int, device: torch.device | str
 ) -> Tensor:
-    """Bool [max_seq_len]: true on response tokens, false on prompts and padding."""
+    """Return bool [max_seq_len]: true on response tokens, false on prompts and padding."""
     pairs = zip(prompt_lens.tolist(), response_lens.tolist(), strict=True)
     parts = [torch.arange(p + r) >= p for p, r in pairs]
-    return _filled(torch.cat(parts), max_seq_len, 0).to(device)
+    return _fill(torch.cat(parts), max_seq_len, 0).to(device)
 
 
 def create_sample_mask(
     prompt_lens: Tensor, response_lens: Tensor, max_seq_len: int, device: torch.device | str
 ) -> Tensor:
-    """Int64 [max_seq_len]: which sequence each token is of, -1 on padding."""
+    """Return int64 [max_seq_len]: the index of each token's sequence, -1 on padding."""
     owners = torch.arange(len(prompt_lens)).repeat_interleave((prompt_lens + response_lens).cpu())
-    return _filled(owners, max_seq_len, -1).to(device)
+    return _fill(owners, max_seq_len, -1).to(device)
 
 
 def extract_response_logprobs_from_pack(
     packed_logprobs: Tensor, sample_mask: Tensor, response_mask: Tensor, num_sequences: int
 ) -> list[Tensor]:
-    """Values [L] of the response tokens as one unpadded tensor per sequence, in order."""
+    """Return the response tokens' values [L] as one unpadded tensor per sequence, in order."""
     owners = sample_mask[response_mask]
     counts = torch.bincount(owners, minlength=num_sequences).tolist()
     return list(torch.split(packed_logprobs[response_mask], counts))
@@ -236,9 +238,9 @@ def extract_response_logprobs_from_pack(
 def debug_table(
     packed: PackedTrajectory, policy_logprobs: Tensor, items: Iterable[TrajectoryData]
 ) -> list[dict[str, Any]]:
-    """One row per sequence: ids, lengths, rewards, advantage, and its own part of the log-probs.
+    """Return one row per sequence: ids, lengths, rewards, advantage, and its part of the log-probs.
 
-    policy_logprobs [L], valid on response positions.
+    policy_logprobs: [L], valid on response positions.
     """
     own = extract_response_logprobs_from_pack(
         policy_logprobs, packed.sample_mask, packed.response_mask, len(packed.sequence_ids)
@@ -268,11 +270,11 @@ def _flat(
     sequences: Sequence[TrajectoryData] | Sequence[RolloutOutput] | RolloutOutput,
 ) -> list[TrajectoryData]:
     items: list[TrajectoryData] = []
-    for one in [sequences] if isinstance(sequences, RolloutOutput) else sequences:
-        if isinstance(one, RolloutOutput):
-            items.extend(one.sequences())
+    for entry in [sequences] if isinstance(sequences, RolloutOutput) else sequences:
+        if isinstance(entry, RolloutOutput):
+            items.extend(entry.sequences())
         else:
-            items.append(one)
+            items.append(entry)
     if not items:
         raise InvalidInput(
             "There is no sequence to pack.", reason=Reason.EMPTY_BATCH, remedy="Give at least one."
@@ -293,22 +295,22 @@ def _require_fit(items: Sequence[TrajectoryData], max_seq_len: int) -> None:
             )
     if total > max_seq_len:
         raise InvalidInput(
-            f"{len(items)} sequences have {total} tokens together, more than {max_seq_len}.",
+            f"{len(items)} sequences have {total} tokens in all, more than {max_seq_len}.",
             reason=Reason.ROW_DOES_NOT_FIT,
             remedy="Plan rows with dialoop_services.rl.packing_plan.plan_rows.",
         )
 
 
-def _require_count(name: str, found: int, expected: int) -> None:
-    if found != expected:
+def _require_count(name: str, count: int, expected: int) -> None:
+    if count != expected:
         raise InvalidInput(
-            f"{name} has {found} entries for {expected} prompts.",
+            f"{name} has {count} entries for {expected} prompts.",
             reason=Reason.RAGGED,
             remedy="Give one entry per sequence.",
         )
 
 
-def _filled(values: Tensor, length: int, fill: int) -> Tensor:
+def _fill(values: Tensor, length: int, fill: int) -> Tensor:
     if len(values) > length:
         raise InvalidInput(
             f"{len(values)} tokens do not fit in {length}.",

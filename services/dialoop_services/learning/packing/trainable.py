@@ -1,6 +1,6 @@
-"""Rows that a train step can take: short enough, alike, and with what the loss reads.
+"""Rows that a train step can take: short enough, with the same values, and what the loss reads.
 
-All of it is asked before any forward and without the policy.
+These checks need no policy and run before any forward pass.
 """
 
 from __future__ import annotations
@@ -24,62 +24,63 @@ if TYPE_CHECKING:
     from dialoop_services.learning.packing.rows import TokenRow
 
 
-def fitting(rows: Sequence[TokenRow], *, max_tokens: int, oversize: Oversize) -> list[TokenRow]:
-    """Rows of at most `max_tokens` tokens.
+def fit_rows(rows: Sequence[TokenRow], *, max_tokens: int, oversize: Oversize) -> list[TokenRow]:
+    """Return rows of at most `max_tokens` tokens.
 
-    A longer one raises InvalidInput (SEQUENCE_TOO_LONG) or, as `oversize` says, is dropped, or
-    truncated: what comes after a token is nothing that the token depends on. One of which no
-    token is left to train is dropped then. That nothing at all is left is an error, too.
+    A longer row raises InvalidInput (SEQUENCE_TOO_LONG) or, as `oversize` says, is dropped or
+    truncated. Truncation changes no token that stays, because a token depends only on earlier ones.
+    A truncated row without a token left to train is dropped. Raises InvalidInput
+    (SEQUENCE_TOO_LONG) as well when no row is left.
     """
     lengths = [len(row.token_ids) for row in rows]
     if oversize == "error":
         plan_rows(lengths, max_tokens=max_tokens)
         return list(rows)
     if oversize == "truncate":
-        cut = (truncated(row, max_tokens) for row in rows)
+        cut = (truncate(row, max_tokens) for row in rows)
         kept = [row for row in cut if bool(row.response_mask.any())]
     else:
         kept = [row for row in rows if len(row.token_ids) <= max_tokens]
     if rows and not kept:
         raise InvalidInput(
-            f"Nothing is left to train of {len(rows)} sequences, the longest of {max(lengths)} "
-            f"tokens, in rows of {max_tokens}.",
+            f"None of {len(rows)} sequences can be trained in rows of {max_tokens} tokens; the "
+            f"longest has {max(lengths)}.",
             reason=Reason.SEQUENCE_TOO_LONG,
             remedy="Raise max_row_tokens in [train], or shorten the episodes.",
         )
     return kept
 
 
-def truncated(row: TokenRow, max_tokens: int) -> TokenRow:
-    """The row's first `max_tokens` tokens, with what is known of them."""
+def truncate(row: TokenRow, max_tokens: int) -> TokenRow:
+    """Return the row's first `max_tokens` tokens, with their values."""
     if len(row.token_ids) <= max_tokens:
         return row
     mask = row.response_mask[:max_tokens]
     count = int(mask.sum())
-    known = {name: values for name in OPTIONAL if (values := getattr(row, name)) is not None}
-    cut: dict[str, Any] = {name: values[:count] for name, values in known.items()}
+    present = {name: values for name in OPTIONAL if (values := getattr(row, name)) is not None}
+    cut: dict[str, Any] = {name: values[:count] for name, values in present.items()}
     return replace(row, token_ids=row.token_ids[:max_tokens], response_mask=mask, **cut)
 
 
-def alike(rows: Sequence[TokenRow]) -> list[TokenRow]:
-    """The rows without those values that only some of them have, for a row packs all or none.
+def keep_common_values(rows: Sequence[TokenRow]) -> list[TokenRow]:
+    """Return the rows without the values that only some have: a packed row holds all or none.
 
-    A loss that needs them says so of rows that had none: see `require_trainable`.
+    If the loss needs these values, `require_trainable` raises.
     """
-    speaking = [row for row in rows if bool(row.response_mask.any())]
+    with_response = [row for row in rows if bool(row.response_mask.any())]
     partial: dict[str, Any] = {
         name: None
         for name in ("ref_logprobs", "advantages")
-        if any(getattr(row, name) is None for row in speaking)
+        if any(getattr(row, name) is None for row in with_response)
     }
     return [replace(row, **partial) for row in rows] if partial else list(rows)
 
 
 @torch.no_grad()
 def require_trainable(rows: Sequence[TokenRow], objective: Objective) -> None:
-    """InvalidInput where rows lack what the loss reads (LOSS_INPUT_MISSING), or only some have it.
+    """Raise InvalidInput where rows lack what the loss reads (LOSS_INPUT_MISSING), or some do.
 
-    The loss is a function of its inputs, so it is asked itself, about a policy of probability 1.
+    It calls the loss itself, with log-probs of 0, because only the loss knows what it reads.
     """
     if not any(bool(row.response_mask.any()) for row in rows):
         return

@@ -1,4 +1,4 @@
-"""Methods that all ranks run together: the first rank calls one, and the others follow.
+"""Methods that all ranks run together: the first rank calls one, and the others run it too.
 
     class Learner:
         def __init__(self, settings, group):
@@ -8,7 +8,7 @@
         def train_step(self, rows):              # inside: collective functions over group.ranks
             ...
 
-    with joined_ranks(rank=rank, size=size, device=device) as ranks:
+    with join_ranks(rank=rank, size=size, device=device) as ranks:
         group = RankGroup(ranks, make)          # make(facts, group) returns this rank's Learner
         if ranks.is_first:
             with closing(group):
@@ -16,12 +16,11 @@
         else:
             group.serve()                        # returns when the first rank closes
 
-So the trainer's job needs to know nothing of ranks. Only the first rank has a queue, a port, a
-tracker and a run directory to write. The others need the model's directory and checkpoints, which
-every rank reads by itself. Inside a collective method: `own_rows` for this rank's share of the
-sequences, then the collective `update(..., ranks=ranks)`, `score_rows`, `gathered_weights`,
-`gathered_optimizer`. Files are written by the first rank alone. Random orders are drawn on every
-rank from one seed.
+So the trainer's job does not know of ranks. Only the first rank has a queue, a port, a tracker and
+a run directory to write. The others need the model's directory and checkpoints, which every rank
+reads by itself. A collective method calls `own_rows` for this rank's share of the sequences, then
+the collective functions `update(..., ranks=ranks)`, `score_rows`, `gather_weights` and
+`gather_optimizer`. Only the first rank writes files. Every rank draws random orders from one seed.
 
 With one process a collective method is a plain method: nothing is encoded.
 """
@@ -84,11 +83,11 @@ class _Decorator(Protocol):
 def collective(*, computes: bool = False, check: Callable[..., object] | None = None) -> _Decorator:
     """Make a method run on all ranks when the first one calls it; its result is the first rank's.
 
-    Arguments are plain JSON values, paths and TokenRows. Called inside another collective method it
-    runs on this rank alone: the others are in the same place. A method that `computes` first waits
-    for the device (see `ask_before_computing`). `check` runs before it on every rank, and may not
-    wait for the others: a DialoopError of it is raised on the first rank, and all go on. Any other
-    error ends the run.
+    Arguments are plain JSON values, paths and TokenRows. Inside another collective method it runs
+    on this rank alone, because the others call it too. A method that `computes` first waits for the
+    device (see `ask_before_computing`). `check` runs before it on every rank, and may not wait for
+    the others. If `check` raises a DialoopError anywhere, the first rank raises it and all continue
+    to serve. Any other error ends the run.
     """
 
     def decorate(run: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
@@ -106,14 +105,14 @@ def collective(*, computes: bool = False, check: Callable[..., object] | None = 
 
 
 def collective_methods(kind: type) -> frozenset[str]:
-    """The names of a class's collective methods."""
+    """Return the names of a class's collective methods."""
     return frozenset(name for name, value in vars(kind).items() if hasattr(value, _METHOD))
 
 
 class RankGroup(Generic[T]):
-    """One rank's end of the calls; one object per `joined_ranks`.
+    """One rank's end of the collective calls; one object per `join_ranks`.
 
-    Ranks wait for the next call as long as it takes, whatever the timeout of a collective.
+    Ranks wait for the next call without a limit; the timeout of a collective does not count.
     """
 
     def __init__(
@@ -124,20 +123,20 @@ class RankGroup(Generic[T]):
         self._own: T | None = None
         self._ask: Callable[[], None] | None = None
         self._calling = threading.Lock()
-        # The thread that is in a collective method; what it calls needs no other rank's attention.
+        # The thread inside a collective method; calls that it makes run on this rank alone.
         self._inside: int | None = None
         self._num_calls = 0
         self._is_open = True
 
     def ask_before_computing(self, ask: Callable[[], None]) -> None:
-        """From now on, call `ask` before anything is computed; it may block."""
+        """Call `ask` before every method that computes, from now on; it may block."""
         self._ask = ask
 
     def make(self, facts: str) -> T:
-        """Make the object on all ranks, from the first; returns the first rank's."""
-        with self._entered():
-            made: T = self._call(_MAKE, (facts,), {})
-        return made
+        """Make the object on all ranks and return the first rank's; for the first rank."""
+        with self._enter():
+            member: T = self._call(_MAKE, (facts,), {})
+        return member
 
     def run(
         self, member: object, method: _Method, args: tuple[Any, ...], named: dict[str, Any]
@@ -148,7 +147,7 @@ class RankGroup(Generic[T]):
         if method.computes and self._ask is not None:
             # Before the lock: another thread may have to call `move_to` first.
             self._ask()
-        with self._entered():
+        with self._enter():
             if self.ranks.size == 1:
                 return method.run(member, *args, **named)
             return self._call(method.name, args, named)
@@ -156,21 +155,21 @@ class RankGroup(Generic[T]):
     def serve(self) -> None:
         """Run what the first rank calls, until it closes; for every other rank."""
         store = self.ranks.store
-        with self._entered():
+        with self._enter():
             while store is not None and (name := self._next_name(store)) != _CLOSE:
                 try:
                     self._take_part(name)
                 except _Refusal:
-                    continue  # the first rank raises it
+                    continue  # the first rank raises the error
 
     def close(self) -> None:
-        """Let the others leave `serve`; from the first rank, also after an error."""
+        """End `serve` on the other ranks; for the first rank, also after an error."""
         if self.ranks.store is not None and self.ranks.is_first:
             self.ranks.store.set(self._key(), _CLOSE)
         self._is_open = False
 
     @contextmanager
-    def _entered(self) -> Iterator[None]:
+    def _enter(self) -> Iterator[None]:
         with self._calling:
             self._inside = threading.get_ident()
             try:
@@ -181,7 +180,7 @@ class RankGroup(Generic[T]):
     def _call(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if not self.ranks.is_first:
             raise InvalidInput(
-                f"Rank {self.ranks.rank} cannot call {name!r}.",
+                f"Rank {self.ranks.rank} called {name!r}, which only the first rank may call.",
                 reason=Reason.NOT_THE_FIRST_RANK,
                 remedy="Call collective methods from the first rank; the others serve.",
             )
@@ -201,7 +200,7 @@ class RankGroup(Generic[T]):
             self._is_open = True
             raise refusal.error from None
         if store is not None:
-            store.delete_key(key)  # all have read it: they took part
+            store.delete_key(key)  # all ranks have read it, since they took part
         self._is_open = True
         return result
 
@@ -210,7 +209,7 @@ class RankGroup(Generic[T]):
         self._num_calls += 1
         args, named = decode(self.ranks.broadcast(data))
         if name == _MAKE:
-            assert self._make is not None, "only a group that knows how is asked to make"
+            assert self._make is not None, "RankGroup was made without a `make` function"
             self._own = self._make(args[0], self)
             return self._own
         method: _Method = getattr(getattr(type(self._own), name), _METHOD)
@@ -221,7 +220,7 @@ class RankGroup(Generic[T]):
         return method.run(self._own, *args, **named)
 
     def _require_agreement(self, name: str, check: Callable[[], object]) -> None:
-        """Raise a _Refusal on every rank where one of them refuses."""
+        """Run `check` on every rank; raise a _Refusal on all of them when one refuses."""
         refused: DialoopError | None = None
         try:
             check()
@@ -234,16 +233,16 @@ class RankGroup(Generic[T]):
         if others:
             raise _Refusal(
                 PreconditionFailed(
-                    f"{name} was refused. {others[0]}",
+                    f"A rank refused {name}. {others[0]}",
                     reason=Reason.RANK_REFUSED,
                     remedy="Give every rank the same settings and files.",
                 )
             )
 
     def _next_name(self, store: Store) -> str:
-        """The name of the next call; Unavailable (RANK_FAILED) when another rank failed instead.
+        """Return the name of the next call; raise Unavailable (RANK_FAILED) if a rank fails first.
 
-        Asks again and again, as the store's own wait complains on stderr when its time is over.
+        It polls, because the store's own wait writes to stderr when its time is over.
         """
         wait_s = _SHORTEST_WAIT_S
         while not store.check([self._key()]):
@@ -259,7 +258,7 @@ class RankGroup(Generic[T]):
 
 
 class _Refusal(Exception):
-    """A check refused a call: all ranks know, and go on."""
+    """A check refused a call. All ranks raise it, and continue to serve."""
 
     def __init__(self, error: DialoopError) -> None:
         super().__init__(str(error))
@@ -267,7 +266,7 @@ class _Refusal(Exception):
 
 
 def encode(arguments: object) -> bytes:
-    """Return one line of JSON with what is plain, then the values of all tensors."""
+    """Return one line of JSON with the plain values, then the bytes of all tensors."""
     values = bytearray()
 
     def plain(value: object) -> dict[str, Any]:
@@ -280,13 +279,13 @@ def encode(arguments: object) -> bytes:
             return {"tensor": [str(array.dtype), start, len(values)]}
         if isinstance(value, Path):
             return {"path": str(value)}
-        raise TypeError(f"Other ranks cannot be given a {type(value).__name__}.")
+        raise TypeError(f"A {type(value).__name__} cannot be sent to other ranks.")
 
     return json.dumps(arguments, default=plain).encode() + b"\n" + values
 
 
 def decode(data: bytes) -> Any:
-    """Return what `encode` was given, with lists for tuples."""
+    """Return the arguments of `encode`, with lists for tuples."""
     head, _, values = data.partition(b"\n")
 
     def whole(value: dict[str, Any]) -> Any:

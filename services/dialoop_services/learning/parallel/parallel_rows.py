@@ -1,4 +1,4 @@
-"""Rows over ranks: who packs which, keeping pace, and log-probs of rows that others scored."""
+"""Rows over ranks: which rank packs which rows, idle passes, and log-probs from all ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def own_rows(rows: Sequence[TokenRow], ranks: Ranks, *, max_tokens: int) -> list[PackedBatch]:
-    """This rank's share of `rows`, packed, on its device; all ranks give the same rows."""
+    """Return this rank's share of `rows`, packed, on its device; all ranks pass the same rows."""
     plan = plan_ranks(
         [len(r.token_ids) for r in rows],
         max_tokens=max_tokens,
         num_ranks=ranks.size,
-        groups=[r.prompt for r in rows],
+        groups=[r.group_index for r in rows],
     )
     return [
         pack_rows([rows[i] for i in indices]).to(ranks.device)
@@ -36,16 +36,16 @@ def own_rows(rows: Sequence[TokenRow], ranks: Ranks, *, max_tokens: int) -> list
 
 
 def rows_behind(num_rows: int, ranks: Ranks) -> int:
-    """How many rows fewer than the busiest rank this one has."""
+    """Return how many rows fewer than the busiest rank this one has."""
     most: int = max(ranks.gather(num_rows))
     return most - num_rows
 
 
 def keep_pace(policy: PolicyModel, num_rows: int, ranks: Ranks) -> None:
-    """Forward and backward of `num_rows` rows that train nothing.
+    """Run `num_rows` forward and backward passes that train nothing.
 
-    A sharded layer is gathered from all ranks, so each must run it as often as the busiest does:
-    ask `rows_behind` before the first row, as the answer is a collective too.
+    All ranks together gather a sharded layer, so each rank must run it as often as the busiest
+    does. Call `rows_behind` before the first row, because that is a collective too.
     """
     for _ in range(num_rows):
         logprobs = policy(_idle_row().to(ranks.device)).logprobs
@@ -57,12 +57,12 @@ def keep_pace(policy: PolicyModel, num_rows: int, ranks: Ranks) -> None:
 def score_rows(
     policy: PolicyModel, rows: Sequence[TokenRow], ranks: Ranks, *, max_tokens: int
 ) -> list[Tensor]:
-    """Log-probs float32 [M] of each row's response tokens at its own temperature, on every rank.
+    """Return log-probs float32 [M] of each row's tokens at its own temperature, on every rank.
 
     Each row is scored by one rank.
     """
     lengths = [len(row.token_ids) for row in rows]
-    groups = [row.prompt for row in rows]
+    groups = [row.group_index for row in rows]
     plan = plan_ranks(lengths, max_tokens=max_tokens, num_ranks=ranks.size, groups=groups)
     own = plan.rows_of(ranks.rank)
     packed = [pack_rows([rows[i] for i in indices]).to(ranks.device) for indices in own]
@@ -70,12 +70,12 @@ def score_rows(
     keep_pace(policy, len(plan.ranks[ranks.rank]) - len(own), ranks)
     reshard(policy)
     values = torch.cat([torch.empty(0), *(score.logprobs.float().cpu() for score in scores)])
-    found: dict[int, Tensor] = {}
+    by_row: dict[int, Tensor] = {}
     for rank, part in enumerate(ranks.gather_tensors(values)):
         order = [i for indices in plan.rows_of(rank) for i in indices]
         ends = [0, *accumulate(int(rows[i].response_mask.sum()) for i in order)]
-        found |= {i: part[ends[k] : ends[k + 1]] for k, i in enumerate(order)}
-    return [found[i] for i in range(len(rows))]
+        by_row |= {i: part[ends[k] : ends[k + 1]] for k, i in enumerate(order)}
+    return [by_row[i] for i in range(len(rows))]
 
 
 def _idle_row() -> PackedBatch:

@@ -1,14 +1,15 @@
 """Weights and optimiser state of a policy that is sharded over ranks.
 
-Gathered, they are what one process would write, byte for byte, and load on any number of ranks:
+Gathered, they are byte for byte what one process would write. Any number of ranks can load them:
 
-    weights = gathered_weights(policy, ranks)       # on the first rank's host; empty on the others
-    state = gathered_optimizer(optimizer, ranks)    # as GuardedOptimizer.state_dict
+    weights = gather_weights(policy, ranks)         # on the first rank's host; empty on the others
+    state = gather_optimizer(optimizer, ranks)      # as GuardedOptimizer.state_dict
     load_weights(policy, load_file(path))           # every rank reads the file
     load_optimizer(optimizer, torch.load(path, mmap=True, weights_only=True))
 
-Sharded (`save_sharded`, `load_sharded`), every rank writes its own part, for models whose optimiser
-state no host holds whole; torch.distributed.checkpoint re-cuts it for another number of ranks.
+Sharded (`save_sharded`, `load_sharded`), every rank writes its own part. This is for models whose
+optimiser state does not fit on one host. torch.distributed.checkpoint divides the parts anew for
+another number of ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _OPTIMIZER, _COUNTS = "optimizer", "counts"
 
 
 def policy_tensors(policy: PolicyModel) -> dict[str, Tensor]:
-    """Parameters by their Hugging Face names, sharded if they are; a tied head is not repeated."""
+    """Return parameters by their Hugging Face names, as they are sharded, without a tied head."""
     reshard(policy)
     model = policy.causal_lm
     tied = model.config.tie_word_embeddings
@@ -53,15 +54,15 @@ def policy_tensors(policy: PolicyModel) -> dict[str, Tensor]:
     }
 
 
-def gathered_weights(policy: PolicyModel, ranks: Ranks) -> dict[str, Tensor]:
-    """The whole policy on the first rank's host, {} on the others."""
-    return gathered(policy_tensors(policy), ranks)
+def gather_weights(policy: PolicyModel, ranks: Ranks) -> dict[str, Tensor]:
+    """Return the whole policy on the first rank's host, {} on the others."""
+    return gather_whole(policy_tensors(policy), ranks)
 
 
-def gathered(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Whole tensors on the first rank's host, {} on the others; also of adapters, merged or not.
+def gather_whole(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """Return whole tensors on the first rank's host, {} on the others; also of adapters.
 
-    Gathered one at a time: a device holds its shards and one whole tensor.
+    It gathers one tensor at a time, so a device holds its shards and one whole tensor.
     """
     whole = ((name, _whole(tensor, ranks)) for name, tensor in tensors.items())
     return {name: tensor for name, tensor in whole if tensor is not None}
@@ -74,7 +75,10 @@ def load_weights(
     *,
     complaint: str = "These weights are of another model",
 ) -> None:
-    """Take whole weights, of which each rank keeps its part; InvalidConfig for another model's."""
+    """Load whole weights, of which each rank keeps its part; raise InvalidConfig for other models.
+
+    `complaint` begins the error's text.
+    """
     own = policy_tensors(policy)
     theirs, ours = ({k: tuple(v.shape) for k, v in of.items()} for of in (tensors, own))
     if theirs != ours:
@@ -88,8 +92,8 @@ def load_weights(
         tensor.copy_(cut(tensors[name], tensor))
 
 
-def gathered_optimizer(optimizer: GuardedOptimizer, ranks: Ranks) -> dict[str, Any]:
-    """`optimizer.state_dict()` as one process would give it, on the first rank's host; else {}."""
+def gather_optimizer(optimizer: GuardedOptimizer, ranks: Ranks) -> dict[str, Any]:
+    """Return the whole `optimizer.state_dict()` on the first rank's host, {} on the others."""
     state = optimizer.state_dict()
     for part in state["optimizers"]:
         part["state"] = {
@@ -102,7 +106,7 @@ def gathered_optimizer(optimizer: GuardedOptimizer, ranks: Ranks) -> dict[str, A
 def load_optimizer(optimizer: GuardedOptimizer, state: Mapping[str, Any]) -> None:
     """Continue from a whole state, of which each rank keeps its part."""
     if len(state["optimizers"]) != len(optimizer.torch_optimizers):
-        optimizer.load_state_dict(dict(state))  # which refuses it
+        optimizer.load_state_dict(dict(state))  # raises InvalidConfig
     parts = []
     for part, parameters in zip(state["optimizers"], _parameters(optimizer), strict=True):
         values = {
@@ -119,9 +123,9 @@ def save_sharded(
     optimizers: Mapping[str, GuardedOptimizer],
     ranks: Ranks,
 ) -> None:
-    """Every rank writes its part into `directory`, which all of them must reach.
+    """Write this rank's part into `directory`, which all ranks must reach.
 
-    What is frozen, as the weights under adapters, is left out.
+    Frozen weights, such as those under adapters, are left out.
     """
     states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
     with _quiet_alone(ranks):
@@ -141,8 +145,8 @@ def load_sharded(
         for number, parameters in enumerate(_parameters(optimizer)):
             rooms = _rooms(names, f"{_OPTIMIZER}/{name}/{number}", parameters)
             states[name]["optimizers"][number]["state"] = rooms
-    found = _flat(policy, states)
-    sizes = {name: tuple(value.shape) for name, value in found.items()}
+    tensors = _flat(policy, states)
+    sizes = {name: tuple(value.shape) for name, value in tensors.items()}
     if sizes != {name: tuple(kept.size) for name, kept in names.items()}:
         raise InvalidConfig(
             f"{directory} is a checkpoint of another model or optimiser.",
@@ -150,16 +154,16 @@ def load_sharded(
             remedy="Resume with the model and optimiser the run was started with.",
         )
     with _quiet_alone(ranks):
-        load(found, checkpoint_id=directory, no_dist=ranks.size == 1)
+        load(tensors, checkpoint_id=directory, no_dist=ranks.size == 1)
     for name, optimizer in optimizers.items():
-        counts = (int(count) for count in found[f"{_OPTIMIZER}/{name}/{_COUNTS}"])
+        counts = (int(count) for count in tensors[f"{_OPTIMIZER}/{name}/{_COUNTS}"])
         states[name]["num_steps"], states[name]["num_refused"] = counts
         optimizer.load_state_dict(states[name])
 
 
 @contextmanager
 def _quiet_alone(ranks: Ranks) -> Iterator[None]:
-    """Without the warning that one process is one process."""
+    """Silence torch's warning that a single process is not distributed."""
     with warnings.catch_warnings():
         if ranks.size == 1:
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -169,18 +173,18 @@ def _quiet_alone(ranks: Ranks) -> Iterator[None]:
 def _rooms(
     names: Mapping[str, Any], prefix: str, parameters: list[Tensor]
 ) -> dict[int, dict[str, Tensor]]:
-    """Empty state, laid out as the parameters are, for what the checkpoint has of them."""
+    """Return empty state, sharded as the parameters are, for all that the checkpoint holds."""
     rooms: dict[int, dict[str, Tensor]] = {}
     for index, parameter in enumerate(parameters):
         start = f"{prefix}/{index}/"
-        for name in (found for found in names if found.startswith(start)):
+        for name in (key for key in names if key.startswith(start)):
             like = torch.zeros_like(parameter.detach()) if names[name].size else torch.zeros(())
             rooms.setdefault(index, {})[name.removeprefix(start)] = like
     return rooms
 
 
 def _flat(policy: PolicyModel, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Everything as tensors by name, as torch.distributed.checkpoint takes it."""
+    """Return all state as tensors by name, which torch.distributed.checkpoint takes."""
     frozen = {name for name, p in policy.causal_lm.named_parameters() if not p.requires_grad}
     kept = ((k, v) for k, v in policy_tensors(policy).items() if k not in frozen)
     flat: dict[str, Any] = {f"model/{name}": tensor for name, tensor in kept}
@@ -194,13 +198,13 @@ def _flat(policy: PolicyModel, states: Mapping[str, Mapping[str, Any]]) -> dict[
 
 
 def _parameters(optimizer: GuardedOptimizer) -> Iterator[list[Tensor]]:
-    """Of each torch optimiser its parameters, in the order its state numbers them."""
-    for one in optimizer.torch_optimizers:
-        yield list(chain.from_iterable(group["params"] for group in one.param_groups))
+    """Yield each torch optimiser's parameters, in the order in which its state numbers them."""
+    for torch_optimizer in optimizer.torch_optimizers:
+        yield list(chain.from_iterable(g["params"] for g in torch_optimizer.param_groups))
 
 
 def _whole(value: Any, ranks: Ranks) -> Any:
-    """The value on the first rank's host, None on the others; a shared tensor is not copied."""
+    """Return the value on the first rank's host, None on the others; do not copy host tensors."""
     full = value.full_tensor() if isinstance(value, DTensor) else value
     if not ranks.is_first:
         return None
@@ -208,7 +212,7 @@ def _whole(value: Any, ranks: Ranks) -> Any:
 
 
 def cut(value: Any, like: Tensor | None) -> Any:
-    """This rank's part of a whole tensor that is laid out as `like`; anything else as it is."""
+    """Return this rank's part of a whole tensor, sharded as `like` is; other values as they are."""
     if not isinstance(like, DTensor) or getattr(value, "shape", None) != like.shape:
         return value
     whole = value.to(device=like.device, dtype=value.dtype)

@@ -1,12 +1,12 @@
 """The processes that train one model together, one per device, and how they share it (FSDP2).
 
-    with joined_ranks(rank=0, size=2) as ranks:       # as torchrun's RANK and WORLD_SIZE say
-        policy = sharded(load_policy(directory), ranks)
+    with join_ranks(rank=0, size=2) as ranks:         # torchrun's RANK and WORLD_SIZE
+        policy = shard(load_policy(directory), ranks)
         optimizer = GuardedOptimizer(policy.parameters(), settings)      # after sharding
         update(policy, optimizer, my_rows, loss, ranks=ranks)
 
 With one process `ranks` is ALONE, nothing is sharded, and the same code runs. Every function that
-takes `ranks` is collective: all of them call it, in the same order.
+takes `ranks` is collective: all ranks call it, in the same order.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ if TYPE_CHECKING:
     from dialoop_services.learning.model.policy import PolicyModel
 
 RANK_FAILED = Reason.RANK_FAILED
-"""The reason of the error with which the other ranks leave when one has failed."""
+"""The reason of the error that the other ranks raise when one has failed."""
 
 _FAILURE = "dialoop/failure"
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 class Store(Protocol):
-    """Where processes leave each other small values by name: torch.distributed's store."""
+    """A place for small values by name, which all processes reach: torch.distributed's store."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all the keys are there; does not wait."""
+        """Return at once whether all the keys are there."""
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there."""
+        """Return the value of a key that is there."""
 
     def set(self, key: str, value: str) -> None:
-        """Leave a value."""
+        """Set the value of a key."""
 
     def delete_key(self, key: str) -> bool:
-        """Take a value away."""
+        """Delete a key; return whether it was there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """Which of `size` processes this is, and how they exchange small things.
+    """This process's number among `size` processes, and how they exchange small values.
 
-    What travels are JSON and numbers, never pickles; all of it over the CPU's backend. `store` is
-    where they leave each other notes without waiting; None where there is one process.
+    They exchange JSON and numbers, never pickles, over the CPU's backend. In `store` they leave
+    each other values without waiting; it is None where there is one process.
     """
 
     rank: int = 0
@@ -72,23 +72,23 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes files and speaks to the outside."""
+        """Return whether this is the process that writes files and talks to other services."""
         return self.rank == 0
 
     @property
     def loading_device(self) -> torch.device:
-        """Where a policy is loaded: one that is to be sharded goes to the device in parts."""
+        """Return where to load a policy: on the CPU if `shard` will move it in parts."""
         return self.device if self.size == 1 else torch.device("cpu")
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's plain JSON value, in the order of ranks, on every rank."""
+        """Return every rank's plain JSON value, in the order of ranks, on every rank."""
         if self.size == 1:
             return [value]
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         return [json.loads(part.numpy().tobytes()) for part in self.gather_tensors(data)]
 
     def gather_tensors(self, values: Tensor) -> list[Tensor]:
-        """Every rank's values [n], n its own and the type the same, on every rank."""
+        """Return every rank's values [n] on every rank; n may differ, the dtype may not."""
         if self.size == 1:
             return [values]
         own = torch.tensor([len(values)])
@@ -103,7 +103,7 @@ class Ranks:
         return [part[:n].to(values.device) for part, n in zip(parts, lengths, strict=True)]
 
     def broadcast(self, data: bytes) -> bytes:
-        """The first rank's bytes, on every rank; what the others give is left aside."""
+        """Return the first rank's bytes on every rank; the argument of the others is ignored."""
         if self.size == 1:
             return data
         length = torch.tensor([len(data)])
@@ -118,11 +118,11 @@ class Ranks:
 
 
 ALONE = Ranks()
-"""One process by itself."""
+"""The ranks of a single process."""
 
 
 @contextmanager
-def joined_ranks(
+def join_ranks(
     *,
     rank: int,
     size: int,
@@ -130,11 +130,11 @@ def joined_ranks(
     init_method: str = "env://",
     timeout_s: float = 600.0,
 ) -> Iterator[Ranks]:
-    """Join the others, and leave them on every path; ALONE where size is 1.
+    """Join the other processes, and leave them on every path; yield a single rank for size 1.
 
-    When a rank fails, its error is known to the others before its connections close: theirs is
+    When a rank fails, it stores its error before its connections close, and the others raise
     Unavailable (RANK_FAILED) with the cause. `init_method` is torch.distributed's: torchrun's
-    environment, or a file. `device` is this rank's own, as "cuda:3".
+    environment, or a file. `device` is this rank's own, such as "cuda:3".
     """
     device = torch.device(device)
     if size == 1:
@@ -154,26 +154,26 @@ def joined_ranks(
     ranks = Ranks(rank=rank, size=size, device=device, store=store)
     try:
         yield ranks
-        ranks.gather(None)  # the first to leave may take the store of the others with it
+        ranks.gather(None)  # wait: the process that leaves first may close the others' store
     except Exception as error:
         cause = _cause(ranks, error)
         if cause is None:
             raise
         raise Unavailable(
-            cause, reason=RANK_FAILED, remedy="Mend that rank's error and resume all ranks."
+            cause, reason=RANK_FAILED, remedy="Fix that rank's error and resume all ranks."
         ) from error
     finally:
         dist.destroy_process_group()
 
 
-def sharded(
+def shard(
     policy: PolicyModel, ranks: Ranks, *, mixed_precision: MixedPrecisionPolicy | None = None
 ) -> PolicyModel:
-    """Shard the policy's parameters over the ranks, block by block; with one rank nothing changes.
+    """Shard the policy's parameters over the ranks, block by block; with one rank change nothing.
 
-    Gradients are summed over ranks, not averaged: losses are shares of one whole. Optimisers must
-    be made afterwards. A policy loaded on the CPU moves to the ranks' device one block at a time.
-    PreconditionFailed (RANKS_DIFFER) where the ranks do not bring the same policy.
+    Gradients are summed over ranks, not averaged, because each rank's loss is a share of the whole.
+    Make optimisers afterwards. A policy loaded on the CPU moves to the ranks' device one block at
+    a time. Raises PreconditionFailed (RANKS_DIFFER) where ranks pass different policies.
     """
     if ranks.size == 1:
         return policy
@@ -186,19 +186,19 @@ def sharded(
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale a sum
     return policy
 
 
 def reshard(policy: nn.Module) -> None:
-    """Give back the whole parameters that a forward without a backward left on this device."""
+    """Free the whole parameters that a forward without a backward left on this device."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _require_same(policy: nn.Module, ranks: Ranks) -> None:
-    """Nothing is sent about when sharding, so different policies would be mixed unnoticed."""
+    """Raise unless all ranks have the same policy: sharding would mix different ones unnoticed."""
     own = {name: _checksum(tensor) for name, tensor in policy.named_parameters()}
     for rank, other in enumerate(ranks.gather(own)):
         names = sorted(name for name in {*own, *other} if own.get(name) != other.get(name))
@@ -216,7 +216,7 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _blocks(policy: PolicyModel) -> list[nn.Module]:
-    """The decoder's layers: the largest list of modules."""
+    """Return the decoder's layers: the largest list of modules."""
     lists = [list(module) for module in policy.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise Unsupported(
@@ -224,35 +224,35 @@ def _blocks(policy: PolicyModel) -> list[nn.Module]:
             reason=Reason.MODEL_NOT_SHARDABLE,
             remedy="Train it with one process.",
         )
-    return max(lists, key=lambda found: sum(p.numel() for m in found for p in m.parameters()))
+    return max(lists, key=lambda modules: sum(p.numel() for m in modules for p in m.parameters()))
 
 
 def known_failure(ranks: Ranks) -> str | None:
-    """What a rank that failed said before it left; None while all are well."""
+    """Return the error that a failed rank stored before it left; None without one."""
     if ranks.store is None or not ranks.store.check([_FAILURE]):
         return None
     return str(ranks.store.get(_FAILURE).decode())
 
 
 def _cause(ranks: Ranks, error: Exception) -> str | None:
-    """What another rank said before it left; without one, say it of this rank."""
+    """Return another rank's stored error; without one, store and return this rank's."""
     if isinstance(error, Unavailable) and error.reason == RANK_FAILED:
         return None
     try:
-        told = known_failure(ranks)
-        if told is None and ranks.store is not None:
+        failure = known_failure(ranks)
+        if failure is None and ranks.store is not None:
             if _is_lost_connection(error):
                 return f"Rank {ranks.rank} of {ranks.size} lost its connection to another one."
             own = f"Rank {ranks.rank} of {ranks.size} failed: {type(error).__name__}: {error}"
             ranks.store.set(_FAILURE, own)
-        return told
-    except RuntimeError:  # the store's own process is gone; this rank's error tells what is left
+        return failure
+    except RuntimeError:  # the store's own process is gone, so this rank raises its own error
         return None
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Whether a collective says that a process is gone; gloo's errors have no type of their own."""
-    if isinstance(error, BaseExceptionGroup):  # of the service that the first rank is
+    """Return whether the error means that a process is gone; gloo's have no type of their own."""
+    if isinstance(error, BaseExceptionGroup):  # the first rank's service raises groups
         return any(map(_is_lost_connection, error.exceptions))
     is_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
     return is_gloo or isinstance(error, dist.DistNetworkError | dist.DistBackendError)

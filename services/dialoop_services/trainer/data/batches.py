@@ -1,4 +1,4 @@
-"""One leased batch: which groups to train, which to drop and why."""
+"""One leased batch: the groups to train, and the groups to drop with a reason."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedSequence:
-    """One token row to train, which group of the batch it is of, and how it was sampled."""
+    """One token row to train, the index of its group in the batch, and its sampling temperature."""
 
     sequence: Sequence
-    prompt: int
+    group_index: int
     temperature: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What became of the leased groups."""
+    """The leased groups, sorted by what to do with them; `dropped` is by reason."""
 
     train: tuple[GroupLease, ...]
     already_consumed: tuple[GroupLease, ...]
@@ -39,41 +39,41 @@ class Batch:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The groups to train."""
+        """Return the groups to train."""
         return tuple(lease.group for lease in self.train)
 
     @property
     def trained_lease_ids(self) -> tuple[str, ...]:
-        """The leases of the groups to train."""
+        """Return the leases of the groups to train."""
         return tuple(lease.lease_id for lease in self.train)
 
     @property
     def sequences(self) -> tuple[TrainedSequence, ...]:
-        """The token rows to train: all with a sampled token.
+        """Return the token rows to train: all that have a sampled token.
 
-        One whose advantage is 0 is among what a loss takes its means over, and has a KL term too.
+        Rows with advantage 0 stay: a loss takes its means over them, and they have a KL term.
         """
         return tuple(
             TrainedSequence(
-                sequence=sequence, prompt=prompt, temperature=_temperature_of(trajectory)
+                sequence=sequence, group_index=index, temperature=_temperature_of(trajectory)
             )
-            for prompt, group in enumerate(self.groups)
+            for index, group in enumerate(self.groups)
             for trajectory in group.trajectories
             for sequence in trajectory.sequences
             if sequence.num_model_tokens
         )
 
     def staleness(self, current: PolicyVersion) -> Counter[int]:
-        """Trained trajectories by the versions their oldest token lags behind `current`."""
+        """Count trained trajectories by how many versions their oldest token lags `current`."""
         return Counter(
             current.staleness_of(min(trajectory.policy_versions))
             for group in self.groups
             for trajectory in group.trajectories
-            if trajectory.policy_versions  # a prompt that filled the context left none
+            if trajectory.policy_versions  # none if the prompt filled the context
         )
 
     def forks(self) -> Counter[str]:
-        """Trained sequences that started as a fork, by cause."""
+        """Count trained sequences that started as a fork, by cause."""
         return Counter(
             sequence.fork_cause.name.lower()
             for group in self.groups
@@ -93,8 +93,8 @@ def sort_batch(
 ) -> Batch:
     """Split leased groups into train, drop and already consumed.
 
-    A loss that needs no advantages trains groups of uniform reward too. Staleness was checked when
-    the groups were leased; it is checked again here because a publish may have come between.
+    A loss that needs no advantages trains groups of uniform reward too. The queue checked staleness
+    when it leased the groups. This checks it again, because a publish may have come between.
     """
     train: list[GroupLease] = []
     consumed: list[GroupLease] = []
@@ -110,7 +110,7 @@ def sort_batch(
     return Batch(
         train=tuple(train),
         already_consumed=tuple(consumed),
-        dropped={reason: tuple(found) for reason, found in dropped.items()},
+        dropped={reason: tuple(leases) for reason, leases in dropped.items()},
     )
 
 
@@ -130,12 +130,12 @@ def _reason_to_drop(
 
 
 def _temperature_of(trajectory: Trajectory) -> float:
-    given = trajectory.sampling.temperature
-    return 1.0 if given is None else given
+    temperature = trajectory.sampling.temperature
+    return 1.0 if temperature is None else temperature
 
 
 def _has_signal(sequence: Sequence, needs_advantages: bool) -> bool:
-    """Whether it has sampled tokens and, where it is needed, an advantage that is not 0."""
+    """Return whether it has sampled tokens and, where the loss needs one, an advantage not 0."""
     if not sequence.num_model_tokens or not needs_advantages:
         return bool(sequence.num_model_tokens)
     if len(sequence.token_advantages):

@@ -1,4 +1,4 @@
-"""Files of demonstrations, and which of them the trainer's rows have room for.
+"""Files of demonstrations, and which of their lines fit the trainer's rows.
 
 fitting_demonstrations("chats.jsonl", render, settings)
 """
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def num_tokens_to_train(sequence: Sequence, settings: TrainerSettings) -> int:
-    """Tokens of it that a step trains after `oversize`; 0 of one that is left out."""
+    """Return how many of its tokens a step trains after `oversize`; 0 if it is dropped."""
     most = settings.packed_row_tokens
     if settings.oversize == "drop" and len(sequence.token_ids) > most:
         return 0
@@ -35,10 +35,10 @@ def num_tokens_to_train(sequence: Sequence, settings: TrainerSettings) -> int:
 def fitting_demonstrations(
     file: str | Path, render: Callable[[History], Sequence], settings: TrainerSettings
 ) -> list[History]:
-    """Those of a file of which there is something to train; a warning names each other one.
+    """Return the demonstrations of a file that have a token to train; warn of each other one.
 
-    InvalidConfig (SEQUENCE_TOO_LONG) names a line that is too long where `oversize` is "error",
-    and the file where nothing of it is left.
+    Raises InvalidConfig (SEQUENCE_TOO_LONG), which names the line that is too long where `oversize`
+    is "error", or the file if no demonstration of it is left.
     """
     histories, most = [], settings.packed_row_tokens
     for number, history in numbered_demonstrations(file):
@@ -54,28 +54,28 @@ def fitting_demonstrations(
             histories.append(history)
             continue
         log.warning(
-            "A demonstration is dropped: nothing of it is trained in rows of %d tokens: "
+            "A demonstration is dropped: it has no token to train in rows of %d tokens: "
             "%s line %d, %d tokens.",
             *(most, file, number, length),
         )
     if not histories:
         raise InvalidConfig(
-            f"Of no demonstration of {file} is anything to train in rows of {most} tokens.",
+            f"No demonstration of {file} has a token to train in rows of {most} tokens.",
             reason=Reason.SEQUENCE_TOO_LONG,
-            remedy="Raise max_row_tokens in [train], or shorten them.",
+            remedy="Raise max_row_tokens in [train], or shorten the demonstrations.",
         )
     return histories
 
 
 def numbered_demonstrations(path: Path | str) -> list[tuple[int, History]]:
-    """All of a JSONL file of {"messages": [...]} lines, each with the number of its line.
+    """Return all demonstrations of a JSONL file of {"messages": [...]} lines, with line numbers.
 
-    InvalidConfig names a wrong line.
+    Raises InvalidConfig, which names the wrong line.
     """
     path = Path(path)
     histories: list[tuple[int, History]] = []
     try:
-        # By newlines alone: JSON strings may hold every other line separator there is.
+        # Split at newlines only: JSON strings may hold every other line separator.
         lines = path.read_text("utf-8").split("\n")
     except OSError as error:
         raise InvalidConfig(
@@ -100,6 +100,6 @@ def _history(path: Path, number: int, line: str) -> History:
         ) from error
     if not any(message.role == "assistant" for message in history):
         raise InvalidConfig(
-            f"{path} line {number} has no assistant message.", remedy="Show what to say."
+            f"{path} line {number} has no assistant message.", remedy="Add one to learn from."
         )
     return history

@@ -1,6 +1,6 @@
-"""What SFT trains on: demonstrations in epochs, and held-out ones.
+"""The data of SFT: demonstrations in epochs, and held-out ones.
 
-Every batch is a function of the seed and the step, so a restarted trainer goes on where it was.
+Every batch is a function of the seed and the step, so a restarted trainer continues where it was.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemonstrationSet:
-    """`size` demonstrations, rendered when a batch needs them; `heldout` are never trained."""
+    """A set of `size` demonstrations, rendered when a batch needs them; `heldout` never train."""
 
     size: int
     show: Show
@@ -41,29 +41,29 @@ class DemonstrationSet:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of an epoch; the last one may be smaller."""
+        """Return how many batches an epoch has; the last one may be smaller."""
         return -(-self.size // self.batch_size)
 
     def epoch_of(self, step: int) -> int:
-        """The epoch, from 0, of the train step, from 0."""
+        """Return the epoch, from 0, of a train step, from 0."""
         return step // self.steps_per_epoch
 
     def batch(self, step: int) -> list[Sequence]:
-        """The demonstrations of a train step."""
+        """Return the rendered demonstrations of a train step."""
         epoch, index = divmod(step, self.steps_per_epoch)
         order = list(range(self.size))
         random.Random(f"{self.seed}/{epoch}").shuffle(order)
-        chosen = order[index * self.batch_size : (index + 1) * self.batch_size]
+        batch = order[index * self.batch_size : (index + 1) * self.batch_size]
         return [
             self.render(self.show(which, random.Random(f"{self.seed}/{epoch}/{which}")))
-            for which in chosen
+            for which in batch
         ]
 
 
 def demonstration_set(settings: TrainerSettings, builder: TokenBuilder) -> DemonstrationSet:
-    """What the settings name: a file, or what the environment demonstrates of its train split.
+    """Return the set that the settings name: a file, or the environment's own demonstrations.
 
-    InvalidConfig names the line of a file that the trainer's rows have no room for.
+    Raises InvalidConfig, which names the line of a file that is too long for the trainer's rows.
     """
     section = settings.environment
     environment = load_environment(section.kind, section.arguments)
@@ -101,7 +101,7 @@ def demonstration_set(settings: TrainerSettings, builder: TokenBuilder) -> Demon
 
 
 def _split(settings: TrainerSettings, render: Render) -> tuple[list[History], list[History]]:
-    """What to train and what to hold out, from one file or two."""
+    """Return the demonstrations to train and those to hold out, from one file or two."""
     histories = fitting_demonstrations(settings.sft.file, render, settings)
     if settings.sft.heldout_file:
         return histories, fitting_demonstrations(settings.sft.heldout_file, render, settings)
@@ -109,7 +109,7 @@ def _split(settings: TrainerSettings, render: Render) -> tuple[list[History], li
     num_heldout = int(len(histories) * settings.sft.heldout_fraction)
     if num_heldout == len(histories):
         raise InvalidConfig(
-            f"{settings.sft.file} holds nothing but held-out demonstrations.",
+            f"heldout_fraction holds out every demonstration of {settings.sft.file}.",
             remedy="Add demonstrations, or lower heldout_fraction.",
         )
     return histories[num_heldout:], histories[:num_heldout]

@@ -1,4 +1,4 @@
-"""The groups the trainer holds: kept from running out until a checkpoint contains them."""
+"""The leases that the trainer holds: extended until a checkpoint contains their groups."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WORKER = "trainer"
-"""The name a trainer leases under: the next process of the run has what this one holds."""
+"""Name under which a trainer leases; by it the run's next process takes the leases over."""
 
 
 class HeldLeases:
-    """Leases of groups that are trained or wait to be; extended however long a train step takes."""
+    """Leases of groups that are trained or wait for it, extended also during long train steps."""
 
     def __init__(self, run: str, replay: ReplayClient, *, lease_s: float) -> None:
         self._run = run
@@ -30,32 +30,32 @@ class HeldLeases:
         self._held: set[str] = set()
 
     def hold(self, lease_ids: Iterable[str]) -> None:
-        """Begin to extend these."""
+        """Add these leases to those that are extended."""
         self._held.update(lease_ids)
 
-    def let_go(self, lease_ids: Iterable[str]) -> None:
-        """No longer extend these."""
+    def release(self, lease_ids: Iterable[str]) -> None:
+        """Stop extending these leases."""
         self._held.difference_update(lease_ids)
 
     @property
     def lease_ids(self) -> tuple[str, ...]:
-        """What is held."""
+        """Return the leases that are held."""
         return tuple(sorted(self._held))
 
     @asynccontextmanager
-    async def kept(self) -> AsyncIterator[None]:
-        """Extend what is held, for as long as the context lasts."""
-        keeping = asyncio.create_task(self._keep())
+    async def keep(self) -> AsyncIterator[None]:
+        """Extend the held leases regularly, inside the context."""
+        extending = asyncio.create_task(self._extend_forever())
         try:
             yield
         finally:
-            keeping.cancel()
-            await asyncio.wait([keeping])
+            extending.cancel()
+            await asyncio.wait([extending])
 
     async def extend(self) -> None:
-        """Extend what is held, and let go of what is lost; a queue that is away is only a warning.
+        """Extend the held leases, and release lost ones; only warn if the queue does not answer.
 
-        Leases that have expired are the trainer's again where nobody took the groups meanwhile.
+        An expired lease is the trainer's again if no other worker took its group meanwhile.
         """
         if not self._held:
             return
@@ -66,9 +66,9 @@ class HeldLeases:
             return
         if lost:
             log.warning("Leases were lost.", extra={"num_leases": len(lost)})
-        self.let_go(lost)
+        self.release(lost)
 
-    async def _keep(self) -> None:
+    async def _extend_forever(self) -> None:
         while True:
             await asyncio.sleep(self._lease_s / 3)
             await self.extend()

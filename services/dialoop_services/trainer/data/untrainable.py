@@ -1,7 +1,7 @@
 """Groups that no train step can use, found before anything is computed.
 
-What is wrong is asked of the very code that makes rows for the model and of the loss itself; only
-when that refuses a batch are its groups gone through one by one, and then their trajectories.
+The code that makes rows for the model, and the loss itself, decide. Only when they refuse a batch
+does this module try its groups one by one, and then the trajectories of a refused group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Untrainable:
-    """A group that cannot be trained: which trajectory of it, and what is wrong with that."""
+    """A group that cannot be trained, its first bad trajectory, and that trajectory's error."""
 
     lease: GroupLease
     trajectory_id: str
@@ -33,44 +33,44 @@ class Untrainable:
 
     @property
     def reason(self) -> str:
-        """The error's reason in snake_case, under which the group is set aside."""
+        """Return the error's reason in snake_case, with which the group is set aside."""
         return self.error.reason.lower()
 
 
 def read_rows(batch: Batch, to_rows: ToRows) -> tuple[list[TokenRow], tuple[Untrainable, ...]]:
-    """Return the rows of the groups to train, or else which of the groups cannot be trained.
+    """Return the rows of the groups to train and (), or [] and the groups that cannot be trained.
 
-    `to_rows` is the learner's: it raises a DialoopError where a sequence cannot be trained.
+    `to_rows` is the learner's. It raises a DialoopError where a sequence cannot be trained.
     """
     sequences = batch.sequences
     try:
         return (to_rows(sequences) if sequences else []), ()
     except DialoopError:
-        pass  # whose fault it is, is what the rest finds out
+        pass  # the rest finds out which groups are at fault
     kept: list[TrainedSequence] = []
     untrainable: list[Untrainable] = []
-    for prompt, lease in enumerate(batch.train):
-        own = [one for one in sequences if one.prompt == prompt]
+    for index, lease in enumerate(batch.train):
+        own = [row for row in sequences if row.group_index == index]
         error = _refusal([*kept, *own], to_rows)
         if error is None:
             kept += own
         else:
-            untrainable.append(_named(lease, own, error, to_rows))
+            untrainable.append(_blame(lease, own, error, to_rows))
     return [], tuple(untrainable)
 
 
-def _named(
+def _blame(
     lease: GroupLease,
     own: list[TrainedSequence],
     error: DialoopError,
     to_rows: ToRows,
 ) -> Untrainable:
-    """The first trajectory that is refused alone, with what it is refused for; else the first."""
+    """Return the first trajectory that is refused alone, with its error; else the first of all."""
     trajectories = lease.group.trajectories
     for trajectory in trajectories:
         theirs = {id(sequence) for sequence in trajectory.sequences}
-        found = [one for one in own if id(one.sequence) in theirs]
-        refusal = _refusal(found, to_rows)
+        rows = [row for row in own if id(row.sequence) in theirs]
+        refusal = _refusal(rows, to_rows)
         if refusal is not None:
             return Untrainable(lease=lease, trajectory_id=trajectory.trajectory_id, error=refusal)
     return Untrainable(lease=lease, trajectory_id=trajectories[0].trajectory_id, error=error)

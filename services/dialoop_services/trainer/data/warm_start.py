@@ -1,4 +1,4 @@
-"""Demonstrations for the SFT warm start, rendered by the same path as rollouts."""
+"""Demonstrations for the SFT warm start, rendered by the same code as rollouts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class WarmStartBatches:
-    """Endless batches of demonstrations as token rows; the same seed gives the same batches."""
+    """Endless batches of demonstrations as token rows. The same seed gives the same batches."""
 
     def __init__(
         self,
@@ -48,21 +48,21 @@ class WarmStartBatches:
         return self
 
     def __next__(self) -> list[Sequence]:
-        return [self._builder.demonstration(shown, stop=self._stop) for shown in self._shown()]
+        return [self._builder.demonstration(history, stop=self._stop) for history in self._draw()]
 
     def skip(self, num_batches: int) -> None:
-        """Pass over batches that an earlier process has trained, without rendering them."""
+        """Skip batches that an earlier process has trained, without rendering them."""
         for _ in range(num_batches):
-            self._shown()
+            self._draw()
 
-    def _shown(self) -> list[History]:
+    def _draw(self) -> list[History]:
         return [self._demonstrate(self._random) for _ in range(self._batch_size)]
 
 
 def demonstrator(
     settings: TrainerSettings, builder: TokenBuilder
 ) -> tuple[Demonstrator, tuple[str, ...]]:
-    """What shows the way, and the strings that end a message in that environment."""
+    """Return a function that draws a demonstration, and the strings that end a message."""
     section = settings.environment
     environment = load_environment(section.kind, section.arguments)
     if settings.warm_start.file:
@@ -83,9 +83,9 @@ def demonstrator(
 
 
 def no_demonstrations(environment: str, *, remedy: str) -> InvalidConfig:
-    """The error of an environment that cannot show what to do."""
+    """Return the error for an environment that has no demonstrations."""
     return InvalidConfig(
-        f"The environment {environment} demonstrates nothing.",
+        f"The environment {environment} has no demonstrations.",
         reason=Reason.NO_DEMONSTRATIONS,
         remedy=remedy,
     )

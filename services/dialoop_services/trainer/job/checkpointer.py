@@ -1,4 +1,4 @@
-"""From one checkpoint to the next: what was trained, the journal of it, and the leases it holds."""
+"""Save and restore the job: its state, the journal since the checkpoint, and its leases."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DEAD_LETTERS_FORGOTTEN = "DEAD_LETTERS_FORGOTTEN"
-"""The alarm of a queue that had too many dead letters to keep them all."""
+"""The alarm that the queue deleted dead letters because it had too many."""
 
 
 class Checkpointer:
@@ -42,11 +42,11 @@ class Checkpointer:
         self.held = HeldLeases(settings.run, parts.replay, lease_s=settings.lease_s)
 
     async def restore(self) -> bool:
-        """Load the newest checkpoint, if there is one, and let go of what it contains."""
+        """Load the newest checkpoint and acknowledge its groups; return False without one."""
         state, board = self.state, self._parts.board
         restored = await asyncio.to_thread(self._parts.checkpoints.restore, self._parts.learner)
         if restored is None:
-            # Killed before its first checkpoint: what was published may have been sampled from.
+            # Killed before its first checkpoint: engines may have sampled from what was published.
             live = published_policy(self._settings.run_dir)
             state.policy_version = lineage_after_restore(
                 state.policy_version, None if live is None else live.version
@@ -54,7 +54,7 @@ class Checkpointer:
             self._parts.records.rewind(num_train_steps=0, num_warm_start_steps=0)
             return False
         state.become(restored)
-        self.held.let_go(self.held.lease_ids)
+        self.held.release(self.held.lease_ids)
         board.num_train_steps = state.num_train_steps
         board.num_warm_start_steps = state.num_warm_start_steps
         await self._replay.acknowledge(self._settings.run, state.consumed_lease_ids)
@@ -62,19 +62,19 @@ class Checkpointer:
         return True
 
     def mark_trained(self, lease_ids: Iterable[str]) -> None:
-        """The gradient of these groups is in the weights: the next checkpoint lets go of them."""
+        """Mark groups whose gradient is in the weights: the next checkpoint acknowledges them."""
         self.state.consumed_lease_ids.extend(lease_ids)
 
-    def note(
+    def record(
         self,
         batch: Batch | None = None,
         *,
         evaluated: int | None = None,
         judged: float | None = None,
     ) -> None:
-        """Write into the journal what has been done, before anybody outside hears of it.
+        """Write what was done into the journal, before another service learns of it.
 
-        Only RL does its steps again after a kill, and it begins with its first policy.
+        Only RL repeats its steps after a kill, and only those after its first policy.
         """
         if self._settings.mode != "rl" or not self.state.num_policy_versions:
             return
@@ -84,7 +84,7 @@ class Checkpointer:
                 train_step=self.state.num_train_steps,
                 policy_version=self.state.policy_version,
                 trained=() if batch is None else batch.trained_lease_ids,
-                dropped={why: tuple(one.lease_id for one in leases) for why, leases in dropped},
+                dropped={why: tuple(x.lease_id for x in leases) for why, leases in dropped},
                 evaluated=evaluated,
                 judged=judged,
             )
@@ -92,23 +92,23 @@ class Checkpointer:
 
     async def checkpoint(self) -> Path:
         """Save everything, then acknowledge what the checkpoint contains."""
-        state, is_known = self.state, self.state.num_policy_versions > 0
-        if is_known:  # in a warm start the queue may not be there yet
+        state, has_published = self.state, self.state.num_policy_versions > 0
+        if has_published:  # in a warm start the queue may not be there yet
             state.cursor = await self._cursor()
         self.timer.count()
         path = await asyncio.to_thread(self._parts.checkpoints.save, self._parts.learner, state)
-        if is_known:
+        if has_published:
             await self._replay.acknowledge(self._settings.run, state.consumed_lease_ids)
-        self.held.let_go(state.consumed_lease_ids)
-        # What was acknowledged cannot come back; the lists start anew after the next checkpoint.
+        self.held.release(state.consumed_lease_ids)
+        # Acknowledged groups cannot come back, so the lists start empty after each checkpoint.
         state.consumed_lease_ids.clear()
         state.consumed_group_ids.clear()
         return path
 
     async def shutdown(self) -> None:
-        """Do the last thing of a stopped job: save, and give back what it leased and did not train.
+        """Save, and give back the groups that the stopped job leased and did not train.
 
-        So that the next trainer has it at once, not when the leases have run out.
+        The next trainer then has them at once, not only after the leases have expired.
         """
         if self.state.num_policy_versions or self.state.num_warm_start_steps:
             await self.checkpoint()
@@ -118,18 +118,18 @@ class Checkpointer:
                 ReturnItem(lease_id=lease, reason=DropReason.TRAINER_STOPPED) for lease in untrained
             ]
             await self._replay.give_back(self._settings.run, items)
-            self.held.let_go(untrained)
+            self.held.release(untrained)
         log.info(
             "Stopped between two train steps.",
             extra={"train_step": self.state.num_train_steps, "num_returned": len(untrained)},
         )
 
     async def _cursor(self) -> str:
-        """The data position; and a word on it when groups that could not be used are gone."""
+        """Return the data position, and raise or end the alarm of deleted dead letters."""
         stats = await self._replay.get_stats(self._settings.run)
         dropped = (stats.training.num_groups_dropped, stats.evaluation.num_groups_dropped)
         num_forgotten = sum(reasons.get("dead_letter_forgotten", 0) for reasons in dropped)
-        self._parts.board.sound(DEAD_LETTERS_FORGOTTEN, on=num_forgotten > 0)
+        self._parts.board.raise_alarm(DEAD_LETTERS_FORGOTTEN, on=num_forgotten > 0)
         if num_forgotten:
             log.warning("Dead letters were forgotten.", extra={"num_groups": num_forgotten})
         return stats.cursor

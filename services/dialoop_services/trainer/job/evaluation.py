@@ -1,4 +1,4 @@
-"""Evaluation through the same services as training: offer, wait, count."""
+"""Evaluate through the same services as training: offer tasks, wait for their groups, count."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PREFIX = "evaluation/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationPlan:
-    """What to evaluate: the first `num_tasks` of a split, each `num_trajectories` times."""
+    """A plan to play the first `num_tasks` of a split, each `num_trajectories` times."""
 
     environment: str
     split: str
@@ -40,7 +40,7 @@ class EvaluationPlan:
 
     @classmethod
     def full(cls, settings: TrainerSettings, label: str, *, temperature: float) -> Self:
-        """The held-out split, as before and after training."""
+        """Return the plan for the held-out split before and after training."""
         return cls(
             environment=settings.environment.served_name,
             split=settings.environment.heldout_split,
@@ -53,14 +53,14 @@ class EvaluationPlan:
 
     @classmethod
     def running(cls, settings: TrainerSettings) -> Self:
-        """A part of the held-out split, while training goes on."""
+        """Return the plan for a part of the held-out split while training continues."""
         plan = cls.full(settings, "running", temperature=1.0)
         return replace(plan, num_tasks=min(plan.num_tasks, settings.evaluation.num_running_tasks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """Means over trajectories; failed tasks are counted, not scored."""
+    """Means over trajectories. Failed tasks are counted and not scored."""
 
     mean_reward: float
     tool_call_rate: float
@@ -70,13 +70,13 @@ class EvaluationResult:
     newest: PolicyVersion | None
 
     def row(self) -> dict[str, float | str | None]:
-        """As it is written to metrics.jsonl."""
+        """Return the row for metrics.jsonl."""
         row = asdict(self)
         return row | {"oldest": str(self.oldest or ""), "newest": str(self.newest or "")}
 
 
 class Evaluator:
-    """Offers EVALUATION tasks, which collectors play first, and gathers their groups."""
+    """Offers EVALUATION tasks, which collectors play first, and collects their groups."""
 
     def __init__(
         self, run: str, environment: EnvironmentClient, replay: ReplayClient, records: RunRecords
@@ -86,15 +86,15 @@ class Evaluator:
         self._replay = replay
         self._records = records
         self._retry_policy = RetryPolicy(max_attempts=None, total_s=120)
-        # Groups that arrived, by the prefix of the running evaluation they are of.
+        # Groups that arrived, by the task id prefix of their running evaluation.
         self._arrived: dict[str, list[Group]] = {}
 
     async def evaluate(self, plan: EvaluationPlan, *, train_step: int) -> EvaluationResult:
-        """Play the plan's tasks under whatever policy is live and return the means."""
+        """Play the plan's tasks with the live policy and return the means."""
         prefix = f"{_PREFIX}{plan.label}/{uuid.uuid4().hex[:8]}/"
         self._arrived[prefix] = []
         try:
-            trajectories, num_failed = await self._played(plan, prefix)
+            trajectories, num_failed = await self._play(plan, prefix)
         finally:
             del self._arrived[prefix]
         await asyncio.to_thread(
@@ -107,10 +107,10 @@ class Evaluator:
         return _summarise(trajectories, num_failed)
 
     async def drop_held(self) -> None:
-        """Drop what a killed trainer of this run had leased, or was handed when it was dead.
+        """Drop the evaluation groups that a killed trainer of this run had leased.
 
-        Nobody counts those groups: the evaluations they are of are done anew. What nobody has
-        leased yet is swept up by `_take`.
+        Their evaluations are done anew, so these groups do not count. `_take` drops those that no
+        trainer had leased.
         """
         held = await retry(
             lambda: self._replay.list_leases(self._run, Stage.EVALUATION, worker=WORKER),
@@ -118,8 +118,8 @@ class Evaluator:
         )
         await self._replay.drop(self._run, held, DropReason.ABANDONED)
 
-    async def _played(self, plan: EvaluationPlan, prefix: str) -> tuple[list[Trajectory], int]:
-        """The plan's trajectories, and how many tasks gave none."""
+    async def _play(self, plan: EvaluationPlan, prefix: str) -> tuple[list[Trajectory], int]:
+        """Return the plan's trajectories, and how many tasks gave none."""
         tasks = await self._tasks(plan, prefix)
         for start in range(0, len(tasks), _OFFER):
             await self._offer(tasks[start : start + _OFFER])
@@ -172,7 +172,7 @@ class Evaluator:
         )
 
     async def _take(self, prefix: str) -> list[Group]:
-        """What arrived of one evaluation; groups of one that nobody waits for are dropped."""
+        """Return the groups that arrived for one evaluation; drop those of ended evaluations."""
         leased = await self._replay.lease_groups(
             self._run,
             Stage.EVALUATION,
@@ -183,9 +183,9 @@ class Evaluator:
             task_id_prefix=_PREFIX,
         )
         waiting = [(lease, self._waits_for(lease.group)) for lease in leased.leases]
-        taken = [lease.lease_id for lease, arrived in waiting if arrived is not None]
+        awaited = [lease.lease_id for lease, arrived in waiting if arrived is not None]
         abandoned = [lease.lease_id for lease, arrived in waiting if arrived is None]
-        await self._replay.acknowledge(self._run, taken)
+        await self._replay.acknowledge(self._run, awaited)
         for lease, arrived in waiting:
             if arrived is not None:
                 arrived.append(lease.group)
@@ -194,12 +194,12 @@ class Evaluator:
         return groups
 
     def _waits_for(self, group: Group) -> list[Group] | None:
-        """Where the running evaluation collects that the group is of, if there is one."""
+        """Return the list of the running evaluation that the group belongs to, if there is one."""
         task_id = group.task.task_id
         return next((kept for own, kept in self._arrived.items() if task_id.startswith(own)), None)
 
     async def _nothing_live(self) -> bool:
-        """Whether the missing groups were all dropped: what others left is swept up by `_take`."""
+        """Return whether no group is open: then the missing ones were all dropped."""
         return not (await self._replay.get_stats(self._run)).evaluation.num_open
 
 

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class EvaluationSchedule:
-    """Knows which evaluations are due; a due one stays so, over restarts, until it has a result."""
+    """The evaluations that are due. A due one stays due, over restarts, until it has a result."""
 
     def __init__(
         self, settings: TrainerSettings, records: RunRecords, checkpointer: Checkpointer
@@ -25,30 +25,30 @@ class EvaluationSchedule:
         self._state = checkpointer.state
 
     def is_due(self, every: int, *, since: int) -> bool:
-        """Whether the step taken since that one is one of every so many, and not the last."""
+        """Return whether the newest step is past `since`, a multiple of `every`, not the last."""
         step = self._state.num_train_steps
         is_new = since < step < self._settings.num_steps
         return bool(is_new and every and step % every == 0)
 
     def schedule_evaluation(self, *, since: int) -> int | None:
-        """Return the step taken since that one, if tasks are to be evaluated on after it."""
+        """Return the step after `since` as due, if an evaluation on tasks follows it; else None."""
         is_due = self.is_due(self._settings.evaluation.every, since=since)
         if not (is_due and self._settings.evaluation.num_tasks):
             return None
         self._state.due_evaluations.append(self._state.num_train_steps)
         return self._state.num_train_steps
 
-    def mark_evaluated(self, due: int, *, judged: float | None, is_redone: bool = False) -> None:
-        """The evaluation that was due after a train step has come out so, or to nothing (None)."""
+    def mark_evaluated(self, due: int, *, judged: float | None, is_recovered: bool = False) -> None:
+        """Mark the evaluation due after a train step as done, with its result (None: it failed)."""
         if due in self._state.due_evaluations:
             self._state.due_evaluations.remove(due)
         if judged is not None:
             self.observe(judged)
-        if not is_redone:
-            self._checkpointer.note(evaluated=due, judged=judged)
+        if not is_recovered:
+            self._checkpointer.record(evaluated=due, judged=judged)
 
     def mark_recorded(self) -> None:
-        """Mark those evaluated that a kill left with a row of metrics, and with nothing else."""
+        """Mark evaluations as done that have a row in metrics.jsonl but were not saved."""
         for due in tuple(self._state.due_evaluations):
             row = self._records.evaluation_due_after(due)
             if row is not None:
@@ -56,9 +56,9 @@ class EvaluationSchedule:
                 self.mark_evaluated(due, judged=judged)
 
     def observe(self, value: float) -> None:
-        """Stop early where `stop_at` is reached or `stop_without_gain` results were no better.
+        """Stop early at `stop_at`, or when the last `stop_without_gain` results were no better.
 
-        Higher is better. What was seen is kept in the job's state, so a restart knows it.
+        Higher is better. The job's state keeps the results, so a restart knows them.
         """
         state = self._state
         best = state.best_evaluation
@@ -72,9 +72,10 @@ class EvaluationSchedule:
             log.info("Stopping early.", extra={"reason": reason})
 
     def _reason_to_stop(self, value: float) -> str:
-        limits, waited = self._settings.evaluation, self._state.num_evaluations_without_gain
+        limits = self._settings.evaluation
+        num_without_gain = self._state.num_evaluations_without_gain
         if limits.stop_at is not None and value >= limits.stop_at:
             return f"held-out evaluation reached {value:.4g}"
-        if limits.stop_without_gain and waited >= limits.stop_without_gain:
-            return f"{waited} held-out evaluations in a row were no better"
+        if limits.stop_without_gain and num_without_gain >= limits.stop_without_gain:
+            return f"{num_without_gain} held-out evaluations in a row were no better"
         return ""

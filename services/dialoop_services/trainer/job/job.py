@@ -4,9 +4,9 @@
                                        |                                           |
                                        +<------ checkpoint, then acknowledge <-----+
 
-The queue hands out work as soon as the first publish announced a policy, so collectors are already
-playing while the first evaluation runs. SFT takes its batches from demonstrations instead, and
-publishes when it evaluates and at its end.
+The queue leases tasks as soon as the first publish announced a policy, so collectors already play
+while the first evaluation runs. SFT takes its batches from demonstrations instead, and publishes
+when it evaluates and at its end.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Steps(Protocol):
     """A kind of training, one step at a time."""
 
     async def next_step(self) -> Callable[[], Awaitable[None]] | None:
-        """Wait for what the next step needs; the step, or None when the job stops."""
+        """Wait for the data of the next step; return the step, or None when the job stops."""
 
 
 class TrainingJob:
-    """Runs the phases in order; one instance per process, driven by one task."""
+    """Runs the phases in order. There is one per process, and one task runs it."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class TrainingJob:
         self.checkpointer = Checkpointer(settings, parts, self.state)
         self.versions = VersionedPublisher(settings, parts, self.checkpointer)
         self.schedule = EvaluationSchedule(settings, parts.records, self.checkpointer)
-        # Held by a train step and by whoever wants the weights to stand still between two.
+        # Held by a train step, and by callers that need the weights to stay as they are.
         self._between_steps = asyncio.Lock()
         self._warm_start = WarmStart(settings, parts, self.checkpointer)
         self._supervised: SupervisedSteps | None = None
@@ -77,7 +77,7 @@ class TrainingJob:
         if demonstrations is not None:
             supervised = SupervisedSteps(settings, parts, self.state, demonstrations)
             self._steps = self._supervised = supervised
-        self._asked_for: set[asyncio.Task[Any]] = set()
+        self._requests: set[asyncio.Task[Any]] = set()
 
     async def run(self) -> None:
         """Run to the end and write trainer.json, or to the next step once the job is stopped."""
@@ -93,7 +93,7 @@ class TrainingJob:
         self._board.phase = Phase.DONE
 
     async def publish(self) -> Published:
-        """Publish the present weights as a new version, between train steps."""
+        """Publish the current weights as a new version, between train steps."""
         return await self._to_the_end(self.versions.publish_next)
 
     async def checkpoint(self) -> Path:
@@ -101,21 +101,21 @@ class TrainingJob:
         return await self._to_the_end(self.checkpointer.checkpoint)
 
     async def _to_the_end(self, act: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Act between train steps; a caller who leaves must not leave half of it behind."""
+        """Act between train steps, to the end even if the caller is cancelled."""
 
         async def act_alone() -> T:
             async with self._between_steps:
                 return await act()
 
         acting = asyncio.create_task(act_alone())
-        self._asked_for.add(acting)
-        acting.add_done_callback(self._asked_for.discard)
+        self._requests.add(acting)
+        acting.add_done_callback(self._requests.discard)
         return await asyncio.shield(acting)
 
     async def evaluate(self, plan: EvaluationPlan, *, due: int | None = None) -> EvaluationResult:
         """Evaluate the live policy and record the result under the plan's label.
 
-        `due` is the train step after which it was to be done, where that is known again later.
+        `due` is the train step after which the schedule asked for it, if it did.
         """
         async with self._parts.placement.engines_awake(self._between_steps):
             step = self.state.num_train_steps
@@ -131,7 +131,7 @@ class TrainingJob:
         return result
 
     async def _begin(self) -> None:
-        """Restore, or warm start and publish; before it there is nothing to publish or save."""
+        """Restore, or warm start and publish the first policy."""
         async with self._between_steps:
             if await self.checkpointer.restore():
                 with self._phase(Phase.EVALUATING, "publish_restored"):
@@ -147,12 +147,12 @@ class TrainingJob:
 
     async def _train(self) -> None:
         with self._phase(Phase.TRAINING, "train"):
-            async with self.checkpointer.held.kept(), asyncio.TaskGroup() as background:
+            async with self.checkpointer.held.keep(), asyncio.TaskGroup() as background:
                 await self._begin_evaluating(background, *self.state.due_evaluations)
-                while self._goes_on():
+                while self._has_steps_left():
                     await self._board.wait_while_paused()
                     step = await self._steps.next_step()
-                    # Whoever paused meanwhile wants no step to start; the leases are kept.
+                    # The job may have been paused meanwhile: then keep the leases and wait.
                     await self._board.wait_while_paused()
                     if step is not None and not self._board.is_stopping:
                         await self._take(step, background)
@@ -164,14 +164,14 @@ class TrainingJob:
                 await self.publish()
             await self.checkpoint()
 
-    def _goes_on(self) -> bool:
+    def _has_steps_left(self) -> bool:
         is_left = self.state.num_train_steps < self._settings.num_steps
         return is_left and not (self._board.is_stopping or self.state.stopped_early)
 
     async def _take(
         self, step: Callable[[], Awaitable[None]], background: asyncio.TaskGroup
     ) -> None:
-        """One step, and what is due after it."""
+        """Take one step, and do what is due after it."""
         since = self.state.num_train_steps
         async with self._between_steps:
             await step()
@@ -179,24 +179,24 @@ class TrainingJob:
             if to_evaluate and self._supervised is not None:
                 await self._evaluate_supervised(self._supervised)
             due = self.schedule.schedule_evaluation(since=since)
-            # Last: what it holds is not evaluated again, and SFT has no journal to say the result.
+            # Last, because SFT has no journal: its checkpoint must hold the evaluation's result.
             if self.schedule.is_due(self._settings.checkpoint_every, since=since):
                 await self.checkpointer.checkpoint()
         if due is not None:
             await self._begin_evaluating(background, due)
 
     async def _begin_evaluating(self, background: asyncio.TaskGroup, *due: int) -> None:
-        """Evaluations for the curve, also those that a killed trainer did not end."""
+        """Start the due evaluations, also those that a killed trainer did not end."""
         evaluating = background.create_task(self._evaluate_all(due))
         if self._parts.placement.is_shared:
-            await evaluating  # while it runs the device is the engines'
+            await evaluating  # the engines have the device until it ends
 
     async def _evaluate_all(self, due: tuple[int, ...]) -> None:
         for train_step in due:
             await self._evaluate_while_training(train_step)
 
     async def _evaluate_supervised(self, supervised: SupervisedSteps) -> None:
-        """The loss of held-out demonstrations; and a publish, where tasks are evaluated on."""
+        """Compute the loss of held-out demonstrations, and publish if tasks are to be evaluated."""
         loss = await supervised.heldout_loss()
         if self._settings.evaluation.num_tasks:
             await self.versions.publish_next()
@@ -204,33 +204,33 @@ class TrainingJob:
             self.schedule.observe(-loss)
 
     async def _evaluate_while_training(self, due: int) -> None:
-        """The one that is due after that train step; where it fails training goes on without."""
+        """Run the evaluation due after that train step; if it fails, training continues."""
         plan, judged = EvaluationPlan.running(self._settings), None
         try:
-            found = await self._unless_stopped(self.evaluate(plan, due=due))
+            result = await self._unless_stopped(self.evaluate(plan, due=due))
         except DialoopError as error:
             log.warning("A running evaluation failed.", extra={"reason": error.reason})
         else:
-            if found is None:  # the next process finds it due
+            if result is None:  # it stays due, and the next process runs it
                 return
-            judged = found.mean_reward if found.num_trajectories else None
+            judged = result.mean_reward if result.num_trajectories else None
         async with self._between_steps:
             self.schedule.mark_evaluated(due, judged=judged)
             if self._supervised is not None and judged is not None:
-                # There is no journal to say it, and the step's checkpoint is older.
+                # SFT has no journal, and the step's checkpoint is older than this result.
                 await self.checkpointer.checkpoint()
 
     async def _evaluate_before(self) -> None:
-        """Evaluate the first policy, and save that before a step is taken from it.
+        """Evaluate the first policy, and save the result before the first train step.
 
-        A restart may begin with steps in its weights, and those are never evaluated as "before".
+        A restarted job whose weights contain train steps does not evaluate "before".
         """
         if self.state.num_train_steps:
             return
-        known = len(self.state.evaluations)
+        num_before = len(self.state.evaluations)
         with self._phase(Phase.EVALUATING, "evaluate_before"):
             await self._unless_stopped(self._evaluate_both("before"))
-            is_new = len(self.state.evaluations) > known
+            is_new = len(self.state.evaluations) > num_before
             if is_new and not self._board.is_stopping:  # a job that stops saves anyway
                 await self.checkpoint()
 
@@ -239,7 +239,7 @@ class TrainingJob:
             await self._unless_stopped(self._evaluate_both("after"))
 
     async def _evaluate_both(self, when: str) -> None:
-        """Greedy and sampled accuracy on the held-out split, once per run."""
+        """Measure greedy and sampled accuracy on the held-out split, once per run."""
         evaluations = self.state.evaluations
         for how, temperature in (("greedy", 0.0), ("sampled", 1.0)):
             label = f"{when}_{how}"
@@ -262,7 +262,7 @@ class TrainingJob:
             yield
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Its result, or None when the job is stopped before it ends."""
+        """Return the result of `work`, or cancel it and return None when the job stops first."""
         working = asyncio.create_task(work)
         stopping = asyncio.create_task(self._board.wait_until_stopping())
         try:

@@ -1,4 +1,4 @@
-"""What a job works with."""
+"""The objects that a job works with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobParts:
-    """The learner, the other services and the run's files; fakes of them in tests."""
+    """The learner, the clients of the other services and the run's files; tests pass fakes."""
 
     learner: Learner
     demonstrations: WarmStartBatches | None

@@ -1,14 +1,14 @@
-"""Whose turn the device is: the trainer's own (split), or one that engines sample on (shared).
+"""Where the trainer computes: on its own device (split), or on the engines' device (shared).
 
-    take ---> replicas sleep ---> the lock is ours ---> weights and optimiser state move in
+    take ---> replicas sleep ---> trainer has the lock ---> weights and optimiser state move in
                                                                      |
               train steps, held-out losses, export, own probes       |
                                                                      v
-    replicas load what is published, and so wake <--- leave: all moves to the host, lock let go
+    replicas load the new policy and wake <--- leave: all moves to the host, the lock is released
 
-Nobody has to be believed: an awake replica holds the device's lock with the other replicas, and the
-trainer works only while it holds that lock alone (`dialoop_services.runtime.device_lock`). A
-trainer that is killed leaves the lock free, and replicas that nobody wakes wake by themselves.
+The device's lock decides, not messages: awake replicas hold it together, and the trainer computes
+only while it holds the lock alone (`dialoop_services.runtime.device_lock`). The lock of a killed
+trainer is free at once. Replicas that no trainer wakes wake by themselves.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_AGAIN_S, _SAY_EVERY_S = 0.25, 30.0
+_RETRY_S, _WARN_EVERY_S = 0.25, 30.0
 _ANSWER_S = 10.0
 HOST = "cpu"
 
 
 class Computing(Protocol):
-    """What computes on a device."""
+    """An object that computes on a device."""
 
     def move_to(self, device: str) -> None:
-        """Move all of it there."""
+        """Move all its tensors to the device."""
 
     def ask_before_computing(self, ask: Callable[[], None]) -> None:
-        """From now on, call `ask` before anything is computed; it may block."""
+        """Call `ask` before every computation, from now on; it may block."""
 
 
 class Placement(Protocol):
-    """The device between the trainer and the engines; its methods are for one task at a time."""
+    """The way the trainer and the engines divide devices. One task at a time calls its methods."""
 
     is_shared: bool
 
     async def leave(self) -> None:
-        """Give the device up, with nothing of the trainer's left on it. Engines still sleep."""
+        """Give up the device and leave nothing of the trainer on it. Engines still sleep."""
 
     def engines_awake(self, between_steps: asyncio.Lock) -> AbstractAsyncContextManager[None]:
-        """Inside, engines are awake and the trainer does not take the device."""
+        """Return a context in which engines are awake and the trainer does not take the device."""
 
 
 class Split:
@@ -64,19 +64,19 @@ class Split:
     is_shared = False
 
     async def leave(self) -> None:
-        """It stays."""
+        """Do nothing: the trainer keeps its device."""
 
     @asynccontextmanager
     async def engines_awake(self, between_steps: asyncio.Lock) -> AsyncIterator[None]:
-        """They always are."""
+        """Do nothing: the engines are always awake."""
         yield
 
 
 class Shared:
-    """The trainer and the replicas take turns.
+    """The trainer and the replicas take turns on one device.
 
-    The learner asks for the device before it computes anything, whoever called it; who is done with
-    it for now says so by `leave`.
+    The learner takes the device before it computes anything. The job calls `leave` when it does not
+    need the device for now.
     """
 
     is_shared = True
@@ -103,55 +103,55 @@ class Shared:
         self._none_evaluates.set()
 
     async def take(self) -> None:
-        """Wait for evaluations under way, put every replica to sleep, and move in.
+        """Wait for running evaluations, put every replica to sleep, and move to the device.
 
-        A replica that is away may be starting, asleep or dead: the lock says whether it has the
-        device. So it is asked again until the lock is ours.
+        A replica that does not answer may be starting, asleep or dead. Only the lock shows whether
+        it has the device, so the trainer asks again until it has the lock.
         """
         async with self._taking:
             if not self._lock.is_held:
                 await self._none_evaluates.wait()
-                await self._own()
+                await self._acquire_lock()
                 await asyncio.to_thread(self._learner.move_to, self._device)
 
-    async def _own(self) -> None:
-        say_at = self._loop.time() + _SAY_EVERY_S
+    async def _acquire_lock(self) -> None:
+        warn_at = self._loop.time() + _WARN_EVERY_S
         await self._sleep_all()
         while not self._lock.try_own():
-            await asyncio.sleep(_AGAIN_S)
-            if self._loop.time() > say_at:
+            await asyncio.sleep(_RETRY_S)
+            if self._loop.time() > warn_at:
                 log.warning("Still waiting for the device.", extra={"lock": str(self._lock.path)})
-                say_at = self._loop.time() + _SAY_EVERY_S
+                warn_at = self._loop.time() + _WARN_EVERY_S
             await self._sleep_all()
 
     def _take_from_thread(self) -> None:
-        """`take` for the learner, which computes in a thread beside the loop."""
+        """Call `take` for the learner, which computes in a thread beside the loop."""
         if not self._lock.is_held:
             asyncio.run_coroutine_threadsafe(self.take(), self._loop).result()
 
     async def leave(self) -> None:
-        """Move to the host and let the lock go."""
+        """Move to the host and release the lock."""
         if self._lock.is_held:
             await asyncio.to_thread(self._learner.move_to, HOST)
             self._lock.release()
 
     @asynccontextmanager
     async def engines_awake(self, between_steps: asyncio.Lock) -> AsyncIterator[None]:
-        """Wake them between two train steps; the next one waits until the context is left."""
+        """Wake the engines between two train steps; the next step waits for the context to end."""
         async with between_steps:
             self._num_evaluations += 1
             self._none_evaluates.clear()
             try:
                 await self._hand_over()
             except BaseException:
-                self._evaluated()
+                self._end_evaluation()
                 raise
         try:
             yield
         finally:
-            self._evaluated()
+            self._end_evaluation()
 
-    def _evaluated(self) -> None:
+    def _end_evaluation(self) -> None:
         self._num_evaluations -= 1
         if not self._num_evaluations:
             self._none_evaluates.set()
@@ -167,9 +167,9 @@ class Shared:
         try:
             await replica.sleep(drain_s=self._drain_s, deadline_s=self._drain_s + _ANSWER_S)
         except (PreconditionFailed, Unsupported):
-            raise  # it has no lock to let go: a mistake that no waiting mends
+            raise  # the replica has no lock to release: waiting cannot fix that config
         except DialoopError as error:
-            log.info("A replica was not told to sleep.", extra={"reason": error.reason})
+            log.info("A replica did not take the call to sleep.", extra={"reason": error.reason})
 
     async def _wake(self, replica: InferenceClient) -> None:
         try:
@@ -181,7 +181,7 @@ class Shared:
 def placement_of(
     settings: TrainerSettings, learner: Computing, replicas: Sequence[InferenceClient]
 ) -> Placement:
-    """Shared when the settings name a lock."""
+    """Return a Shared placement when the settings name a device lock, else a Split one."""
     if settings.device_lock is None:
         return Split()
     return Shared(

@@ -1,4 +1,4 @@
-"""Which policy version the weights are published as."""
+"""The version under which the weights are published."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class VersionedPublisher:
-    """Publishes the learner's weights, each under a version of their own; between train steps."""
+    """Publishes the learner's weights under a new version each time, between train steps."""
 
     def __init__(
         self, settings: TrainerSettings, parts: JobParts, checkpointer: Checkpointer
@@ -31,10 +31,10 @@ class VersionedPublisher:
         self._checkpointer = checkpointer
         self._state = checkpointer.state
 
-    def go_on(self, announced: PolicyVersion | None) -> None:
-        """Go on under a version that nobody has seen with other weights.
+    def resume(self, announced: PolicyVersion | None) -> None:
+        """Continue under a version that was never published with other weights.
 
-        `announced` is the newest that the queue knows.
+        `announced` is the newest version that the queue knows.
         """
         state, live = self._state, published_policy(self._settings.run_dir)
         state.policy_version = lineage_after_restore(
@@ -51,23 +51,23 @@ class VersionedPublisher:
         )
 
     async def publish_first(self) -> None:
-        """Publish the run's first policy, which a checkpoint holds before anybody hears of it."""
+        """Save the run's first policy in a checkpoint, then publish it."""
         self._claim_next()
         self._state.num_policy_versions = 1
         await self._checkpointer.checkpoint()
         await self.publish_again()
 
     async def publish_again(self) -> None:
-        """Publish the weights under the version they have."""
+        """Publish the weights under the version that they have."""
         self._record(await self._publish(tuple(self._state.consumed_lease_ids)))
 
     async def publish_next(self, batch: Batch | None = None) -> Published:
-        """Publish the present weights, of a batch just trained, as a new version."""
-        # Claimed whatever comes: a number that failed never comes back with other weights.
+        """Publish the current weights, of a batch just trained, as a new version."""
+        # Claimed before the publish: after a failure the number must not return with other weights.
         self._claim_next()
         trained = () if batch is None else batch.trained_lease_ids
         self._checkpointer.mark_trained(trained)
-        self._checkpointer.note(batch)
+        self._checkpointer.record(batch)
         published = await self._publish(trained)
         self._state.num_policy_versions += 1
         self._record(published)
@@ -86,7 +86,7 @@ class VersionedPublisher:
         state.max_logprob_difference = max(
             state.max_logprob_difference, published.max_logprob_difference
         )
-        self._parts.board.published(published)
+        self._parts.board.announce(published)
         self._parts.records.metric(
             "publish",
             train_step=state.num_train_steps,

@@ -1,4 +1,4 @@
-"""Where a job stands: all that a checkpoint keeps of it, beside the learner's own state."""
+"""The state of a job: all that a checkpoint keeps of it, beside the learner's own state."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _FORMAT = 1
 
 @dataclass(slots=True, kw_only=True)
 class JobState:
-    """How far the job is; one object per process, written whole into every checkpoint.
+    """The progress of a job. One object per process, which every checkpoint holds whole.
 
-    `consumed_lease_ids` and `consumed_group_ids` are of the groups whose gradient is in the weights
-    and whose acknowledgement may not have reached the queue yet: a restart acknowledges the leases,
-    and a redelivery of a group is acknowledged, not trained again. `due_evaluations` are the train
-    steps after which an evaluation was due that has no result yet.
+    consumed_lease_ids, consumed_group_ids: leases and groups whose gradient is in the weights and
+    whose acknowledgement may not have reached the queue yet. A restart acknowledges the leases. A
+    group that the queue delivers again is acknowledged, not trained again.
+    due_evaluations: train steps after which an evaluation is due that has no result yet.
     """
 
     policy_version: PolicyVersion = field(
@@ -51,9 +51,9 @@ class JobState:
     phase_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def become(self, other: JobState) -> None:
-        """Take over what another one says."""
-        for one in fields(self):
-            setattr(self, one.name, getattr(other, one.name))
+        """Take over the values of another state."""
+        for own in fields(self):
+            setattr(self, own.name, getattr(other, own.name))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON."""
@@ -62,16 +62,18 @@ class JobState:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> JobState:
-        """Read what `to_json` wrote."""
+        """Return the state that `to_json` wrote; raise InvalidConfig for another format."""
         if data.pop("format", None) != _FORMAT:
-            raise InvalidConfig("The checkpoint is of another format.", remedy="Start a fresh run.")
+            raise InvalidConfig(
+                "Another version of Dialoop wrote this checkpoint.", remedy="Start a fresh run."
+            )
         version = PolicyVersion(**data.pop("policy_version"))
         histogram = Counter({int(k): v for k, v in data.pop("staleness_histogram").items()})
         forks = Counter(data.pop("forks"))
         return cls(policy_version=version, staleness_histogram=histogram, forks=forks, **data)
 
     def result(self) -> dict[str, Any]:
-        """Return what trainer.json says of the whole run."""
+        """Return the content of trainer.json about the whole run."""
         older = self.num_steps_with_older_data / max(1, self.num_train_steps)
         return {
             "phases": self.phase_seconds,
@@ -99,7 +101,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what happens inside as `name`."""
+        """Count the seconds inside the context under `name`."""
         self._name = name
         self._wall_s, self._cpu_s = time.perf_counter(), time.process_time()
         yield
@@ -107,7 +109,7 @@ class PhaseTimer:
         self._name = ""
 
     def count(self) -> None:
-        """Add what the running phase took until now, so that a checkpoint has it."""
+        """Add the running phase's seconds until now, so that a checkpoint has them."""
         if not self._name:
             return
         wall_s, cpu_s = time.perf_counter(), time.process_time()

@@ -1,4 +1,4 @@
-"""What the trainer says about itself: phase, counts, the published policies."""
+"""The trainer's status: phase, counts, alarms, the published policies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class StatusBoard:
-    """Written by the job, read by the servicer; both live in one event loop."""
+    """The status that the job writes and the servicer reads, both in one event loop."""
 
     def __init__(self) -> None:
         self.phase = Phase.STARTING
@@ -31,15 +31,15 @@ class StatusBoard:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the next step waits for a resume."""
+        """Return whether the next step waits for a resume."""
         return not self._resumed.is_set()
 
     def pause(self) -> None:
-        """Let the running step end and start no other."""
+        """Let the running step end, and start no other until resumed."""
         self._resumed.clear()
 
     def resume(self) -> None:
-        """Go on."""
+        """Let the job start steps again."""
         self._resumed.set()
 
     async def wait_while_paused(self) -> None:
@@ -48,40 +48,40 @@ class StatusBoard:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the job was told to take no other step."""
+        """Return whether `stop` was called."""
         return self._stopping.is_set()
 
     def stop(self) -> None:
-        """Let the running step end and the job with it, paused or not."""
+        """Let the running step end, then end the job, paused or not."""
         self._stopping.set()
         self._resumed.set()
 
     async def wait_until_stopping(self) -> None:
-        """Return once the job was told to stop."""
+        """Return once `stop` was called."""
         await self._stopping.wait()
 
-    def sound(self, alarm: str, *, on: bool) -> None:
-        """Sound an alarm, or end it."""
+    def raise_alarm(self, alarm: str, *, on: bool) -> None:
+        """Raise an alarm, or end it."""
         if on:
             self.alarms.add(alarm)
         else:
             self.alarms.discard(alarm)
 
-    def published(self, published: Published) -> None:
-        """Tell every watcher."""
+    def announce(self, published: Published) -> None:
+        """Send a publish to every watcher."""
         self.newest = published
         for queue in self._announcements:
             queue.put_nowait(published)
 
     def fail(self, error: BaseException | None) -> None:
-        """The job has failed: say why, but of what is not ours no more than its kind."""
+        """Mark the job as failed; show the text of Dialoop's errors only, of others the type."""
         self.phase = Phase.FAILED
-        known = _known(error)
-        self.failure = str(known) if known else f"{type(error).__name__}; see the trainer's log"
+        cause = _find_dialoop_error(error)
+        self.failure = str(cause) if cause else f"{type(error).__name__}; see the trainer's log"
 
     async def publishes(self) -> AsyncIterator[Published]:
-        """The newest publish at once, then every one that follows."""
-        # Filled by `published` (a handful per minute), drained by the watcher's stream.
+        """Yield the newest publish at once, then every one that follows."""
+        # `announce` fills it (a handful per minute), and the watcher's stream drains it.
         queue: asyncio.Queue[Published] = asyncio.Queue()
         if self.newest is not None:
             queue.put_nowait(self.newest)
@@ -93,8 +93,8 @@ class StatusBoard:
             self._announcements.discard(queue)
 
 
-def _known(error: BaseException | None) -> DialoopError | None:
-    """The error of ours in a group of any depth."""
+def _find_dialoop_error(error: BaseException | None) -> DialoopError | None:
+    """Return the first DialoopError in an exception group of any depth, if there is one."""
     if isinstance(error, BaseExceptionGroup):
-        return next((known for inner in error.exceptions if (known := _known(inner))), None)
+        return next(filter(None, map(_find_dialoop_error, error.exceptions)), None)
     return error if isinstance(error, DialoopError) else None

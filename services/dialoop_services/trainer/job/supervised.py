@@ -1,4 +1,4 @@
-"""Supervised steps: the warm start before RL, and SFT as a mode of its own."""
+"""Supervised steps: the warm start before RL, and the mode SFT."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RECORD_EVERY = 10
 
 
 class WarmStart:
-    """SFT steps before RL; a checkpoint now and then, so that a kill does not start it anew."""
+    """SFT steps before RL. Checkpoints between them let a killed trainer continue."""
 
     def __init__(
         self, settings: TrainerSettings, parts: JobParts, checkpointer: Checkpointer
@@ -36,7 +36,7 @@ class WarmStart:
         self._state = checkpointer.state
 
     async def run(self) -> None:
-        """Take the steps that are left, or those until the job is stopped."""
+        """Take the steps that are left, or as many as fit before the job stops."""
         state, board = self._state, self._parts.board
         last, demonstrations = self._settings.warm_start.num_steps, self._parts.demonstrations
         if demonstrations is None or state.num_warm_start_steps >= last:
@@ -85,18 +85,18 @@ class SupervisedSteps:
         self._demonstrations = demonstrations
 
     async def next_step(self) -> Callable[[], Awaitable[None]] | None:
-        """What is to be done next; None when the job stops."""
+        """Return the next step; None when the job stops."""
         return None if self._parts.board.is_stopping else partial(self._train_step)
 
     async def heldout_loss(self) -> float | None:
-        """Mean loss of a held-out token, which is recorded; None without held-out rows."""
+        """Return and record the mean loss in nats of a held-out token; None without such rows."""
         heldout = self._demonstrations.heldout
         if not heldout:
             return None
         state = self._state
-        known = state.heldout_losses.get(str(state.num_train_steps))
-        if known is not None:
-            return known
+        earlier = state.heldout_losses.get(str(state.num_train_steps))
+        if earlier is not None:
+            return earlier
         learner = self._parts.learner
         loss, num_tokens = await asyncio.to_thread(
             lambda: learner.heldout_loss(learner.rows_to_imitate(heldout))

@@ -1,4 +1,4 @@
-"""RL's train steps: lease a batch, train it, publish, drop what cannot be trained."""
+"""RL's train steps: lease a batch, train on it, publish, drop groups that cannot be trained."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FRESH_MISMATCH = "FRESH_MISMATCH"
-"""The alarm of data of the present policy on which engine and trainer disagree."""
+"""The alarm that engine and trainer disagree on log-probs of the current policy's own data."""
 
 GROUPS_SET_ASIDE = "GROUPS_SET_ASIDE"
-"""The alarm of groups that no train step can take, until a batch is trained again."""
+"""The alarm that groups cannot be trained; it ends when a batch is trained again."""
 
 _LEASE_WAIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedBatch:
-    """Leased groups, and the rows of those to train as they were read under one policy version."""
+    """Leased groups, and the rows of those to train, read under the policy version `version`."""
 
     leases: tuple[GroupLease, ...]
     trained_lease_ids: tuple[str, ...]
@@ -55,13 +55,13 @@ class LeasedBatch:
     rows: list[TokenRow]
 
     def rows_of(self, batch: Batch, version: PolicyVersion) -> list[TokenRow] | None:
-        """The rows where they are still the batch's; a publish since then makes them older."""
+        """Return the rows if they are still the batch's; None after a publish, which ages them."""
         is_same = self.trained_lease_ids == batch.trained_lease_ids and self.version == version
         return self.rows if is_same else None
 
 
 class TrainSteps:
-    """Takes RL train steps; each ends with a publish."""
+    """The RL train steps. Each ends with a publish."""
 
     def __init__(
         self,
@@ -80,11 +80,11 @@ class TrainSteps:
         self._held = checkpointer.held
         self._state = checkpointer.state
         self._versions = versions
-        # Bad groups in a row: since a batch had one that can be trained.
+        # Groups refused in a row, since a batch had one that can be trained.
         self._num_refused = 0
 
     async def next_step(self) -> Callable[[], Awaitable[None]] | None:
-        """Wait for a whole batch; what is to be done with it, or None when the job stops."""
+        """Wait for a whole batch; return the step that trains it, or None when the job stops."""
         started = time.perf_counter()
         leased = await self._lease()
         lease_s = time.perf_counter() - started
@@ -108,17 +108,18 @@ class TrainSteps:
                 if leased is not None:
                     return leased
                 continue
-            # A queue that lost all it knew gives out no work until it hears of a policy again.
+            # A queue that lost its state leases no tasks until a policy is announced to it again.
             await self._publisher.announce(self._state.policy_version)
         return None
 
     async def _read(self, leases: tuple[GroupLease, ...]) -> LeasedBatch | None:
-        """Read the rows of a batch; None where groups cannot be trained: they are dead letters.
+        """Return a batch with its rows; None if some of its groups cannot be trained.
 
-        The others go back to their places, so that no batch is short for a group that is bad. When
-        too many in a row were bad, the first error of the last batch is raised.
+        The queue then sets those groups aside as dead letters, and takes the others back to their
+        places, so that no batch is smaller because of a bad group. Raises the first error of the
+        last batch after `max_refused_groups` bad groups in a row.
         """
-        version, batch = self._state.policy_version, self._sorted(leases)
+        version, batch = self._state.policy_version, self._sort(leases)
         to_rows = partial(self._learner.rows_to_train, current=version)
         rows, untrainable = await asyncio.to_thread(read_rows, batch, to_rows)
         if not untrainable:
@@ -128,21 +129,21 @@ class TrainSteps:
                 version=version,
                 rows=rows,
             )
-        reasons = {one.lease.lease_id: one.reason for one in untrainable}
+        reasons = {group.lease.lease_id: group.reason for group in untrainable}
         ids = [lease.lease_id for lease in leases]
         items = [
             ReturnItem(
-                lease_id=one,
-                reason=reasons.get(one, DropReason.BATCH_REFUSED),
-                set_aside=one in reasons,
+                lease_id=lease_id,
+                reason=reasons.get(lease_id, DropReason.BATCH_REFUSED),
+                set_aside=lease_id in reasons,
             )
-            for one in ids
+            for lease_id in ids
         ]
         await self._replay.give_back(self._settings.run, items)
-        self._held.let_go(ids)
-        for one in untrainable:
-            self._say(one)
-        self._board.sound(GROUPS_SET_ASIDE, on=True)
+        self._held.release(ids)
+        for group in untrainable:
+            self._report(group)
+        self._board.raise_alarm(GROUPS_SET_ASIDE, on=True)
         self._require_some_trainable(batch, untrainable)
         return None
 
@@ -156,19 +157,19 @@ class TrainSteps:
             )
             raise untrainable[0].error
 
-    def _say(self, one: Untrainable) -> None:
-        named = {"group_id": one.lease.group.group_id, "trajectory_id": one.trajectory_id}
-        log.error("A group is set aside: %s", one.error, extra={**named, "reason": one.reason})
+    def _report(self, group: Untrainable) -> None:
+        ids = {"group_id": group.lease.group.group_id, "trajectory_id": group.trajectory_id}
+        log.error("A group is set aside: %s", group.error, extra={**ids, "reason": group.reason})
         self._records.metric(
             "set_aside",
             train_step=self._state.num_train_steps,
             policy_version=self._state.policy_version,
-            reason=one.reason,
-            message=str(one.error),
-            **named,
+            reason=group.reason,
+            message=str(group.error),
+            **ids,
         )
 
-    def _sorted(self, leases: tuple[GroupLease, ...]) -> Batch:
+    def _sort(self, leases: tuple[GroupLease, ...]) -> Batch:
         return sort_batch(
             leases,
             current=self._state.policy_version,
@@ -178,9 +179,9 @@ class TrainSteps:
         )
 
     async def _train_step(self, leased: LeasedBatch, lease_s: float) -> None:
-        batch = self._sorted(leased.leases)
+        batch = self._sort(leased.leases)
         if batch.already_consumed:
-            # Their gradient is in the weights, and only a checkpoint may let go of them.
+            # Their gradient is in the weights, so only a checkpoint may acknowledge them.
             self._checkpointer.mark_trained(lease.lease_id for lease in batch.already_consumed)
             await self._checkpointer.checkpoint()
         if not (batch.train or batch.dropped):
@@ -191,15 +192,15 @@ class TrainSteps:
             published = await self._versions.publish_next(batch)
             row["publish_s"] = published.publish_s
         else:
-            self._checkpointer.note(batch)
+            self._checkpointer.record(batch)
         await self.record(batch, row)
-        # After the publish: a refunded credit starts a group, which is to be of the new policy.
+        # After the publish: a returned credit starts a group, which the new policy should play.
         await self.drop(batch)
 
     async def learn(self, batch: Batch, rows: list[TokenRow] | None = None) -> dict[str, Any]:
-        """Train a batch as the next train step; its row. Nobody outside hears of it yet.
+        """Train a batch as the next train step and return its metrics row; publish nothing.
 
-        `rows` are those of the batch, where they have been read.
+        `rows` are the batch's, if they have been read already.
         """
         state, version = self._state, self._state.policy_version
         row = _row_of(batch)
@@ -212,47 +213,51 @@ class TrainSteps:
             report = await asyncio.to_thread(self._learner.train_step, rows)
             self._count(batch, report, version)
             self._num_refused = 0
-            self._board.sound(GROUPS_SET_ASIDE, on=False)
+            self._board.raise_alarm(GROUPS_SET_ASIDE, on=False)
             row |= _row_of_report(report) | _row_of_staleness(batch, version)
-            row |= row_of_oversize([one.sequence for one in batch.sequences], self._settings)
-            row |= self._alarm(report, version) | {"train_s": time.perf_counter() - started}
+            row |= row_of_oversize([entry.sequence for entry in batch.sequences], self._settings)
+            row |= self._check_mismatch(report, version) | {
+                "train_s": time.perf_counter() - started
+            }
         state.num_train_steps += 1
         self._board.num_train_steps = state.num_train_steps
         return row
 
-    def _alarm(self, report: TrainStepReport, version: PolicyVersion) -> dict[str, Any]:
-        """Say so when engine and trainer disagree on what the present policy has sampled.
+    def _check_mismatch(self, report: TrainStepReport, version: PolicyVersion) -> dict[str, Any]:
+        """Raise or end the alarm that engine and trainer disagree on the current policy's tokens.
 
-        Nothing but a bug explains that: rendering, a sampler that truncates, weights that differ.
+        Only a bug explains that: in rendering, in a sampler that truncates, in weights that differ.
         """
-        found, bound = report.fresh_mismatch_kl, self._settings.objective.max_fresh_mismatch_kl
-        if found is None:
+        kl, bound = report.fresh_mismatch_kl, self._settings.objective.max_fresh_mismatch_kl
+        if kl is None:
             return {}
-        is_off = not found <= bound  # so that what is not a number is an alarm, too
-        self._board.sound(FRESH_MISMATCH, on=is_off)
+        is_off = not kl <= bound  # so that NaN raises the alarm, too
+        self._board.raise_alarm(FRESH_MISMATCH, on=is_off)
         if is_off:
             log.error(
-                "Engine and trainer disagree on data of the present policy.",
-                extra={"policy_version": str(version), "mismatch_kl": found, "bound": bound},
+                "Engine and trainer disagree on data of the current policy.",
+                extra={"policy_version": str(version), "mismatch_kl": kl, "bound": bound},
             )
-        return {"fresh_mismatch_kl": found, "fresh_mismatch_alarm": is_off}
+        return {"fresh_mismatch_kl": kl, "fresh_mismatch_alarm": is_off}
 
-    async def record(self, batch: Batch, row: dict[str, Any], *, is_redone: bool = False) -> None:
-        """Write down what the newest train step trained; of a redone one, what is not there yet.
+    async def record(
+        self, batch: Batch, row: dict[str, Any], *, is_recovered: bool = False
+    ) -> None:
+        """Write the newest train step's trajectories and row; of a recovered one, what is missing.
 
-        The row comes last: a step that has one is written down whole.
+        The row comes last, so a step that has a row is recorded whole.
         """
         if batch.train:
-            await self._record_groups(batch.groups, "trained", is_redone=is_redone)
+            await self._record_groups(batch.groups, "trained", is_recovered=is_recovered)
         version, step = self._state.policy_version, self._state.num_train_steps
         self._records.metric("train", train_step=step, policy_version=version, **row)
 
     async def drop(self, batch: Batch) -> None:
-        """Let go of what cannot be trained, under its reasons."""
+        """Drop the groups that cannot be trained, with their reasons."""
         for reason, leases in batch.dropped.items():
             lease_ids = [lease.lease_id for lease in leases]
             await self._replay.drop(self._settings.run, lease_ids, reason)
-            self._held.let_go(lease_ids)
+            self._held.release(lease_ids)
             await self._record_groups([lease.group for lease in leases], reason)
 
     def _count(self, batch: Batch, report: TrainStepReport, version: PolicyVersion) -> None:
@@ -266,24 +271,24 @@ class TrainSteps:
         state.consumed_group_ids.extend(g.group_id for g in batch.groups)
 
     async def _record_groups(
-        self, groups: Sequence[Group], outcome: str, *, is_redone: bool = False
+        self, groups: Sequence[Group], outcome: str, *, is_recovered: bool = False
     ) -> None:
         step = self._state.num_train_steps
         fate: dict[str, Any] = {"outcome": outcome, "label": "training", "train_step": step}
-        known = await asyncio.to_thread(self._records.written, **fate) if is_redone else ()
-        trajectories = [t for g in groups for t in g.trajectories if t.trajectory_id not in known]
+        written = await asyncio.to_thread(self._records.ids_of, **fate) if is_recovered else ()
+        trajectories = [t for g in groups for t in g.trajectories if t.trajectory_id not in written]
         await asyncio.to_thread(self._records.trajectories, trajectories, **fate)
 
 
 def row_of_oversize(rows: Iterable[TokenSequence], settings: TrainerSettings) -> dict[str, int]:
-    """How many sequences were dropped or truncated, where that was asked for."""
+    """Return how many sequences were dropped or truncated; {} where `oversize` allows neither."""
     if settings.oversize == "error":
         return {}
     return {"num_oversize": sum(len(row.token_ids) > settings.packed_row_tokens for row in rows)}
 
 
 def _row_of(batch: Batch) -> dict[str, Any]:
-    """What the batch was, whether or not something of it could be trained."""
+    """Return the metrics of the batch, which exist even if none of its groups could be trained."""
     dropped = [lease.group for leases in batch.dropped.values() for lease in leases]
     trajectories = [t for g in (*batch.groups, *dropped) for t in g.trajectories]
     return {

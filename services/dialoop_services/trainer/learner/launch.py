@@ -1,9 +1,9 @@
 """`python -m dialoop_services.trainer.learner.launch 4`: four trainer processes here.
 
-They end together: told to stop, the first one finishes its step and saves; when one is lost, all
-are ended and this process exits non-zero, so that whoever started it starts them anew. torchrun
-does the same over several machines, and leaves its store open to all of them; here ranks meet in a
-file that only this user reads, and speak over the loopback interface.
+The processes end together. On a signal to stop, the first one finishes its step and saves. When one
+process is lost, this one ends the others and exits non-zero, so that its caller can restart it.
+torchrun does the same over several machines, and every process there can reach its store. Here the
+ranks meet in a file that only this user can read, and connect over the loopback interface.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class Launch:
-    """The processes, from start to end.
+    """The processes of one launch, from start to end.
 
-    Those that have lost one have `last_words_s` to notice by themselves and say so.
+    When one is lost, the others have `last_words_s` seconds to notice it and log their error.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class Launch:
             self._ranks.append(self._start(rank, num_ranks))
 
     def wait(self) -> int:
-        """Wait until they have ended, or one has: then end the others. The exit code of all."""
-        was_told = False
+        """Wait until one has ended, end the others, and return the exit code of the launch."""
+        has_forwarded_stop = False
         while all(rank.poll() is None for rank in self._ranks):
-            if self._is_stopping and not was_told:
+            if self._is_stopping and not has_forwarded_stop:
                 self._ranks[0].terminate()
-                was_told = True
+                has_forwarded_stop = True
             time.sleep(_POLL_S)
         lost = [number for number, rank in enumerate(self._ranks) if rank.poll()]
         self._end_the_others()
@@ -68,7 +68,7 @@ class Launch:
             return 0
         for number in lost:
             if codes[number] < 0:
-                self._say(f"Rank {number} was ended by signal {-codes[number]}.")
+                self._report(f"Rank {number} was ended by signal {-codes[number]}.")
         if _CONFIG_ERROR in codes:
             return _CONFIG_ERROR
         return 1 if any(codes) else 0
@@ -89,7 +89,7 @@ class Launch:
         self._is_stopping = True
 
     def _end_the_others(self) -> None:
-        """Only the first rank has anything to lose, and it saves before it exits."""
+        """Kill ranks that do not end in time; only the first one saves, before it exits."""
         deadline = time.monotonic() + self._last_words_s
         while any(rank.poll() is None for rank in self._ranks) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -98,7 +98,7 @@ class Launch:
                 rank.kill()
             rank.wait()
 
-    def _say(self, what: str) -> None:
+    def _report(self, what: str) -> None:
         sys.stderr.write(
             f"dialoop trainer: {what} The others were ended with it. "
             "Resume all ranks from the last checkpoint.\n"

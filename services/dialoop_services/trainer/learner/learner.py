@@ -1,6 +1,6 @@
 """The trainer's core: forward_backward, optim_step, snapshot and restore over a state. No network.
 
-    rows = learner.rows_to_train(sequences, current=version)     # refuses what cannot be trained
+    rows = learner.rows_to_train(sequences, current=version)     # raises if one cannot be trained
     rows = learner.prepare(rows)                                  # once for a whole train step
     backward = learner.forward_backward(rows)
     learner.optim_step(backward.loss)
@@ -30,15 +30,19 @@ from dialoop_services.learning.loss.objective import mean_metrics
 from dialoop_services.learning.model.policy import DTYPES, load_policy
 from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
 from dialoop_services.learning.packing.rows import TokenRow
-from dialoop_services.learning.packing.trainable import alike, fitting, require_trainable
+from dialoop_services.learning.packing.trainable import (
+    fit_rows,
+    keep_common_values,
+    require_trainable,
+)
 from dialoop_services.learning.parallel.group_commands import RankGroup, collective
 from dialoop_services.learning.parallel.parallel_rows import own_rows, score_rows
-from dialoop_services.learning.parallel.ranks import ALONE, Ranks, sharded
+from dialoop_services.learning.parallel.ranks import ALONE, Ranks, shard
 from dialoop_services.learning.training import (
     BackwardReport,
     UpdateReport,
     forward_backward,
-    whitened_sequences,
+    whiten_sequences,
 )
 from dialoop_services.trainer.learner.learner_state import (
     ExportedWeights,
@@ -61,17 +65,17 @@ if TYPE_CHECKING:
     from dialoop_services.trainer.settings import TrainerSettings
 
 Kind = Literal["warm_start", "sft", "rl"]
-"""What an update learns from: each kind has its loss, and warm starts an optimiser of their own."""
+"""The kind of an update: each has its own loss, and warm starts have their own optimiser."""
 
 _OPTIMIZERS: dict[Kind, str] = {"warm_start": "warm_start", "sft": "train", "rl": "train"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStepReport:
-    """One train step: the mean of its updates.
+    """The result of one train step: means over its updates.
 
-    fresh_mismatch_kl: KL in nats between engine and trainer on tokens of the present policy, before
-    the first update; None without such tokens.
+    fresh_mismatch_kl: KL in nats between engine and trainer on tokens of the current policy, before
+    the first update. None without such tokens.
     """
 
     loss: float
@@ -84,10 +88,10 @@ class TrainStepReport:
 
 
 class Learner:
-    """Owns the policy model and its optimisers, or this rank's part of them.
+    """The policy model and its optimisers, or this rank's part of them.
 
-    With several ranks each has one, and the first rank calls its methods: what is `collective` then
-    runs on all of them.
+    With several ranks each has a learner. The first rank calls its methods, and those that are
+    `collective` then run on all ranks.
     """
 
     def __init__(self, settings: TrainerSettings, group: RankGroup[Learner] | None = None) -> None:
@@ -96,9 +100,9 @@ class Learner:
         self.group = group or RankGroup(Ranks(device=torch.device(settings.device)))
         self._settings = settings
         self._ranks = ranks = self.group.ranks
-        policy = sharded(policy_of(settings, ranks), ranks)
+        policy = shard(policy_of(settings, ranks), ranks)
         objective = objective_of(settings)
-        # `prepare` whitens over the whole train step; an update of half of it may not do so again.
+        # `prepare` whitens over the whole train step, so an update of a part must not whiten again.
         self._whitens = objective.whiten
         self._objectives: dict[Kind, Objective] = {
             "warm_start": load_objective(DEMONSTRATION_LOSS),
@@ -120,26 +124,26 @@ class Learner:
 
     @property
     def num_parameters(self) -> int:
-        """Trained parameters; tied ones count once."""
+        """Return the number of trained parameters; tied ones count once."""
         return sum(p.numel() for p in self.state.policy.parameters() if p.requires_grad)
 
     @property
     def needs_advantages(self) -> bool:
-        """Whether the loss learns nothing from a sequence without an advantage."""
+        """Return whether the loss learns nothing from a sequence without an advantage."""
         return self._objectives["rl"].needs_advantages
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the output embedding."""
+        """Return the number of rows of the output embedding."""
         return int(self.state.policy.causal_lm.get_output_embeddings().weight.shape[0])
 
     def ask_before_computing(self, ask: Callable[[], None]) -> None:
-        """From now on, call `ask` before anything is computed; it may block."""
+        """Call `ask` before every method that computes, from now on; it may block."""
         self.group.ask_before_computing(ask)
 
     def rows_to_imitate(self, demonstrations: Rows[Sequence]) -> list[TokenRow]:
-        """Return demonstrations as rows; a DialoopError where one cannot be packed."""
-        return self._fitting(
+        """Return demonstrations as rows; raise a DialoopError where one cannot be packed."""
+        return self._fit(
             [
                 TokenRow.from_demonstration(s.token_ids.tolist(), s.response_mask().tolist())
                 for s in demonstrations
@@ -149,32 +153,32 @@ class Learner:
     def rows_to_train(
         self, sequences: Rows[TrainedSequence], *, current: PolicyVersion
     ) -> list[TokenRow]:
-        """Return sequences as rows; a DialoopError where one does not fit or lacks what is needed.
+        """Return sequences as rows; raise a DialoopError where one cannot be trained.
 
-        `current` is the policy's version, from which staleness is counted. A loss that imitates
-        leaves out those that the scorer did not choose.
+        `current` is the policy's version, from which staleness is counted. For a loss that
+        imitates, sequences without an advantage other than 0 are left out.
         """
-        for one in sequences:
-            _require_known_tokens(one, self.vocab_size)
+        for row in sequences:
+            _require_known_tokens(row, self.vocab_size)
         rows = [
             TokenRow.from_sequence(
-                s.sequence, prompt=s.prompt, current=current, temperature=s.temperature
+                s.sequence, group_index=s.group_index, current=current, temperature=s.temperature
             )
             for s in sequences
         ]
         objective = self._objectives["rl"]
         if objective.imitates:
             rows = [row for row in rows if row.advantages is not None and row.advantages.any()]
-        rows = alike(self._fitting(rows))
+        rows = keep_common_values(self._fit(rows))
         require_trainable(rows, objective)
         return rows
 
     @collective(computes=True)
     def prepare(self, rows: Rows[TokenRow], kind: Kind = "rl") -> list[TokenRow]:
-        """Add what is computed once for a whole step, before it is cut into updates.
+        """Add the values that are computed once for a whole step, before it is cut into updates.
 
-        That is, for RL, the policy's log-probs as they are now, where the loss or the config asks
-        for them, and whitened advantages; for SFT the reference's log-probs, where it has one.
+        For RL these are the current policy's log-probs, where the loss or the config needs them,
+        and whitened advantages. For SFT they are the reference's log-probs, where it has one.
         """
         if kind == "sft" and self._reference is not None:
             scores = self._scores(rows, policy=self._reference)
@@ -185,11 +189,11 @@ class Learner:
         if self._objectives["rl"].needs_proximal or self._settings.objective.proximal:
             pairs = zip(rows, self._scores(rows), strict=True)
             rows = [replace(row, proximal_logprobs=logprobs) for row, logprobs in pairs]
-        return whitened_sequences(rows) if self._whitens else list(rows)
+        return whiten_sequences(rows) if self._whitens else list(rows)
 
     @collective(computes=True)
     def forward_backward(self, rows: Rows[TokenRow], kind: Kind = "rl") -> BackwardReport:
-        """Add the gradients of the rows' loss to those that are there; no weight changes."""
+        """Add the gradients of the rows' loss to the present ones; no weight changes."""
         settings = self._settings
         measures_entropy = settings.objective.entropy_metric and settings.logprob_kernel != "cut"
         return forward_backward(
@@ -202,7 +206,7 @@ class Learner:
 
     @collective(computes=True)
     def optim_step(self, loss: float, kind: Kind = "rl") -> StepReport:
-        """Apply the gradients and clear them; `loss` is the value they belong to.
+        """Apply the gradients and clear them; `loss` is the value that they are of.
 
         The weights stay as they are when the loss or the gradients are not finite.
         """
@@ -215,7 +219,7 @@ class Learner:
 
     @collective(computes=True)
     def sft_step(self, rows: Rows[TokenRow]) -> UpdateReport:
-        """Take one update of SFT as a mode, with the optimiser and schedule of training."""
+        """Take one update of the mode SFT, with the optimiser and schedule of training."""
         return self._update(self.prepare(rows, "sft"), "sft")
 
     @collective(computes=True)
@@ -239,7 +243,7 @@ class Learner:
 
     @collective(computes=True)
     def heldout_loss(self, rows: Rows[TokenRow]) -> tuple[float, int]:
-        """Mean negative log-likelihood of a token to imitate in nats, and how many there are."""
+        """Return the mean negative log-likelihood in nats of a token, and the number of tokens."""
         scores = self._scores(rows)
         count = sum(len(values) for values in scores)
         return -sum(float(values.double().sum()) for values in scores) / max(1, count), count
@@ -248,19 +252,19 @@ class Learner:
     def logprobs(
         self, rows: Rows[Rows[int]], *, temperature: float = 1.0
     ) -> list[NDArray[np.float32]]:
-        """Log-probs float32 [L - 1] of each row's tokens from position 1 on."""
-        wanted = [
+        """Return log-probs float32 [L - 1] of each row's tokens from position 1 on."""
+        token_rows = [
             TokenRow.from_demonstration(
                 list(ids), [False] + [True] * (len(ids) - 1), temperature=temperature
             )
             for ids in rows
         ]
         longest = max(len(ids) for ids in rows)
-        return [scores.numpy() for scores in self._scores(wanted, longest)]
+        return [scores.numpy() for scores in self._scores(token_rows, longest)]
 
     @collective()
     def move_to(self, device: str) -> None:
-        """Move the policy and the optimisers' state there, and leave nothing behind."""
+        """Move the policy and the optimisers' state to the device, and leave nothing behind."""
         move_training(self.state.policy, self.state.optimizers.values(), device)
         if self._reference is not None:
             move_training(self._reference, (), device)
@@ -272,7 +276,7 @@ class Learner:
 
     @collective()
     def snapshot(self, directory: Path) -> None:
-        """Write all that a checkpoint keeps of this learner into a directory."""
+        """Write everything that a checkpoint keeps of this learner into a directory."""
         self.state.write(directory)
 
     def _require_snapshot(self, directory: Path) -> None:
@@ -280,7 +284,7 @@ class Learner:
 
     @collective(check=_require_snapshot)
     def restore(self, directory: Path) -> None:
-        """Go on from a snapshot as if never stopped; InvalidConfig for another model's."""
+        """Continue from a snapshot as if never stopped; raise InvalidConfig for another model's."""
         self.state.read(directory)
 
     def _update(self, rows: Rows[TokenRow], kind: Kind) -> UpdateReport:
@@ -294,32 +298,32 @@ class Learner:
         most = max(longest, self._settings.packed_row_tokens)
         return score_rows(policy or self.state.policy, rows, self._ranks, max_tokens=most)
 
-    def _fitting(self, rows: Rows[TokenRow]) -> list[TokenRow]:
+    def _fit(self, rows: Rows[TokenRow]) -> list[TokenRow]:
         settings = self._settings
-        return fitting(rows, max_tokens=settings.packed_row_tokens, oversize=settings.oversize)
+        return fit_rows(rows, max_tokens=settings.packed_row_tokens, oversize=settings.oversize)
 
 
 def _optimizer(policy: PolicyModel, settings: OptimizerSettings) -> GuardedOptimizer:
     return GuardedOptimizer(policy.parameters(), settings, matrices=policy.hidden_matrices())
 
 
-def _require_known_tokens(one: TrainedSequence, vocab_size: int) -> None:
-    """The embedding has no row for other ids, and on a GPU that takes the process with it."""
-    ids = one.sequence.token_ids
+def _require_known_tokens(row: TrainedSequence, vocab_size: int) -> None:
+    """Raise InvalidInput for ids outside the embedding, which on a GPU would end the process."""
+    ids = row.sequence.token_ids
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     if len(wrong):
         raise InvalidInput(
-            f"Token id {wrong[0]} is outside a vocabulary of {vocab_size}.",
+            f"Token id {wrong[0]} is outside the model's vocabulary of {vocab_size}.",
             reason=Reason.TOKEN_OUT_OF_RANGE,
             remedy="Play with the tokenizer of the model that is trained.",
         )
 
 
 def policy_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel:
-    """The model as the settings have it, whole; InvalidConfig (NEEDS_CUDA) without the device."""
+    """Return the whole model that the settings describe; raise InvalidConfig without its device."""
     if settings.device_lock is not None and settings.device == "cuda" and ranks.size > 1:
         raise InvalidConfig(
-            f"{ranks.size} processes have a device each, and one is to be shared.",
+            f"{ranks.size} processes need a device each, and the device lock names one device.",
             reason=Reason.SHARED_DEVICE,
             remedy="Start one process, or leave DIALOOP_TRAINER_DEVICE_LOCK out.",
         )
@@ -329,7 +333,7 @@ def policy_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel:
             reason=Reason.NEEDS_CUDA,
             remedy='Set device = "cpu" in [train], or run where there is one.',
         )
-    # A device that is shared may not be ours yet.
+    # The trainer may not have its turn on a shared device yet.
     device = ranks.loading_device if settings.device_lock is None else "cpu"
     policy = load_policy(settings.model_dir, dtype=settings.dtype, device=device)
     model = settings.model
@@ -348,12 +352,12 @@ def policy_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel:
 
 
 def reference_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel | None:
-    """The starting model, which stays as it is, where SFT is held to it; RL's is the scorer's."""
+    """Return the starting model as SFT's frozen reference, or None; RL's is in the scorer."""
     facts = facts_of(settings.demonstration_loss)
     if settings.mode == "rl" or not (settings.objective.kl_coeff or facts.needs_reference):
         return None
     plain = {"model": ModelSection(), "activation_checkpointing": False}
-    return sharded(policy_of(settings.model_copy(update=plain), ranks), ranks)
+    return shard(policy_of(settings.model_copy(update=plain), ranks), ranks)
 
 
 def _fresh_mismatch(first: UpdateReport) -> float | None:
@@ -362,47 +366,47 @@ def _fresh_mismatch(first: UpdateReport) -> float | None:
 
 
 def objective_of(settings: TrainerSettings) -> Objective:
-    """The loss and its surroundings, as the settings name them."""
-    asked = settings.objective
+    """Return RL's loss with its surroundings, as the settings name them."""
+    section = settings.objective
     correction = None
-    if asked.correction:
+    if section.correction:
         correction = Correction(
-            kind=asked.correction,
-            low=asked.correction_low,
-            high=asked.correction_high,
-            against=asked.correction_to,
+            kind=section.correction,
+            low=section.correction_low,
+            high=section.correction_high,
+            against=section.correction_to,
         )
     return load_objective(
         settings.loss,
         settings.loss_options,
-        aggregation=asked.aggregation or None,
-        constant=asked.constant or float(settings.max_new_tokens),
-        kl_coeff=asked.kl_coeff,
-        kl_estimator=asked.kl_estimator,
-        kl_to=asked.kl_to,
-        entropy_coeff=asked.entropy_coeff,
+        aggregation=section.aggregation or None,
+        constant=section.constant or float(settings.max_new_tokens),
+        kl_coeff=section.kl_coeff,
+        kl_estimator=section.kl_estimator,
+        kl_to=section.kl_to,
+        entropy_coeff=section.entropy_coeff,
         correction=correction,
     )
 
 
 def supervised_objective_of(settings: TrainerSettings) -> Objective:
-    """SFT's loss and what goes with it, as the settings say; warm starts before RL have theirs."""
-    asked = settings.objective
+    """Return the loss of the mode SFT with its surroundings, or a warm start's plain loss."""
+    section = settings.objective
     if settings.mode == "rl":
         return load_objective(DEMONSTRATION_LOSS)
     return load_objective(
         settings.demonstration_loss,
         settings.loss_options,
-        aggregation=asked.aggregation or None,
-        constant=asked.constant or float(settings.max_new_tokens),
-        kl_coeff=asked.kl_coeff,
-        kl_estimator=asked.kl_estimator,
-        entropy_coeff=asked.entropy_coeff,
+        aggregation=section.aggregation or None,
+        constant=section.constant or float(settings.max_new_tokens),
+        kl_coeff=section.kl_coeff,
+        kl_estimator=section.kl_estimator,
+        entropy_coeff=section.entropy_coeff,
     )
 
 
 def warm_start_optimizer_of(settings: TrainerSettings) -> OptimizerSettings:
-    """SFT's optimiser before RL: up, then down to a tenth over its steps."""
+    """Return the warm start's optimiser: the rate rises, then falls to a tenth over its steps."""
     return OptimizerSettings(
         name=settings.optimizer,
         learning_rate=settings.warm_start.learning_rate,
@@ -413,7 +417,7 @@ def warm_start_optimizer_of(settings: TrainerSettings) -> OptimizerSettings:
 
 
 def optimizer_of(settings: TrainerSettings) -> OptimizerSettings:
-    """RL's optimiser and schedule, which counts the updates of all train steps."""
+    """Return the optimiser of training; its schedule counts the updates of all train steps."""
     per_step = settings.num_minibatches * settings.objective.num_epochs
     updates = settings.num_steps * (per_step if settings.mode == "rl" else 1)
     return OptimizerSettings(

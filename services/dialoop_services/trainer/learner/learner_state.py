@@ -1,7 +1,7 @@
-"""What training changes: the policy, its optimisers and the random orders; written and read.
+"""The state that training changes: the policy, its optimisers and the random orders.
 
-Whatever touches a file is collective: all ranks call it, the first one writes (of a sharded
-checkpoint each its own part), and every rank reads by itself.
+Every method that touches a file is collective: all ranks call it. The first rank writes, except
+that each rank writes its own part of a sharded checkpoint. Every rank reads by itself.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from dialoop_services.learning.lora.layers import (
 )
 from dialoop_services.learning.parallel.parallel_state import (
     cut,
-    gathered,
-    gathered_optimizer,
-    gathered_weights,
+    gather_optimizer,
+    gather_weights,
+    gather_whole,
     load_optimizer,
     load_sharded,
     load_weights,
@@ -56,7 +56,7 @@ WEIGHTS, _STATE, _PARTS = "model.safetensors", "learner.pt", "parts"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedWeights:
-    """A safetensors file of the whole policy, or of the adapter that the base needs to be it."""
+    """A safetensors file of the whole policy, or of the adapter that makes the base the policy."""
 
     path: Path
     sha256: str
@@ -90,40 +90,40 @@ class LearnerState:
     def write_weights(self, path: Path) -> ExportedWeights:
         """Write the weights as they are now; the file appears whole or not at all.
 
-        With LoRA a file of PEFT's name is the adapter alone, in a directory that PEFT loads.
+        With LoRA, a path with PEFT's file name gets the adapter alone, in a directory for PEFT.
         """
         is_adapter = path.name == ADAPTER
         tensors = self._adapter() if is_adapter else self._whole_weights()
         facts = b""
         if self._ranks.is_first:
             path.parent.mkdir(parents=True, exist_ok=True)
-            said = self._write_adapter_config(path.parent) if is_adapter else {}
+            adapter = self._write_adapter_config(path.parent) if is_adapter else {}
             temporary = path.with_suffix(".tmp")
-            # One entry: safetensors writes several in any order, and bytes would differ.
-            metadata = {BASE_DIGEST: said["base_digest"]} if is_adapter else {"format": "pt"}
+            # One entry only: safetensors writes several in any order, so the bytes would differ.
+            metadata = {BASE_DIGEST: adapter["base_digest"]} if is_adapter else {"format": "pt"}
             save_file(tensors, temporary, metadata=metadata)
             temporary.replace(path)
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             facts = json.dumps(
-                {"sha256": digest, "num_bytes": path.stat().st_size, **said}
+                {"sha256": digest, "num_bytes": path.stat().st_size, **adapter}
             ).encode()
         kind = WeightsKind.ADAPTER if is_adapter else WeightsKind.WHOLE
         return ExportedWeights(path=path, kind=kind, **json.loads(self._ranks.broadcast(facts)))
 
     def read_weights(self, path: Path) -> None:
-        """Take weights that `write_weights` wrote; InvalidConfig when they are another model's."""
+        """Load weights that `write_weights` wrote; raise InvalidConfig for another model's."""
         complaint = f"{path.parent.name} is not of the model in {self._model_dir}"
         load_weights(self.policy, load_file(path), complaint=complaint)
 
     def write(self, directory: Path) -> None:
-        """Write a checkpoint into a directory: weights (with LoRA adapters), optimisers, random."""
+        """Write a checkpoint: weights (with LoRA the adapters), optimisers, random states."""
         if self._is_sharded:
             save_sharded(directory / _PARTS, self.policy, self.optimizers, self._ranks)
             state: dict[str, Any] = {}
         else:
             self._save_weights(directory)
-            state = {n: gathered_optimizer(o, self._ranks) for n, o in self.optimizers.items()}
+            state = {n: gather_optimizer(o, self._ranks) for n, o in self.optimizers.items()}
         if self._ranks.is_first:
             facts = {
                 "torch_random": torch.get_rng_state(),
@@ -132,47 +132,48 @@ class LearnerState:
             if has_lora(self.policy.causal_lm):
                 facts[BASE_DIGEST] = self._digest_of_base()
             torch.save({**state, **facts}, directory / _STATE)
-        self._ranks.gather(None)  # whoever goes on may rely on the files
+        self._ranks.gather(None)  # wait: afterwards every rank may rely on the files
 
     def read(self, directory: Path) -> None:
-        """Go on as if never stopped, from what any number of ranks saved, whole or in parts.
+        """Continue from a checkpoint that any number of ranks saved, whole or in parts.
 
-        InvalidConfig when it is another model's.
+        Raises InvalidConfig when it is another model's.
         """
         self.require_readable(directory)
         state: dict[str, Any] = torch.load(
             directory / _STATE, map_location="cpu", weights_only=True, mmap=True
         )
-        if base := state.get(BASE_DIGEST, ""):  # checkpoints of before said none
+        if base := state.get(BASE_DIGEST, ""):  # old checkpoints have none
             require_base(self._digest_of_base(), base)
         if (directory / _PARTS).is_dir():
             load_sharded(directory / _PARTS, self.policy, self.optimizers, self._ranks)
         else:
             self._restore_weights(directory)
-            for name, one in self.optimizers.items():
-                load_optimizer(one, state[name])
+            for name, optimizer in self.optimizers.items():
+                load_optimizer(optimizer, state[name])
         torch.set_rng_state(state["torch_random"].clone())
         self.orders.setstate(ast.literal_eval(state["python_random"]))
 
     def require_readable(self, directory: Path) -> None:
-        """InvalidConfig when this rank does not see the checkpoint, or it is of another kind."""
+        """Raise InvalidConfig when this rank finds no checkpoint, or one of another kind."""
         if not (directory / _STATE).is_file():
             raise InvalidConfig(
-                f"There is no checkpoint in {directory.name}.",
+                f"This rank finds no checkpoint in {directory.name}.",
                 reason=Reason.NO_CHECKPOINT,
                 remedy="Put the run's directory where every rank of the trainer reads it.",
             )
         is_adapter = (directory / ADAPTER).is_file()
         is_whole = (directory / WEIGHTS).is_file()
         if (is_adapter or is_whole) and is_adapter != has_lora(self.policy.causal_lm):
+            content = "a LoRA adapter" if is_adapter else "whole weights"
             raise InvalidConfig(
-                f"The checkpoint {directory.name} is {'' if is_adapter else 'not '}one of LoRA.",
+                f"The checkpoint {directory.name} holds {content}, unlike what the settings train.",
                 reason=Reason.WEIGHTS_MISMATCH,
                 remedy="Resume with the lora_rank the run was started with.",
             )
 
     def _save_weights(self, directory: Path) -> None:
-        """What is trained: the weights, or with LoRA a PEFT directory."""
+        """Write what is trained: the weights, or with LoRA a PEFT directory."""
         model = self.policy.causal_lm
         if not has_lora(model):
             self.write_weights(directory / WEIGHTS)
@@ -189,7 +190,7 @@ class LearnerState:
         load_adapter(model, {name: cut(tensor, own.get(name)) for name, tensor in tensors.items()})
 
     def _write_adapter_config(self, directory: Path) -> dict[str, str]:
-        """What the adapter is of: its config, which is left beside it, and its base's digest."""
+        """Write the adapter's config beside it; return the config and the digest of its base."""
         save_adapter_config(self.policy.causal_lm, directory, base=self._model_dir)
         config = (directory / ADAPTER_CONFIG).read_text("utf-8")
         return {"adapter_config_json": config, "base_digest": self._digest_of_base()}
@@ -200,43 +201,43 @@ class LearnerState:
         return self._base_digest
 
     def _adapter(self) -> dict[str, torch.Tensor]:
-        """The adapters by PEFT's names; {} on later ranks."""
+        """Return the adapters by PEFT's names; {} on later ranks."""
         reshard(self.policy)
-        return gathered(adapter_tensors(self.policy.causal_lm), self._ranks)
+        return gather_whole(adapter_tensors(self.policy.causal_lm), self._ranks)
 
     def _whole_weights(self) -> dict[str, torch.Tensor]:
-        """The policy's parameters by their Hugging Face names, adapters merged; {} on later ranks.
+        """Return the parameters by Hugging Face names, with adapters merged; {} on later ranks.
 
-        A tied head is not repeated.
+        A tied head is left out.
         """
         model = self.policy.causal_lm
         if not has_lora(model):
-            return gathered_weights(self.policy, self._ranks)
+            return gather_weights(self.policy, self._ranks)
         reshard(self.policy)
         merged = merged_tensors(model)
         if model.config.tie_word_embeddings:
             merged.pop("lm_head.weight", None)
-        return gathered(merged, self._ranks)
+        return gather_whole(merged, self._ranks)
 
 
 def move_training(
     model: nn.Module, optimizers: Iterable[GuardedOptimizer], device: torch.device | str
 ) -> None:
-    """Move parameters, buffers and optimiser state; nothing of them stays where they were.
+    """Move parameters, buffers and optimiser state; leave nothing on the old device.
 
-    Parameters stay the same objects, so optimisers and tied weights go on with them.
+    Parameters stay the same objects, so optimisers and tied weights keep working.
     """
     target, left = torch.device(device), next(model.parameters()).device
     if target.type == left.type:
         return
-    for parameter in model.parameters():  # a tied one comes once
-        parameter.data = placed(parameter.data, target)
+    for parameter in model.parameters():  # this yields tied ones once
+        parameter.data = place(parameter.data, target)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, placed(buffer, target))
+            setattr(module, name, place(buffer, target))
     for guarded in optimizers:
         for optimizer in guarded.torch_optimizers:
-            # Torch's own rules: moments follow their parameter, AdamW's step count stays on host.
+            # By torch's rules moments follow their parameter and AdamW's step count stays on host.
             optimizer.load_state_dict(optimizer.state_dict())
     if left.type == "cuda":
         gc.collect()
@@ -244,6 +245,6 @@ def move_training(
         torch.cuda.empty_cache()
 
 
-def placed(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on that device."""
+def place(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on the device."""
     return tensor.to(device)

@@ -1,4 +1,4 @@
-"""Which of the trainer's processes this one is, as torchrun or `launch.py` says; their learners."""
+"""This process's rank among the trainer's, as torchrun or `launch.py` sets it, and its learner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dialoop.reasons import Reason
 from pydantic import Field
 
 from dialoop_services.learning.parallel.group_commands import RankGroup
-from dialoop_services.learning.parallel.ranks import Ranks, joined_ranks
+from dialoop_services.learning.parallel.ranks import Ranks, join_ranks
 from dialoop_services.runtime.settings import StrictSettings
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.settings import TrainerSettings
@@ -23,46 +23,46 @@ if TYPE_CHECKING:
 
 
 class RankSettings(StrictSettings):
-    """torchrun's variables; without them this process trains alone."""
+    """The variables of torchrun. Without them this process trains alone."""
 
     rank: int = Field(default=0, ge=0)
     """Number of this process among all."""
     world_size: int = Field(default=1, ge=1)
-    """How many there are."""
+    """Number of processes in all."""
     local_rank: int = Field(default=0, ge=0)
-    """Number of this process on its machine: that of its CUDA device."""
+    """Number of this process on its machine, and of its CUDA device."""
     rendezvous: str = Field(default="env://", validation_alias="DIALOOP_RENDEZVOUS")
-    """Where they meet: torchrun's MASTER_ADDR and MASTER_PORT, or `file:///...` on one machine."""
+    """Meeting point of the processes: env:// as torchrun sets it, or file:///... on one machine."""
 
 
 @contextmanager
-def joined(found: RankSettings, settings: TrainerSettings) -> Iterator[Ranks]:
+def join_trainer_ranks(rank: RankSettings, settings: TrainerSettings) -> Iterator[Ranks]:
     """Join the other processes, and leave them on every path.
 
-    InvalidConfig before that for a device that is not there.
+    Raises InvalidConfig before that for a device that does not exist, or that is shared.
     """
     device = settings.device
     if device == "cuda":
-        _require_cuda_devices(found.local_rank + 1)
-    if found.world_size > 1 and settings.device_lock is not None:
+        _require_cuda_devices(rank.local_rank + 1)
+    if rank.world_size > 1 and settings.device_lock is not None:
         raise InvalidConfig(
-            f"{found.world_size} processes train on a device that is shared with the engine.",
+            f"{rank.world_size} processes train on a device that is shared with the engine.",
             reason=Reason.SHARED_DEVICE,
             remedy="Set num_processes to 1, or give the trainer devices of its own.",
         )
-    if device == "cuda" and found.world_size > 1:
-        device = f"cuda:{found.local_rank}"  # type: ignore[assignment]
-    with joined_ranks(
-        rank=found.rank,
-        size=found.world_size,
+    if device == "cuda" and rank.world_size > 1:
+        device = f"cuda:{rank.local_rank}"  # type: ignore[assignment]
+    with join_ranks(
+        rank=rank.rank,
+        size=rank.world_size,
         device=torch.device(device),
-        init_method=found.rendezvous,
+        init_method=rank.rendezvous,
     ) as ranks:
         yield ranks
 
 
 def learners_of(ranks: Ranks) -> RankGroup[Learner]:
-    """The learners of all ranks, which `make_learner` makes on the first rank."""
+    """Return the group of learners, one per rank; `make_learner` on the first rank makes them."""
 
     def make(facts: str, group: RankGroup[Learner]) -> Learner:
         return Learner(TrainerSettings(**json.loads(facts)), group)
@@ -71,15 +71,15 @@ def learners_of(ranks: Ranks) -> RankGroup[Learner]:
 
 
 def make_learner(settings: TrainerSettings, group: RankGroup[Learner] | None = None) -> Learner:
-    """Load the model on every rank, with the first rank's settings; the first rank's learner."""
+    """Load the model on every rank with the first rank's settings; return the first's learner."""
     if group is None or group.ranks.size == 1:
         return Learner(settings, group)
-    # The bearer token is of no use to ranks that speak to nobody.
+    # The other ranks call no service, so they do not need the bearer token.
     return group.make(settings.model_dump_json(exclude={"token"}))
 
 
 def leave_stopping_to_the_first() -> None:
-    """Ignore what stops a service: the first rank ends its step, saves, and closes the others."""
+    """Ignore SIGTERM and SIGINT: the first rank ends its step, saves, and closes the others."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 

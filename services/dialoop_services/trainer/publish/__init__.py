@@ -1,4 +1,4 @@
-"""Publishing weights: export, offer to every replica, proof that each serves them.
+"""Publishing weights: export, sending to every replica, and probes that each serves them.
 
 A learner's weights enter; an announced policy version leaves.
 """

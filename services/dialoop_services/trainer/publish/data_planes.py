@@ -1,4 +1,4 @@
-"""How a policy's bytes get to a replica: one interface, four ways.
+"""Ways for a policy's bytes to a replica: one interface, four implementations.
 
 | name | way | where |
 |---|---|---|
@@ -6,8 +6,8 @@
 | chunks | the file's bytes over gRPC | any two hosts |
 | nccl, ipc | vLLM's own weight transfer, between GPUs | CUDA, see `vllm_transfer` |
 
-Whatever the way, the file under `policies/` is written first: it is what is exported, re-scored and
-proved against. A LoRA adapter goes the first two ways as it is.
+The trainer always writes the file under `policies/` first. Export, re-scoring and probes use that
+file. The first two ways also send a LoRA adapter alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dialoop_services.trainer.settings import TrainerSettings
 
 _CHUNK_BYTES = 1 << 20
-# The newest, and the one before it, which a replica may be reading.
+# The newest policy, and the one before it, which a replica may still read.
 _KEPT_IN_MEMORY = 2
 
 
@@ -41,10 +41,10 @@ class WeightsSender(Protocol):
 
     name: str
     is_fetched: bool
-    """Whether a replica that missed a publish can get it by itself."""
+    """Whether a replica that missed a publish can fetch it by itself."""
 
     async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
-        """What is to be done once, before replicas are asked to load."""
+        """Prepare a publish once, before replicas are called to load it."""
         ...
 
     async def send(
@@ -55,12 +55,12 @@ class WeightsSender(Protocol):
         *,
         deadline_s: float,
     ) -> None:
-        """Make the replica load; the errors are those of LoadWeights."""
+        """Make the replica load the weights; raise the errors of LoadWeights."""
         ...
 
 
 class FileSender:
-    """A file that the replica opens: under `policies/`, or a copy of it in memory."""
+    """Sends the path of a file that the replica opens: under `policies/`, or a copy in memory."""
 
     name = "shared_memory"
     is_fetched = True
@@ -70,7 +70,7 @@ class FileSender:
         self._is_copied = memory is not None
 
     async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
-        """Copy the file, and name it in latest.json for replicas that start now."""
+        """Copy the file to memory, and name it in latest.json for replicas that start later."""
         if self._is_copied:
             await asyncio.to_thread(self._copy, manifest, weights)
 
@@ -82,9 +82,9 @@ class FileSender:
         *,
         deadline_s: float,
     ) -> None:
-        """Name the file."""
-        named = replace(manifest, path=_path(manifest, weights))
-        await replica.load_weights(named, deadline_s=deadline_s)
+        """Send the path of the file."""
+        with_path = replace(manifest, path=_path(manifest, weights))
+        await replica.load_weights(with_path, deadline_s=deadline_s)
 
     def _copy(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
         path, version = _path(manifest, weights), manifest.policy_version
@@ -101,13 +101,13 @@ class FileSender:
 
 
 class ChunkSender:
-    """The file's bytes over gRPC."""
+    """Sends the file's bytes over gRPC."""
 
     name = "chunks"
     is_fetched = False
 
     async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
-        """Nothing: every replica gets bytes of its own."""
+        """Do nothing: `send` streams the bytes to each replica."""
 
     async def send(
         self,
@@ -117,24 +117,24 @@ class ChunkSender:
         *,
         deadline_s: float,
     ) -> None:
-        """Send the file in pieces of 1 MiB; the replica checks their sum."""
+        """Send the file in chunks of 1 MiB; the replica checks the digest."""
         await replica.load_weights(manifest, _chunks(weights.path), deadline_s=deadline_s)
 
 
 def weights_sender_of(settings: TrainerSettings) -> WeightsSender:
-    """The configured way; InvalidConfig (NEEDS_CUDA) when this machine has no device for it."""
+    """Return the configured sender; raise InvalidConfig (NEEDS_CUDA) if it lacks a device."""
     if settings.data_plane == "chunks":
         return ChunkSender()
     if settings.data_plane == "shared_memory":
         return FileSender(settings.run_dir / "policies", settings.shared_memory_dir)
-    # vLLM is imported only where it is used.
+    # Imported here, because only this way needs vLLM.
     from dialoop_services.trainer.publish.vllm_transfer import VllmTransfer
 
     return VllmTransfer(settings.data_plane, num_workers=settings.inference_world_size)
 
 
 def pointer_of(version: PolicyVersion, path: str, weights: ExportedWeights) -> dict[str, Any]:
-    """What latest.json says: the manifest of the newest policy, for replicas that start now."""
+    """Return the content of latest.json: the newest policy, for replicas that start later."""
     pointer: dict[str, Any] = {
         "lineage": version.lineage,
         "number": version.number,

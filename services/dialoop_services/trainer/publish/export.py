@@ -2,9 +2,9 @@
 
 `python -m dialoop_services.trainer.publish.export RUN_DIR VERSION DIR`
 
-What comes out is what transformers, vLLM and PEFT load: config, generation config, tokenizer, chat
-template and safetensors of the whole policy. A published LoRA adapter comes out as a PEFT
-directory, or merged into the weights it was trained on.
+transformers, vLLM and PEFT load the result: config, generation config, tokenizer, chat template and
+safetensors of the whole policy. A published LoRA adapter is exported as a PEFT directory, or merged
+into the weights that it was trained on.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class RunPolicies:
 
     @classmethod
     def of(cls, run_dir: Path) -> RunPolicies:
-        """NotFound when the directory is no run."""
+        """Return the policies of a run's directory; raise NotFound when it is not a run."""
         mark = run_dir / "run.json"
         if not mark.is_file():
             raise NotFound(
-                f"{run_dir} is no run of Dialoop (it has no {mark.name}).",
+                f"{run_dir} is not a run of Dialoop (it has no {mark.name}).",
                 reason=Reason.RUN_NOT_FOUND,
-                remedy="Give the directory of a run, as runs/demo.",
+                remedy="Give the directory of a run, such as runs/demo.",
             )
         directory = json.loads(mark.read_text("utf-8"))["config"]["model"]["directory"]
         return cls(
@@ -61,52 +61,56 @@ class RunPolicies:
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """The published versions that are still on disk, oldest first."""
-        found = [
+        """Return the published versions that are still on disk, oldest first."""
+        folders = {
             path.parent for name in (WEIGHTS, ADAPTER) for path in self.policies.glob(f"*/{name}")
-        ]
-        return tuple(path.name for path in sorted(set(found), key=_age))
+        }
+        return tuple(path.name for path in sorted(folders, key=_age))
 
     def policy(self, version: str) -> Path:
-        """The directory of a version, of `latest`, or of a number that only one lineage has."""
+        """Return the directory of a version, of `latest`, or of a number that one lineage has.
+
+        Raises NotFound (POLICY_NOT_FOUND) when no policy or several match.
+        """
         versions = self.versions
-        chosen = [name for name in versions if name == version or name.endswith(f"-{version}")]
+        matches = [name for name in versions if name == version or name.endswith(f"-{version}")]
         if version == _LATEST and versions:
-            chosen = [self._latest(versions)]
+            matches = [self._latest(versions)]
         if version in versions:
-            chosen = [version]
-        if len(chosen) != 1:
+            matches = [version]
+        if len(matches) != 1:
             raise NotFound(
-                f"{self.policies} has {'several' if chosen else 'no'} policies {version!r}.",
+                f"{self.policies} has {'several' if matches else 'no'} policies {version!r}.",
                 reason=Reason.POLICY_NOT_FOUND,
-                remedy=f"There are: {', '.join(versions) or 'none'} (keep_policies says how many "
-                "stay).",
+                remedy=f"Use one of: {', '.join(versions) or 'none'} (keep_policies sets how many "
+                "stay on disk).",
             )
-        return self.policies / chosen[0]
+        return self.policies / matches[0]
 
     def _latest(self, versions: Sequence[str]) -> str:
         pointer = self.policies / "latest.json"
-        named = json.loads(pointer.read_text("utf-8")) if pointer.is_file() else {}
-        name = str(Path(str(named.get("path", ""))).parent)
+        latest = json.loads(pointer.read_text("utf-8")) if pointer.is_file() else {}
+        name = str(Path(str(latest.get("path", ""))).parent)
         return name if name in versions else versions[-1]
 
 
 def export_policy(
     run: RunPolicies, version: str, out: Path, *, merged: bool = False, base: str = ""
 ) -> Path:
-    """Write the version to `out`, which appears whole or not at all.
+    """Write the version to `out`, which appears whole or not at all, and return `out`.
 
-    `merged` adds an adapter into the weights of `base` (a version; empty: the run's own model).
+    `merged` adds an adapter to the weights of `base` (a version; empty: the run's own model).
+    Raises AlreadyExists, NotFound, or InvalidInput (NOT_AN_ADAPTER).
     """
     policy = run.policy(version)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise AlreadyExists(
-            f"{out} exists.", reason=Reason.EXPORT_EXISTS, remedy="Name a directory that does not."
+            f"{out} exists already.", reason=Reason.EXPORT_EXISTS, remedy="Name a new directory."
         )
     is_adapter = (policy / ADAPTER).is_file()
     if merged and not is_adapter:
         raise InvalidInput(
-            f"{policy.name} is a whole policy: there is no adapter to merge.",
+            f"{policy.name} is a whole policy, so there is no adapter to merge.",
             reason=Reason.NOT_AN_ADAPTER,
             remedy="Leave --merged out.",
         )
@@ -129,7 +133,7 @@ def export_policy(
 
 
 def _write_model(weights: Path, model_dir: Path, out: Path) -> None:
-    """All of the model directory but its weights, and these instead."""
+    """Copy the model directory with `weights` in place of its own."""
     out.mkdir(parents=True)
     for file in model_dir.iterdir():
         is_weights = file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(_WEIGHT_INDEX)
@@ -138,7 +142,7 @@ def _write_model(weights: Path, model_dir: Path, out: Path) -> None:
         elif file.is_dir() and file.name == "additional_chat_templates":
             shutil.copytree(file, out / file.name)
     shutil.copyfile(weights, out / WEIGHTS)
-    _say_dtype(out / "config.json", _dtype(weights))
+    _write_dtype(out / "config.json", _dtype(weights))
 
 
 def _write_adapter(policy: Path, model_dir: Path, out: Path) -> None:
@@ -153,7 +157,7 @@ def _write_adapter(policy: Path, model_dir: Path, out: Path) -> None:
 
 
 def _write_merged(policy: Path, model_dir: Path, base: Path | None, out: Path) -> None:
-    """The adapter added into the weights, in the arithmetic of the replicas that served it."""
+    """Write the model with the adapter added, by the arithmetic of the replicas that served it."""
     from safetensors.torch import save_file
 
     from dialoop_services.learning.lora.base_weights import BaseWeights, adapted_tensors
@@ -171,20 +175,20 @@ def _write_merged(policy: Path, model_dir: Path, base: Path | None, out: Path) -
 
 
 def _dtype(weights: Path) -> str:
-    """The number format of the weights, as a config names it."""
+    """Return the dtype of the weights, as a config names it; "" if tensors differ."""
     try:
         with safe_open(weights, framework="pt") as file:
-            found = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+            dtypes = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise InvalidConfig(
             f"{weights} is not a safetensors file ({error}).",
             reason=Reason.WEIGHTS_BROKEN,
-            remedy="Export another version; this one was cut short.",
+            remedy="Export another version; the file of this one is incomplete.",
         ) from error
-    return _DTYPES.get(found.pop(), "") if len(found) == 1 else ""
+    return _DTYPES.get(dtypes.pop(), "") if len(dtypes) == 1 else ""
 
 
-def _say_dtype(path: Path, dtype: str) -> None:
+def _write_dtype(path: Path, dtype: str) -> None:
     config = json.loads(path.read_text("utf-8"))
     if dtype:
         config.pop("torch_dtype", None)
@@ -198,21 +202,21 @@ def _age(policy: Path) -> tuple[float, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0, or 2 for a mistake in what was asked."""
+    """Run the command line; return 0, or 2 for an error in the arguments."""
     parser = argparse.ArgumentParser(prog="dialoop export", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("version")
     parser.add_argument("out", type=Path)
     parser.add_argument("--merged", action="store_true")
     parser.add_argument("--base", default="")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
-        run = RunPolicies.of(given.run_dir)
-        out = export_policy(run, given.version, given.out, merged=given.merged, base=given.base)
+        run = RunPolicies.of(args.run_dir)
+        out = export_policy(run, args.version, args.out, merged=args.merged, base=args.base)
     except DialoopError as error:
         sys.stderr.write(f"dialoop: {error}\n")
         return 2
-    sys.stdout.write(f"{run.policy(given.version).name} -> {out}\n")
+    sys.stdout.write(f"{run.policy(args.version).name} -> {out}\n")
     return 0
 
 

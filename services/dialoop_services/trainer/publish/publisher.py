@@ -1,4 +1,4 @@
-"""Publishing a policy: export, load on every replica, prove it, tell the queue."""
+"""Publishing a policy: export it, load it on every replica, probe them, announce it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Why a replica is not ready that has given its device to us: it wakes by itself, or is woken.
 _RETRY_S = 1.0
 _LOOK_EVERY_S = 2.0
 _NUM_PROBES, _PROBE_TOKENS = 4, 48
@@ -47,7 +46,7 @@ _NUM_PROBES, _PROBE_TOKENS = 4, 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """One publish: the largest log-prob difference is over all replicas and probe tokens."""
+    """One publish. max_logprob_difference is in nats, over all replicas and probe tokens."""
 
     policy_version: PolicyVersion
     weights: ExportedWeights
@@ -57,7 +56,7 @@ class Published:
 
 
 class Publisher:
-    """Owns the policies on disk and the way to the replicas."""
+    """The policies on disk and the calls that bring them to the replicas."""
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class Publisher:
         self._file = ADAPTER if settings.publishes_adapters else WEIGHTS
         self._publishing = asyncio.Lock()
         self._newest: tuple[WeightsManifest, ExportedWeights] | None = None
-        # Random ids visit the whole vocabulary, so no part of the weights goes unnoticed.
+        # Random ids come from the whole vocabulary, so the probes touch every part of the weights.
         generator = np.random.default_rng(0)
         shape = (_NUM_PROBES, _PROBE_TOKENS)
         self._probes = generator.integers(0, learner.vocab_size, size=shape).tolist()
@@ -85,17 +84,17 @@ class Publisher:
     async def publish(
         self, version: PolicyVersion, *, trained_lease_ids: Sequence[str] = ()
     ) -> Published:
-        """Make the learner's present weights the policy `version`, everywhere.
+        """Publish the learner's current weights as the policy `version` to all replicas.
 
-        Waits until a first replica has it and has proved it; one that failed, or that took longer
-        than `publish_deadline_s`, is reported and left to reload the newest policy by itself.
+        It waits until at least one replica has the policy and answered the probes. It logs replicas
+        that failed or took longer than `publish_deadline_s`; they load the newest policy later.
         """
         started = time.perf_counter()
         path = self._root / str(version) / self._file
         weights = await asyncio.to_thread(self._learner.export, path)
         own = await asyncio.to_thread(self._learner.logprobs, self._probes)
-        await self._placement.leave()  # a replica wakes where we have been
-        # Announced first: its tokens may reach the queue before the last replica has loaded it.
+        await self._placement.leave()  # replicas wake on the device that the trainer used
+        # Announced first: its tokens may reach the queue before all replicas have loaded it.
         await self.announce(version)
         async with self._publishing:
             manifest = self._manifest(version, weights)
@@ -103,9 +102,9 @@ class Publisher:
             self._point_to(version, weights)
             num_replicas, difference = await self._load_and_prove(manifest, weights, own)
             self._newest = manifest, weights
-        # And now that it is live, what it was trained on gives its credits back.
+        # The policy is live now, so the queue may return the credits of the trained groups.
         await self.announce(version, trained_lease_ids)
-        self._forget_old()
+        self._delete_old()
         return Published(
             policy_version=version,
             weights=weights,
@@ -115,7 +114,7 @@ class Publisher:
         )
 
     async def announce(self, version: PolicyVersion, trained_lease_ids: Sequence[str] = ()) -> None:
-        """Tell the queue which policy is live; telling it again does no harm."""
+        """Announce the live policy to the queue; a repeated call changes nothing."""
         await self._replay.advance_policy(
             self._settings.run,
             version,
@@ -124,19 +123,19 @@ class Publisher:
         )
 
     def _point_to(self, version: PolicyVersion, weights: ExportedWeights) -> None:
-        """Say which policy a replica that starts now is to load."""
+        """Write latest.json, from which a replica that starts later loads the policy."""
         path = str(weights.path.relative_to(self._root))
         write_json(self._root / "latest.json", pointer_of(version, path, weights))
 
     async def _load_and_prove(
         self, manifest: WeightsManifest, weights: ExportedWeights, own: Sequence[Floats]
     ) -> tuple[int, float]:
-        """How many replicas have it, and the largest difference of those that could be asked."""
+        """Return how many replicas loaded it, and the largest difference of those that answered."""
         version = manifest.policy_version
         while True:
             loads = (self._load(replica, manifest, weights) for replica in self._replicas)
-            has_it = await asyncio.gather(*loads)
-            loaded = [r for r, has in zip(self._replicas, has_it, strict=True) if has]
+            results = await asyncio.gather(*loads)
+            loaded = [r for r, is_loaded in zip(self._replicas, results, strict=True) if is_loaded]
             difference = await self._probe(version, loaded, own) if loaded else None
             if difference is not None:
                 return len(loaded), difference
@@ -149,7 +148,7 @@ class Publisher:
         try:
             await self._sender.send(replica, manifest, weights, deadline_s=deadline_s)
         except PreconditionFailed as error:
-            # A replica that started a moment ago has it from latest.json.
+            # A replica that just started may have loaded it by latest.json.
             if error.reason == Reason.VERSION_NOT_NEWER:
                 return await self._serves(replica, version)
             raise
@@ -172,7 +171,7 @@ class Publisher:
         )
 
     async def keep_up(self) -> None:
-        """Until cancelled, send the newest policy to replicas that lack it and cannot fetch it."""
+        """Send the newest policy to replicas that lack it and cannot fetch it, until cancelled."""
         while not self._sender.is_fetched:
             await asyncio.sleep(_LOOK_EVERY_S)
             async with self._publishing:
@@ -186,10 +185,11 @@ class Publisher:
         try:
             status = await replica.get_policy()
             lacks_it = status.policy_version != manifest.policy_version
+            # A replica asleep has given its device to the trainer; it needs no second load.
             if lacks_it or not (status.ready or status.reason == Reason.ASLEEP):
                 await self._load(replica, manifest, weights)
         except DialoopError as error:
-            log.warning("A replica stays behind.", extra={"reason": error.reason})
+            log.warning("A replica lacks the newest policy.", extra={"reason": error.reason})
 
     async def _serves(self, replica: InferenceClient, version: PolicyVersion) -> bool:
         try:
@@ -203,11 +203,11 @@ class Publisher:
         replicas: Sequence[InferenceClient],
         own: Sequence[Floats],
     ) -> float | None:
-        """Largest difference in log-prob between the learner and any of the replicas, in nats.
+        """Return the largest log-prob difference in nats between the learner and any replica.
 
-        None when no replica that has the version could be asked: nothing is proved then.
+        Returns None when no replica that has the version answered.
         """
-        found: list[float] = []
+        differences: list[float] = []
         deadline_s = self._settings.publish_deadline_s
         for replica in replicas:
             try:
@@ -218,10 +218,10 @@ class Publisher:
                 continue
             if theirs.policy_version == version:
                 pairs = zip(own, theirs.logprobs, strict=True)
-                found.extend(_largest_difference(mine, its) for mine, its in pairs)
-        if not found:
+                differences.extend(_largest_difference(mine, its) for mine, its in pairs)
+        if not differences:
             return None
-        worst = max(found)
+        worst = max(differences)
         if worst > self._settings.max_logprob_difference:
             log.error(
                 "After a publish, trainer and inference disagree on the probe prompts.",
@@ -229,8 +229,8 @@ class Publisher:
             )
         return worst
 
-    def _forget_old(self) -> None:
-        """Delete all but the newest policies, of whatever lineage."""
+    def _delete_old(self) -> None:
+        """Delete all but the newest `keep_policies` policies, of all lineages."""
         if not self._settings.keep_policies:
             return
         policies = [path for path in self._root.iterdir() if path.is_dir()]
@@ -240,12 +240,12 @@ class Publisher:
 
 
 def _largest_difference(own: Floats, theirs: Floats) -> float:
-    """Of log-probs; one that is not a number is infinitely far off."""
+    """Return the largest absolute difference of log-probs; inf if one is not a number."""
     difference = float(np.abs(own - theirs).max())
     return math.inf if math.isnan(difference) else difference
 
 
 def _exported_at(policy: Path) -> float:
-    """When its weights were written; a policy whose export was cut short is the oldest."""
+    """Return when the policy's weights were written; 0 if its export was cut short."""
     files = (policy / name for name in (WEIGHTS, ADAPTER))
     return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)

@@ -1,8 +1,8 @@
 """vLLM's own weight transfer, trainer's side: NCCL between devices, CUDA IPC on one device.
 
-vLLM's trainer engine drives four calls of a client; ours turns them into the steps of one
-LoadWeights stream, which the replica takes in order. Needs CUDA on both sides: the calls are tested
-against the installed vLLM, the transfer itself has not been run.
+vLLM's trainer engine calls four methods of a client. Dialoop's client turns them into the steps of
+one LoadWeights stream, which the replica takes in order. Both sides need CUDA. The calls are tested
+against the installed vLLM; the transfer itself has not been run.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Backend = Literal["nccl", "ipc"]
 
 
 class StepClient:
-    """Satisfies vLLM's VLLMWeightSyncClient: what its trainer engine says becomes steps.
+    """A VLLMWeightSyncClient of vLLM that turns the calls of its trainer engine into steps.
 
-    vLLM calls it from a thread of its own; `steps` is drained on the event loop by the upload.
+    vLLM calls it from a thread of its own. The upload reads `steps` on the event loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -42,13 +42,13 @@ class StepClient:
         self._deadline_s = 0.0
 
     def begin(self, upload: Any, *, deadline_s: float) -> Future[Any]:
-        """Start one publish: `upload(steps)` is a coroutine that ends with the replica's answer."""
+        """Start one publish; the coroutine `upload(steps)` returns at the replica's answer."""
         self._steps, self._deadline_s = asyncio.Queue(), deadline_s
         self._answer = asyncio.run_coroutine_threadsafe(upload(self.steps()), self._loop)
         return self._answer
 
     async def steps(self) -> AsyncIterator[TransferStep]:
-        """The steps of a publish, until FINISH."""
+        """Yield the steps of a publish, until FINISH."""
         queue = self._steps
         while True:
             step = await queue.get()
@@ -57,33 +57,33 @@ class StepClient:
                 return
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Once, when the engine is built: where to meet."""
+        """Send where to connect; vLLM calls it once, when it builds the engine."""
         self._put(TransferPhase.INIT, init_info)
 
     def start_weight_update(self) -> None:
-        """New weights are coming."""
+        """Send that new weights follow."""
         self._put(TransferPhase.START, {})
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Which parameters, and for IPC where they lie."""
+        """Send which parameters follow, and for IPC their addresses."""
         from vllm.distributed.weight_transfer.clients import _json_safe_update_payload
 
         self._put(TransferPhase.UPDATE, _json_safe_update_payload(update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Wait for the replica's answer: its buffers may be ours again after it."""
+        """Wait for the replica's answer, after which the trainer may use its buffers again."""
         self._put(TransferPhase.FINISH, {})
         self._answer.result(self._deadline_s)
 
     def _put(self, phase: TransferPhase, info: Any) -> None:
         if self._answer.done():
-            self._answer.result()  # the replica refused: say why, and meet nobody
+            self._answer.result()  # raises the error with which the replica refused
         step = TransferStep(phase=phase, info_json=json.dumps(info))
         self._loop.call_soon_threadsafe(self._steps.put_nowait, step)
 
 
 class VllmTransfer:
-    """The data planes nccl and ipc; each replica has a vLLM trainer engine of its own here."""
+    """The data planes nccl and ipc. For each replica there is one vLLM trainer engine here."""
 
     is_fetched = False
 
@@ -94,7 +94,7 @@ class VllmTransfer:
         self._engines: dict[int, tuple[StepClient, Any, _FileSource]] = {}
 
     async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
-        """Nothing: tensors go straight from device to device."""
+        """Do nothing: tensors go directly from device to device."""
 
     async def send(
         self,
@@ -104,7 +104,7 @@ class VllmTransfer:
         *,
         deadline_s: float,
     ) -> None:
-        """Meet the replica's workers, the first time, and send every tensor of the file."""
+        """Connect to the replica's workers, the first time, and send every tensor of the file."""
         await asyncio.to_thread(
             self._send, replica, manifest, weights, asyncio.get_running_loop(), deadline_s
         )
@@ -134,7 +134,7 @@ class VllmTransfer:
                 self._backend, client=client, source=source, num_workers=self._num_workers
             )
         engine.send_weights()
-        # A transfer that failed left its engine out: the next one meets the replica anew.
+        # After a failed transfer there is no engine, so the next one connects to the replica anew.
         self._engines[id(replica)] = (client, engine, source)
 
 
@@ -145,13 +145,13 @@ class _FileSource:
         self.path = path
 
     def metadata(self) -> list[Any]:
-        """Name, dtype and shape of each tensor, in the order of iteration."""
+        """Return name, dtype and shape of each tensor, in the order of iteration."""
         from vllm.distributed.weight_transfer.base import ParamMeta
 
         return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._cpu()]
 
     def __iter__(self) -> Any:
-        """(name, tensor) pairs."""
+        """Yield (name, tensor) pairs, with the tensors on the CUDA device."""
         for name, tensor in self._cpu():
             yield name, tensor.to("cuda")
 
@@ -164,14 +164,14 @@ class _FileSource:
 
 
 def trainer_init_info(backend: Backend, *, num_workers: int) -> Any:
-    """What vLLM's trainer engine is built from: for NCCL a place to meet, for IPC nothing."""
+    """Return the arguments of vLLM's trainer engine: for NCCL an address, for IPC none."""
     if backend == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
         return IPCTrainerInitInfo(rank=0)
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    address, port = _meeting_place()
+    address, port = _free_address()
     return NCCLTrainerInitInfo(
         rank=0, master_address=address, master_port=port, world_size=1 + num_workers
     )
@@ -180,7 +180,7 @@ def trainer_init_info(backend: Backend, *, num_workers: int) -> Any:
 def trainer_engine(
     backend: Backend, *, client: StepClient, source: _FileSource, num_workers: int
 ) -> Any:
-    """VLLM's trainer engine, which has met the replica's workers when this returns."""
+    """Return vLLM's trainer engine, connected to the replica's workers."""
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
     info = trainer_init_info(backend, num_workers=num_workers)
@@ -188,7 +188,7 @@ def trainer_engine(
 
 
 def require_cuda(backend: str) -> None:
-    """InvalidConfig (NEEDS_CUDA) on a machine without a CUDA device."""
+    """Raise InvalidConfig (NEEDS_CUDA) on a machine without a CUDA device."""
     if not torch.cuda.is_available():
         raise InvalidConfig(
             f"The data plane {backend} needs a CUDA device, and this machine has none.",
@@ -197,9 +197,9 @@ def require_cuda(backend: str) -> None:
         )
 
 
-def _meeting_place() -> tuple[str, int]:
-    """This host's address, and a port that was free a moment ago."""
-    with socket.socket() as found:
-        found.bind(("", 0))
-        port = int(found.getsockname()[1])
+def _free_address() -> tuple[str, int]:
+    """Return this host's address, and a port that was free a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        port = int(listener.getsockname()[1])
     return socket.gethostbyname(socket.gethostname()), port

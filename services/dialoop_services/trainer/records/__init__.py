@@ -1,4 +1,4 @@
-"""What a training run writes down: metrics, trajectories, trackers, re-scored log-probs.
+"""The files and trackers of a training run: metrics, trajectories, re-scored log-probs.
 
 Results of train steps enter; files and tracker calls leave.
 """

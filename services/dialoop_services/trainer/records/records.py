@@ -1,4 +1,4 @@
-"""What a run leaves to read: metrics.jsonl, trajectories.jsonl and trainer.json."""
+"""The files that a run writes: metrics.jsonl, trajectories.jsonl and trainer.json."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _NUM_PARTS = 4
 
 
 class RunRecords:
-    """Appends to the run's files; each call is flushed, so that a kill loses no line of an earlier.
+    """The writer of the run's files. Each call flushes, so a kill loses no line of earlier calls.
 
-    Trajectories are long and are written by worker threads, metrics by the event loop. They are
-    kept in four parts, of which the oldest goes when they come to more than `max_trajectory_bytes`
-    (0: all stay).
+    Worker threads write trajectories, which are long; the event loop writes metrics. Trajectories
+    are in four parts. When all have more than `max_trajectory_bytes`, the oldest part is deleted
+    (0: none is).
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class RunRecords:
         self._run_dir = run_dir
         self._trackers = trackers
         self._part_bytes = max_trajectory_bytes // _NUM_PARTS
-        self._metrics = opened(run_dir / "metrics.jsonl")
-        self._trajectories = opened(run_dir / TRAJECTORIES)
+        self._metrics = open_lines(run_dir / "metrics.jsonl")
+        self._trajectories = open_lines(run_dir / TRAJECTORIES)
         self._writing = threading.Lock()
         self.newest: dict[str, float] = {}
 
@@ -69,7 +69,7 @@ class RunRecords:
         self.newest.update(numbers)
 
     def newest_train_step(self) -> int:
-        """The newest train step that has a row, after what restores took back; 0 for none."""
+        """Return the newest train step with a row that no restore took back; 0 without one."""
         newest = 0
         with (self._run_dir / "metrics.jsonl").open(encoding="utf-8", newline="\n") as lines:
             for row in map(json.loads, lines):
@@ -78,20 +78,22 @@ class RunRecords:
         return newest
 
     def evaluation_due_after(self, train_step: int) -> dict[str, Any] | None:
-        """The row of the evaluation that was due then, unless a restore took it back."""
-        found: dict[str, Any] | None = None
+        """Return the row of the evaluation due after that step, unless a restore took it back."""
+        latest: dict[str, Any] | None = None
         with (self._run_dir / "metrics.jsonl").open(encoding="utf-8", newline="\n") as lines:
             for row in map(json.loads, lines):
                 if row.get("due_train_step") == train_step:
-                    found = row
-                elif found and row["kind"] == "restore" and row["train_step"] < found["train_step"]:
-                    found = None
-        return found
+                    latest = row
+                elif (
+                    row["kind"] == "restore" and latest and row["train_step"] < latest["train_step"]
+                ):
+                    latest = None
+        return latest
 
     def rewind(
         self, *, num_train_steps: int, num_warm_start_steps: int, evaluations: Iterable[str] = ()
     ) -> None:
-        """Say that training goes on from here: rows of later steps are of weights that are gone.
+        """Add a row that training continues from here: rows of later steps no longer count.
 
         `evaluations` are the labels that will not be evaluated again.
         """
@@ -107,7 +109,7 @@ class RunRecords:
     def trajectories(
         self, trajectories: Iterable[Trajectory], *, outcome: str, label: str, train_step: int
     ) -> None:
-        """Add trajectories with what became of them: trained, evaluation or a drop's reason."""
+        """Add trajectories with their outcome: trained, evaluation or the reason of a drop."""
         fate = _fate(outcome=outcome, label=label, train_step=train_step)
         lines = [fate + json.dumps(as_row(t), ensure_ascii=False)[1:] for t in trajectories]
         with self._writing:
@@ -116,25 +118,25 @@ class RunRecords:
             if self._part_bytes and self._trajectories.tell() >= self._part_bytes:
                 self._begin_part()
 
-    def written(self, *, outcome: str, label: str, train_step: int) -> frozenset[str]:
-        """The ids of the trajectories that have been added so; reads all of the files."""
+    def ids_of(self, *, outcome: str, label: str, train_step: int) -> frozenset[str]:
+        """Return the ids of trajectories that were added with these values; it reads all parts."""
         fate = _fate(outcome=outcome, label=label, train_step=train_step)
-        found: set[str] = set()
+        ids: set[str] = set()
         for part in trajectory_files(self._run_dir):
             with part.open(encoding="utf-8", newline="\n") as lines:
-                found.update(
+                ids.update(
                     json.loads(line)["trajectory_id"] for line in lines if line.startswith(fate)
                 )
-        return frozenset(found)
+        return frozenset(ids)
 
     def _begin_part(self) -> None:
-        """Set the full part aside, and forget the oldest ones."""
+        """Begin a new part, and delete the oldest ones."""
         self._trajectories.close()
         older = trajectory_files(self._run_dir)[:-1]
         number = number_of(older[-1]) + 1 if older else 1
         current = self._run_dir / TRAJECTORIES
         current.rename(self._run_dir / f"trajectories.{number:06d}.jsonl")
-        self._trajectories = opened(current)
+        self._trajectories = open_lines(current)
         for part in trajectory_files(self._run_dir)[:-_NUM_PARTS]:
             part.unlink()
 
@@ -151,13 +153,13 @@ class RunRecords:
 
 
 def _fate(*, outcome: str, label: str, train_step: int) -> str:
-    """How a line of trajectories.jsonl begins."""
+    """Return the beginning of a line of trajectories.jsonl."""
     fate = {"outcome": outcome, "label": label, "train_step": train_step}
     return json.dumps(fate, ensure_ascii=False).removesuffix("}") + ", "
 
 
-def opened(path: Path) -> TextIO:
-    """A file of lines, to append to; what a kill left of a last line is cut off."""
+def open_lines(path: Path) -> TextIO:
+    """Open a file of lines to append to; cut off a last line that a kill left incomplete."""
     if path.is_file():
         with path.open("rb+") as file:
             file.truncate(_end_of_last_line(file))
@@ -165,20 +167,20 @@ def opened(path: Path) -> TextIO:
 
 
 def _end_of_last_line(file: BinaryIO) -> int:
-    """One past the last newline, looked for from the end."""
+    """Return the position after the last newline; it searches from the end."""
     position = file.seek(0, os.SEEK_END)
     while position:
         start = max(0, position - _BLOCK)
         file.seek(start)
-        found = file.read(position - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
+        newline = file.read(position - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
         position = start
     return 0
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file so that a reader sees the old one or the new one, never half."""
+    """Write a JSON file so that a reader sees the old one or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
@@ -186,7 +188,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def as_row(trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory as plain JSON: what `trajectories.jsonl` holds."""
+    """Return a trajectory as plain JSON, as `trajectories.jsonl` holds it."""
     return {
         "trajectory_id": trajectory.trajectory_id,
         "group_id": trajectory.group_id,

@@ -1,11 +1,11 @@
-"""Prove a run's log-probs; print one JSON line.
+"""Check a run's log-probs; print one JSON line.
 
 `python -m dialoop_services.trainer.records.rescore RUN_DIR`
 
-Every stored token is scored again under the very policy version it was sampled with, by a full
-forward pass of the trainer's model, and compared with the log-prob the engine recorded. What was
-under way while weights were loaded with update mode keep_kv has no version that explains it: those
-trajectories are left out, and counted.
+A full forward pass of the trainer's model scores every stored token again under the policy version
+that sampled it. The result is compared with the log-prob that the engine recorded. With update mode
+keep_kv no version reproduces the tokens sampled while weights were loaded, so those trajectories
+are left out and counted.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Stored:
 
 
 def sampled_by_version(*paths: Path) -> Stored:
-    """The sampled tokens in the parts of trajectories.jsonl that can be re-scored."""
-    found: dict[tuple[str, float], list[SampledTokens]] = defaultdict(list)
+    """Return the sampled tokens in the parts of trajectories.jsonl that can be re-scored."""
+    by_version: dict[tuple[str, float], list[SampledTokens]] = defaultdict(list)
     num_trajectories = num_inexact = 0
     for row in _rows(paths):
         if row.get("update_mode") == UpdateMode.KEEP_KV.name:
@@ -66,21 +66,21 @@ def sampled_by_version(*paths: Path) -> Stored:
         # A greedy sampler reports the log-probs of the untempered distribution.
         temperature = row["temperature"] or 1.0
         for sequence in row["sequences"]:
-            for version, sampled in _sampled(sequence):
-                found[version, temperature].append(sampled)
+            for version, sampled in _sampled_tokens(sequence):
+                by_version[version, temperature].append(sampled)
     return Stored(
-        num_trajectories=num_trajectories, num_inexact_trajectories=num_inexact, sampled=found
+        num_trajectories=num_trajectories, num_inexact_trajectories=num_inexact, sampled=by_version
     )
 
 
 def _rows(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    # By newlines alone: a policy samples every other line separator there is, too.
+    # Split at newlines only: a policy may sample every other line separator.
     for path in paths:
         with path.open(encoding="utf-8", newline="\n") as lines:
             yield from map(json.loads, lines)
 
 
-def _sampled(sequence: dict[str, Any]) -> Iterator[tuple[str, SampledTokens]]:
+def _sampled_tokens(sequence: dict[str, Any]) -> Iterator[tuple[str, SampledTokens]]:
     start = 0
     ids = tuple(sequence["token_ids"])
     logprobs = np.array(sequence["inference_logprobs"], dtype=np.float32)
@@ -91,7 +91,7 @@ def _sampled(sequence: dict[str, Any]) -> Iterator[tuple[str, SampledTokens]]:
         version = f"{segment['lineage']}-{segment['policy_version']}"
         own = logprobs[start : start + len(positions)]
         start += len(positions)
-        # Later tokens cannot matter, so a row ends where its version's tokens end.
+        # Later tokens change nothing, so a row ends where its version's tokens end.
         yield (
             version,
             SampledTokens(token_ids=ids[: positions[-1] + 1], positions=positions, logprobs=own),
@@ -100,7 +100,7 @@ def _sampled(sequence: dict[str, Any]) -> Iterator[tuple[str, SampledTokens]]:
 
 @torch.no_grad()
 def largest_difference(policy: PolicyModel, rows: list[SampledTokens], temperature: float) -> float:
-    """Largest absolute difference in nats over the rows' sampled tokens."""
+    """Return the largest absolute difference in nats over the rows' sampled tokens."""
     worst = 0.0
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         part = rows[start : start + _ROWS_AT_ONCE]
@@ -119,12 +119,11 @@ def _as_row(sampled: SampledTokens) -> TokenRow:
 
 
 def rescore(run_dir: Path, model_dir: Path) -> dict[str, float]:
-    """Re-score what is left of `trajectories.jsonl`; DataLost when a version's weights are gone."""
+    """Re-score trajectories.jsonl; raise DataLost when a version's weights are gone."""
     stored = sampled_by_version(*trajectory_files(run_dir))
-    found = stored.sampled
     policy, weights = load_policy(model_dir), _Weights(run_dir, model_dir)
     worst, num_tokens = 0.0, 0
-    for (version, temperature), rows in sorted(found.items()):
+    for (version, temperature), rows in sorted(stored.sampled.items()):
         policy.causal_lm.load_state_dict(weights.of(version), strict=False)
         policy.causal_lm.tie_weights()
         worst = max(worst, largest_difference(policy, rows, temperature))
@@ -133,13 +132,13 @@ def rescore(run_dir: Path, model_dir: Path) -> dict[str, float]:
         "num_trajectories": stored.num_trajectories,
         "num_inexact_trajectories": stored.num_inexact_trajectories,
         "num_tokens": num_tokens,
-        "num_policy_versions": len({version for version, _ in found}),
+        "num_policy_versions": len({version for version, _ in stored.sampled}),
         "max_difference": worst,
     }
 
 
 class _Weights:
-    """The published policies of a run; an adapter is added into the weights it was trained on."""
+    """The weights of a run's published policies, with adapters added to their base."""
 
     def __init__(self, run_dir: Path, model_dir: Path) -> None:
         self._policies = run_dir / "policies"
@@ -147,7 +146,7 @@ class _Weights:
         self._base: tuple[BaseWeights, str] | None = None
 
     def of(self, version: str) -> dict[str, torch.Tensor]:
-        """DataLost (POLICY_GONE) when they were deleted."""
+        """Return the version's tensors; raise DataLost (POLICY_GONE) when they were deleted."""
         directory = self._policies / version
         if (directory / ADAPTER).is_file():
             if self._base is None:
@@ -156,7 +155,7 @@ class _Weights:
             return adapted_tensors(directory, self._base[0], digest=self._base[1])
         if not (directory / WEIGHTS).is_file():
             raise DataLost(
-                f"The weights of policy {version} are gone.",
+                f"The weights of policy {version} were deleted.",
                 reason=Reason.POLICY_GONE,
                 remedy="Run with keep_policies = 0 to re-score everything.",
             )
@@ -164,7 +163,7 @@ class _Weights:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Re-score a run's trajectories.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--model-dir", type=Path, help="default: the one the run started from")

@@ -1,6 +1,6 @@
-"""Trackers: who else gets the rows of metrics.jsonl.
+"""Trackers: other places that get the rows of metrics.jsonl.
 
-metrics.jsonl is always written; `[trackers] tensorboard = true` and the like add others.
+The trainer always writes metrics.jsonl; `[trackers] tensorboard = true` and the like add others.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Is given every row as metrics.jsonl has it: kind, train_step, policy_version, values."""
+    """A receiver of every row of metrics.jsonl: kind, train_step, policy_version, values."""
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Take a row."""
+        """Log a row."""
 
     def close(self) -> None:
         """Write what is left."""
@@ -35,11 +35,11 @@ class TensorBoard:
     """Event files in `directory`, which `tensorboard --logdir` shows."""
 
     def __init__(self, directory: Path) -> None:
-        module = _required("tensorboardX", setting="tensorboard")
+        module = _import_tracker("tensorboardX", setting="tensorboard")
         self._writer = module.SummaryWriter(logdir=str(directory), flush_secs=5)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Every number, by the train step."""
+        """Log every number of the row under the train step."""
         for name, value in numbers_of(row).items():
             self._writer.add_scalar(name, value, global_step=row["train_step"])
 
@@ -51,47 +51,47 @@ class TensorBoard:
 class HostedRun:
     """A run of Weights & Biases, or of trackio, which has the same interface.
 
-    A job that goes on, goes on in its run: by its id there, by its name in trackio.
+    A resumed job continues its run: Weights & Biases finds it by id, trackio by name.
     """
 
     def __init__(self, package: str, settings: TrainerSettings) -> None:
-        module = _required(package, setting=package)
+        module = _import_tracker(package, setting=package)
         by_id = {"id": settings.run} if package == "wandb" else {}
         try:
             self._run = module.init(
                 project=settings.trackers.project,
                 name=settings.run,
-                config=_shown(settings),
+                config=_public_settings(settings),
                 resume="allow",
                 **by_id,
             )
         except Exception as error:
-            log.exception("The tracker %s cannot begin.", package)
+            log.exception("The tracker %s cannot start.", package)
             raise InvalidConfig(
-                f"trackers.{package} is true, and {package} cannot begin a run "
+                f"trackers.{package} is true, and {package} cannot start a run "
                 f"({type(error).__name__}).",
                 reason=Reason.TRACKER_REFUSED,
                 remedy=f"Log in to {package}, or set trackers.{package} to false.",
             ) from error
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Every number; the step is one of them, as a resumed run goes back in steps."""
+        """Log every number and the step as one more, because a resumed run goes back in steps."""
         self._run.log({**numbers_of(row), "train_step": row["train_step"]})
 
     def close(self) -> None:
-        """Say that the run is over."""
+        """End the run."""
         self._run.finish()
 
 
 class Careful:
-    """A tracker that fails is left out from then on: it must not end the training."""
+    """A tracker whose first failure ends its use, so that it does not end the training."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
         self._has_failed = False
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Pass a row on."""
+        """Log a row, unless an earlier one failed."""
         if self._has_failed:
             return
         try:
@@ -101,7 +101,7 @@ class Careful:
             log.exception("A tracker failed and is left out from now on.")
 
     def close(self) -> None:
-        """Close it, whether or not it failed."""
+        """Close the tracker, even if it failed."""
         try:
             self._tracker.close()
         except Exception:
@@ -109,23 +109,24 @@ class Careful:
 
 
 def trackers_of(settings: TrainerSettings) -> tuple[Tracker, ...]:
-    """The trackers that are asked for; InvalidConfig names one that cannot begin.
+    """Return the trackers that the settings name.
 
-    TRACKER_MISSING: its package is; TRACKER_REFUSED: it lets nobody in.
+    Raises InvalidConfig (TRACKER_MISSING) for a package that is not installed, and
+    (TRACKER_REFUSED) for a tracker that does not start a run.
     """
-    asked, found = settings.trackers, []
-    if asked.tensorboard:
-        found.append(Careful(TensorBoard(settings.run_dir / "tensorboard")))
-    found += [
+    trackers = []
+    if settings.trackers.tensorboard:
+        trackers.append(Careful(TensorBoard(settings.run_dir / "tensorboard")))
+    trackers += [
         Careful(HostedRun(package, settings))
         for package in ("trackio", "wandb")
-        if getattr(asked, package)
+        if getattr(settings.trackers, package)
     ]
-    return tuple(found)
+    return tuple(trackers)
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row as {"train/reward": 0.5, "train/by_staleness/0/ratio": 1.0}."""
+    """Return a row's numbers as {"train/reward": 0.5, "train/by_staleness/0/ratio": 1.0}."""
     label = f"{row['kind']}/{row['label']}" if "label" in row else str(row["kind"])
     skipped = ("time", "train_step", "kind", "label")
     return dict(_numbers({k: v for k, v in row.items() if k not in skipped}, label))
@@ -140,13 +141,13 @@ def _numbers(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, floa
             yield path, float(value)
 
 
-def _shown(settings: TrainerSettings) -> dict[str, Any]:
-    """The settings without what is secret or only of this machine."""
-    shown: dict[str, Any] = settings.model_dump(mode="json", exclude={"token", "host", "port"})
-    return shown
+def _public_settings(settings: TrainerSettings) -> dict[str, Any]:
+    """Return the settings without the token and this machine's address."""
+    values: dict[str, Any] = settings.model_dump(mode="json", exclude={"token", "host", "port"})
+    return values
 
 
-def _required(package: str, *, setting: str) -> Any:
+def _import_tracker(package: str, *, setting: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Recovery: checkpoints, the journal of steps since, and doing those steps again.
+"""Recovery: checkpoints, the journal of the steps since, and repeating those steps.
 
 The state after a step enters; after a kill the same state leaves.
 """

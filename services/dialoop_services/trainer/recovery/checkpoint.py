@@ -1,4 +1,4 @@
-"""Checkpoints: everything a restarted trainer needs to go on as if nothing had happened."""
+"""Checkpoints: everything a restarted trainer needs to continue as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
 
 
 class Checkpoints:
-    """The checkpoint directory of a run; keeps the newest two."""
+    """The checkpoint directory of a run, which keeps the newest two."""
 
     def __init__(self, run_dir: Path) -> None:
         self._root = run_dir / "checkpoints"
 
     @property
     def newest(self) -> Path | None:
-        """The folder of the checkpoint that counts; None when there is none."""
+        """Return the folder of the newest whole checkpoint; None without one."""
         pointer = self._root / "latest.json"
         if not pointer.is_file():
             return None
         return self._root / str(json.loads(pointer.read_text("utf-8"))["name"])
 
     def save(self, learner: Learner, state: JobState) -> Path:
-        """Write a checkpoint; it counts from the moment the pointer names it."""
+        """Write a checkpoint and return its folder; it counts once latest.json names it."""
         directory = self._fresh_directory(f"{state.policy_version}-{state.num_train_steps:06d}")
         learner.snapshot(directory)
         write_json(directory / "progress.json", state.to_json())
         write_json(self._root / "latest.json", {"name": directory.name})
-        self._forget_all_but(directory.name)
+        self._delete_old(directory.name)
         return directory
 
     def restore(self, learner: Learner) -> JobState | None:
-        """Load the newest checkpoint into the learner; None when there is none."""
+        """Load the newest checkpoint into the learner and return its state; None without one."""
         directory = self.newest
         if directory is None:
             return None
@@ -52,13 +52,13 @@ class Checkpoints:
         return JobState.from_json(json.loads((directory / "progress.json").read_text("utf-8")))
 
     def _fresh_directory(self, name: str) -> Path:
-        """One that was not there: a kill while writing must not hurt what the pointer names."""
+        """Make a new directory, so that a kill while writing does not harm the newest one."""
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         directory = next(self._root / n for n in names if not (self._root / n).exists())
         directory.mkdir(parents=True)
         return directory
 
-    def _forget_all_but(self, newest: str) -> None:
+    def _delete_old(self, newest: str) -> None:
         others = [d for d in self._root.iterdir() if d.is_dir() and d.name != newest]
         for directory in sorted(others, key=lambda d: d.stat().st_mtime)[:-1]:
             shutil.rmtree(directory)
@@ -67,13 +67,13 @@ class Checkpoints:
 def lineage_after_restore(
     restored: PolicyVersion, *published: PolicyVersion | None
 ) -> PolicyVersion:
-    """The version the restored weights go on under, given what others know as published.
+    """Return the version of the restored weights, given versions that others know as published.
 
-    When newer versions were published and are now discarded, their numbers must not come back with
-    other weights: a new lineage starts (main, main.1, main.2, ...).
+    When newer versions were published and are now discarded, their numbers must not return with
+    other weights, so a new lineage starts (main, main.1, main.2, ...).
     """
-    known = [_age(version) for version in published if version is not None]
-    newest_generation, number = max(known, default=(0, 0))
+    ages = [_age(version) for version in published if version is not None]
+    newest_generation, number = max(ages, default=(0, 0))
     if (newest_generation, number) <= _age(restored):
         return restored
     base = restored.lineage.partition(".")[0]
@@ -81,14 +81,14 @@ def lineage_after_restore(
 
 
 def _age(version: PolicyVersion) -> tuple[int, int]:
-    """Orders what one run publishes: main.2-7 is (2, 7)."""
+    """Return the sort key of a run's versions: (2, 7) for main.2-7."""
     generation = version.lineage.partition(".")[2]
     return int(generation) if generation.isdecimal() else 0, version.number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatestPolicy:
-    """What `policies/latest.json` says of the newest policy that went out."""
+    """The newest published policy, as `policies/latest.json` names it."""
 
     version: PolicyVersion
     file_name: str
@@ -96,7 +96,7 @@ class LatestPolicy:
 
 
 def published_policy(run_dir: Path) -> LatestPolicy | None:
-    """The newest policy that went out, if any."""
+    """Return the newest published policy, if there is one."""
     pointer = run_dir / "policies" / "latest.json"
     if not pointer.is_file():
         return None

@@ -1,7 +1,7 @@
-"""The journal: what happened since the newest checkpoint, so that a killed trainer does it again.
+"""The journal: what happened since the newest checkpoint, so that a restarted trainer repeats it.
 
-A line stands beside the checkpoint before anybody outside hears of what it says. On the same groups
-a train step gives the same weights bit for bit, so that no published policy is ever taken back.
+The trainer writes a line beside the checkpoint before another service learns of the step. On the
+same groups a train step gives the same weights bit for bit, so no published policy is taken back.
 
     {"train_step": 7, "lineage": "main", "number": 8, "trained": ["scored/1/a"], "dropped": {}}
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from dialoop.sequences import PolicyVersion
 
-from dialoop_services.trainer.records.records import opened
+from dialoop_services.trainer.records.records import open_lines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalEntry:
-    """A train step that was taken, a publish in between, or an evaluation that was judged.
+    """A train step, a publish without one, or the result of an evaluation.
 
-    policy_version is the one after it; trained and dropped are lease ids, the latter by reason. An
-    evaluation is named by the train step it was due after; of one that failed, judged is None.
+    policy_version: the version after it. trained: lease ids. dropped: lease ids by reason.
+    evaluated: the train step after which an evaluation was due. judged: its result, None if it
+    failed.
     """
 
     train_step: int
@@ -40,25 +41,25 @@ class JournalEntry:
 
     @property
     def lease_ids(self) -> tuple[str, ...]:
-        """All leases it names."""
-        return self.trained + tuple(one for lost in self.dropped.values() for one in lost)
+        """Return all leases of the entry."""
+        return self.trained + tuple(i for lease_ids in self.dropped.values() for i in lease_ids)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         version = {"lineage": self.policy_version.lineage, "number": self.policy_version.number}
         leases = {"trained": self.trained, "dropped": dict(self.dropped)}
         evaluation = {"evaluated": self.evaluated, "judged": self.judged}
-        is_one = self.evaluated is not None
+        is_evaluation = self.evaluated is not None
         return {
             "train_step": self.train_step,
             **version,
             **leases,
-            **(evaluation if is_one else {}),
+            **(evaluation if is_evaluation else {}),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """What `to_json` wrote."""
+        """Return the entry that `to_json` wrote."""
         return cls(
             train_step=data["train_step"],
             policy_version=PolicyVersion(lineage=data["lineage"], number=data["number"]),
@@ -70,21 +71,21 @@ class JournalEntry:
 
 
 class Journal:
-    """Lies in the newest checkpoint's folder, so a new checkpoint begins it anew at one stroke."""
+    """The file of entries in the newest checkpoint's folder; a new checkpoint has none yet."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
 
     def add(self, entry: JournalEntry) -> None:
-        """Add a line; it is there when this returns, whatever becomes of the process."""
+        """Add a line; when this returns, a kill of the process does not lose it."""
         path = self._path
-        if path is None:  # before its first checkpoint a run has nothing to go on from
+        if path is None:  # before its first checkpoint a run has nothing to recover from
             return
-        with opened(path) as file:
+        with open_lines(path) as file:
             file.write(json.dumps(entry.to_json()) + "\n")
 
     def entries(self) -> tuple[JournalEntry, ...]:
-        """Everything since the checkpoint, but for a line that a kill cut short."""
+        """Return the entries since the checkpoint, without a line that a kill cut short."""
         path = self._path
         if path is None or not path.is_file():
             return ()

@@ -1,8 +1,8 @@
-"""Doing again, on the same groups, what a killed trainer did after its newest checkpoint.
+"""Repeat, on the same groups, the steps that a killed trainer took after its newest checkpoint.
 
-The journal says what that was and the queue still has the groups, so the weights come out bit for
-bit as they were published: no policy is taken back, and what was sampled from it stays fresh. Where
-a group is gone, the run goes on from what could be redone, in a new lineage.
+The journal lists the steps and the queue still has the groups, so the recovered weights are bit for
+bit the published ones: no policy is taken back, and data sampled from it stays fresh. Where a group
+is gone, the run continues from the steps recovered so far, in a new lineage.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Used once, between a restore and the next train step."""
+    """The recovery of a run, done once between a restore and the next train step."""
 
     def __init__(
         self,
@@ -62,50 +62,56 @@ class Recovery:
         self._steps = steps
 
     async def run(self) -> None:
-        """Catch up with the journal, give back what was in work, and publish where that leads."""
+        """Repeat the journal's steps, give back other leased groups, and publish the result."""
         state, held = self._state, self._held
         if not state.num_policy_versions:  # killed in its warm start
-            self._versions.go_on(await self._announced())
+            self._versions.resume(await self._newest_announced())
             return
         entries = self._checkpointer.journal.entries()
-        # All at once: a lease that ran out is a failed delivery of its group until we are back.
-        held.hold(one for entry in entries for one in entry.lease_ids)
-        async with held.kept():
+        # All at once: the queue counts an expired lease as a failed delivery of its group.
+        held.hold(lease_id for entry in entries for lease_id in entry.lease_ids)
+        async with held.keep():
             await held.extend()
-            num_redone = await self._redo_all(entries)
-            held.let_go(one for entry in entries[num_redone:] for one in entry.lease_ids)
+            num_recovered = await self._recover_all(entries)
+            held.release(
+                lease_id for entry in entries[num_recovered:] for lease_id in entry.lease_ids
+            )
             if self._settings.mode == "rl":
                 await self._return_the_rest(entries)
-            redone = state.policy_version
-            self._versions.go_on(await self._announced())
+            recovered = state.policy_version
+            self._versions.resume(await self._newest_announced())
             await self._versions.publish_again()
-            if entries or state.policy_version != redone:
-                # Nobody has to redo this once more; and where some are gone the journal no longer
-                # says what was done.
+            if entries or state.policy_version != recovered:
+                # The next restart need not repeat these steps. And if some groups are gone, the
+                # journal no longer tells what was done.
                 await self._checkpointer.checkpoint()
 
-    async def _redo_all(self, entries: Sequence[JournalEntry]) -> int:
-        """How many entries were redone; 0 with the checkpoint's weights where they came out other.
+    async def _recover_all(self, entries: Sequence[JournalEntry]) -> int:
+        """Return how many entries were recovered.
 
-        Rows and trajectories of all but the newest train step have been written down before.
+        If the weights differ from the published ones, it restores the checkpoint and returns 0. All
+        but the newest train step are already recorded in the run's files.
         """
         num_recorded = self._records.newest_train_step()
         live = published_policy(self._settings.run_dir)
         for number, entry in enumerate(entries):
-            if not await self._redo(entry, is_recorded=entry.train_step <= num_recorded):
-                log.warning("A group to redo is gone.", extra={"train_step": entry.train_step})
+            if not await self._recover(entry, is_recorded=entry.train_step <= num_recorded):
+                log.warning("A group to recover is gone.", extra={"train_step": entry.train_step})
                 return number
             if live is not None and not await self._is_as_published(live):
-                log.error("Redone weights differ.", extra={"policy_version": str(live.version)})
+                log.error(
+                    "Recovered weights differ from the published ones.",
+                    extra={"policy_version": str(live.version)},
+                )
                 await self._checkpointer.restore()
                 return 0
         return len(entries)
 
-    async def _redo(self, entry: JournalEntry, *, is_recorded: bool) -> bool:
-        """Do once more what one entry says; False where the queue has lost its groups."""
+    async def _recover(self, entry: JournalEntry, *, is_recorded: bool) -> bool:
+        """Repeat what one entry says; return False if the queue has lost its groups."""
         state = self._state
         if entry.evaluated is not None:
-            self._schedule.mark_evaluated(entry.evaluated, judged=entry.judged, is_redone=True)
+            self._schedule.mark_evaluated(entry.evaluated, judged=entry.judged, is_recovered=True)
             return True
         batch = await self._batch(entry)
         if batch is None:
@@ -118,60 +124,61 @@ class Recovery:
             state.policy_version = entry.policy_version
             state.num_policy_versions += 1
         if row and not is_recorded:
-            await self._steps.record(batch, row, is_redone=True)
+            await self._steps.record(batch, row, is_recovered=True)
         await self._steps.drop(batch)
         return True
 
     async def _batch(self, entry: JournalEntry) -> Batch | None:
-        """The batch as it was, but for dropped groups that the queue has let go of since."""
-        trained = await self._reopened(entry.trained)
+        """Return the entry's batch; without dropped groups that the queue no longer has."""
+        trained = await self._reopen(entry.trained)
         if trained is None:
             return None
-        dropped = {why: await self._reopened(ids) or () for why, ids in entry.dropped.items()}
+        dropped = {why: await self._reopen(ids) or () for why, ids in entry.dropped.items()}
         return Batch(
             train=trained,
             already_consumed=(),
             dropped={why: leases for why, leases in dropped.items() if leases},
         )
 
-    async def _reopened(self, lease_ids: tuple[str, ...]) -> tuple[GroupLease, ...] | None:
-        """The groups of leases that are still the trainer's; None when one is lost."""
+    async def _reopen(self, lease_ids: tuple[str, ...]) -> tuple[GroupLease, ...] | None:
+        """Return the leases with their groups again; None when one is no longer the trainer's."""
         if not lease_ids:
             return ()
-        found = await self._replay.reopen_leases(
+        answer = await self._replay.reopen_leases(
             self._settings.run, lease_ids, lease_s=self._settings.lease_s
         )
-        if found.lost:
+        if answer.lost:
             return None
         self._held.hold(lease_ids)
-        return found.leases
+        return answer.leases
 
     async def _return_the_rest(self, entries: Sequence[JournalEntry]) -> None:
-        """Give back, to its place in the queue, what the killed trainer held and nobody redid.
+        """Give back the groups that the killed trainer held and that were not recovered.
 
-        What was in work when it was killed may be what killed it: that counts as a failure.
+        A group that is in no journal entry may be what killed the trainer, so it counts as a
+        failed delivery.
         """
         run = self._settings.run
         listed = await self._replay.list_leases(run, Stage.SCORED, worker=WORKER)
         done = {lease_id for entry in entries for lease_id in entry.lease_ids}
         items = [
-            ReturnItem(lease_id=one, reason=DropReason.TRAINER_RESTARTED, failed=one not in done)
-            for one in listed
-            if one not in self._held.lease_ids
+            ReturnItem(lease_id=i, reason=DropReason.TRAINER_RESTARTED, failed=i not in done)
+            for i in listed
+            if i not in self._held.lease_ids
         ]
         if items:
             await self._replay.give_back(run, items)
 
-    async def _announced(self) -> PolicyVersion | None:
-        """The newest version that the queue knows: a publish is announced to it first."""
+    async def _newest_announced(self) -> PolicyVersion | None:
+        """Return the newest version that the queue knows: a publish announces to it first."""
         return (await self._replay.get_stats(self._settings.run)).policy_version
 
     async def _is_as_published(self, live: LatestPolicy) -> bool:
-        """Whether the present weights are those of the live version, or of another version."""
+        """Return False if the current weights have the live version and differ from it."""
         if self._state.policy_version != live.version:
             return True
-        # Next to the published ones, and of the same name: of LoRA that is the adapter alone.
-        directory = self._settings.run_dir / "redone"
+        # The same file name, because it decides whether LoRA exports the adapter alone.
+        directory = self._settings.run_dir / "recovered"
         weights = await asyncio.to_thread(self._learner.export, directory / live.file_name)
         shutil.rmtree(directory)
         return weights.sha256 == live.sha256
