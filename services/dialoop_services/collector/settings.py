@@ -61,7 +61,7 @@ class CollectorSettings(JobSettings, CollectorSection):
     """Seed of the order of tasks in each epoch; 0 keeps the order of the source."""
 
     @classmethod
-    def derived(cls, job: JobConfig) -> dict[str, Any]:
+    def derive(cls, job: JobConfig) -> dict[str, Any]:
         """Return the seed of the order of tasks: the job's plus 1, since 0 would not shuffle."""
         return {"shuffle_seed": job.seed + 1}
 

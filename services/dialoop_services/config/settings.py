@@ -79,11 +79,11 @@ class JobSettings(ServerSettings):
                 paths[name] = f"{cls.TABLE}.{name}"
             elif name in JobConfig.model_fields:
                 paths[name] = name
-        derived = cls.derived(JobConfig())
+        derived = cls.derive(JobConfig())
         return {name: path for name, path in paths.items() if name not in derived}
 
     @classmethod
-    def derived(cls, job: JobConfig) -> dict[str, Any]:
+    def derive(cls, job: JobConfig) -> dict[str, Any]:
         """Return the fields whose values follow from several keys of the job file."""
         return {}
 
@@ -91,7 +91,7 @@ class JobSettings(ServerSettings):
     def of_job(cls, job: JobConfig) -> dict[str, Any]:
         """Return the values that a job file gives to these settings."""
         values = {name: _value_at(job, path) for name, path in cls.job_paths().items()}
-        return values | cls.derived(job)
+        return values | cls.derive(job)
 
     @classmethod
     def settings_customise_sources(

@@ -73,7 +73,7 @@ class EnvironmentSettings(JobSettings):
     """Largest number of requests of one batch or stream that are worked on at one time."""
 
     @classmethod
-    def derived(cls, job: JobConfig) -> dict[str, Any]:
+    def derive(cls, job: JobConfig) -> dict[str, Any]:
         """Return what is served: every environment of the job, and their text environments."""
         sections = job.all_environments
         texts = (use for section in sections for use in section.text_environments)

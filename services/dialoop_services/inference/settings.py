@@ -35,7 +35,7 @@ class InferenceSettings(JobSettings, InferenceFields):
     """Lock file of the device shared with a trainer; absent: the replica has its own device."""
 
     @classmethod
-    def derived(cls, job: JobConfig) -> dict[str, Any]:
+    def derive(cls, job: JobConfig) -> dict[str, Any]:
         """Return the number format: the table's, or else the trainer's; and the job's model."""
         model = {"model_dir": job.model.directory} if job.model.directory else {}
         return {"dtype": job.inference.dtype or job.dtype, **model}

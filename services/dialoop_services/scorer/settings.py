@@ -43,7 +43,7 @@ class ScorerSettings(JobSettings, ScorerFields):
     """Loss of the trainer, which decides how advantages are computed; empty: GRPO's."""
 
     @classmethod
-    def derived(cls, job: JobConfig) -> dict[str, Any]:
+    def derive(cls, job: JobConfig) -> dict[str, Any]:
         """Return the loss, and the reference model: the file's, or the starting model."""
         model_dir = job.scorer.reference_model or job.model.directory
         return {"loss": job.train.loss} | ({"model_dir": model_dir} if model_dir else {})

@@ -103,7 +103,7 @@ class TrainerSettings(JobSettings, TrainFields):
     """Trackers that get the metrics, besides metrics.jsonl."""
 
     @classmethod
-    def derived(cls, job: JobConfig) -> dict[str, Any]:
+    def derive(cls, job: JobConfig) -> dict[str, Any]:
         """Return the folders that the job names."""
         model = {"model_dir": job.model.directory} if job.model.directory else {}
         return {"run_dir": f"runs/{job.run}", **model}
