@@ -32,7 +32,7 @@ _BEING_MOVED = {
         Action Answer Ask Finding ForkServer LogProbs Piece Player RecordedCall
     """,
     "room": """
-        client/dialoop/cli client/dialoop/clients client/dialoop/clients/blocking
+        client/dialoop/clients client/dialoop/clients/blocking
         client/dialoop/environments client/dialoop/sandbox
         client/dialoop/sandbox/confined client/dialoop/tasks client/dialoop/wire
         services/dialoop_services services/dialoop_services/collector
@@ -194,12 +194,12 @@ def imports_of(product: Sequence[Module]) -> dict[str, set[str]]:
     imports: dict[str, set[str]] = {name: set() for name in names}
     for module in product:
         for node in ast.walk(module.tree):
-            imports[module.name] |= _imported(module, node, names)
+            imports[module.name] |= _imports_at(module, node, names)
         imports[module.name].discard(module.name)
     return imports
 
 
-def _imported(module: Module, node: ast.AST, names: set[str]) -> set[str]:
+def _imports_at(module: Module, node: ast.AST, names: set[str]) -> set[str]:
     if isinstance(node, ast.Import):
         return names & {alias.name for alias in node.names}
     if not isinstance(node, ast.ImportFrom):

@@ -233,7 +233,7 @@ def test_show_reads_all_parts_of_a_run_in_their_order(arguments, shown, capsys):
 def test_show_names_how_many_there_are_for_an_index_that_is_not(index, capsys):
     write_rows(row(), row(), row(), row())
     assert main(["show", ".", "--index", index]) == 2
-    assert "4 trajectories are like that" in capsys.readouterr().err
+    assert "4 trajectories match" in capsys.readouterr().err
 
 
 def test_show_holds_no_trajectory_that_it_does_not_print(monkeypatch, capsys):

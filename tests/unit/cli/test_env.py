@@ -75,14 +75,14 @@ def test_what_new_writes_passes_every_check_and_is_played(monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["../up", "Word", "1st", "a b", ""])
 def test_new_writes_under_a_name_that_can_be_imported_only(name, capsys):
     assert main(["env", "new", name]) == 2
-    assert "no name for a Python file" in capsys.readouterr().err
+    assert "cannot be the name of a Python file" in capsys.readouterr().err
     assert not list(Path().iterdir())
 
 
 def test_new_overwrites_nothing(capsys):
     Path("mine.py").write_text("precious")
     assert main(["env", "new", "mine"]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert Path("mine.py").read_text() == "precious"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from dialoop_services.config.file import parse_config
 
-from benchmarks.reasoning_race import FIGURES, Asked, ratios
+from benchmarks.reasoning_race import FIGURES, RaceOptions, ratios
 from benchmarks.servers.race import Ready, Recipe, first_above, job_of, read_ours, read_trl
 
 
@@ -59,7 +59,7 @@ def test_the_first_policy_that_is_good_enough_counts() -> None:
 
 
 def test_we_are_compared_with_the_better_of_trls_two() -> None:
-    options = Asked(
+    options = RaceOptions(
         contenders=["vllm", "trl", "trl_one_thread"],
         trl_python="python",
         model="",
