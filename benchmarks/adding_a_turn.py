@@ -1,4 +1,4 @@
-"""Adding one turn to a long conversation, beside rendering and tokenising all of it again.
+"""Measure adding one turn to a long conversation, beside rendering and tokenising it all again.
 
 python -m benchmarks.adding_a_turn --turns 20 --repeats 200
 
@@ -44,7 +44,7 @@ def main() -> None:
     corpus = _corpus()
     engine = _tokenizer(corpus)
     figures = {
-        name: _measured(engine, FAMILIES[name], corpus, options)
+        name: _measure(engine, FAMILIES[name], corpus, options)
         for name in ("chatml", "thinking", "trimming")
     }
     print(
@@ -85,7 +85,7 @@ def _tokenizer(corpus: list[str]) -> tokenizers.Tokenizer:
     return engine
 
 
-def _measured(
+def _measure(
     engine: tokenizers.Tokenizer, template: str, corpus: list[str], options: argparse.Namespace
 ) -> dict[str, Any]:
     config = {"eos_token": "<|im_end|>", "chat_template": template}
@@ -100,7 +100,7 @@ def _measured(
 
     history, context = History((message("user"),)), None
     for turn in range(options.turns):
-        context, history = _answered(builder, history, context, message("assistant").text, turn)
+        context, history = _answer(builder, history, context, message("assistant").text, turn)
         history = history.append(message("user" if turn % 3 else "tool"))
     assert context is not None
     chats = history.to_chats()
@@ -135,7 +135,7 @@ def _measured(
     }
 
 
-def _answered(
+def _answer(
     builder: TokenBuilder, history: History, context: Sequence | None, text: str, turn: int
 ) -> tuple[Sequence, History]:
     covered = 0 if context is None else len(history) - 1

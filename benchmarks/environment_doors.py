@@ -1,4 +1,4 @@
-"""Steps per second of a minimal environment through REST and gRPC, beside openenv-core's server.
+"""Measure steps per second of a minimal environment: REST and gRPC, beside openenv-core's server.
 
 python -m benchmarks.environment_doors --openenv-python PATH/TO/python > doors.json
 
@@ -41,7 +41,7 @@ Player = Callable[[int, list[float]], Awaitable[None]]
 
 @contextmanager
 def environment_service(root: Path) -> Iterator[tuple[int, str, str]]:
-    """The service of a checkout: pid, gRPC address, REST address."""
+    """Yield the service of a checkout: pid, gRPC address, REST address."""
     variables = {
         "PYTHONPATH": f"{root}:{root / 'client'}",
         "DIALOOP_TOKEN": TOKEN,
@@ -55,10 +55,10 @@ def environment_service(root: Path) -> Iterator[tuple[int, str, str]]:
     assert process.stderr is not None
     try:
         line = next((line for line in process.stderr if " address=" in line), "")
-        found = re.search(r"rest_address=(\S+) address=([^\s\]]+)", line)
-        if found is None:
+        match = re.search(r"rest_address=(\S+) address=([^\s\]]+)", line)
+        if match is None:
             raise RuntimeError(f"the service did not start: {line}")
-        yield process.pid, found[2], found[1]
+        yield process.pid, match[2], match[1]
     finally:
         process.terminate()
         process.wait()
@@ -66,7 +66,7 @@ def environment_service(root: Path) -> Iterator[tuple[int, str, str]]:
 
 @contextmanager
 def openenv_service(python: str) -> Iterator[tuple[int, str]]:
-    """openenv-core's server: pid and address."""
+    """Yield openenv-core's server: pid and address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -87,13 +87,13 @@ def openenv_service(python: str) -> Iterator[tuple[int, str]]:
 
 
 class Http:
-    """One keep-alive connection: no client library, so that the server is what is measured."""
+    """One keep-alive connection without a client library, so that only the server is measured."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     async def post(self, path: str, body: bytes, kind: str = "application/json") -> bytes:
-        """POST and read the whole answer; raises unless it is a 200."""
+        """POST and read the whole answer; raise unless the status is 200."""
         head = (
             f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {TOKEN}\r\n"
             f"content-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -109,7 +109,7 @@ class Http:
 
 @asynccontextmanager
 async def http(address: str) -> AsyncIterator[Http]:
-    """A connection."""
+    """Yield a connection."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -119,7 +119,7 @@ async def http(address: str) -> AsyncIterator[Http]:
 
 
 def rest_player(address: str, *, binary: bool) -> Player:
-    """Sessions over REST, in JSON or protobuf."""
+    """Play sessions over REST, in JSON or protobuf."""
     kind = "application/x-protobuf" if binary else "application/json"
 
     def body(message: Any, fields: dict[str, Any]) -> bytes:
@@ -145,7 +145,7 @@ def rest_player(address: str, *, binary: bool) -> Player:
 
 
 def grpc_player(stub: EnvironmentServiceStub) -> Player:
-    """Sessions over unary gRPC, all on one channel."""
+    """Play sessions over unary gRPC, all on one channel."""
     metadata = (("authorization", f"Bearer {TOKEN}"),)
 
     async def play(number: int, took_s: list[float]) -> None:
@@ -169,7 +169,7 @@ def grpc_player(stub: EnvironmentServiceStub) -> Player:
 
 
 def openenv_http_player(address: str) -> Player:
-    """openenv-core's POST /step; it makes a new environment for each."""
+    """Play over openenv-core's POST /step, which makes a new environment for each step."""
     body = json.dumps({"action": {"message": "hello"}}).encode()
 
     async def play(number: int, took_s: list[float]) -> None:
@@ -183,7 +183,7 @@ def openenv_http_player(address: str) -> Player:
 
 
 def openenv_websocket_player(address: str) -> Player:
-    """openenv-core's sessions, which are WebSocket connections."""
+    """Play openenv-core's sessions, which are WebSocket connections."""
     from websockets.asyncio.client import connect
 
     reset = json.dumps({"type": "reset", "data": {}})
@@ -206,13 +206,15 @@ def openenv_websocket_player(address: str) -> Player:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds that a process has used."""
+    """Return the CPU seconds that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def measured(player: Player, pid: int, sessions: int, seconds: float) -> dict[str, float]:
-    """Play for a second unmeasured, then for `seconds`."""
+async def measure_player(
+    player: Player, pid: int, sessions: int, seconds: float
+) -> dict[str, float]:
+    """Play for a second unmeasured, then for `seconds`, and return the figures."""
     took_s: list[float] = []
     async with asyncio.TaskGroup() as tasks:
         playing = [tasks.create_task(player(number, took_s)) for number in range(sessions)]
@@ -221,28 +223,28 @@ async def measured(player: Player, pid: int, sessions: int, seconds: float) -> d
         started, cpu_before = time.perf_counter(), cpu_s(pid)
         await asyncio.sleep(seconds)
         wall_s, cpu = time.perf_counter() - started, cpu_s(pid) - cpu_before
-        found = sorted(took_s)
+        sorted_s = sorted(took_s)
         for task in playing:
             task.cancel()
     return {
-        "steps_per_s": round(len(found) / wall_s, 1),
-        "p50_ms": round(found[len(found) // 2] * 1e3, 2),
-        "p99_ms": round(found[int(len(found) * 0.99)] * 1e3, 2),
-        "server_cpu_ms": round(cpu / len(found) * 1e3, 3),
+        "steps_per_s": round(len(sorted_s) / wall_s, 1),
+        "p50_ms": round(sorted_s[len(sorted_s) // 2] * 1e3, 2),
+        "p99_ms": round(sorted_s[int(len(sorted_s) * 0.99)] * 1e3, 2),
+        "server_cpu_ms": round(cpu / len(sorted_s) * 1e3, 3),
         "server_cores": round(cpu / wall_s, 2),
     }
 
 
-async def compared(given: argparse.Namespace) -> dict[str, Any]:
-    """All ways, one after the other, as often as asked."""
+async def compare(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure all ways, one after the other, in every round."""
     rounds: dict[str, list[dict[str, float]]] = {}
 
     async def take(name: str, player: Player, pid: int) -> None:
-        figures = await measured(player, pid, given.sessions, given.seconds)
+        figures = await measure_player(player, pid, options.sessions, options.seconds)
         rounds.setdefault(name, []).append(figures)
 
-    checkouts = {"": ROOT} | ({"before_": given.before.resolve()} if given.before else {})
-    for _ in range(given.rounds):
+    checkouts = {"": ROOT} | ({"before_": options.before.resolve()} if options.before else {})
+    for _ in range(options.rounds):
         for prefix, root in checkouts.items():
             with environment_service(root) as (pid, address, rest_address):
                 await take(f"{prefix}rest_json", rest_player(rest_address, binary=False), pid)
@@ -250,11 +252,11 @@ async def compared(given: argparse.Namespace) -> dict[str, Any]:
                 async with grpc.aio.insecure_channel(address) as channel:
                     player = grpc_player(EnvironmentServiceStub(channel))
                     await take(f"{prefix}grpc_unary", player, pid)
-        if given.openenv_python:
-            with openenv_service(given.openenv_python) as (pid, address):
+        if options.openenv_python:
+            with openenv_service(options.openenv_python) as (pid, address):
                 await take("openenv_http", openenv_http_player(address), pid)
                 await take("openenv_websocket", openenv_websocket_player(address), pid)
-    best = {n: max(found, key=lambda f: f["steps_per_s"]) for n, found in rounds.items()}
+    best = {n: max(figures, key=lambda f: f["steps_per_s"]) for n, figures in rounds.items()}
     return {"best": best, "rounds": rounds}
 
 
@@ -266,16 +268,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--openenv-python", default="", help="a python that has openenv-core")
     parser.add_argument("--before", type=Path, help="a checkout to compare with")
-    given = parser.parse_args()
+    options = parser.parse_args()
     load_before = os.getloadavg()[0]
-    figures = asyncio.run(compared(given))
+    figures = asyncio.run(compare(options))
     context = {
         "benchmark": "environment_doors",
-        "sessions": given.sessions,
-        "seconds": given.seconds,
+        "sessions": options.sessions,
+        "seconds": options.seconds,
         "cores": os.cpu_count(),
         "load_before": round(load_before, 2),
-        "openenv": "run" if given.openenv_python else "not run",
+        "openenv": "run" if options.openenv_python else "not run",
     }
     print(json.dumps(context | figures, indent=2))
 

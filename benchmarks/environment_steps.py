@@ -1,4 +1,4 @@
-"""Steps per second of the environment service, which runs in a process of its own.
+"""Measure steps per second of the environment service, which runs in a process of its own.
 
 python benchmarks/environment_steps.py --sessions 32 --episodes 40     unary gRPC, with a tool
 python benchmarks/environment_steps.py --stream --seconds 4            one stream, an echo
@@ -28,20 +28,20 @@ STEPS_PER_EPISODE = 8
 
 
 def echo() -> ChatEnv:
-    """The least an environment does: no tool, no reward, eight steps."""
+    """Make the smallest environment: no tool, no reward, eight steps."""
     return ChatEnv(name="echo", transforms=(StepCounter(STEPS_PER_EPISODE),))
 
 
 def _launch() -> tuple[subprocess.Popen[str], str]:
     environments = "arithmetic,benchmarks.environment_steps:echo"
-    given = {
+    variables = {
         "DIALOOP_ENVIRONMENT_PORT": "0",
         "DIALOOP_ENVIRONMENT_ENVIRONMENTS": environments,
         "PYTHONPATH": str(ROOT),
     }
     process = subprocess.Popen(
         [sys.executable, "-m", "dialoop_services.environment"],
-        env={**os.environ, **given},
+        env={**os.environ, **variables},
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -96,7 +96,7 @@ async def _measure(address: str, sessions: int, episodes: int) -> dict[str, floa
 
 
 async def _stream(address: str, sessions: int, seconds: float) -> dict[str, float]:
-    """Every session asks again as soon as it is answered, all of them on one stream."""
+    """Let every session ask again as soon as it is answered, all of them on one stream."""
     took_s: list[float] = []
     async with grpc.aio.insecure_channel(address) as channel:
         stub = EnvironmentServiceStub(channel)
@@ -112,7 +112,7 @@ async def _stream(address: str, sessions: int, seconds: float) -> dict[str, floa
         while players:
             answer = await call.read()
             n = int(answer.request_id)
-            players[n].answered(took_s)
+            players[n].take_answer(took_s)
             if time.perf_counter() - started > seconds:
                 break
             await call.write(players[n].next(n))
@@ -145,7 +145,7 @@ class _Player:
         step = _step(self._session, self._episode, self._index, "An answer of some words.")
         return pb.InteractRequest(request_id=str(number), step=step)
 
-    def answered(self, took_s: list[float]) -> None:
+    def take_answer(self, took_s: list[float]) -> None:
         if self._index >= 0:
             took_s.append(time.perf_counter() - self._asked_at)
         self._index += 1

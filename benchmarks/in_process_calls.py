@@ -1,11 +1,12 @@
-"""What a call costs between services of one process: our transport, a unix socket, TCP.
+"""Measure a call between services of one process: our transport, a unix socket, TCP.
 
     python -m benchmarks.in_process_calls --rounds 5
 
-The servicer answers at once, so the figures are those of the way alone. A unary call and a streamed
-message (a request of 1 kB and its answer) are measured in turn at every way, round by round, in one
-event loop: `p50_ms` is the median latency of unary calls one after the other, `mean_ms` the time a
-streamed message, `cpu_ms` the process's CPU for one of them. Medians of the rounds.
+The servicer answers at once, so the figures are those of the transport alone. Every way makes unary
+calls and streams messages (a request of 1 kB and its answer), in turn with the others, round by
+round, in one event loop. `p50_ms` is the median latency of unary calls one after the other,
+`mean_ms` the time a streamed message, `cpu_ms` the process's CPU for one of them. All figures are
+medians of the rounds.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ TEXT = "x" * 1000
 
 
 class Echo(stubs.EnvironmentServiceServicer):
-    """Answers at once."""
+    """A servicer that answers at once."""
 
     async def CloseSession(self, request: Any, context: Any) -> pb.CloseSessionResponse:  # noqa: N802
         """Answer a unary call."""
@@ -63,7 +64,7 @@ async def unary(channel: Channel, num_calls: int) -> dict[str, float]:
     return {"p50_ms": 1e3 * statistics.median(seconds), "cpu_ms": 1e3 * cpu / num_calls}
 
 
-async def streamed(channel: Channel, num_calls: int) -> dict[str, float]:
+async def stream_calls(channel: Channel, num_calls: int) -> dict[str, float]:
     async def requests() -> AsyncIterator[pb.InteractRequest]:
         for _ in range(num_calls):
             yield pb.InteractRequest(request_id=TEXT)
@@ -76,7 +77,7 @@ async def streamed(channel: Channel, num_calls: int) -> dict[str, float]:
 
 
 async def ways(exits: AsyncExitStack) -> Mapping[str, Channel]:
-    """A channel to an Echo of its own by each way."""
+    """Yield a channel to an Echo of its own by each way."""
     register = stubs.add_EnvironmentServiceServicer_to_server
     network = InProcessNetwork()
     inside, tcp = network.server("echo"), GrpcServer(load(ServerSettings))
@@ -105,7 +106,7 @@ async def measure(rounds: int, num_calls: int) -> dict[str, Any]:
         for _ in range(rounds + 1):
             for way, channel in channels.items():
                 figures[way, "unary"].append(await unary(channel, num_calls))
-                figures[way, "streamed"].append(await streamed(channel, num_calls))
+                figures[way, "streamed"].append(await stream_calls(channel, num_calls))
     return {
         f"{way}_{kind}_{name}": round(statistics.median(f[name] for f in by_round[1:]), 4)
         for (way, kind), by_round in figures.items()  # the first round warms up

@@ -1,4 +1,4 @@
-"""Tokens per second through the inference service, and from vLLM's own AsyncLLM, in the same run.
+"""Measure tokens per second of the inference service and of vLLM's own AsyncLLM in the same run.
 
 Both get the same prompts and limits, 64 requests in flight. The rounds alternate, so that what else
 the machine does hits both; the service is a process of its own, reached over gRPC.
@@ -54,15 +54,15 @@ def _launch(model_dir: Path) -> tuple[subprocess.Popen[str], str]:
 
 
 async def _tokens_per_s(generate: Generate, num_requests: int) -> float:
-    """Tokens of all requests, IN_FLIGHT at a time, over the seconds it takes."""
+    """Return the tokens per second of all requests, IN_FLIGHT at a time."""
     places = asyncio.Semaphore(IN_FLIGHT)
 
-    async def one(index: int) -> int:
+    async def count_tokens(index: int) -> int:
         async with places:
             return await generate(index)
 
     begun = time.perf_counter()
-    counts = await asyncio.gather(*(one(index) for index in range(num_requests)))
+    counts = await asyncio.gather(*(count_tokens(index) for index in range(num_requests)))
     return sum(counts) / (time.perf_counter() - begun)
 
 
@@ -91,7 +91,7 @@ async def _measure(
         last = [output async for output in outputs][-1]
         return len(last.outputs[0].token_ids)
 
-    found: dict[str, list[float]] = {"raw_async_llm": [], "grpc_history": [], "grpc_token_ids": []}
+    rates: dict[str, list[float]] = {"raw_async_llm": [], "grpc_history": [], "grpc_token_ids": []}
     async with Channel(address) as channel:
         client = InferenceClient(channel)
 
@@ -108,9 +108,9 @@ async def _measure(
             await _tokens_per_s(way, IN_FLIGHT)  # warm
         for _ in range(options.rounds):
             for name, way in ways.items():
-                found[name].append(await _tokens_per_s(way, options.requests))
+                rates[name].append(await _tokens_per_s(way, options.requests))
     await engine.close()
-    return found
+    return rates
 
 
 def main() -> None:
@@ -126,11 +126,11 @@ def main() -> None:
         model_dir = make_model(Path(folder) / "model", options.size)
         process, address = _launch(model_dir)
         try:
-            found = asyncio.run(_measure(model_dir, address, options))
+            rates = asyncio.run(_measure(model_dir, address, options))
         finally:
             process.terminate()
             process.wait()
-    medians = {name: round(float(np.median(values)), 1) for name, values in found.items()}
+    medians = {name: round(float(np.median(values)), 1) for name, values in rates.items()}
     figures = {
         "benchmark": "inference_tokens",
         "size": options.size,
@@ -143,7 +143,7 @@ def main() -> None:
         "share_of_raw": {
             name: round(value / medians["raw_async_llm"], 3) for name, value in medians.items()
         },
-        "rounds": {name: [round(v, 1) for v in values] for name, values in found.items()},
+        "rounds": {name: [round(v, 1) for v in values] for name, values in rates.items()},
     }
     print(json.dumps(figures, indent=2))
 

@@ -1,4 +1,4 @@
-"""Does the recipe of the demo learn? Warm start and RL in one process, without any service.
+"""Test whether the demo's recipe learns: warm start and RL in one process, without any service.
 
     python -m benchmarks.learn_in_process --seeds 0 1 2
 
@@ -47,7 +47,7 @@ Piece = tuple[list[int], Source]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Everything the run depends on besides the seed."""
+    """Everything that the run depends on, except the seed."""
 
     sft_steps: int = 220
     sft_batch: int = 64
@@ -80,11 +80,11 @@ class Episode:
 
     @property
     def ids(self) -> list[int]:
-        """All tokens so far."""
+        """Return all tokens so far."""
         return [token for piece, _ in self.pieces for token in piece]
 
     def sequence(self, advantage: float) -> Sequence:
-        """The token row a trainer would lease."""
+        """Return the token row that a trainer would lease."""
         version = PolicyVersion(lineage="main", number=0)
         pieces = [
             (ids, {"source": source, "policy_version": version if source is Source.MODEL else None})
@@ -94,7 +94,7 @@ class Episode:
 
 
 class Sampler:
-    """Stands for the inference service: its own copy of the weights, batched KV-cache decoding."""
+    """A stand-in for the inference service: its own weights, batched decoding with a KV cache."""
 
     def __init__(self, directory: Path, tokenizer: Tokenizer) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa")
@@ -102,14 +102,14 @@ class Sampler:
         self.pad = tokenizer.token_to_id("<|endoftext|>")
 
     def load(self, policy: PolicyModel) -> None:
-        """Take over the policy's weights."""
+        """Copy the policy's weights."""
         self.model.load_state_dict(policy.causal_lm.state_dict())
 
     @torch.inference_mode()
     def generate(
         self, prompts: list[list[int]], limit: int, generator: torch.Generator | None
     ) -> list[tuple[list[int], list[float]]]:
-        """Ids and log-probs per prompt; greedy without a generator, else at temperature 1."""
+        """Return ids and log-probs per prompt; greedy without a generator, else temperature 1."""
         width = max(map(len, prompts))
         ids = torch.tensor([[self.pad] * (width - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
@@ -154,16 +154,16 @@ class Task:
         self.held_out = [_pair(key) for key in tasks.keys("heldout")]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text with markers."""
+        """Return the token ids of a text with markers."""
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def begin(self, a: int, b: int) -> Episode:
-        """A new episode with its prompt."""
+        """Return a new episode with its prompt."""
         text = OPEN.format("user") + f"{a}+{b}" + CLOSE + OPEN.format("assistant")
         return Episode(a=a, b=b, pieces=[(self.encode(text), Source.PROMPT)], logprobs=[])
 
     def demonstration(self, a: int, b: int, *, guess: bool) -> TokenRow:
-        """A correct conversation: answered at once, or by way of the calculator."""
+        """Return a correct conversation: answered at once, or with the calculator."""
         episode = self.begin(a, b)
         if not guess:
             call = self.encode(f"<request><Calculator>{a}+{b}<call>")
@@ -173,7 +173,7 @@ class Task:
         return TokenRow.from_demonstration(episode.ids, mask)
 
     def tool_pieces(self, answer: str) -> list[Piece]:
-        """What stands between two messages of the policy; nobody sampled it."""
+        """Return the text between two messages of the policy, which was not sampled."""
         return [
             (self.encode(CLOSE + OPEN.format("tool")), Source.TEMPLATE),
             (self.encode(f"{answer}<response>"), Source.TOOL),
@@ -224,7 +224,7 @@ class Task:
 
 
 def _pair(key: str) -> tuple[int, int]:
-    """The numbers of a task key: "35+40" is (35, 40)."""
+    """Return the numbers of a task key: "35+40" is (35, 40)."""
     a, _, b = key.partition("+")
     return int(a), int(b)
 
@@ -234,7 +234,7 @@ def _mean(values: Many[float]) -> float:
 
 
 def warm_start(policy: PolicyModel, task: Task, recipe: Recipe, seed: int) -> float:
-    """Imitate demonstrations; the last loss in nats per token."""
+    """Imitate demonstrations; return the last loss in nats per token."""
     rng = random.Random(seed)
     optimizer = GuardedOptimizer(
         policy.parameters(),
@@ -254,8 +254,8 @@ def warm_start(policy: PolicyModel, task: Task, recipe: Recipe, seed: int) -> fl
     return round(report.loss, 4)
 
 
-def advantaged(episodes: list[Episode], group_size: int) -> list[Sequence]:
-    """Sequences with their advantages; uniform groups teach nothing and are left out."""
+def with_advantages(episodes: list[Episode], group_size: int) -> list[Sequence]:
+    """Return sequences with their advantages; uniform groups are left out, as RL learns nothing."""
     kept = []
     for start in range(0, len(episodes), group_size):
         group = episodes[start : start + group_size]
@@ -265,8 +265,8 @@ def advantaged(episodes: list[Episode], group_size: int) -> list[Sequence]:
     return kept
 
 
-def packed(sequences: list[Sequence], max_tokens: int) -> list[PackedBatch]:
-    """Packed rows of at most `max_tokens` tokens."""
+def pack_into_rows(sequences: list[Sequence], max_tokens: int) -> list[PackedBatch]:
+    """Return packed rows of at most `max_tokens` tokens."""
     plan = plan_rows([len(s) for s in sequences], max_tokens=max_tokens)
     return [pack([sequences[i] for i in row]) for row in plan.rows]
 
@@ -274,7 +274,7 @@ def packed(sequences: list[Sequence], max_tokens: int) -> list[PackedBatch]:
 def reinforce(
     policy: PolicyModel, sampler: Sampler, task: Task, recipe: Recipe, seed: int
 ) -> dict[str, Any]:
-    """The RL phase, with seconds spent generating and updating, and accuracy on the way."""
+    """Run RL; return seconds spent generating and updating, and accuracy on the way."""
     rng, generator = random.Random(seed + 1), torch.Generator().manual_seed(seed + 1)
     optimizer = GuardedOptimizer(
         policy.parameters(), OptimizerSettings(learning_rate=recipe.learning_rate)
@@ -288,11 +288,11 @@ def reinforce(
         started = time.perf_counter()
         pairs = rng.sample(task.training, recipe.num_prompts)
         repeated = [pair for pair in pairs for _ in range(recipe.group_size)]
-        sequences = advantaged(task.play(sampler, repeated, generator), recipe.group_size)
+        sequences = with_advantages(task.play(sampler, repeated, generator), recipe.group_size)
         generated = time.perf_counter()
         rng.shuffle(sequences)
         for part in range(min(recipe.minibatches, len(sequences))):
-            rows = packed(sequences[part :: recipe.minibatches], recipe.max_row_tokens)
+            rows = pack_into_rows(sequences[part :: recipe.minibatches], recipe.max_row_tokens)
             metrics = update(policy, optimizer, rows, loss).metrics
         sampler.load(policy)
         seconds["generate"] += generated - started
@@ -302,7 +302,7 @@ def reinforce(
 
 
 def run(recipe: Recipe, seed: int) -> dict[str, Any]:
-    """One whole run from random weights."""
+    """Run everything once, from random weights."""
     with tempfile.TemporaryDirectory() as folder:
         directory = make_tiny_model(Path(folder), seed=seed)
         tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""How many modules does one prompt go through, from its task's lease to the publish it leads to?
+"""Count the modules that one prompt goes through, from its task's lease to the publish after it.
 
     python -m benchmarks.path_of_a_prompt [--checkout DIRECTORY] [--name NAME]
 
@@ -6,7 +6,7 @@ Runs a small job of the checkout (every service a process, transformers engine, 
 records, in all of its processes, which functions are entered while GRPO is under way: from a
 publish in mid-training to the second publish after it. In between whole groups are leased, played,
 scored, trained on and published; at least one of them must have an episode of two turns. Prints
-one JSON object. Works on any commit of this repository since 127deda; its packages are looked up.
+one JSON object. Works on any commit of this repository since 127deda.
 
 Counted are modules of which at least one function is entered, with all their lines, but for those
 that every call passes and that say nothing of the algorithm, and start-up:
@@ -85,16 +85,16 @@ def watch():
     entered.clear()
     while os.path.exists(window):
         time.sleep(0.02)
-    found = {}
+    entered = {}
     for code in list(entered):
         if code.co_filename.startswith(ROOT) and not code.co_name.startswith("<"):
             lines = [line for *_, line in code.co_lines() if line]
             length = max(lines) - code.co_firstlineno + 1
             path = os.path.relpath(code.co_filename, ROOT)
-            found.setdefault(path, {})[f"{code.co_qualname}:{code.co_firstlineno}"] = length
+            entered.setdefault(path, {})[f"{code.co_qualname}:{code.co_firstlineno}"] = length
     with open(report + ".part", "w") as file:
         json.dump({"command": sys.argv, "main": getattr(sys.modules["__main__"], "__file__", ""),
-                   "found": found}, file)
+                   "entered": entered}, file)
     os.replace(report + ".part", report)
 
 watcher = threading.Thread(target=watch, daemon=True)
@@ -106,7 +106,7 @@ sys.setprofile(profile)
 
 
 def trace(checkout: Path, timeout_s: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Run the job, and return what its processes entered and the episodes trained meanwhile."""
+    """Run the job; return what its processes entered, and the episodes trained meanwhile."""
     is_new = (checkout / "services/dialoop_services").is_dir()
     package = "dialoop_services" if is_new else "services"
     root = checkout / "services" if is_new else checkout
@@ -130,7 +130,7 @@ def trace(checkout: Path, timeout_s: float) -> tuple[dict[str, Any], list[dict[s
             job.send_signal(signal.SIGTERM)
             job.wait(timeout=120)
         reports = [json.loads(path.read_text("utf-8")) for path in folder.glob("*.json")]
-    return _merged(reports), episodes
+    return _merge(reports), episodes
 
 
 def _through_window(
@@ -150,18 +150,20 @@ def _through_window(
     def num_published() -> int:
         return sum(row["kind"] == "publish" for row in _rows_of(metrics))
 
-    def trained() -> list[dict[str, Any]]:
+    def trained_rows() -> list[dict[str, Any]]:
         return [row for row in _rows_of(rows) if row["outcome"] == "trained"]
 
-    wait_for("its first train steps", lambda: len(trained()) and num_published() >= 3)
-    before, published = len(trained()), num_published()
+    wait_for("its first train steps", lambda: len(trained_rows()) and num_published() >= 3)
+    before, published = len(trained_rows()), num_published()
     (folder / "window").touch()
     wait_for(
         "two publishes and an episode of two turns",
-        lambda: num_published() >= published + 2 and any(map(_has_two_turns, trained()[before:])),
+        lambda: (
+            num_published() >= published + 2 and any(map(_has_two_turns, trained_rows()[before:]))
+        ),
     )
     (folder / "window").unlink()
-    episodes = trained()[before:]
+    episodes = trained_rows()[before:]
     time.sleep(5.0)  # each process writes what it has recorded
     return episodes
 
@@ -171,47 +173,47 @@ def _has_two_turns(row: dict[str, Any]) -> bool:
 
 
 def _rows_of(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a JSONL file that is being written."""
+    """Return the complete lines of a JSONL file that is still being written."""
     if not path.is_file():
         return []
     whole, _, _ = path.read_text("utf-8").rpartition("\n")
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def _merged(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """{module: {"functions": {name: lines}, "processes": [...]}}; the stack's own process apart."""
-    found: dict[str, Any] = {}
+def _merge(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return {module: {"functions": {name: lines}, "processes": [...]}}, less the stack's."""
+    entered: dict[str, Any] = {}
     for report in reports:
         process = Path(report["main"]).parent.name
         if process == "stack":
             continue
-        for module, functions in report["found"].items():
+        for module, functions in report["entered"].items():
             if not module.startswith(OURS):
                 continue
-            known = found.setdefault(module, {"functions": {}, "processes": set()})
-            known["functions"] |= functions
-            known["processes"].add(process)
-    return found
+            entry = entered.setdefault(module, {"functions": {}, "processes": set()})
+            entry["functions"] |= functions
+            entry["processes"].add(process)
+    return entered
 
 
-def summary(checkout: Path, found: dict[str, Any]) -> dict[str, Any]:
+def summary(checkout: Path, entered: dict[str, Any]) -> dict[str, Any]:
     """Count the modules by the rule of this file's head."""
     counted, left_out = {}, dict.fromkeys(LEFT_OUT, 0)
-    for module in sorted(found):
+    for module in sorted(entered):
         why = next((w for w, pattern in LEFT_OUT.items() if re.search(pattern, f"/{module}")), None)
         if why is not None and not re.search(COUNTED_ANYWAY, module):
             left_out[why] += 1
             continue
-        functions = found[module]["functions"]
+        functions = entered[module]["functions"]
         counted[module] = {
             "lines": len((checkout / module).read_text("utf-8").splitlines()),
             "num_functions": len(functions),
-            "processes": sorted(found[module]["processes"]),
+            "processes": sorted(entered[module]["processes"]),
         }
     return {
         "num_modules": len(counted),
-        "num_lines": sum(one["lines"] for one in counted.values()),
-        "num_functions": sum(one["num_functions"] for one in counted.values()),
+        "num_lines": sum(module["lines"] for module in counted.values()),
+        "num_functions": sum(module["num_functions"] for module in counted.values()),
         "num_modules_left_out": left_out,
         "modules": counted,
     }
@@ -226,14 +228,14 @@ def main() -> None:
     checkout = arguments.checkout.resolve()
     described = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
-    found, episodes = trace(checkout, arguments.timeout_s)
+    entered, episodes = trace(checkout, arguments.timeout_s)
     answer = {
         "benchmark": "path_of_a_prompt",
         "name": arguments.name or commit,
         "commit": commit,
         "num_episodes": len(episodes),
         "num_episodes_of_two_turns": sum(map(_has_two_turns, episodes)),
-        **summary(checkout, found),
+        **summary(checkout, entered),
     }
     print(json.dumps(answer, indent=2))
 

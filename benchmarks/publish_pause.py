@@ -1,4 +1,4 @@
-"""Milliseconds that generation stands still for a publish, beside a plain copy of the same bytes.
+"""Measure the milliseconds that a publish stops generation, beside a plain copy of its bytes.
 
 Sixteen answers run while new weights are loaded. `pause_ms` is what the engine says, from pausing
 to going on; `longest_gap_ms` is what a stream sees between two of its tokens when a load falls
@@ -47,16 +47,16 @@ IN_FLIGHT, MAX_MODEL_LEN = 16, 448
 
 
 def _plain_copy_ms(path: Path, times: int) -> list[float]:
-    """Reading the file into tensors that exist already."""
+    """Return the milliseconds of reading the file into tensors that exist already."""
     targets = load_file(path)
-    found = []
+    times_ms = []
     for _ in range(times):
         begun = time.perf_counter()
         with safe_open(path, framework="pt") as file:
             for name, target in targets.items():
                 target.copy_(file.get_tensor(name))
-        found.append((time.perf_counter() - begun) * 1e3)
-    return found
+        times_ms.append((time.perf_counter() - begun) * 1e3)
+    return times_ms
 
 
 async def _engine(kind: str, model_dir: Path) -> Engine:
@@ -75,7 +75,7 @@ async def _publish_under_load(
 ) -> dict[str, Any]:
     at: list[float] = []
 
-    def told(_: TokenChunk) -> None:
+    def record_gap(_: TokenChunk) -> None:
         at.append(time.perf_counter())
 
     pauses, loads, gaps, steps = [], [], [], []
@@ -86,7 +86,7 @@ async def _publish_under_load(
             asyncio.create_task(
                 engine.sample([5, 6, 7, n], sampling, stop=StopTokens())
                 if n
-                else engine.stream([5, 6, 7, n], sampling, stop=StopTokens(), on_tokens=told)
+                else engine.stream([5, 6, 7, n], sampling, stop=StopTokens(), on_tokens=record_gap)
             )
             for n in range(IN_FLIGHT)
         ]
@@ -111,8 +111,10 @@ async def _publish_under_load(
     }
 
 
-def _exported(model_dir: Path, folder: Path, times: int) -> tuple[PolicyAdapter, dict[str, Any]]:
-    """An adapter as the trainer writes it, and the milliseconds that takes beside the whole."""
+def _export_adapter(
+    model_dir: Path, folder: Path, times: int
+) -> tuple[PolicyAdapter, dict[str, Any]]:
+    """Write an adapter as the trainer does; return it, and its milliseconds beside the whole's."""
     learner = Learner(TrainerSettings(model_dir=model_dir, model=ModelSection(lora_rank=8)))
     taken: dict[str, list[float]] = {ADAPTER: [], "whole.safetensors": []}
     sizes = {}
@@ -137,10 +139,10 @@ async def _measure(kind: str, size: str, times: int) -> dict[str, Any]:
         path = Path(folder) / "next.safetensors"
         state = load_file(model_dir / "model.safetensors")
         save_file({name: tensor + 0.001 for name, tensor in state.items()}, path)
-        adapter, exported = _exported(model_dir, Path(folder), times)
+        adapter, exported = _export_adapter(model_dir, Path(folder), times)
         engine = await _engine(kind, model_dir)
         try:
-            found = {}
+            by_kind = {}
             loads: dict[str, Callable[[PolicyVersion], Awaitable[LoadTimes]]] = {
                 "recompute": lambda v: engine.load_weights(path, v),
                 "keep_kv": lambda v: engine.load_weights(path, v, mode=UpdateMode.KEEP_KV),
@@ -148,8 +150,8 @@ async def _measure(kind: str, size: str, times: int) -> dict[str, Any]:
             }
             for index, (name, load) in enumerate(loads.items()):
                 numbers = range(1 + index * times, 1 + (index + 1) * times)
-                found[name] = await _publish_under_load(engine, load, numbers)
-            found["adapter"] |= exported
+                by_kind[name] = await _publish_under_load(engine, load, numbers)
+            by_kind["adapter"] |= exported
             copies = _plain_copy_ms(path, times)
         finally:
             await engine.close()
@@ -157,7 +159,7 @@ async def _measure(kind: str, size: str, times: int) -> dict[str, Any]:
         "megabytes": round(sum(t.numel() * t.element_size() for t in state.values()) / 1e6, 1),
         "parameters": sum(t.numel() for t in state.values()),
         "plain_copy_ms": round(float(np.median(copies)), 1),
-        **found,
+        **by_kind,
     }
 
 
@@ -171,13 +173,13 @@ def main() -> None:
     prepare()
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
-    found = {
+    by_size = {
         f"{kind}_{size}": asyncio.run(_measure(kind, size, options.times))
         for kind in options.engines
         for size in options.sizes
     }
     head = {"benchmark": "publish_pause", "cores": os.cpu_count(), "load_before": round(load, 2)}
-    print(json.dumps({**head, "in_flight": IN_FLIGHT, **found}, indent=2))
+    print(json.dumps({**head, "in_flight": IN_FLIGHT, **by_size}, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Seconds of RL to 0.85 held-out sampled accuracy: Dialoop beside TRL's GRPOTrainer.
+"""Measure seconds of RL to 0.85 held-out sampled accuracy: Dialoop beside TRL's GRPOTrainer.
 
     python -m benchmarks.reasoning_race --trl-python VENV/bin/python > reasoning_race.json
 
@@ -42,8 +42,8 @@ FIGURES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What the command line says."""
+class RaceOptions:
+    """The options of the command line, except the recipe."""
 
     contenders: list[str]
     model: str
@@ -53,21 +53,21 @@ class Asked:
     samples: int
 
 
-def run_of(name: str, model: Path, recipe: Recipe, asked: Asked) -> dict[str, Any]:
-    """One contender's run, and how its policies do."""
+def run_of(name: str, model: Path, recipe: Recipe, options: RaceOptions) -> dict[str, Any]:
+    """Return one contender's run, with the accuracy of its policies."""
     with tempfile.TemporaryDirectory(prefix="dialoop-race-") as folder:
         load = os.getloadavg()[0]
-        run = contend(name, model, Path(folder), recipe, trl_python=asked.trl_python)
+        run = contend(name, model, Path(folder), recipe, trl_python=options.trl_python)
         torch.set_num_threads(2)
         curve = []
         for ready in run.policies:
-            if ready.train_step % asked.every:
+            if ready.train_step % options.every:
                 continue
-            accuracy = heldout_accuracy(model, ready.path, recipe, samples=asked.samples)
+            accuracy = heldout_accuracy(model, ready.path, recipe, samples=options.samples)
             curve.append((ready, accuracy))
-            if accuracy >= asked.threshold:
+            if accuracy >= options.threshold:
                 break
-    hit = first_above(curve, asked.threshold)
+    hit = first_above(curve, options.threshold)
     last = run.policies[-1]
     return {
         "rl_s_to_threshold": None if hit is None else round(hit.rl_s, 2),
@@ -85,32 +85,36 @@ def run_of(name: str, model: Path, recipe: Recipe, asked: Asked) -> dict[str, An
     }
 
 
-def race(recipe: Recipe, asked: Asked) -> dict[str, Any]:
-    """All contenders from one warm start."""
+def race(recipe: Recipe, options: RaceOptions) -> dict[str, Any]:
+    """Run all contenders from one warm start."""
     with tempfile.TemporaryDirectory(prefix="dialoop-race-model-") as folder:
-        given = Path(asked.model).absolute()
-        model = given if asked.model else warm_start(Path(folder) / "model", recipe)
+        start = Path(options.model).absolute()
+        model = start if options.model else warm_start(Path(folder) / "model", recipe)
         before = heldout_accuracy(model, model / "model.safetensors", recipe, samples=4)
-        found = {}
-        for name in asked.contenders:
-            found[name] = run_of(name, model, recipe, asked)
-            sys.stderr.write(f"{name}: {json.dumps(found[name])}\n")
-    return {"seed": recipe.seed, "sampled_before": round(before, 4), **found}
+        runs = {}
+        for name in options.contenders:
+            runs[name] = run_of(name, model, recipe, options)
+            sys.stderr.write(f"{name}: {json.dumps(runs[name])}\n")
+    return {"seed": recipe.seed, "sampled_before": round(before, 4), **runs}
 
 
-def ratios(races: list[dict[str, Any]], asked: Asked) -> dict[str, Any]:
-    """Ours over the better of TRL's, medians over the seeds: below 1 is faster."""
-    found: dict[str, Any] = {}
-    for name in (name for name in asked.contenders if name in OURS):
+def ratios(races: list[dict[str, Any]], options: RaceOptions) -> dict[str, Any]:
+    """Return ours over the better of TRL's, medians over the seeds: below 1 is faster."""
+    by_name: dict[str, Any] = {}
+    for name in (name for name in options.contenders if name in OURS):
         for key in FIGURES:
             pairs = []
-            for one in races:
-                theirs = [one[other][key] for other in THEIRS if other in one and one[other][key]]
-                if theirs and one[name][key]:
-                    pairs.append(one[name][key] / min(theirs))
+            for outcome in races:
+                theirs = [
+                    outcome[other][key]
+                    for other in THEIRS
+                    if other in outcome and outcome[other][key]
+                ]
+                if theirs and outcome[name][key]:
+                    pairs.append(outcome[name][key] / min(theirs))
             if pairs:
-                found.setdefault(name, {})[key] = round(median(pairs), 2)
-    return found
+                by_name.setdefault(name, {})[key] = round(median(pairs), 2)
+    return by_name
 
 
 def main() -> None:
@@ -126,14 +130,14 @@ def main() -> None:
     for name, value in asdict(Recipe()).items():
         if name != "seed":
             parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    given = vars(parser.parse_args())
-    seeds = given.pop("seeds")
-    chosen = given.pop("contenders") or [*OURS, *(THEIRS if given["trl_python"] else [])]
+    arguments = vars(parser.parse_args())
+    seeds = arguments.pop("seeds")
+    chosen = arguments.pop("contenders") or [*OURS, *(THEIRS if arguments["trl_python"] else [])]
     names = ("trl_python", "model", "threshold", "every", "samples")
-    asked = Asked(contenders=chosen, **{name: given.pop(name) for name in names})
-    races = [race(Recipe(seed=seed, **given), asked) for seed in seeds]
-    result = {"recipe": given, "threshold": asked.threshold, "cores": os.cpu_count()}
-    result |= {"races": races, "ours_over_trl": ratios(races, asked)}
+    options = RaceOptions(contenders=chosen, **{name: arguments.pop(name) for name in names})
+    races = [race(Recipe(seed=seed, **arguments), options) for seed in seeds]
+    result = {"recipe": arguments, "threshold": options.threshold, "cores": os.cpu_count()}
+    result |= {"races": races, "ours_over_trl": ratios(races, options)}
     json.dump(result, sys.stdout, indent=2)
     sys.stdout.write("\n")
 

@@ -1,4 +1,4 @@
-"""A whole conversation as token ids and assistant mask: ours, transformers' and torchrl's.
+"""Measure a conversation as token ids and assistant mask: ours, transformers' and torchrl's.
 
 python -m benchmarks.rendering --calls 500
 
@@ -31,7 +31,7 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def _tokenizer() -> tokenizers.Tokenizer:
-    """Byte-level BPE of 8,192 ids, trained on Python's own sources: nothing to download."""
+    """Train a byte-level BPE of 8,192 ids on Python's own sources, to download nothing."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -83,8 +83,8 @@ def _ways(chats: list[dict[str, str]], made: tokenizers.Tokenizer) -> dict[str, 
     return ways
 
 
-def _row(found: Any, key: str) -> list[int]:
-    values = found[key]
+def _row(encoded: Any, key: str) -> list[int]:
+    values = encoded[key]
     return [int(v) for v in (values.flatten() if hasattr(values, "flatten") else values)]
 
 
@@ -104,9 +104,9 @@ def main() -> None:
     load = os.getloadavg()[0]
     chats = _conversation(arguments.turns, arguments.words)
     ways = _ways(chats, _tokenizer())
-    found = {name: way() for name, way in ways.items()}
+    by_way = {name: way() for name, way in ways.items()}
     for key in ("input_ids", "assistant_masks"):
-        assert len({tuple(_row(one, key)) for one in found.values()}) == 1, key
+        assert len({tuple(_row(encoded, key)) for encoded in by_way.values()}) == 1, key
     took = {name: [0.0] * arguments.calls for name in ways}
     for call in range(arguments.calls):
         for name, way in ways.items():
@@ -118,7 +118,7 @@ def main() -> None:
     result = {
         "benchmark": "rendering",
         "messages": len(chats),
-        "tokens": len(_row(found["dialoop"], "input_ids")),
+        "tokens": len(_row(by_way["dialoop"], "input_ids")),
         "cores": os.cpu_count(),
         "load_before": round(load, 2),
         "calls": arguments.calls,

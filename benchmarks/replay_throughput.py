@@ -1,4 +1,4 @@
-"""Groups per second through the replay service over gRPC: append, lease, acknowledge.
+"""Measure groups per second through the replay service over gRPC: append, lease, acknowledge.
 
 python benchmarks/replay_throughput.py --groups 2000 --kib 16 --fsync everysec
 
@@ -44,7 +44,7 @@ def _launch(settings: dict[str, str]) -> tuple[subprocess.Popen[str], str]:
 
 
 def _group(task: messages.Task, attempt: int, kib: int) -> messages.Group:
-    """Eight trajectories of one sequence; ids take two bytes and log-probs four."""
+    """Return eight trajectories of one sequence; ids take two bytes and log-probs four."""
     length = kib * 1024 // 8 // 6
     version = messages.PolicyVersion(lineage="main", number=0)
     segment = messages.Segment(length=length, source=messages.SOURCE_MODEL, policy_version=version)
@@ -81,10 +81,10 @@ async def _prepare(stub: ReplayServiceStub, num_groups: int, kib: int) -> list[p
     ]
 
 
-async def _timed(
+async def _groups_per_s(
     work: Callable[[int], Awaitable[None]], num_groups: int, batch: int, parallel: int
 ) -> float:
-    """Groups per second of `work(start)` over all batches, `parallel` at a time."""
+    """Return the groups per second of `work(start)` over all batches, `parallel` at a time."""
     starts = iter(range(0, num_groups, batch))
 
     async def worker() -> None:
@@ -127,7 +127,7 @@ async def _measure(address: str, options: argparse.Namespace) -> dict[str, float
 
         rates = {
             f"{work.__name__}_groups_per_s": round(
-                await _timed(work, options.groups, options.batch, options.parallel)
+                await _groups_per_s(work, options.groups, options.batch, options.parallel)
             )
             for work in (append, lease, acknowledge)
         }

@@ -1,4 +1,4 @@
-"""Latency of a sandboxed call, cold and persistent, beside a bare subprocess in the same run.
+"""Measure a sandboxed call, cold and persistent, beside a bare subprocess in the same run.
 
 python -m benchmarks.sandbox --calls 200 --output benchmarks/results/sandbox.json
 """
@@ -40,7 +40,7 @@ def _bare(calls: int) -> dict[str, float]:
     return _quantiles(took_s)
 
 
-async def _timed(
+async def _time_calls(
     call: Callable[[], Awaitable[str]], calls: int, *, pause_s: float = 0.0
 ) -> dict[str, float]:
     took_s = []
@@ -70,9 +70,9 @@ async def _level(level: Level, calls: int) -> dict[str, dict[str, float]]:
     await persistent()
     try:
         return {
-            "cold_with_spares": await _timed(from_spares, calls, pause_s=0.1),
-            "cold_back_to_back": await _timed(without_spares, calls),
-            "persistent": await _timed(persistent, 5 * calls),
+            "cold_with_spares": await _time_calls(from_spares, calls, pause_s=0.1),
+            "cold_back_to_back": await _time_calls(without_spares, calls),
+            "persistent": await _time_calls(persistent, 5 * calls),
         }
     finally:
         await ready.close()

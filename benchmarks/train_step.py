@@ -1,4 +1,4 @@
-"""Trained tokens/s and peak memory of one GRPO update: ours, TRL's, torchrl's and a plain loop's.
+"""Measure tokens/s and peak memory of a GRPO update: ours, TRL's, torchrl's and a plain loop's.
 
     python -m benchmarks.train_step --vocabulary 8192 --peers-python V/bin/python
 
@@ -57,7 +57,7 @@ and name it: --peers-python V/bin/python"""
 
 
 class Way:
-    """A process that makes train steps when told to."""
+    """A process that makes a train step for each order."""
 
     def __init__(self, name: str, python: str, folder: Path, threads: int) -> None:
         self.name = name
@@ -81,8 +81,8 @@ class Way:
         answer = self._process.stdout.readline()
         if not answer:
             raise RuntimeError(f"{self.name} ended: {Path(self.log.name).read_text()[-3000:]}")
-        found: dict[str, float] = json.loads(answer)
-        return found
+        figures: dict[str, float] = json.loads(answer)
+        return figures
 
     def close(self) -> None:
         """End the process."""
@@ -93,24 +93,24 @@ class Way:
 
 
 def prove(ways: list[Way], folder: Path) -> dict[str, dict[str, float]]:
-    """Losses and gradients of all ways against another's of their objective; they must agree."""
-    found = {}
+    """Compare losses and gradients of all ways with another way of their objective."""
+    proofs = {}
     for way in ways:
         way.ask(f"prove {folder / way.name}.pt")
-        found[way.name] = torch.load(folder / f"{way.name}.pt", weights_only=True)
+        proofs[way.name] = torch.load(folder / f"{way.name}.pt", weights_only=True)
     agreement = {}
-    for name, one in found.items():
-        other = found["ours_entropy_bonus" if name == "torchrl" else "sorted_1"]
+    for name, proof in proofs.items():
+        other = proofs["ours_entropy_bonus" if name == "torchrl" else "sorted_1"]
         if name in ("ours_entropy_bonus", MATMUL):
             continue
-        assert one["gradients"].keys() == other["gradients"].keys(), name
-        pairs = [(g, other["gradients"][key]) for key, g in one["gradients"].items()]
+        assert proof["gradients"].keys() == other["gradients"].keys(), name
+        pairs = [(g, other["gradients"][key]) for key, g in proof["gradients"].items()]
         off = torch.stack([(a - b).norm() for a, b in pairs]).norm()
         size = torch.stack([b.norm() for _, b in pairs]).norm()
-        loss_off, gradient_off = abs(one["loss"] - other["loss"]), float(off / size)
+        loss_off, gradient_off = abs(proof["loss"] - other["loss"]), float(off / size)
         half = name in ("trl", "trl_bf16")
         print(f"{name}: loss off by {loss_off:.1e}, gradient {gradient_off:.1e}", file=sys.stderr)
-        assert loss_off < (1e-2 if half else SAME_LOSS), (name, one["loss"], other["loss"])
+        assert loss_off < (1e-2 if half else SAME_LOSS), (name, proof["loss"], other["loss"])
         assert gradient_off < (BF16_GRADIENT if half else SAME_GRADIENT), (name, gradient_off)
         agreement[name] = {"loss_off": loss_off, "gradient_off": gradient_off}
     return agreement
@@ -134,15 +134,15 @@ def operations(batch: list[Sequence], config: Any) -> tuple[float, float]:
     return rest + 6 * body * sum(len(s.ids) for s in batch), rest + 6 * body * shared
 
 
-def measured(ways: list[Way], rounds: int) -> None:
-    """One step of every way that is not counted, then rounds of one each."""
+def measure_ways(ways: list[Way], rounds: int) -> None:
+    """Make one step of every way that is not counted, then rounds of one step each."""
     for _ in range(rounds):
         for way in ways:
             way.steps.append(way.ask("step"))
 
 
 def figures(ways: list[Way], memory: dict[str, float], folder: Path) -> dict[str, Any]:
-    """Medians over the rounds and their ratios to ours."""
+    """Return medians over the rounds, and their ratios to ours."""
     batch = load_batch(folder)
     trained = sum(s.num_trained for s in batch)
     alone, shared = operations(batch, AutoConfig.from_pretrained(folder / "model"))
@@ -180,20 +180,20 @@ def figures(ways: list[Way], memory: dict[str, float], folder: Path) -> dict[str
 
 
 def peer_versions(python: str | None) -> dict[str, str]:
-    """Versions of trl and torchrl there; none without an interpreter, SystemExit without them."""
+    """Return versions of trl and torchrl; none without an interpreter, SystemExit if missing."""
     if python is None:
         print(HOW.format(why="no --peers-python"), file=sys.stderr)
         return {}
     names = ("trl", "torchrl")
-    asked = "import json, sys; from importlib.metadata import version as v; "
-    asked += "print(json.dumps({n: v(n) for n in sys.argv[1:]}))"
+    program = "import json, sys; from importlib.metadata import version as v; "
+    program += "print(json.dumps({n: v(n) for n in sys.argv[1:]}))"
     answer = subprocess.run(
-        [python, "-c", asked, *names], capture_output=True, text=True, check=False
+        [python, "-c", program, *names], capture_output=True, text=True, check=False
     )
     if answer.returncode:
         raise SystemExit(HOW.format(why=f"{python} lacks one of {', '.join(names)}"))
-    found: dict[str, str] = json.loads(answer.stdout)
-    return found
+    versions: dict[str, str] = json.loads(answer.stdout)
+    return versions
 
 
 def _arguments() -> argparse.Namespace:
@@ -236,7 +236,7 @@ def main() -> None:
         try:
             agreement = prove([way for way in ways if way.name != MATMUL], folder)
             ways[0].ask("step")
-            measured(ways, arguments.rounds)
+            measure_ways(ways, arguments.rounds)
             memory = {way.name: way.ask("memory")["bytes"] for way in ways}
             result = figures(ways, memory, folder)
         finally:

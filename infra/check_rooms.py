@@ -31,11 +31,10 @@ ALLOWED: Mapping[str, str] = {
 }
 _BEING_MOVED = {
     "room": """
-        client/dialoop/cli services/dialoop_services services/dialoop_services/stack
+        services/dialoop_services
     """,
     "small": """
-        dialoop.sandbox.confined.work dialoop_services.stack.report.gates
-        dialoop_services.stack.report.transcripts
+        dialoop.sandbox.confined.work
     """,
 }
 KNOWN: Mapping[str, str] = {
@@ -45,6 +44,8 @@ KNOWN: Mapping[str, str] = {
 }
 # Folders where the rules `word` and `binding` hold, such as "client/dialoop/tokens".
 CLEANED: tuple[str, ...] = (
+    "benchmarks",
+    "client/dialoop/cli",
     "client/dialoop/clients",
     "client/dialoop/compat",
     "client/dialoop/conformance",
@@ -58,11 +59,14 @@ CLEANED: tuple[str, ...] = (
     "client/dialoop/trials",
     "client/dialoop/views",
     "client/dialoop/wire",
+    "infra",
+    "services/dialoop_services/config",
     "services/dialoop_services/inference",
     "services/dialoop_services/learning",
     "services/dialoop_services/replay",
     "services/dialoop_services/rest",
     "services/dialoop_services/rl",
+    "services/dialoop_services/stack",
     "services/dialoop_services/trainer",
     "tests/contract/clients",
     "tests/contract/collector",
@@ -73,21 +77,25 @@ CLEANED: tuple[str, ...] = (
     "tests/contract/rest",
     "tests/contract/runtime",
     "tests/contract/scorer",
+    "tests/contract/stack",
     "tests/contract/trainer",
     "tests/parity/inference",
     "tests/parity/learning",
     "tests/parity/trainer",
     "tests/redis",
+    "tests/unit/cli",
     "tests/unit/clients",
     "tests/unit/compat",
     "tests/unit/environments",
     "tests/unit/inference",
+    "tests/unit/infra",
     "tests/unit/learning",
     "tests/unit/replay",
     "tests/unit/rl",
     "tests/unit/runtime",
     "tests/unit/sandbox",
     "tests/unit/scorer",
+    "tests/unit/stack",
     "tests/unit/tasks",
     "tests/unit/templates",
     "tests/unit/text_environment",
@@ -222,12 +230,12 @@ def imports_of(product: Sequence[Module]) -> dict[str, set[str]]:
     imports: dict[str, set[str]] = {name: set() for name in names}
     for module in product:
         for node in ast.walk(module.tree):
-            imports[module.name] |= _imported(module, node, names)
+            imports[module.name] |= _imports_at(module, node, names)
         imports[module.name].discard(module.name)
     return imports
 
 
-def _imported(module: Module, node: ast.AST, names: set[str]) -> set[str]:
+def _imports_at(module: Module, node: ast.AST, names: set[str]) -> set[str]:
     if isinstance(node, ast.Import):
         return names & {alias.name for alias in node.names}
     if not isinstance(node, ast.ImportFrom):

@@ -1,4 +1,4 @@
-"""Generate client/dialoop/clients/blocking/ from the async clients (or into the folder given).
+"""Generate client/dialoop/clients/blocking/ from the async clients (or another folder).
 
 .venv/bin/python infra/generate_blocking.py [FOLDER]
 
@@ -27,22 +27,22 @@ Method = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class _Blocking(ast.NodeTransformer):
-    """Annotations of the blocking twin."""
+    """Turns annotations into those of the blocking twin."""
 
     def visit_Name(self, node: ast.Name) -> ast.Name:
-        """AsyncIterator becomes Iterator."""
+        """Replace AsyncIterator by Iterator."""
         return ast.Name(id="Iterator") if node.id == "AsyncIterator" else node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        """`AsyncIterable[X] | Y` becomes `Y`."""
+        """Replace `AsyncIterable[X] | Y` by `Y`."""
         if ast.unparse(node.left).startswith("AsyncIterable"):
             return node.right
         self.generic_visit(node)
         return node
 
 
-def generated(module: str) -> str:
-    """The source of one blocking module, formatted."""
+def generate(module: str) -> str:
+    """Return the source of one blocking module, formatted."""
     tree = ast.parse((CLIENTS / f"{module}.py").read_text("utf-8"))
     name = NAMES.get(module, f"{module.capitalize()}Client")
     client = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
@@ -69,7 +69,7 @@ def generated(module: str) -> str:
     ]
     for method in methods:
         lines += [f"    {line}" for line in ast.unparse(method).splitlines()]
-    return _formatted("\n".join(lines) + "\n")
+    return _format("\n".join(lines) + "\n")
 
 
 def _method(node: ast.stmt) -> ast.FunctionDef:
@@ -77,10 +77,10 @@ def _method(node: ast.stmt) -> ast.FunctionDef:
     assert node.returns is not None
     streams = ast.unparse(node.returns).startswith("AsyncIterator")
     _Blocking().visit(node)
-    given = [argument.arg for argument in node.args.args[1:]]
-    given += [f"{argument.arg}={argument.arg}" for argument in node.args.kwonlyargs]
+    arguments = [argument.arg for argument in node.args.args[1:]]
+    arguments += [f"{argument.arg}={argument.arg}" for argument in node.args.kwonlyargs]
     runner = "iterate" if streams else "run"
-    call = f"self._loop.{runner}(self._client.{node.name}({', '.join(given)}))"
+    call = f"self._loop.{runner}(self._client.{node.name}({', '.join(arguments)}))"
     body = ast.parse(f"return {call}").body
     return ast.FunctionDef(
         name=node.name,
@@ -97,26 +97,26 @@ def _is_long(method: ast.FunctionDef) -> bool:
 
 
 def _imports(tree: ast.Module, module: str, methods: list[ast.FunctionDef]) -> set[tuple[str, str]]:
-    """(module, name) of each name that the signatures mention."""
+    """Return (module, name) of each name that the signatures mention."""
     homes = {"Iterator": "collections.abc"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             homes |= {alias.name: node.module for alias in node.names}
     homes |= {n.name: f"dialoop.clients.{module}" for n in tree.body if isinstance(n, ast.ClassDef)}
-    found: set[tuple[str, str]] = set()
+    imports: set[tuple[str, str]] = set()
     for method in methods:
         arguments = [*method.args.args, *method.args.kwonlyargs]
         for annotation in [a.annotation for a in arguments] + [method.returns]:
             names = ast.walk(annotation) if annotation else ()
-            found |= {(homes[n.id], n.id) for n in names if _is_foreign(n)}  # type: ignore[attr-defined]
-    return found
+            imports |= {(homes[n.id], n.id) for n in names if _is_foreign(n)}  # type: ignore[attr-defined]
+    return imports
 
 
 def _is_foreign(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and not hasattr(builtins, node.id)
 
 
-def _formatted(source: str) -> str:
+def _format(source: str) -> str:
     for command in (("check", "--select", "I", "--fix", "--quiet"), ("format",)):
         ruff = [sys.executable, "-m", "ruff", *command, "--stdin-filename", "client/x.py", "-"]
         done = subprocess.run(
@@ -131,7 +131,7 @@ def main() -> int:
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else CLIENTS / "blocking"
     out.mkdir(parents=True, exist_ok=True)
     for module in MODULES:
-        (out / f"{module}.py").write_text(generated(module), encoding="utf-8")
+        (out / f"{module}.py").write_text(generate(module), encoding="utf-8")
     return 0
 
 

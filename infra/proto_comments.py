@@ -20,7 +20,7 @@ Path_ = tuple[int, ...]
 
 
 def comments_of(file: pb.FileDescriptorProto) -> dict[str, str]:
-    """Every comment of a file, by the full name of what it stands above."""
+    """Return every comment of a file, by the full name of what it stands above."""
     names = dict(_names(file))
     return {
         f"{file.package}.{names[tuple(place.path)]}": " ".join(place.leading_comments.split())
@@ -53,10 +53,10 @@ def _names_of_message(
 
 
 def main() -> None:
-    """Read the descriptor set named on the command line."""
+    """Read the descriptor set named on the command line, and print its comments."""
     files = pb.FileDescriptorSet.FromString(Path(sys.argv[1]).read_bytes()).file
-    found = {name: text for file in files for name, text in comments_of(file).items()}
-    sys.stdout.write(json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    comments = {name: text for file in files for name, text in comments_of(file).items()}
+    sys.stdout.write(json.dumps(comments, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

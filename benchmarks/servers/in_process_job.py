@@ -1,6 +1,7 @@
-"""A whole job in one process: `python -m benchmarks.servers.in_process_job JOB.json FOLDER`.
+"""Run a whole job in one process: `python -m benchmarks.servers.in_process_job JOB.json FOLDER`.
 
-Leaves what a stack of processes leaves, and of summary.json the CPU seconds of training.
+Leaves the files that a stack of processes leaves; summary.json holds only the CPU seconds of
+training.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _LOOK_EVERY_S = 0.25
 
 
 async def train(config: dict[str, Any], folder: Path) -> float:
-    """CPU seconds of training, until the trainer is done or has failed."""
+    """Return the CPU seconds of training, until the trainer is done or has failed."""
     begun_cpu_s: float | None = None
     async with in_process(config, folder=folder) as dialoop:
         while (phase := (await dialoop.trainer.get_status()).phase) is not Phase.DONE:
@@ -35,8 +36,8 @@ def main() -> None:
     """Train, then write the summary."""
     job, folder = map(Path, sys.argv[1:])
     config = json.loads(job.read_text("utf-8"))
-    found = {"seconds_by_phase": {"training": {"cpu_s": asyncio.run(train(config, folder))}}}
-    (folder / config["run"] / "summary.json").write_text(json.dumps(found), encoding="utf-8")
+    summary = {"seconds_by_phase": {"training": {"cpu_s": asyncio.run(train(config, folder))}}}
+    (folder / config["run"] / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
 
 
 if __name__ == "__main__":

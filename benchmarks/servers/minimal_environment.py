@@ -1,4 +1,4 @@
-"""The least an environment can be: one task, no reward, the next prompt is the previous full."""
+"""Define the smallest environment: one task, no reward, the next prompt is the previous full."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class OneTask(TaskSource):
         return ("train",)
 
     def keys(self, split: str) -> Sequence[str]:
-        """The only key."""
+        """Return the only key."""
         return ("0",)
 
     def get(self, split: str, key: str) -> TaskData:
-        """The only task."""
+        """Return the only task."""
         if (split, key) != ("train", "0"):
             raise NotFound("There is one task.", reason="TASK_NOT_FOUND")
         return TaskData(key="0", question="hello")

@@ -1,4 +1,4 @@
-"""Random models of a size, with the demo's tokenizer: what the inference benchmarks serve."""
+"""Make random models of a size, with the demo's tokenizer, for the inference benchmarks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = {
 
 
 def make_model(folder: Path, size: str) -> Path:
-    """A model directory of one of SIZES."""
+    """Write a model directory of one of SIZES."""
     make_tiny_model(folder)
     fields = tiny_config().to_dict()
     del fields["layer_types"]  # one for each layer: made again for another number of them

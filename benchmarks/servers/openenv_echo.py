@@ -1,4 +1,4 @@
-"""openenv-core's server with an echo, as its own echo environment is; run by environment_doors.
+"""Serve an echo with openenv-core, as its own echo environment; environment_doors runs it.
 
 PYTHON_WITH_OPENENV benchmarks/servers/openenv_echo.py PORT
 """

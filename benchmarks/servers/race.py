@@ -1,4 +1,4 @@
-"""The contenders of the reasoning race: how each is started, and what is read from it."""
+"""Start the contenders of the reasoning race, and read their results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAME = "column_addition"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What all contenders have alike; threads and depth are each one's best."""
+    """What all contenders share; threads and depth are the best for each one."""
 
     seed: int = 0
     sft_steps: int = 250
@@ -61,7 +61,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a contender did; `rl_cpu_s` is of all its processes while it trained."""
+    """The result of a contender; `rl_cpu_s` counts all its processes while it trained."""
 
     policies: tuple[Ready, ...]
     start_up_s: float
@@ -70,14 +70,14 @@ class Run:
 
 
 def environment() -> ChatEnv:
-    """The task."""
-    found = load_environment(ENVIRONMENT)
-    assert isinstance(found, ChatEnv)
-    return found
+    """Return the environment of the task."""
+    loaded = load_environment(ENVIRONMENT)
+    assert isinstance(loaded, ChatEnv)
+    return loaded
 
 
 def warm_start(directory: Path, recipe: Recipe) -> Path:
-    """The model directory that all start from: the tiny model after supervised steps of ours."""
+    """Write the model directory that all start from: the tiny model after our supervised steps."""
     make_tiny_model(directory, seed=recipe.seed)
     settings = TrainerSettings(
         model_dir=directory,
@@ -139,7 +139,7 @@ def _cpu_s() -> float:
 
 
 def job_of(name: str, model: Path, recipe: Recipe) -> dict[str, Any]:
-    """Our job: the shipped config of the task, from the warm-started model, without evaluations."""
+    """Return our job: the task's shipped config, from the warm-started model, no evaluations."""
     engine = "vllm" if name == "vllm" else "transformers"
     return {
         "run": "race",
@@ -178,7 +178,7 @@ def _command_of(name: str, model: Path, folder: Path, recipe: Recipe) -> list[st
 
 
 def read_ours(folder: Path, started: float) -> Run:
-    """RL begins when the first policy is live on the engine: from then on episodes are played."""
+    """Read our run. RL begins when the first policy is live; episodes are played from then."""
     run_dir = folder / "runs" / "race"
     lines = (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if row["kind"] == "publish"]
@@ -194,8 +194,8 @@ def read_ours(folder: Path, started: float) -> Run:
         )
         for row in rows[1:]
     )
-    found = json.loads((run_dir / "summary.json").read_text("utf-8"))
-    cpu_s = found["seconds_by_phase"].get("training", {}).get("cpu_s", 0.0)
+    summary = json.loads((run_dir / "summary.json").read_text("utf-8"))
+    cpu_s = summary["seconds_by_phase"].get("training", {}).get("cpu_s", 0.0)
     return Run(policies=policies, start_up_s=first - started, rl_cpu_s=cpu_s)
 
 
@@ -204,29 +204,29 @@ def _trl_command(model: Path, folder: Path, recipe: Recipe, python: str, threads
     questions = [tasks.get("train", key) for key in tasks.keys("train")]
     rows = [{"question": task.question, "answer": task.answer} for task in questions]
     (folder / "tasks.json").write_text(json.dumps(rows), encoding="utf-8")
-    given = asdict(recipe) | {"model": str(model), "tasks": "tasks.json", "out": str(folder)}
-    given["threads"] = threads
-    arguments = ["-W", "ignore", "-m", "benchmarks.servers.trl_grpo", json.dumps(given)]
+    options = asdict(recipe) | {"model": str(model), "tasks": "tasks.json", "out": str(folder)}
+    options["threads"] = threads
+    arguments = ["-W", "ignore", "-m", "benchmarks.servers.trl_grpo", json.dumps(options)]
     return [str(Path(python).absolute()), *arguments]
 
 
 def read_trl(folder: Path, started: float) -> Run:
-    """RL begins with the training: the first batch of prompts is not sampled yet."""
-    found = json.loads((folder / "trl.json").read_text("utf-8"))
+    """Read TRL's run. RL begins with the training, before the first batch of prompts is sampled."""
+    report = json.loads((folder / "trl.json").read_text("utf-8"))
     policies = tuple(
         Ready(
             train_step=row["train_step"],
             rl_s=row["rl_s"],
             path=folder / f"{row['train_step']}.safetensors",
         )
-        for row in found["train_steps"]
+        for row in report["train_steps"]
     )
-    cpu_s = found["train_steps"][-1]["cpu_s"]
-    return Run(policies=policies, start_up_s=found["begun_s"] - started, rl_cpu_s=cpu_s)
+    cpu_s = report["train_steps"][-1]["cpu_s"]
+    return Run(policies=policies, start_up_s=report["begun_s"] - started, rl_cpu_s=cpu_s)
 
 
 def heldout_accuracy(model: Path, weights: Path, recipe: Recipe, *, samples: int) -> float:
-    """Share of right answers at temperature 1 to the held-out tasks, `samples` of each."""
+    """Return the share of right answers at temperature 1, `samples` for each held-out task."""
     policy = AutoModelForCausalLM.from_pretrained(model)
     policy.load_state_dict(load_file(weights), strict=False)
     policy.tie_weights()
@@ -245,9 +245,9 @@ def heldout_accuracy(model: Path, weights: Path, recipe: Recipe, *, samples: int
         rows = policy.generate(
             **prompts, max_new_tokens=recipe.max_new_tokens, do_sample=True, top_k=0
         )
-    said = rows[:, prompts["input_ids"].shape[1] :]
-    whole = (said == tokenizer.eos_token_id).any(dim=1).tolist()
-    answers = tokenizer.batch_decode(said, skip_special_tokens=True)
+    sampled = rows[:, prompts["input_ids"].shape[1] :]
+    whole = (sampled == tokenizer.eos_token_id).any(dim=1).tolist()
+    answers = tokenizer.batch_decode(sampled, skip_special_tokens=True)
     right: list[bool] = [
         ended and final_number(answer) == tasks.get("heldout", key).answer
         for ended, answer, key in zip(whole, answers, keys, strict=True)
@@ -256,5 +256,5 @@ def heldout_accuracy(model: Path, weights: Path, recipe: Recipe, *, samples: int
 
 
 def first_above(curve: Sequence[tuple[Ready, float]], threshold: float) -> Ready | None:
-    """The first policy of a curve that is good enough."""
+    """Return the first policy of a curve that is good enough."""
     return next((ready for ready, accuracy in curve if accuracy >= threshold), None)

@@ -1,4 +1,4 @@
-"""The model and the batch that every way of a train step is measured on, written once to a folder.
+"""Write the model and the batch on which every way of a train step is measured to a folder.
 
 Two prompts of 64 to 256 tokens, eight answers each of 16 to 1024 tokens, log-normal (median 160,
 sigma 0.9), as a GRPO step trains. The sampler's log-probs are the model's own with noise, so that
@@ -69,12 +69,12 @@ def make(folder: Path, *, vocabulary: int, num_prompts: int, group_size: int, se
 
 
 def load_batch(folder: Path) -> list[Sequence]:
-    """What `make` wrote."""
+    """Return the batch that `make` wrote."""
     return [Sequence(**row) for row in torch.load(folder / "batch", weights_only=True)]
 
 
 def load_model(folder: Path, *, attention: str = "sdpa") -> Any:
-    """The model in float32, without dropout."""
+    """Return the model in float32, without dropout."""
     return AutoModelForCausalLM.from_pretrained(
         folder / "model", attn_implementation=attention, dtype=torch.float32
     ).eval()

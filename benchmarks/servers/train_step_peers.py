@@ -1,4 +1,4 @@
-"""A train step as TRL and torchrl ship it, on a batch that is already generated."""
+"""Make a train step as TRL and torchrl ship it, on a batch that is already generated."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ Took = Callable[[Any, float], None]
 """Told (model, loss) once gradients are there and before the optimiser takes them."""
 
 
-def _padded(rows: list[torch.Tensor], *, left: bool = False, fill: float = 0) -> torch.Tensor:
+def _pad(rows: list[torch.Tensor], *, left: bool = False, fill: float = 0) -> torch.Tensor:
     side = "left" if left else "right"
     return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side=side)
 
 
 def trl_inputs(batch: list[Sequence]) -> dict[str, torch.Tensor]:
-    """What GRPOTrainer generates and scores: prompts padded on the left, answers on the right."""
+    """Return what GRPOTrainer generates and scores: prompts padded left, answers right."""
     prompts = [s.ids[: s.num_prompt] for s in batch]
     answers = [s.ids[s.num_prompt :] for s in batch]
     return {
-        "prompt_ids": _padded(prompts, left=True),
-        "prompt_mask": _padded([torch.ones_like(p) for p in prompts], left=True),
-        "completion_ids": _padded(answers),
-        "completion_mask": _padded([torch.ones_like(a) for a in answers]),
+        "prompt_ids": _pad(prompts, left=True),
+        "prompt_mask": _pad([torch.ones_like(p) for p in prompts], left=True),
+        "completion_ids": _pad(answers),
+        "completion_mask": _pad([torch.ones_like(a) for a in answers]),
         "advantages": torch.tensor([s.advantage for s in batch]),
-        "old_per_token_logps": _padded([s.inference_logprobs for s in batch]),
+        "old_per_token_logps": _pad([s.inference_logprobs for s in batch]),
         "num_items_in_batch": torch.tensor(float(sum(s.num_trained for s in batch))),
     }
 
@@ -66,8 +66,8 @@ def run_trl(folder: Path, between: Callable[[], None], took: Took, options: dict
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
             return dict(ready)
 
-        def compute_loss(self, *given: Any, **named: Any) -> Any:
-            loss = super().compute_loss(*given, **named)
+        def compute_loss(self, *arguments: Any, **named: Any) -> Any:
+            loss = super().compute_loss(*arguments, **named)
             losses.append(float(loss.detach()))
             return loss
 
@@ -79,8 +79,8 @@ def run_trl(folder: Path, between: Callable[[], None], took: Took, options: dict
         def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
             took(model, sum(losses))
 
-    given = {"per_device_train_batch_size": 8, "num_generations": 8, **options}
-    accumulated = len(batch) // given["per_device_train_batch_size"]
+    options_of_batch = {"per_device_train_batch_size": 8, "num_generations": 8, **options}
+    accumulated = len(batch) // options_of_batch["per_device_train_batch_size"]
     settings = GRPOConfig(
         output_dir=str(folder / "trl"),
         use_cpu=True,
@@ -93,7 +93,7 @@ def run_trl(folder: Path, between: Callable[[], None], took: Took, options: dict
         lr_scheduler_type="constant",
         max_completion_length=1024,
         gradient_accumulation_steps=accumulated,
-        **given,
+        **options_of_batch,
     )
     trainer = OnReadyBatch(
         model=load_model(folder),
@@ -145,10 +145,10 @@ class TorchrlStep:
         """One update."""
         total = 0.0
         for batch, share in self._parts:
-            found = self._loss(batch.clone())
-            loss = found.loss_objective.mean()
+            losses = self._loss(batch.clone())
+            loss = losses.loss_objective.mean()
             if self._loss.entropy_bonus:
-                loss = loss + found.loss_entropy.mean()
+                loss = loss + losses.loss_entropy.mean()
             loss = loss * share
             loss.backward()
             total += float(loss.detach())

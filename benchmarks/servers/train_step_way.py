@@ -1,4 +1,4 @@
-"""One way to make a train step, in a process of its own: makes one whenever a line asks for it.
+"""Make train steps in one way, in a process of its own: one for each line that orders it.
 
 python -m benchmarks.servers.train_step_way WAY FOLDER THREADS
 
@@ -90,13 +90,13 @@ class OurStep:
 
 
 class _Watched:
-    """An optimiser that tells of a step before it makes it."""
+    """An optimiser that reports each step before it makes it."""
 
-    def __init__(self, optimizer: Any, told: Callable[[float], None]) -> None:
-        self._optimizer, self._told = optimizer, told
+    def __init__(self, optimizer: Any, before_step: Callable[[float], None]) -> None:
+        self._optimizer, self._before_step = optimizer, before_step
 
     def step(self, loss: float) -> Any:
-        self._told(loss)
+        self._before_step(loss)
         return self._optimizer.step(loss)
 
 
@@ -145,7 +145,7 @@ class SortedStep:
 
 
 class MatmulPeak:
-    """No train step: large float32 products by the faster library, the most this machine does."""
+    """Large float32 products by the faster library: the most this machine does, no train step."""
 
     def __init__(self) -> None:
         from dialoop_services.learning.model.products import product
@@ -165,7 +165,7 @@ class MatmulPeak:
             self._product(self._one, self._other)
 
 
-class Desk:
+class OrderQueue:
     """Takes orders from stdin between two steps, and answers on what was stdout."""
 
     def __init__(self) -> None:
@@ -177,13 +177,13 @@ class Desk:
 
     def took(self, model: Any, loss: float) -> None:
         """Gradients are complete: write them, as they are clipped, where the order asks for it."""
-        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        self._gradient_bytes = sum(g.nbytes for g in found.values())
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        self._gradient_bytes = sum(g.nbytes for g in gradients.values())
         if self._order[0] != "prove":
             return
-        norm = torch.stack([g.float().norm() for g in found.values()]).norm()
+        norm = torch.stack([g.float().norm() for g in gradients.values()]).norm()
         share = min(1.0, MAX_GRAD_NORM / (float(norm) + 1e-6))
-        clipped = {name: g.float() * share for name, g in found.items()}
+        clipped = {name: g.float() * share for name, g in gradients.items()}
         torch.save({"loss": loss, "gradients": clipped}, self._order[1])
 
     def between(self) -> None:
@@ -212,7 +212,7 @@ class Desk:
 
 
 def _status(name: str) -> int:
-    """A size of this process in bytes: VmRSS now, or VmHWM at its highest since it was reset."""
+    """Return a size of this process in bytes: VmRSS now, or VmHWM, its highest since the reset."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
@@ -224,10 +224,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    desk = Desk()
+    orders = OrderQueue()
     try:
         if way in TRL:
-            peers.run_trl(folder, desk.between, desk.took, TRL[way])
+            peers.run_trl(folder, orders.between, orders.took, TRL[way])
             return
         made: Any
         if way in TORCHRL:
@@ -237,8 +237,8 @@ def main() -> None:
         else:
             made = MatmulPeak() if way == "peak" else OurStep(folder, way)
         while True:
-            desk.between()
-            made.step(desk.took)
+            orders.between()
+            made.step(orders.took)
     except peers.Finished:
         return
 

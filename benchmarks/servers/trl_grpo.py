@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on the race's task; run by a Python that has TRL, imports no service of ours.
+"""Run TRL's GRPOTrainer on the race's task, in a Python that has TRL and none of our services.
 
     PYTHON -m benchmarks.servers.trl_grpo '{"model": "DIR", "tasks": "FILE", "out": "DIR", ...}'
 
@@ -32,7 +32,7 @@ class Clock(TrainerCallback):  # type: ignore[misc]  # TRL is not installed wher
         self.ready: list[dict[str, float]] = []
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """The first batch of prompts is not sampled yet."""
+        """Note the start; the first batch of prompts is not sampled yet."""
         self.begun_s, self.begun_cpu_s = time.time(), time.process_time()
 
     def on_step_end(self, _: Any, state: Any, __: Any, *, model: Any, **___: Any) -> None:
@@ -51,7 +51,7 @@ class Clock(TrainerCallback):  # type: ignore[misc]  # TRL is not installed wher
 def reward(
     completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any
 ) -> list[float]:
-    """1 for a whole message that ends in `#### N` with the right number."""
+    """Return 1 for a whole message that ends in `#### N` with the right number, else 0."""
     texts = [completion[0]["content"] for completion in completions]
     return [
         float(ids[-1] == reward.end and final_number(text) == truth)  # type: ignore[attr-defined]
@@ -59,21 +59,21 @@ def reward(
     ]
 
 
-def config_of(given: dict[str, Any]) -> GRPOConfig:
-    """What is TRL's, and what both arms of the race have alike."""
-    updates, rows = given["num_minibatches"], given["groups"] * given["group_size"]
+def config_of(recipe: dict[str, Any]) -> GRPOConfig:
+    """Return TRL's config, with what both arms of the race share."""
+    updates, rows = recipe["num_minibatches"], recipe["groups"] * recipe["group_size"]
     return GRPOConfig(
-        output_dir=given["out"],
-        seed=given["seed"],
-        max_steps=given["num_steps"] * updates,
+        output_dir=recipe["out"],
+        seed=recipe["seed"],
+        max_steps=recipe["num_steps"] * updates,
         per_device_train_batch_size=rows // updates,
         gradient_accumulation_steps=1,
         steps_per_generation=updates,
-        num_generations=given["group_size"],
-        max_completion_length=given["max_new_tokens"],
+        num_generations=recipe["group_size"],
+        max_completion_length=recipe["max_new_tokens"],
         temperature=1.0,
         top_k=0,
-        learning_rate=given["learning_rate"],
+        learning_rate=recipe["learning_rate"],
         lr_scheduler_type="constant",
         max_grad_norm=1.0,
         beta=0.0,
@@ -83,7 +83,7 @@ def config_of(given: dict[str, Any]) -> GRPOConfig:
         bf16=False,
         use_cpu=True,
         gradient_checkpointing=False,
-        use_transformers_continuous_batching=given.get("continuous_batching", False),
+        use_transformers_continuous_batching=recipe.get("continuous_batching", False),
         save_strategy="no",
         report_to="none",
         logging_steps=10_000,
@@ -93,28 +93,28 @@ def config_of(given: dict[str, Any]) -> GRPOConfig:
 
 def main() -> None:
     """One run."""
-    given = json.loads(sys.argv[1])
-    torch.set_num_threads(given["threads"])
-    out = Path(given["out"])
-    tokenizer = AutoTokenizer.from_pretrained(given["model"])
+    recipe = json.loads(sys.argv[1])
+    torch.set_num_threads(recipe["threads"])
+    out = Path(recipe["out"])
+    tokenizer = AutoTokenizer.from_pretrained(recipe["model"])
     reward.end = tokenizer.eos_token_id  # type: ignore[attr-defined]
-    tasks = json.loads(Path(given["tasks"]).read_text("utf-8"))
+    tasks = json.loads(Path(recipe["tasks"]).read_text("utf-8"))
     rows = [
         {"prompt": [{"role": "user", "content": task["question"]}], "answer": task["answer"]}
         for task in tasks
     ]
-    clock = Clock(out, given["num_minibatches"])
+    clock = Clock(out, recipe["num_minibatches"])
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(recipe["model"], dtype=torch.float32),
         reward_funcs=reward,
-        args=config_of(given),
+        args=config_of(recipe),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         callbacks=[clock],
     )
     trainer.train()
-    found = {"begun_s": clock.begun_s, "train_steps": clock.ready}
-    (out / "trl.json").write_text(json.dumps(found), encoding="utf-8")
+    report = {"begun_s": clock.begun_s, "train_steps": clock.ready}
+    (out / "trl.json").write_text(json.dumps(report), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -37,9 +37,9 @@ from dialoop_services.learning.packing.rows import TokenRow, pack_rows
 from dialoop_services.learning.training import update
 from dialoop_services.stack.layout import Layout
 from dialoop_services.stack.processes.log_stream import LogStream
-from dialoop_services.stack.processes.supervisor import Supervisor, supervised
-from dialoop_services.stack.run_dir import opened
-from dialoop_services.stack.running import planned
+from dialoop_services.stack.processes.supervisor import Supervisor, supervise
+from dialoop_services.stack.run_dir import open_run
+from dialoop_services.stack.running import plan_stack
 from rich.console import Console
 
 from tests.support.played_environments import PLAYED, Played, demonstrations
@@ -105,8 +105,8 @@ def _num_appended(counted: Path) -> int:
 async def stack(directory: Path, model: Path) -> AsyncIterator[Stack]:
     """Replay in memory, one service for all environments, and vLLM."""
     config = parse_config(CONFIG | {"model": {"directory": str(model)}}, source="the test")
-    with opened(directory, config, fresh=True) as run_dir:
-        layout = planned(config, run_dir).layout
+    with open_run(directory, config, fresh=True) as run_dir:
+        layout = plan_stack(config, run_dir).layout
         environment = layout.spec("environment")
         entries = json.dumps([played.entry for played in PLAYED])
         environment = replace(
@@ -118,7 +118,7 @@ async def stack(directory: Path, model: Path) -> AsyncIterator[Stack]:
             },
         )
         log = LogStream(Console(), run_dir.logs)
-        async with supervised(log) as supervisor:
+        async with supervise(log) as supervisor:
             async with asyncio.TaskGroup() as starting:
                 for spec in (layout.spec("replay"), environment, layout.spec("inference")):
                     starting.create_task(supervisor.start(spec))

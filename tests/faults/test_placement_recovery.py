@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from dialoop.errors import Unavailable
 from dialoop_services.runtime.device_lock import DeviceLock, is_owned
-from dialoop_services.stack.processes.supervisor import supervised
+from dialoop_services.stack.processes.supervisor import supervise
 
 from tests.faults.test_stack_supervisor import STUBBORN_CHILD, log_in, spec
 from tests.support.patience import PATIENCE_S
@@ -125,11 +125,11 @@ def test_neither_takes_it_from_the_other_with_vllm(tmp_path: Path) -> None:
 async def test_a_replica_that_waits_for_the_device_is_not_late(tmp_path: Path) -> None:
     slow = STUBBORN_CHILD.replace("pathlib.Path", "time.sleep(1.5); pathlib.Path")
     held_up = replace(spec(tmp_path, slow), ready_timeout_s=0.5, is_held_up=lambda: True)
-    async with supervised(log_in(tmp_path)) as supervisor:
+    async with supervise(log_in(tmp_path)) as supervisor:
         await asyncio.wait_for(supervisor.start(held_up), PATIENCE_S)
     (tmp_path / "probe.ready").unlink()
     never = spec(tmp_path, "import time; time.sleep(600)")
     with pytest.raises(ExceptionGroup) as caught:
-        async with supervised(log_in(tmp_path)) as supervisor:
+        async with supervise(log_in(tmp_path)) as supervisor:
             await supervisor.start(replace(never, ready_timeout_s=0.3))
     assert caught.group_contains(Unavailable, match="was not ready within")

@@ -14,7 +14,7 @@ from dialoop_services.stack.processes.child import ServiceSpec
 from dialoop_services.stack.processes.log_stream import LogStream
 from dialoop_services.stack.processes.processes import members
 from dialoop_services.stack.processes.redis_server import find_redis, redis_service
-from dialoop_services.stack.processes.supervisor import Supervisor, supervised
+from dialoop_services.stack.processes.supervisor import Supervisor, supervise
 from rich.console import Console
 
 from tests.support.patience import PATIENCE_S, until
@@ -46,11 +46,11 @@ import asyncio, pathlib, sys
 from rich.console import Console
 sys.path.insert(0, sys.argv[3])
 from tests.faults.test_stack_supervisor import STUBBORN_CHILD, spec, log_in
-from dialoop_services.stack.processes.supervisor import supervised
+from dialoop_services.stack.processes.supervisor import supervise
 
 async def main():
     directory = pathlib.Path(sys.argv[1])
-    async with supervised(log_in(directory)) as supervisor:
+    async with supervise(log_in(directory)) as supervisor:
         await supervisor.start(spec(directory, STUBBORN_CHILD))
         pathlib.Path(sys.argv[2]).touch()
         await asyncio.sleep(60)
@@ -85,7 +85,7 @@ def pid_of(supervisor: Supervisor) -> int:
 
 
 async def test_nothing_is_left_when_the_context_is_left(tmp_path: Path) -> None:
-    async with supervised(log_in(tmp_path)) as supervisor:
+    async with supervise(log_in(tmp_path)) as supervisor:
         await supervisor.start(spec(tmp_path, STUBBORN_CHILD))
         pid = pid_of(supervisor)
         assert len(members({pid})) == 2
@@ -93,14 +93,14 @@ async def test_nothing_is_left_when_the_context_is_left(tmp_path: Path) -> None:
 
 
 async def test_a_service_that_does_not_stop_is_killed(tmp_path: Path) -> None:
-    async with supervised(log_in(tmp_path)) as supervisor:
+    async with supervise(log_in(tmp_path)) as supervisor:
         await supervisor.start(spec(tmp_path, DEAF, grace_s=0.3))
         pid = pid_of(supervisor)
     assert members({pid}) == []
 
 
 async def test_a_killed_service_is_started_again_without_its_old_children(tmp_path: Path) -> None:
-    async with supervised(log_in(tmp_path)) as supervisor:
+    async with supervise(log_in(tmp_path)) as supervisor:
         await supervisor.start(spec(tmp_path, STUBBORN_CHILD))
         first, service = pid_of(supervisor), supervisor.services[0]
         (tmp_path / "probe.ready").unlink()
@@ -114,7 +114,7 @@ async def test_exit_code_2_ends_the_stack_with_the_services_sentence(tmp_path: P
     pids: list[int] = []
 
     async def run() -> None:
-        async with supervised(log_in(tmp_path)) as supervisor:
+        async with supervise(log_in(tmp_path)) as supervisor:
             await supervisor.start(spec(tmp_path, STUBBORN_CHILD))
             pids.append(pid_of(supervisor))
             await supervisor.start(spec(tmp_path, MISTAKEN, name="mistaken"))
@@ -127,7 +127,7 @@ async def test_exit_code_2_ends_the_stack_with_the_services_sentence(tmp_path: P
 
 async def test_a_service_that_never_starts_ends_the_stack(tmp_path: Path) -> None:
     with pytest.raises(ExceptionGroup) as caught:
-        async with supervised(log_in(tmp_path)) as supervisor:
+        async with supervise(log_in(tmp_path)) as supervisor:
             await supervisor.start(spec(tmp_path, "raise SystemExit('no luck')"))
     assert caught.group_contains(Unavailable, match="probe ended 2 times.*no luck")
 
@@ -136,7 +136,7 @@ async def test_cancelling_stops_everything(tmp_path: Path) -> None:
     pids: list[int] = []
 
     async def run() -> None:
-        async with supervised(log_in(tmp_path)) as supervisor:
+        async with supervise(log_in(tmp_path)) as supervisor:
             await supervisor.start(spec(tmp_path, STUBBORN_CHILD))
             pids.append(pid_of(supervisor))
             await asyncio.sleep(60)
@@ -190,7 +190,7 @@ async def test_redis_comes_back_with_what_it_held(tmp_path: Path) -> None:
         writer.close()
         return answer + (await reader.readline() if answer.startswith(b"$") else b"")
 
-    async with supervised(log_in(tmp_path)) as supervisor:
+    async with supervise(log_in(tmp_path)) as supervisor:
         await supervisor.start(redis)
         assert await ask(b"SET colour green") == b"+OK\r\n"
         written = (tmp_path / "redis").rglob

@@ -1,1 +1,4 @@
-"""The `dialoop` command: one module per command, imported when it is asked for."""
+"""The `dialoop` command: one module per command, imported when the command is called.
+
+Words of the command line enter; text on the terminal and an exit code leave.
+"""

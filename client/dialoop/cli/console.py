@@ -1,4 +1,4 @@
-"""The one place that writes to the terminal."""
+"""Write to the terminal; all commands print through this module."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
 
 
 def say(text: str) -> None:
-    """One line to the standard output."""
+    """Print one line to the standard output."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def complain(text: str) -> None:
-    """One line to the standard error."""
+    """Print an error in one line to the standard error."""
     sys.stderr.write(f"dialoop: {' '.join(text.split())}\n")
 
 
 def rich_console() -> Console:
-    """Colours on a terminal, plain text elsewhere."""
+    """Return a console with colours on a terminal, and plain text elsewhere."""
     from rich.console import Console
 
     return Console(highlight=False)

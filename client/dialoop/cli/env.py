@@ -1,4 +1,4 @@
-"""`dialoop env`: write an environment, check that it does what it must, list those there are."""
+"""Run `dialoop env`: write an environment, check it, or list the environments there are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.cli.console import say
 from dialoop.cli.env_template import TEMPLATE
-from dialoop.cli.play import from_here, options_of
+from dialoop.cli.play import import_from_here, options_of
 from dialoop.cli.running_stacks import require_addresses
 from dialoop.clients.connection import Dialoop
 from dialoop.conformance.checks import Finding, check_environment
@@ -35,33 +35,37 @@ READY_MADE = (
 )
 
 
-def new(given: argparse.Namespace) -> int:
-    """0 when NAME.py was written."""
-    name = given.name
+def new(arguments: argparse.Namespace) -> int:
+    """Write NAME.py and return 0."""
+    name = arguments.name
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise InvalidInput(
-            f"'{name}' is no name for a Python file.",
-            remedy="Use small letters, digits and underscores, as in word_count.",
+            f"'{name}' cannot be the name of a Python file.",
+            remedy="Use lower-case letters, digits and underscores, as in word_count.",
         )
     path = Path(f"{name}.py")
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(TEMPLATE.replace("{name}", name))
     except FileExistsError:
-        raise InvalidInput(f"{path} is there already.", remedy="Choose another name.") from None
+        raise InvalidInput(f"{path} exists already.", remedy="Choose another name.") from None
     say(f"{path} is written. Try it, then make it yours:")
     say(f"  dialoop env check {name}:environment")
     say(f"  dialoop env play {name}:environment")
     return 0
 
 
-def check(given: argparse.Namespace) -> int:
-    """0 when the environment does all it must, 1 when it does not."""
-    if given.tasks < 1:
-        raise InvalidInput("--tasks is below 1.", remedy="Play at least one task of each split.")
-    from_here()
-    environment = load_environment(given.environment, options_of(given.option))
-    findings = asyncio.run(check_environment(environment, answers=given.say, num_tasks=given.tasks))
+def check(arguments: argparse.Namespace) -> int:
+    """Check an environment; return 0 when all checks pass, else 1."""
+    if arguments.tasks < 1:
+        raise InvalidInput(
+            f"--tasks is {arguments.tasks}.", remedy="Use 1 or more: it plays tasks of each split."
+        )
+    import_from_here()
+    environment = load_environment(arguments.environment, options_of(arguments.option))
+    findings = asyncio.run(
+        check_environment(environment, answers=arguments.say, num_tasks=arguments.tasks)
+    )
     for finding in findings:
         say(_line(finding))
     wrong = sum(not finding.is_ok for finding in findings)
@@ -71,13 +75,13 @@ def check(given: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def list_environments(given: argparse.Namespace) -> int:
-    """0 when they were printed: a service's own, or else those that come with Dialoop."""
-    address = given.address
-    if given.run:
-        address = address or require_addresses(given.root / given.run)["environment"]
+def list_environments(arguments: argparse.Namespace) -> int:
+    """Print a service's environments, or else those that come with Dialoop; return 0."""
+    address = arguments.address
+    if arguments.run:
+        address = address or require_addresses(arguments.root / arguments.run)["environment"]
     if address:
-        for info in asyncio.run(_served(address)):
+        for info in asyncio.run(_ask_service(address)):
             splits = ", ".join(f"{split.name} {split.num_tasks}" for split in info.splits)
             say(f"{info.name:20} {info.description} ({splits or 'questions of the caller'})")
         return 0
@@ -88,7 +92,7 @@ def list_environments(given: argparse.Namespace) -> int:
     return 0
 
 
-async def _served(address: str) -> tuple[EnvironmentInfo, ...]:
+async def _ask_service(address: str) -> tuple[EnvironmentInfo, ...]:
     token = os.environ.get("DIALOOP_TOKEN", "")
     async with Dialoop(environment=address, token=token) as dialoop:
         return await dialoop.environment.list_environments()

@@ -1,8 +1,8 @@
-"""The file that `dialoop env new` writes."""
+"""Hold the file that `dialoop env new` writes."""
 
 TEMPLATE = '''"""The environment {name}: count the words of a sentence, with a tool.
 
-dialoop env check {name}:environment      what an environment must do, and whether this one does
+dialoop env check {name}:environment      check all that an environment must do
 dialoop env play {name}:environment       play it by hand; --inference host:port: by a policy
 
 [environment]                             in a job config
@@ -22,30 +22,30 @@ WORDS = ("red", "green", "blue", "old", "new", "cat", "dog", "bird")
 
 
 def rows(seed: int, count: int) -> list[dict[str, str]]:
-    """Questions with their answers. Yours may come from a file: see JsonlTasks."""
+    """Return questions with their answers. Yours may come from a file: see JsonlTasks."""
     chance = random.Random(seed)
-    found = []
+    tasks = []
     for _ in range(count):
         words = chance.choices(WORDS, k=chance.randint(1, 9))
-        found.append({"query": f"How many words: {' '.join(words)}?", "answer": str(len(words))})
-    return found
+        tasks.append({"query": f"How many words: {' '.join(words)}?", "answer": str(len(words))})
+    return tasks
 
 
 def count_words(text: str) -> str:
-    """A tool: the policy asks <request><count_words>red cat<call> and reads 2<response>."""
+    """Count words: the policy writes <request><count_words>red cat<call>, reads 2<response>."""
     if not text.strip():
-        raise ToolInputError("there is no text.")  # told to the policy; others are failures
+        raise ToolInputError("there is no text.")  # the policy reads it; other errors are failures
     return str(len(text.split()))
 
 
 def right(episode: Episode) -> float:
-    """A reward: what the policy submitted, compared with the task's answer."""
+    """Return the reward: 1 when the policy submitted the task's answer, else 0."""
     submitted = episode.answer_text.partition("Result=")[2].partition("<submit>")[0]
     return float(submitted.strip() == episode.task.answer)
 
 
 def demonstrate(task: TaskData, rng: random.Random) -> tuple[Message, ...]:
-    """How a task is solved: what supervised training before any reward reads."""
+    """Return the messages that solve a task, for supervised training before RL."""
     words = task.question.partition(": ")[2].rstrip("?")
     return (
         Message(role="assistant", content=f"<request><count_words>{words}<call>"),
@@ -55,7 +55,7 @@ def demonstrate(task: TaskData, rng: random.Random) -> tuple[Message, ...]:
 
 
 def environment(num_train: int = 1000, num_heldout: int = 100) -> ChatEnv:
-    """What `use` names; its arguments are [environment.options] of a job config."""
+    """Make the environment that `use` names; [environment.options] are its arguments."""
     return tool_environment(
         name="{name}",
         description="Count the words of a sentence.",

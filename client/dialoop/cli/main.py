@@ -1,4 +1,4 @@
-"""`dialoop`: start, watch and stop a stack, train, play, and read what was played."""
+"""Run `dialoop`: start, watch and stop a stack, train, play, and read what was played."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ ROOT = Path("runs")
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints are one sentence."""
+    """A parser that reports a mistake in one sentence."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and where help is; exit code 2."""
+        """Print what is wrong and where help is, and exit with code 2."""
         complain(f"{message.rstrip('.')}. See `{self.prog} --help`.")
         raise SystemExit(2)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 for success, 2 for a mistake in what was asked, 1 for any other failure."""
-    given = parser().parse_args(arguments)
+    """Return the exit code: 0 for success, 2 for a wrong argument, 1 for any other failure."""
+    options = parser().parse_args(arguments)
     try:
-        # Imported when it is asked for: `dialoop --help` loads none of them.
-        command = import_module(f"dialoop.cli.{given.module}")
-        code: int = getattr(command, given.function)(given)
+        # Imported here, so that `dialoop --help` loads no command.
+        command = import_module(f"dialoop.cli.{options.module}")
+        code: int = getattr(command, options.function)(options)
     except DialoopError as error:
         complain(str(error))
         return 2 if isinstance(error, (InvalidInput, NotFound)) else 1
-    except BrokenPipeError:  # somebody reads only the first lines
+    except BrokenPipeError:  # the reader took only the first lines
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Return the parser of the whole command line."""
     root = _Parser(prog="dialoop", description=__doc__)
     commands = root.add_subparsers(
         dest="command", required=True, metavar="COMMAND", parser_class=_Parser

@@ -1,4 +1,4 @@
-"""`dialoop play`: one episode in the terminal, answered by hand or by a policy."""
+"""Run `dialoop play`: one episode in the terminal, answered by hand or by a policy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TerminalPlayer:
         self._num_shown = 0
 
     def __call__(self, history: History) -> str:
-        """What the user types."""
+        """Return what the user types."""
         self.show(history)
         try:
             text = input("assistant> ")
@@ -49,7 +49,7 @@ class TerminalPlayer:
             raise Unavailable(
                 "The input ended before the episode did.", reason=Reason.INPUT_ENDED
             ) from None
-        self._num_shown += 1  # it stands on the terminal already
+        self._num_shown += 1  # the terminal shows it already
         return text
 
     def show(self, history: History) -> None:
@@ -59,42 +59,44 @@ class TerminalPlayer:
         self._num_shown = len(history)
 
 
-def play(given: argparse.Namespace) -> int:
-    """0 when the episode was played to its end."""
-    from_here()
-    if given.run:
-        addresses = require_addresses(given.root / given.run)
-        given.address = given.address or addresses["environment"]
-        given.inference = given.inference or addresses["inference"]
-    by_policy = given.by == "policy" or (given.by is None and bool(given.inference))
-    if by_policy and not given.inference:
+def play(arguments: argparse.Namespace) -> int:
+    """Play the episode to its end and return 0."""
+    import_from_here()
+    if arguments.run:
+        addresses = require_addresses(arguments.root / arguments.run)
+        arguments.address = arguments.address or addresses["environment"]
+        arguments.inference = arguments.inference or addresses["inference"]
+    by_policy = arguments.by == "policy" or (arguments.by is None and bool(arguments.inference))
+    if by_policy and not arguments.inference:
         raise InvalidInput(
-            "A policy needs an inference service.", remedy="Give --inference or --run."
+            "--by policy needs an inference service.", remedy="Add --inference or --run."
         )
-    return asyncio.run(_play(given, by_policy=by_policy))
+    return asyncio.run(_play(arguments, by_policy=by_policy))
 
 
-def from_here() -> None:
-    """Let environments named by import path be found in the current folder."""
+def import_from_here() -> None:
+    """Let Python import environments from the current folder."""
     sys.path.insert(0, str(os.getcwd()))  # noqa: PTH109 - as Python itself does
 
 
-async def _play(given: argparse.Namespace, *, by_policy: bool) -> int:
+async def _play(arguments: argparse.Namespace, *, by_policy: bool) -> int:
     player = TerminalPlayer(rich_console())
-    environment = given.address or load_environment(given.environment, options_of(given.option))
-    policy = given.inference if by_policy else ScriptedPolicy(player)
+    environment = arguments.address or load_environment(
+        arguments.environment, options_of(arguments.option)
+    )
+    policy = arguments.inference if by_policy else ScriptedPolicy(player)
     token = os.environ.get("DIALOOP_TOKEN", "")
     async with Dialoop(environment=environment, inference=policy, token=token) as dialoop:
-        name = given.environment if given.address else environment.name
+        name = arguments.environment if arguments.address else environment.name
         info = await dialoop.environment.get_environment(name)
         if not by_policy:
             say(_how_to(info))
         sampling = SamplingParams(
             stop=info.stop,
-            temperature=given.temperature,
-            max_new_tokens=given.max_new_tokens,
+            temperature=arguments.temperature,
+            max_new_tokens=arguments.max_new_tokens,
         )
-        task = await dialoop.task(name, given.task, split=given.split, sampling=sampling)
+        task = await dialoop.task(name, arguments.task, split=arguments.split, sampling=sampling)
         trajectory = await dialoop.play(task)
     player.show(trajectory.history)
     return _conclude(trajectory)
@@ -115,7 +117,7 @@ def _line(message: Message) -> Text:
 
 
 def _conclude(trajectory: Trajectory) -> int:
-    """Say how it ended; a failure is an error, and never a reward of 0."""
+    """Print how the episode ended; raise its failure if there is one."""
     for failure in trajectory.failures:
         if failure.reason.endswith("_NOT_FOUND"):
             raise NotFound(failure.message, reason=reason_of(failure.reason))
@@ -129,13 +131,13 @@ def _conclude(trajectory: Trajectory) -> int:
     return 0
 
 
-def options_of(given: list[str]) -> dict[str, Any]:
-    """NAME=VALUE arguments as a dict; VALUE is JSON, or text where it is none."""
+def options_of(words: list[str]) -> dict[str, Any]:
+    """Return NAME=VALUE arguments as a dict; VALUE is JSON, or text where it is not."""
     options: dict[str, Any] = {}
-    for option in given:
+    for option in words:
         name, equals, value = option.partition("=")
         if not (name and equals):
-            raise InvalidInput(f"--option {option} is not NAME=VALUE.")
+            raise InvalidInput(f"--option {option} is not NAME=VALUE: write it as --option seed=7.")
         try:
             options[name] = json.loads(value)
         except ValueError:

@@ -1,7 +1,7 @@
-"""The stacks that run on this machine: who listens where, by the files they keep under runs/.
+"""Find the stacks that run on this machine, by the files they keep under runs/.
 
-A stack holds a lock on runs/.<run>.lock, in which its pid stands, for as long as it lives; once all
-its services are ready it also writes runs/<run>/stack.json.
+A stack locks runs/.<run>.lock, which contains its pid, until it ends. Once all its services are
+ready it also writes runs/<run>/stack.json.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STACK_FILE = "stack.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """A living stack; no addresses (gRPC, and REST where it is served) while it starts or stops."""
+    """A running stack. `addresses` (gRPC) and `rest` are empty while it starts or stops."""
 
     run_dir: Path
     pid: int
@@ -32,22 +32,22 @@ class Stack:
 
 
 def find_stack(run_dir: Path) -> Stack | None:
-    """The stack that serves a run's directory, or None."""
+    """Return the stack that serves a run's directory, or None."""
     pid = _holder_of(run_dir.parent / f".{run_dir.name}.lock")
     if not pid:
         return None
-    return announced(run_dir, pid) or Stack(run_dir=run_dir, pid=pid)
+    return read_announcement(run_dir, pid) or Stack(run_dir=run_dir, pid=pid)
 
 
 def find_stacks(root: Path) -> list[Stack]:
-    """All living stacks whose runs are under `root`."""
+    """Return all running stacks whose runs are under `root`."""
     names = (path.name.removeprefix(".").removesuffix(".lock") for path in root.glob(".*.lock"))
-    found = (find_stack(root / name) for name in sorted(names))
-    return [stack for stack in found if stack is not None]
+    stacks = (find_stack(root / name) for name in sorted(names))
+    return [stack for stack in stacks if stack is not None]
 
 
 def require_addresses(run_dir: Path) -> dict[str, str]:
-    """Who listens where, by service name; Unavailable when no ready stack serves the run."""
+    """Return each service's address by name; Unavailable when no ready stack serves the run."""
     stack = find_stack(run_dir)
     if stack is None or not stack.addresses:
         raise Unavailable(
@@ -61,7 +61,7 @@ def require_addresses(run_dir: Path) -> dict[str, str]:
 
 
 def _holder_of(lock: Path) -> int:
-    """The pid of who holds the lock; 0 for nobody."""
+    """Return the pid of the process that holds the lock; 0 if none does."""
     try:
         with lock.open(encoding="utf-8") as file:
             try:
@@ -73,13 +73,13 @@ def _holder_of(lock: Path) -> int:
     return 0
 
 
-def announced(run_dir: Path, pid: int) -> Stack | None:
-    """The stack of this pid once all its services are ready, by the file that it writes then."""
+def read_announcement(run_dir: Path, pid: int) -> Stack | None:
+    """Return the stack of this pid from its stack.json, or None before its services are ready."""
     try:
-        found = json.loads((run_dir / STACK_FILE).read_text("utf-8"))
+        content = json.loads((run_dir / STACK_FILE).read_text("utf-8"))
     except (OSError, ValueError):
         return None
-    if found["pid"] != pid:  # a stack that was killed leaves its file behind
+    if content["pid"] != pid:  # a stack that was killed leaves its file behind
         return None
-    addresses, rest = dict(found["addresses"]), dict(found.get("rest_addresses", {}))
+    addresses, rest = dict(content["addresses"]), dict(content.get("rest_addresses", {}))
     return Stack(run_dir=run_dir, pid=pid, addresses=addresses, rest=rest)

@@ -30,60 +30,65 @@ if TYPE_CHECKING:
     from dialoop.views.display import Row
 
 
-def show(given: argparse.Namespace) -> int:
-    """Print the trajectory that was asked for."""
-    path = given.path / TRAJECTORIES if given.path.is_dir() else given.path
-    parts = (trajectory_files(given.path) if given.path.is_dir() else ()) or (path,)
+def show(arguments: argparse.Namespace) -> int:
+    """Print the trajectory that the arguments select."""
+    path = arguments.path / TRAJECTORIES if arguments.path.is_dir() else arguments.path
+    parts = (trajectory_files(arguments.path) if arguments.path.is_dir() else ()) or (path,)
     try:
-        rows = (row for row in read_rows(*parts) if _matches(row, given))
-        row, which = _chosen(rows, given)
+        rows = (row for row in read_rows(*parts) if _matches(row, arguments))
+        row, which = _choose(rows, arguments)
     except OSError as error:
         raise NotFound(
             f"{error.filename} cannot be read: {error.strerror}.", remedy="Name a run's directory."
         ) from None
     except (ValueError, KeyError, TypeError):
         raise InvalidInput(
-            f"{path} is not a file of trajectories.", remedy=f"Name a {TRAJECTORIES}."
+            f"{path} is not a file of trajectories.",
+            remedy=f"Name a {TRAJECTORIES} or a run's directory.",
         ) from None
-    _print(row, which, _tokenizer_of(path.parent), given.tokens)
+    _print(row, which, _tokenizer_of(path.parent), arguments.tokens)
     return 0
 
 
-def _matches(row: Row, given: argparse.Namespace) -> bool:
+def _matches(row: Row, arguments: argparse.Namespace) -> bool:
     return (
-        row["trajectory_id"].startswith(given.id)
-        and given.task in ("", row["task_key"])
-        and given.label in ("", row["label"])
-        and given.outcome in ("", row["outcome"])
+        row["trajectory_id"].startswith(arguments.id)
+        and arguments.task in ("", row["task_key"])
+        and arguments.label in ("", row["label"])
+        and arguments.outcome in ("", row["outcome"])
     )
 
 
-def _chosen(rows: Iterator[Row], given: argparse.Namespace) -> tuple[Row, str]:
-    """The row that was asked for, and which of how many it is; holds no row that it cannot be."""
-    sign = given.best - given.worst
+def _choose(rows: Iterator[Row], arguments: argparse.Namespace) -> tuple[Row, str]:
+    """Return the selected row, and its number among how many; keep no more rows than needed."""
+    sign = arguments.best - arguments.worst
     kept: deque[tuple[int, Row]] = deque(
-        maxlen=1 if sign else min(max(1, -given.index), sys.maxsize)
+        maxlen=1 if sign else min(max(1, -arguments.index), sys.maxsize)
     )
     count = 0
     for count, row in enumerate(rows, start=1):
         if sign:
             is_wanted = not kept or sign * row["reward"] > sign * kept[0][1]["reward"]
         else:
-            is_wanted = given.index < 0 or count == given.index + 1
+            is_wanted = arguments.index < 0 or count == arguments.index + 1
         if is_wanted:
             kept.append((count, row))
     if not count:
-        raise NotFound(f"No trajectory in {given.path} is like that.", remedy="Ask for less.")
-    if not sign and not -count <= given.index < count:
         raise NotFound(
-            f"There is no index {given.index}.", remedy=f"{count} trajectories are like that."
+            f"No trajectory in {arguments.path} matches --task, --id, --label and --outcome.",
+            remedy="Leave some of them out.",
+        )
+    if not sign and not -count <= arguments.index < count:
+        raise NotFound(
+            f"--index is {arguments.index}, and {count} trajectories match.",
+            remedy=f"Use {-count} to {count - 1}.",
         )
     number, row = kept[0]
     return row, f"{number} of {count}"
 
 
 def _tokenizer_of(run_dir: Path) -> Tokenizer | None:
-    """The tokenizer of the run's model, where it still is."""
+    """Return the tokenizer of the run's model, or None where it is gone."""
     try:
         config = json.loads((run_dir / "run.json").read_text("utf-8"))["config"]
         return Tokenizer.from_directory(Path(config["model"]["directory"] or run_dir / "model"))

@@ -1,4 +1,4 @@
-"""`dialoop status`: which services answer, how far training is, and what waits in the queue."""
+"""Run `dialoop status`: which services answer, how far training is, what waits in the queue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from dialoop.cli.console import say
-from dialoop.cli.stack import chosen
+from dialoop.cli.stack import choose_stack
 from dialoop.clients.channel import Channel
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.retry import RetryPolicy
@@ -32,9 +32,9 @@ _TIMEOUT_S = 3.0
 _SERVING = b"\x08\x01"
 
 
-def status(given: argparse.Namespace) -> int:
-    """0 when every service answers."""
-    stack = chosen(given.root, given.run)
+def status(arguments: argparse.Namespace) -> int:
+    """Print the state of a stack; return 0 when every service answers."""
+    stack = choose_stack(arguments.root, arguments.run)
     say(f"{stack.run_dir}, pid {stack.pid}")
     if not stack.addresses:
         say("is starting or stopping; its services have no addresses yet")
@@ -63,7 +63,7 @@ async def _health(address: str) -> str:
 
 
 async def _details(stack: Stack) -> None:
-    """What trainer and replay say of themselves."""
+    """Print what the trainer and the replay service report."""
     run_id = json.loads((stack.run_dir / "run.json").read_text("utf-8"))["run_id"]
     async with _channel(stack.addresses, "trainer") as to_trainer:
         try:
@@ -82,20 +82,20 @@ def _channel(addresses: Mapping[str, str], name: str) -> Channel:
     return Channel(addresses[name], token=token, retry=RetryPolicy(max_attempts=1))
 
 
-def training_line(found: TrainerStatus) -> str:
-    """One line on how far training is."""
+def training_line(trainer: TrainerStatus) -> str:
+    """Return one line on how far training is."""
     parts = [
-        found.phase.name.lower().replace("_", " "),
-        f"{found.num_train_steps} of {found.max_train_steps} train steps",
-        f"policy {found.policy_version or 'not published yet'}",
+        trainer.phase.name.lower().replace("_", " "),
+        f"{trainer.num_train_steps} of {trainer.max_train_steps} train steps",
+        f"policy {trainer.policy_version or 'not published yet'}",
     ]
-    if "train/reward" in found.metrics:
-        parts.append(f"reward {found.metrics['train/reward']:.2f}")
-    return ", ".join([*parts, found.failure] if found.failure else parts)
+    if "train/reward" in trainer.metrics:
+        parts.append(f"reward {trainer.metrics['train/reward']:.2f}")
+    return ", ".join([*parts, trainer.failure] if trainer.failure else parts)
 
 
 def queue_line(stats: ReplayStats) -> str:
-    """One line on the groups, in the order in which they go."""
+    """Return one line on the groups, in the order in which they pass through the queue."""
     counts = stats.training
     return (
         f"{counts.num_tasks_offered} tasks offered; groups: {counts.num_groups_leased} playing, "

@@ -1,4 +1,4 @@
-"""What a collector needs to know; read once in `__main__`."""
+"""Define the settings of the collector; `__main__` reads them once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _this_worker() -> str:
 
 
 class CollectorSettings(JobSettings, CollectorSection):
-    """Which tasks to play, on what, how many at a time; `port` serves health only."""
+    """Which tasks to play, with which services, how many at a time. `port` serves health."""
 
     model_config = SettingsConfigDict(env_prefix="DIALOOP_COLLECTOR_")
     TABLE = "collector"
@@ -38,9 +38,9 @@ class CollectorSettings(JobSettings, CollectorSection):
     )
 
     run: str = "default"
-    """Run id: scopes the queue's keys."""
+    """Run id, which is part of the queue's keys."""
     run_dir: Path | None = None
-    """Where collector-<worker>.json goes; absent: nowhere."""
+    """Folder for collector-<worker>.json; absent: the file is not written."""
     worker: str = Field(default_factory=_this_worker, pattern=r"^[A-Za-z0-9._-]+$")
     """Name of this collector in leases and files."""
 
@@ -49,31 +49,31 @@ class CollectorSettings(JobSettings, CollectorSection):
     environment_address: str = "127.0.0.1:7001"
     """host:port of the environment service."""
     inference_addresses: list[str] = Field(default=["127.0.0.1:7002"], min_length=1)
-    """host:port of every inference replica; asked in turn."""
+    """host:port of every inference replica; requests go to them in turn."""
     inference_rest_addresses: list[str] = Field(default_factory=list)
-    """host:port of every replica's REST door, in the same order; agents call there."""
+    """host:port of every replica's REST door, in the same order; agents call these."""
 
     environment: EnvironmentSection = EnvironmentSection()
     """Environment whose tasks are offered for training, and the agent that plays them."""
     environments: tuple[EnvironmentSection, ...] = ()
     """Further environments whose tasks are offered, by weight."""
     shuffle_seed: int = 0
-    """Orders the tasks of each epoch; 0 keeps the source's order."""
+    """Seed of the order of tasks in each epoch; 0 keeps the order of the source."""
 
     @classmethod
-    def derived(cls, job: JobConfig) -> dict[str, Any]:
-        """Return the order of tasks, which a seed of 0 would leave as the source has it."""
+    def derive(cls, job: JobConfig) -> dict[str, Any]:
+        """Return the seed of the order of tasks: the job's plus 1, since 0 would not shuffle."""
         return {"shuffle_seed": job.seed + 1}
 
     @property
     def agents(self) -> dict[str, str]:
-        """Environment to module:function, the agent that plays its tasks instead of the policy."""
+        """Return the agent, as module:function, of each environment that has one."""
         sections = (self.environment, *self.environments)
         return {section.served_name: section.agent for section in sections if section.agent}
 
     @property
     def mixture(self) -> Mixture:
-        """What is offered, the main environment first."""
+        """Return the mixture of tasks that is offered, the main environment first."""
         streams = (
             TaskStream(
                 environment=section.served_name, split=section.train_split, weight=section.weight

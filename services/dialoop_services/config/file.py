@@ -1,7 +1,7 @@
-"""Reading and printing a job config; a mistake becomes one sentence with the file and the key.
+"""Read and print a job config. A mistake in it becomes one sentence with the file and the key.
 
 config = load_config(Path("job.toml"), environment=os.environ)
-print(toml_of(config))       # engine = "vllm"  # What samples.
+print(toml_of(config))       # engine = "vllm"  # Engine that samples: "vllm" or "transformers".
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PATHS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override:
-    """A value that takes the place of the file's: the key's path, and who says so."""
+    """A value that replaces the file's: the key's path, and where the value is from."""
 
     path: str
     value: Any
@@ -44,7 +44,7 @@ class Override:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig:
-    """A config, and who said each key that is not at its default: {"train.loss": "job.toml"}."""
+    """A config, and where keys not at their default are from: {"train.loss": "job.toml"}."""
 
     config: JobConfig
     origins: Mapping[str, str]
@@ -67,7 +67,7 @@ def load_with_origins(
 ) -> LoadedConfig:
     """Return the config of a file, or all defaults, under `overrides`, and where values are from.
 
-    SEED and `run` override the rest.
+    SEED and `run` override everything else.
     """
     values = {} if path is None else _read(path)
     source = "the command line" if path is None else str(path)
@@ -76,7 +76,7 @@ def load_with_origins(
         Override(path="seed", value=environment.get("SEED"), origin="SEED"),
         Override(path="run", value=run, origin="--run"),
     ]
-    for override in (*overrides, *(one for one in last if one.value)):
+    for override in (*overrides, *(override for override in last if override.value)):
         override_in(values, override)
         origins[override.path] = override.origin
     return LoadedConfig(config=parse_config(values, source=source), origins=origins)
@@ -91,10 +91,10 @@ def override_in(values: dict[str, Any], override: Override) -> None:
 
 
 def parse_config(values: dict[str, Any], *, source: str) -> JobConfig:
-    """Return the checked config; InvalidConfig with one sentence about the first mistake."""
+    """Return the checked config; InvalidConfig names the first mistake in one sentence."""
     old = old_import_in(values)
     if old:
-        raise InvalidConfig(f"{source}: {old}.", remedy="Write the name it has now.")
+        raise InvalidConfig(f"{source}: {old}.", remedy="Use the new name.")
     try:
         return JobConfig.model_validate(values)
     except ValidationError as error:
@@ -102,9 +102,9 @@ def parse_config(values: dict[str, Any], *, source: str) -> JobConfig:
 
 
 def toml_of(config: JobConfig, origins: Mapping[str, str] | None = None) -> str:
-    """Return the whole config as TOML, each key with what it means; one without a value commented.
+    """Return the whole config as TOML, with the meaning of each key in a comment.
 
-    With `origins` each key says where its value is from instead of what it means.
+    A key without a value is commented out. With `origins` the comments say where values are from.
     """
     head = f"schema = {SCHEMA}  # Version of this file's keys."
     return "\n".join([head, *_lines(config, "", origins)]) + "\n"
@@ -116,10 +116,12 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(
             f"The config {path} cannot be read: {getattr(error, 'strerror', None) or error}.",
-            remedy="Name a TOML file, as infra/configs/demo.toml.",
+            remedy="Name a TOML file, such as infra/configs/demo.toml.",
         ) from None
     except tomllib.TOMLDecodeError as error:
-        raise InvalidConfig(f"{path} is not TOML: {error}.", remedy="Correct that line.") from None
+        raise InvalidConfig(
+            f"{path} is not valid TOML: {error}.", remedy="Correct that line."
+        ) from None
     for section, keys in _PATHS.items():
         for table in (*_tables([values.get(section)]), *_tables(values.get(f"{section}s"))):
             for key in keys:
@@ -128,17 +130,17 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-def _tables(found: Any) -> list[dict[str, Any]]:
-    """Return the tables of an array; the config itself refuses whatever else stands there."""
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+def _tables(value: Any) -> list[dict[str, Any]]:
+    """Return the tables of an array; JobConfig refuses anything else in that place."""
+    return [t for t in value if isinstance(t, dict)] if isinstance(value, list) else []
 
 
 def _leaves(values: Mapping[str, Any], path: str = "") -> list[str]:
-    found = []
+    leaves = []
     for name, value in values.items():
         inner = f"{path}.{name}" if path else name
-        found += _leaves(value, inner) if isinstance(value, dict) and value else [inner]
-    return found
+        leaves += _leaves(value, inner) if isinstance(value, dict) and value else [inner]
+    return leaves
 
 
 def _mistake(source: str, detail: ErrorDetails) -> InvalidConfig:
@@ -147,8 +149,8 @@ def _mistake(source: str, detail: ErrorDetails) -> InvalidConfig:
         return _unknown_key(source, location)
     key = ".".join(location) or "the file"
     message = detail["msg"].removeprefix("Value error, ")
-    given = detail["input"]
-    shown = "" if isinstance(given, (dict, BaseModel)) else f" is {given!r}"
+    value = detail["input"]
+    shown = "" if isinstance(value, (dict, BaseModel)) else f" is {value!r}"
     separator = ": " if shown else ", "
     return InvalidConfig(
         f"{source}, {key}{shown}{separator}{message[0].lower()}{message[1:]}.",
@@ -165,38 +167,38 @@ def _unknown_key(source: str, location: list[str]) -> InvalidConfig:
             annotation = get_args(annotation)[0]
         assert isinstance(annotation, type)
         kind = annotation
-    known = list(kind.model_fields)
-    near = difflib.get_close_matches(key, known, n=1)
+    keys = list(kind.model_fields)
+    near = difflib.get_close_matches(key, keys, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     where = f" in [{'.'.join(sections)}]" if sections else ""
     return InvalidConfig(
         f"{source} has an unknown key {key!r}{where}{hint}",
         reason=Reason.UNKNOWN_KEY,
-        remedy=f"Known keys: {', '.join(known)}.",
+        remedy=f"Known keys: {', '.join(keys)}.",
     )
 
 
 def _lines(section: BaseModel, path: str, origins: Mapping[str, str] | None) -> list[str]:
-    """Return a section's own keys, then the sections inside it, as TOML wants them."""
+    """Return a section's own keys, then the sections inside it, in the order that TOML needs."""
     lines, inside = [], []
     for name, field in type(section).model_fields.items():
         value, inner = getattr(section, name), f"{path}.{name}" if path else name
-        said = " ".join((field.description or "").split())
+        meaning = " ".join((field.description or "").split())
         if isinstance(value, BaseModel):
             title = f"[{inner}]  # {(type(value).__doc__ or '').strip().splitlines()[0]}"
             inside += ["", title, *_lines(value, inner, origins)]
         elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
-            for one in value:
-                inside += ["", f"[[{inner}]]  # {said}", *_lines(one, inner, origins)]
+            for table in value:
+                inside += ["", f"[[{inner}]]  # {meaning}", *_lines(table, inner, origins)]
         else:
-            given = f"# {name} =" if value is None else f"{name} = {_text(value)}"
-            comment = said if origins is None else _origin_of(inner, origins)
-            lines.append(f"{given}  # {comment}")
+            assignment = f"# {name} =" if value is None else f"{name} = {_text(value)}"
+            comment = meaning if origins is None else _origin_of(inner, origins)
+            lines.append(f"{assignment}  # {comment}")
     return lines + inside
 
 
 def _origin_of(path: str, origins: Mapping[str, str]) -> str:
-    """Return who said a key, or the table or mapping around or below it."""
+    """Return where a key is from, or the table or mapping around or below it."""
     near = (o for p, o in origins.items() if p == path or path.startswith(f"{p}."))
     below = (o for p, o in origins.items() if p.startswith(f"{path}."))
     return next(near, None) or next(below, "default")

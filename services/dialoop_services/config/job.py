@@ -1,11 +1,11 @@
-"""The job config: what a TOML file may say, with defaults that train the built-in arithmetic task.
+"""Define the job config: what a TOML file may say. The defaults train arithmetic.
 
 engine = "vllm"
 [train]
 num_steps = 50
 
-The services' tables stand in `dialoop_services.config.tables`; here, the stack's own, and what two
-tables exclude.
+The tables that services read stand in `dialoop_services.config.tables`. This module has the tables
+of the stack, and the checks that concern two tables.
 """
 
 from __future__ import annotations
@@ -36,78 +36,83 @@ SCHEMA = 1
 
 _HALF = "bfloat16"
 _ROUNDING = 1e-2
-"""Nats: below this, the largest difference of log-probs with and without bfloat16 does not stay."""
+"""Nats: in bfloat16, log-probs of engine and trainer differ by more than this."""
 
 
 class GatesSection(Section):
-    """What must hold at the end for exit code 0, beside what always must; absent: not asked."""
+    """What must hold at the end for exit code 0, besides the built-in checks; absent: no check."""
 
     heldout_greedy_before_at_most: float | None = None
-    """Greedy held-out accuracy before training."""
+    """Largest greedy held-out accuracy before training, from 0 to 1."""
     heldout_greedy_after_at_least: float | None = None
-    """Greedy held-out accuracy after training."""
+    """Smallest greedy held-out accuracy after training, from 0 to 1."""
     heldout_sampled_gain_at_least: float | None = None
-    """Sampled held-out accuracy after training, less that before."""
+    """Smallest gain of sampled held-out accuracy: after training, minus before."""
     tool_call_rate_after_at_least: float | None = None
-    """Share of sampled held-out trajectories that call a tool, after training."""
+    """Smallest share of sampled held-out trajectories that call a tool, after training."""
     older_data_share_at_least: float | None = None
-    """Share of train steps that used data of an older policy version."""
+    """Smallest share of train steps that used data of an older policy version."""
     policy_versions_at_least: int | None = None
-    """Published policy versions."""
+    """Smallest number of published policy versions."""
     logprob_difference_at_most: float = Field(default=1e-4, gt=0)
-    """Trainer against inference after every publish, and re-scoring, in nats."""
+    """Largest difference of log-probs between trainer and engine, in nats. It is measured after
+    every publish and, at the end, by scoring all trajectories again."""
 
 
 class PortsSection(Section):
-    """Fixed loopback ports; 0 for any free one."""
+    """Fixed ports on 127.0.0.1; 0: any free one."""
 
     redis: int = Field(default=0, ge=0, le=65535)
-    """Port of the Redis that is started."""
+    """Port of Redis, where the stack starts one; 0: any free one."""
     replay: int = Field(default=0, ge=0, le=65535)
-    """Port of the replay service."""
+    """gRPC port of the replay service; 0: any free one."""
     environment: int = Field(default=0, ge=0, le=65535)
-    """Port of the environment service."""
+    """gRPC port of the environment service; 0: any free one."""
     inference: int = Field(default=0, ge=0, le=65535)
-    """Port of the first inference replica."""
+    """gRPC port of the first inference replica; 0: any free one."""
     trainer: int = Field(default=0, ge=0, le=65535)
-    """Port of the trainer."""
+    """gRPC port of the trainer; 0: any free one."""
     scorer: int = Field(default=0, ge=0, le=65535)
-    """Port of the scorer."""
+    """gRPC port of the scorer; 0: any free one."""
     collector: int = Field(default=0, ge=0, le=65535)
-    """Port of the collector."""
+    """gRPC port of the collector; 0: any free one."""
     replay_rest: int = Field(default=0, ge=0, le=65535)
-    """REST port of the replay service."""
+    """REST port of the replay service; 0: any free one."""
     environment_rest: int = Field(default=0, ge=0, le=65535)
-    """REST port of the environment service."""
+    """REST port of the environment service; 0: any free one."""
     inference_rest: int = Field(default=0, ge=0, le=65535)
-    """REST port of the first inference replica."""
+    """REST port of the first inference replica; 0: any free one."""
     trainer_rest: int = Field(default=0, ge=0, le=65535)
-    """REST port of the trainer."""
+    """REST port of the trainer; 0: any free one."""
     scorer_rest: int = Field(default=0, ge=0, le=65535)
-    """REST port of the scorer."""
+    """REST port of the scorer; 0: any free one."""
     collector_rest: int = Field(default=0, ge=0, le=65535)
-    """Port of the collector's health and metrics."""
+    """Port of the collector's health and metrics; 0: any free one."""
 
 
 class JobConfig(Section):
     """A whole job."""
 
     run: str = Field(default="default", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
-    """Name of the run; its state is under runs/<name>/."""
+    """Name of the run; its files are in runs/<name>/. It has up to 64 letters, digits, "_", "." and
+    "-", and starts with a letter or digit."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the tiny model, demonstrations, task order and sampling; SEED overrides it."""
+    """Seed of the tiny model, demonstrations, task order and sampling. The variable SEED overrides
+    it."""
     engine: EngineName = "vllm"
-    """What samples: vllm, transformers, or the import path of an engine, module:Class."""
+    """Engine that samples: "vllm", "transformers", or the import path of yours, module:Class."""
     dtype: Dtype = "float32"
-    """Number format of the trainer's weights; log-probs agree to 1e-4 in float32 only."""
+    """Number format of the trainer's weights: "float32" or "bfloat16". Log-probs of engine and
+    trainer agree to 1e-4 in float32 only."""
     store: Literal["redis", "memory"] = "redis"
-    """Where the queue lives; memory forgets when the replay service ends."""
+    """Where the queue is kept: "redis", or "memory" of the replay service, lost when it ends."""
     placement: Literal["split", "shared"] = "split"
-    """Engine and trainer on devices of their own, or on one device by turns."""
+    """Devices: "split" for engine and trainer apart, "shared" for turns on one device."""
     model: ModelSection = ModelSection()
     environment: EnvironmentSection = EnvironmentSection()
     environments: tuple[EnvironmentSection, ...] = ()
-    """Further environments to train on, by weight; the warm start and evaluations use the first."""
+    """Further environments to train on, by weight. The warm start and evaluations use [environment]
+    alone."""
     inference: InferenceSection = InferenceSection()
     collector: CollectorSection = CollectorSection()
     scorer: ScorerSection = ScorerSection()
@@ -121,7 +126,7 @@ class JobConfig(Section):
 
     @property
     def all_environments(self) -> tuple[EnvironmentSection, ...]:
-        """What is trained on, [environment] first."""
+        """Return the environments that are trained on, [environment] first."""
         return (self.environment, *self.environments)
 
     @model_validator(mode="after")
@@ -129,16 +134,17 @@ class JobConfig(Section):
         names = [section.served_name for section in self.all_environments]
         if len(set(names)) != len(names):
             raise ValueError(
-                f"two environments have one name: {', '.join(names)}; give each its own"
+                f"two environments have the same name: {', '.join(names)}; set a different name "
+                "in each"
             )
         return self
 
     @model_validator(mode="before")
     @classmethod
-    def _require_known_schema(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or "schema" not in given:
-            return given
-        values = dict(given)
+    def _require_known_schema(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or "schema" not in value:
+            return value
+        values = dict(value)
         schema = values.pop("schema")
         if schema != SCHEMA:
             raise ValueError(
@@ -156,20 +162,20 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _require_one_device(self) -> JobConfig:
-        """What two who take turns on one device cannot do."""
+        """Refuse what cannot work where engine and trainer take turns on one device."""
         if self.placement == "split":
             return self
         train, inference = self.train, self.inference
         train.require_turns(inference.data_plane)
         if inference.tensor_parallel_size > 1:
             raise ValueError(
-                'placement = "shared" is for one device, and tensor_parallel_size is '
-                f"{inference.tensor_parallel_size}; set it to 1, or placement to split"
+                'placement = "shared" uses one device, and tensor_parallel_size is '
+                f"{inference.tensor_parallel_size}: set it to 1, or placement to split"
             )
         if train.num_processes > 1:
             raise ValueError(
-                'placement = "shared" is for one process of the trainer, and num_processes is '
-                f"{train.num_processes}; set it to 1, or placement to split"
+                'placement = "shared" takes one trainer process, and num_processes is '
+                f"{train.num_processes}: set it to 1, or placement to split"
             )
         if facts_of_engine(self.engine).cpu_only and train.device == "cuda":
             raise ValueError(
@@ -182,11 +188,12 @@ class JobConfig(Section):
     def _require_rows_for_what_is_sampled(self) -> JobConfig:
         longest = self.inference.max_model_len
         row_tokens = self.train.row_tokens(longest)
-        is_asked = self.train.mode == "rl" and self.train.oversize == "error"
-        if is_asked and row_tokens < longest:
+        is_error = self.train.mode == "rl" and self.train.oversize == "error"
+        if is_error and row_tokens < longest:
             raise ValueError(
-                f"max_row_tokens is {row_tokens}, below max_model_len {longest} in [inference]: a "
-                "longer sequence could not be trained; leave it out, raise it, or set oversize"
+                f"max_row_tokens is {row_tokens}, below max_model_len {longest} in [inference], so "
+                "the longest sequences could not be trained: leave it out, raise it, or set "
+                "oversize to drop or truncate"
             )
         return self
 
@@ -195,8 +202,8 @@ class JobConfig(Section):
         size = self.collector.group_size
         if self.train.mode == "rl" and self.train.num_steps and size < 2:
             raise ValueError(
-                f"group_size is {size}: advantages compare the trajectories of a group, so that no "
-                "group of one is ever trained; set it to 2 or more in [collector]"
+                f"group_size is {size}, and advantages compare the trajectories of a group: set it "
+                "to 2 or more in [collector]"
             )
         return self
 
@@ -206,41 +213,42 @@ class JobConfig(Section):
         is_trained = train.mode == "rl" and train.num_steps
         if is_trained and facts_of(train.loss).imitates and not self.scorer.top_k:
             raise ValueError(
-                f"loss {train.loss} imitates bad trajectories like good ones: set top_k in "
-                "[scorer], which chooses the best of each group"
+                f"loss {train.loss} imitates all trajectories, bad ones too: set top_k in "
+                "[scorer] to choose the best of each group"
             )
         return self
 
     @model_validator(mode="after")
     def _require_reference_for_the_loss(self) -> JobConfig:
         objective, loss = self.train.objective, self.train.loss
-        asked = {
+        needs_reference = {
             f"loss {loss}": facts_of(loss).needs_reference,
             f"kl_coeff {objective.kl_coeff:g}": objective.kl_coeff and objective.kl_to == "ref",
             "correction_to ref": objective.correction and objective.correction_to == "ref",
         }
-        askers = [name for name, asks in asked.items() if asks]
-        if self.train.mode == "rl" and askers and not self.scorer.reference_logprobs:
+        users = [name for name, needs_it in needs_reference.items() if needs_it]
+        if self.train.mode == "rl" and users and not self.scorer.reference_logprobs:
             raise ValueError(
-                f"{' and '.join(askers)} needs log-probs of a reference model: set "
+                f"{' and '.join(users)} needs log-probs of a reference model: set "
                 "reference_logprobs = true in [scorer]"
             )
         if self.scorer.top_k > self.collector.group_size:
             raise ValueError(
-                f"top_k is {self.scorer.top_k}, above group_size {self.collector.group_size}"
+                f"top_k is {self.scorer.top_k}, above group_size {self.collector.group_size}: set "
+                f"it to {self.collector.group_size} or less in [scorer]"
             )
         return self
 
 
 def warnings_for_formats(config: JobConfig) -> tuple[str, ...]:
-    """Return a sentence for each number format that rounds away what the job is about."""
+    """Return a warning for each number format that would round away what the job learns."""
     trains = config.train.num_steps or config.train.mode == "sft" or config.warm_start.num_steps
     bound = config.gates.logprob_difference_at_most
     warnings: list[str] = []
     if trains and config.dtype == _HALF:
         warnings.append(
-            "dtype bfloat16 rounds away updates below a 256th of a weight; float32 with "
-            f'autocast = "{_HALF}" in [train] and dtype = "{_HALF}" in [inference] keeps them'
+            "dtype bfloat16 rounds away updates below a 256th of a weight: set dtype to float32 "
+            f'with autocast = "{_HALF}" in [train] and dtype = "{_HALF}" in [inference]'
         )
     if trains and _HALF in (config.dtype, config.inference.dtype) and bound < _ROUNDING:
         warnings.append(
@@ -251,22 +259,22 @@ def warnings_for_formats(config: JobConfig) -> tuple[str, ...]:
 
 
 def warnings_for_advantages(config: JobConfig) -> tuple[str, ...]:
-    """Return a sentence for each way in which the config departs from what its loss is meant for.
+    """Return a warning for each setting of [scorer] that differs from what the loss needs.
 
-    A loss with GRPO's advantages is as good with others.
+    A loss that needs GRPO's advantages also works with others, so it gets no warning about them.
     """
     if config.train.mode != "rl" or not config.train.num_steps:
         return ()
-    loss, given = config.train.loss, config.scorer.baseline_for(config.train.loss)
-    facts, plain = facts_of(loss), LossFacts()
-    meant = {name: getattr(facts, name) for name in given}
-    if all(meant[name] == getattr(plain, name) for name in meant):
-        meant = {}
-    departures = {name: value for name, value in meant.items() if value != given[name]}
+    loss, baseline = config.train.loss, config.scorer.baseline_for(config.train.loss)
+    facts, default = facts_of(loss), LossFacts()
+    needed = {name: getattr(facts, name) for name in baseline}
+    if all(needed[name] == getattr(default, name) for name in needed):
+        needed = {}
+    differing = {name: value for name, value in needed.items() if value != baseline[name]}
     if facts.drop_uniform and not config.scorer.drop_uniform:
-        departures["drop_uniform"] = True
+        differing["drop_uniform"] = True
     return tuple(
-        f"loss {loss} is meant for [scorer] {name} = {str(value).lower()}, which is not what "
-        "this config has"
-        for name, value in departures.items()
+        f"loss {loss} is meant for {name} = {str(value).lower()} in [scorer], and this config "
+        "says otherwise"
+        for name, value in differing.items()
     )

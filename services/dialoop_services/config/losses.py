@@ -1,4 +1,4 @@
-"""What each built-in loss needs and means; its formula stands in `learning.loss.losses`.
+"""List what each built-in loss needs; the formulas stand in `learning.loss.losses`.
 
 facts_of("rloo").leave_one_out      # True
 facts_of("my_project:mine")         # what holds for a loss of your own
@@ -21,9 +21,9 @@ Aggregation = Literal["token", "sequence", "prompt", "constant", "sum"]
 token: their mean over the update (DAPO, arXiv 2503.14476). sequence: the mean of each sequence's
 own mean (GRPO, arXiv 2402.03300). prompt: the mean of the token means of each prompt's group.
 constant: the mean over sequences of sums divided by one constant, as the longest answer (Dr. GRPO,
-arXiv 2503.20783). sum: plain.
+arXiv 2503.20783). sum: the plain sum.
 
-An update is what one step of the optimiser learns from: one of the `num_minibatches` parts of a
+An update is one step of the optimiser: it trains one of the `num_minibatches` parts of a
 train step. TRL's "bnpo" counts each micro-batch by itself, and its "dapo" takes the mean of all
 updates made from one generation. torchrl calls sequence "prompt_mean".
 """
@@ -35,10 +35,10 @@ class LossFacts:
 
     formula: the function in `learning.loss.losses`; empty: the one with the loss's own name.
     options: arguments of that function. whiten: normalise advantages over the train step.
-    needs_advantages: false where tokens are trained whatever their advantage.
+    needs_advantages: false where the loss trains tokens whatever their advantage.
     needs_reference, needs_proximal: the loss reads `ref_logprobs`, `proximal_logprobs`.
-    imitates: train sequences whole and read of an advantage only whether the scorer chose the
-    sequence (`top_k`); such a loss also trains on demonstrations.
+    imitates: the loss trains whole sequences, and an advantage only says whether the scorer chose
+    the sequence (`top_k`). Such a loss also trains on demonstrations.
     divide_by_std, leave_one_out, drop_uniform: how the scorer should prepare the groups.
     """
 
@@ -56,7 +56,7 @@ class LossFacts:
 
     @property
     def holds_to_reference(self) -> bool:
-        """Whether the loss keeps the policy near the reference, so that a KL term adds nothing."""
+        """Return whether the loss keeps the policy near the reference, as a KL term would."""
         return self.imitates and self.needs_reference
 
 
@@ -79,15 +79,15 @@ LOSSES: Mapping[str, LossFacts] = MappingProxyType(
         "minor_sft": LossFacts(aggregation="sequence", imitates=True, needs_reference=True),
     }
 )
-"""The losses that need no import path."""
+"""The built-in losses by name."""
 
 DEFAULT_LOSS = "dppo_mask"
-"""What RL trains with unless the config names a loss."""
+"""The loss that RL trains with unless the config names another."""
 
 DEMONSTRATION_LOSS = "sft"
-"""What demonstrations are trained with, in a warm start and unless the config names another."""
+"""The loss of a warm start, and of SFT unless the config names another."""
 
 
 def facts_of(name: str) -> LossFacts:
-    """Return the facts of a built-in loss, or those that hold for a loss of the user's own."""
+    """Return the facts of a built-in loss, or the defaults for a loss of the user's own."""
     return LOSSES.get(name) or LossFacts()

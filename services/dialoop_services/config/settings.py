@@ -1,4 +1,4 @@
-"""Settings of a service that the job file has a word in.
+"""Define the settings of services that read the job file.
 
 class TrainerSettings(JobSettings, TrainFields):
     model_config = SettingsConfigDict(env_prefix="DIALOOP_TRAINER_")
@@ -6,7 +6,7 @@ class TrainerSettings(JobSettings, TrainFields):
     evaluation: EvaluationSection = EvaluationSection()      # the file's table of that name
     max_new_tokens: int = job_key("collector.max_new_tokens")
 
-A value comes from an argument, else from a variable, else from the job file that DIALOOP_CONFIG
+A value is taken from an argument, else from a variable, else from the job file that DIALOOP_CONFIG
 names, else it is the default.
 """
 
@@ -34,18 +34,18 @@ CONFIG_VARIABLE = "DIALOOP_CONFIG"
 
 
 def field_at(path: str) -> FieldInfo:
-    """Return the field of the job file's key, as `collector.max_new_tokens`."""
+    """Return the field of a key of the job file, as `collector.max_new_tokens`."""
     *tables, key = path.split(".")
     model: type[BaseModel] = JobConfig
     for table in tables:
-        found = model.model_fields[table].annotation
-        assert isinstance(found, type)
-        model = found
+        annotation = model.model_fields[table].annotation
+        assert isinstance(annotation, type)
+        model = annotation
     return model.model_fields[key]
 
 
 def is_table(path: str) -> bool:
-    """Return whether the key is a table, or an array of tables."""
+    """Return whether a key of the job file is a table, or an array of tables."""
     annotation = field_at(path).annotation
     if get_origin(annotation) is tuple:
         annotation = get_args(annotation)[0]
@@ -53,7 +53,7 @@ def is_table(path: str) -> bool:
 
 
 def job_key(path: str) -> Any:
-    """Return the same field for a service that reads the key from a table of another's."""
+    """Return the field of a key that a service reads from the table of another service."""
     field = copy(field_at(path))
     field.json_schema_extra = {"job_key": path}
     return field
@@ -63,11 +63,11 @@ class JobSettings(ServerSettings):
     """Settings whose fields are keys of the job file, besides addresses and folders."""
 
     TABLE: ClassVar[str] = ""
-    """The service's own table, whose keys are fields here."""
+    """Name of the service's own table in the job file; its keys are fields here."""
 
     @classmethod
     def job_paths(cls) -> dict[str, str]:
-        """Return where in the job file each field stands that is a key or a table there."""
+        """Return the path in the job file of each field that is a key or a table there."""
         own = field_at(cls.TABLE).annotation if cls.TABLE else None
         keys = own.model_fields if isinstance(own, type) and issubclass(own, BaseModel) else {}
         paths: dict[str, str] = {}
@@ -79,19 +79,19 @@ class JobSettings(ServerSettings):
                 paths[name] = f"{cls.TABLE}.{name}"
             elif name in JobConfig.model_fields:
                 paths[name] = name
-        derived = cls.derived(JobConfig())
+        derived = cls.derive(JobConfig())
         return {name: path for name, path in paths.items() if name not in derived}
 
     @classmethod
-    def derived(cls, job: JobConfig) -> dict[str, Any]:
-        """Return the fields that follow from several keys of the job file."""
+    def derive(cls, job: JobConfig) -> dict[str, Any]:
+        """Return the fields whose values follow from several keys of the job file."""
         return {}
 
     @classmethod
     def of_job(cls, job: JobConfig) -> dict[str, Any]:
-        """Return all that a job file says of these settings."""
-        said = {name: _value_at(job, path) for name, path in cls.job_paths().items()}
-        return said | cls.derived(job)
+        """Return the values that a job file gives to these settings."""
+        values = {name: _value_at(job, path) for name, path in cls.job_paths().items()}
+        return values | cls.derive(job)
 
     @classmethod
     def settings_customise_sources(
@@ -103,10 +103,10 @@ class JobSettings(ServerSettings):
 
 
 class _JobFile(PydanticBaseSettingsSource):
-    """What the file named by DIALOOP_CONFIG says."""
+    """The values of the file that DIALOOP_CONFIG names."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        """Return nothing: all values come at once."""
+        """Return nothing, since `__call__` returns all values at once."""
         return None, field_name, False
 
     def __call__(self) -> dict[str, Any]:
@@ -120,11 +120,12 @@ class _JobFile(PydanticBaseSettingsSource):
 def overrides_of(
     environment: Mapping[str, str], kinds: Iterable[type[JobSettings]]
 ) -> list[Override]:
-    """Return what variables of services say of the service's own table, or of a table it reads.
+    """Return the job file's keys that variables of services override.
 
-    A key of the whole job, as `seed`, is not one service's to change.
+    A variable can override keys of the service's own table, and tables that the service reads. It
+    cannot override a key of the whole job, as `seed`.
     """
-    found = []
+    overrides = []
     for kind in kinds:
         prefix, paths = str(kind.model_config.get("env_prefix")), kind.job_paths()
         for variable, text in environment.items():
@@ -133,12 +134,12 @@ def overrides_of(
                 continue
             path = ".".join((paths[field], *inner))
             if path.startswith(f"{kind.TABLE}.") or is_table(paths[field]):
-                found.append(Override(path=path, value=_parsed(text), origin=variable))
-    return found
+                overrides.append(Override(path=path, value=_parse(text), origin=variable))
+    return overrides
 
 
-def _parsed(text: str) -> Any:
-    """Return what a variable says: JSON where it looks like it, else the text itself."""
+def _parse(text: str) -> Any:
+    """Return the value in a variable's text: JSON where it looks like JSON, else the text."""
     try:
         return json.loads(text) if text[:1] in ("[", "{") else text
     except ValueError:
@@ -152,5 +153,5 @@ def _value_at(job: JobConfig, path: str) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump()
     if isinstance(value, tuple):
-        return tuple(one.model_dump() if isinstance(one, BaseModel) else one for one in value)
+        return tuple(item.model_dump() if isinstance(item, BaseModel) else item for item in value)
     return value

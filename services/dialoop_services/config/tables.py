@@ -1,9 +1,9 @@
-"""The tables of the job file: one model each, of which the services' settings are made.
+"""Define the tables of the job file: one model each, of which the services' settings are made.
 
 class TrainerSettings(JobSettings, TrainFields)      # [train], read from DIALOOP_TRAINER_... too
 
-`XFields` is what a service reads of its table, `XSection` the whole table where the stack reads
-more of it. A new key is a field here and its use.
+`XFields` holds the keys of a table that its service reads. `XSection` is the whole table where the
+stack reads more keys of it. A new key needs a field here and the place that uses it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ DataPlane = Literal["shared_memory", "chunks", "nccl", "ipc"]
 Dtype = Literal["float32", "bfloat16"]
 UpdateMode = Literal["recompute", "keep_kv", "wait"]
 Oversize = Literal["error", "drop", "truncate"]
-"""What becomes of a sequence that is longer than a packed row."""
+"""What happens to a sequence that is longer than a packed row."""
 
 DEVICE_PLANES = ("nccl", "ipc")
-"""Data planes that move whole tensors between devices, which both sides hold at once."""
+"""Data planes that copy whole tensors between devices, with both sides on them at once."""
 
 _MIN_BAD_BATCHES = 3
 _MIN_ROW_TOKENS = 1024
 
 
 class Section(BaseModel):
-    """A table."""
+    """A table of the job file."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -36,28 +36,29 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """The policy to start from."""
+    """The model that training starts from."""
 
     directory: str = ""
-    """Hugging Face model directory with its tokenizer; empty: make the tiny model of the demo."""
+    """Hugging Face model directory with its tokenizer; empty: the demo's tiny model is made."""
     lora_rank: int = Field(default=0, ge=0)
-    """Rank of LoRA adapters, which are trained instead of the weights; 0 trains all weights."""
+    """Rank of the LoRA adapters to train; 0: the model's own weights are trained instead."""
     lora_alpha: float = Field(default=0.0, ge=0)
-    """Scale of the adapters times their rank; 0: twice the rank."""
+    """Scale of the LoRA adapters times their rank; 0: twice lora_rank."""
     lora_targets: tuple[str, ...] = ()
-    """Linear layers with adapters, as ["q_proj", "v_proj"]; empty: all of them."""
+    """Linear layers that get LoRA adapters, as ["q_proj", "v_proj"]; empty: all of them."""
     publish: Literal["", "adapter", "merged"] = ""
-    """What LoRA publishes; empty: the adapter alone, but the sum over nccl and ipc."""
+    """What a LoRA run publishes: "adapter", or "merged" weights that contain it. Empty: "adapter",
+    but "merged" where data_plane is "nccl" or "ipc"."""
 
     def publishes_adapters(self, data_plane: DataPlane) -> bool:
         """Return whether replicas get the adapter alone and add it into their base weights."""
-        asked = self.publish or ("merged" if data_plane in DEVICE_PLANES else "adapter")
-        return bool(self.lora_rank) and asked == "adapter"
+        publish = self.publish or ("merged" if data_plane in DEVICE_PLANES else "adapter")
+        return bool(self.lora_rank) and publish == "adapter"
 
     def require_publishable(self, data_plane: DataPlane) -> None:
         """Raise ValueError where an adapter alone cannot be published."""
         if self.publish == "adapter" and not self.lora_rank:
-            raise ValueError('publish = "adapter" in [model] needs a lora_rank')
+            raise ValueError('publish = "adapter" in [model] needs a lora_rank above 0')
         if self.publish == "adapter" and data_plane in DEVICE_PLANES:
             raise ValueError(
                 f'data_plane {data_plane} moves whole tensors only: set publish = "merged" in '
@@ -69,41 +70,41 @@ class EnvironmentSection(Section):
     """Where tasks come from and who answers the policy."""
 
     use: str = "arithmetic"
-    """`arithmetic`, `jsonl`, or `module:attribute` of yours."""
+    """Environment to load: "arithmetic", "jsonl", or your own as "module:attribute"."""
     name: str = ""
-    """The environment's own name; empty: as `use`."""
+    """Name of the environment in tasks; empty: `use`, or "jsonl" with a task_file."""
     task_file: str = ""
-    """JSONL file of question and answer pairs; makes `use` "jsonl"."""
+    """JSONL file of question and answer pairs; sets `use` to "jsonl"."""
     heldout_file: str = ""
-    """Tasks to evaluate on; empty: a share of `task_file`."""
+    """JSONL file of tasks for evaluation; empty: heldout_fraction of `task_file` is held out."""
     heldout_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the task file that is held out for evaluation."""
+    """Share of `task_file` that is held out for evaluation, below 1."""
     train_split: str = "train"
-    """Split that is trained on."""
+    """Name of the split whose tasks are trained on."""
     heldout_split: str = "heldout"
-    """Split that is evaluated on."""
+    """Name of the split whose tasks are evaluated on."""
     options: dict[str, Any] = {}
     """Arguments of the function that makes the environment."""
     text_environments: tuple[str, ...] = ("calculator",)
-    """Text environments to serve beside it: `calculator`, or `module:attribute` of a TextSetup."""
+    """Text environments to serve too: "calculator", or "module:attribute" of a TextSetup."""
     weight: float = Field(default=1.0, gt=0)
-    """How often its tasks are drawn beside those of [[environments]]."""
+    """How often tasks of this environment are drawn, relative to the other environments."""
     agent: str = ""
-    """`module:function` of an agent that plays the tasks; empty: the policy plays them itself."""
+    """Agent that plays the tasks, as "module:function"; empty: the policy plays them itself."""
 
     @property
     def kind(self) -> str:
-        """What to load: `use`, or jsonl when there is a task file."""
+        """Return what to load: `use`, or "jsonl" when there is a task file."""
         return "jsonl" if self.task_file else self.use
 
     @property
     def served_name(self) -> str:
-        """The name that tasks carry."""
+        """Return the name that tasks carry."""
         return self.name or self.kind
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the function that makes it is given: the options, and the files of a task file."""
+        """Return the arguments of the function that makes the environment: options and files."""
         if not self.task_file:
             return dict(self.options)
         if self.heldout_file:
@@ -114,15 +115,15 @@ class EnvironmentSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _accept_a_name(cls, given: Any) -> Any:
-        return {"use": given} if isinstance(given, str) else given
+    def _accept_a_name(cls, value: Any) -> Any:
+        return {"use": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _require_one_kind(self) -> Self:
         if self.heldout_file and not self.task_file:
-            raise ValueError("heldout_file needs a task_file")
+            raise ValueError("heldout_file is set without task_file: set both, or neither")
         if self.task_file and self.use not in ("arithmetic", "jsonl"):
-            raise ValueError("give use or task_file, not both")
+            raise ValueError("use and task_file are both set: leave one out")
         return self
 
 
@@ -130,58 +131,62 @@ class InferenceFields(Section):
     """How the policy is sampled from."""
 
     max_model_len: int = Field(default=384, ge=2)
-    """Most tokens of prompt and response together."""
+    """Largest number of tokens of prompt and response together."""
     max_num_seqs: int = Field(default=64, ge=1)
-    """Sequences sampled at one time."""
+    """Largest number of sequences that the engine samples at the same time."""
     dtype: Literal["", "float32", "bfloat16"] = ""
-    """Number format of the engine, which casts what is published; empty: as the trainer's."""
+    """Number format of the engine's weights: "float32" or "bfloat16". Published weights are cast to
+    it. Empty: the trainer's `dtype`."""
     data_plane: DataPlane = "shared_memory"
-    """How a publish gets here: a file in memory, bytes over gRPC, or vLLM's own transfer (CUDA)."""
+    """How published weights reach the engine. "shared_memory", a file in memory; "chunks", bytes
+    over gRPC; "nccl" or "ipc", vLLM's own transfer (CUDA only)."""
     update_mode: UpdateMode = "recompute"
-    """What a publish does to answers under way: compute their keys anew, keep them, or wait."""
+    """What a publish does to answers that are being sampled. "recompute" computes their keys and
+    values anew, "keep_kv" keeps them, "wait" lets them end first."""
     kv_cache_mib: int = Field(default=64, ge=1)
-    """Memory of vLLM's keys and values."""
+    """Memory for vLLM's cache of keys and values, in MiB."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Devices that one replica spans."""
+    """Number of devices over which one replica spreads the model."""
     max_adapters: int = Field(default=0, ge=0)
-    """LoRA adapters held beside the policy; 0 for none, as vLLM is half as fast with them."""
+    """Number of LoRA adapters held beside the policy; 0: none. With any, vLLM is half as fast."""
     max_adapter_rank: int = Field(default=16, ge=1)
-    """Largest rank of an adapter."""
+    """Largest rank that a LoRA adapter may have."""
     batching: bool = True
-    """Whether requests may be made to wait for each other; sizes without it are an error."""
+    """Whether requests may wait to be sampled together. If false, leave out min_batch_size,
+    max_batch_size and batching_timeout_s."""
     min_batch_size: int = Field(default=1, ge=1)
-    """Samples that begin together; the first ones wait for so many, up to the timeout."""
+    """Number of samples that begin together; early ones wait up to batching_timeout_s for it."""
     max_batch_size: int | None = Field(default=None, ge=1)
-    """Samples that are with the engine at one time; absent: as many as it takes."""
+    """Largest number of samples in the engine at one time; absent: as many as it takes."""
     batching_timeout_s: float = Field(default=10.0, gt=0)
-    """Seconds after which a request begins with whoever is there."""
+    """Seconds after which a waiting request begins even without min_batch_size samples."""
     num_threads: int = Field(default=1, ge=1)
-    """CPU threads of the transformers engine."""
+    """Number of CPU threads of the transformers engine."""
     wake_after_s: float = Field(default=60.0, gt=0)
-    """Seconds without anybody on a shared device until a sleeping replica wakes by itself."""
+    """Seconds after which a sleeping replica wakes by itself if nobody uses the shared device."""
     served_model_name: str = ""
-    """The policy's name under /v1/models; empty: that of its directory."""
+    """Name of the policy under /v1/models; empty: the name of its directory."""
     max_recordings: int = Field(default=1024, ge=1)
-    """Recordings kept at one time; closed ones give way to new ones."""
+    """Largest number of recordings kept at one time; new ones replace closed ones."""
     max_recorded_calls: int = Field(default=512, ge=1)
-    """Calls of one recording."""
+    """Largest number of calls in one recording."""
     recording_ttl_s: float = Field(default=3600.0, gt=0)
-    """Seconds without a call until a recording is dropped."""
+    """Seconds without a call after which a recording is dropped."""
 
     @model_validator(mode="after")
     def _require_sizes_that_fit(self) -> Self:
         fields = InferenceFields.model_fields
         sizes = ("min_batch_size", "max_batch_size", "batching_timeout_s")
-        given = [name for name in sizes if getattr(self, name) != fields[name].default]
-        if given and not self.batching:
+        changed = [name for name in sizes if getattr(self, name) != fields[name].default]
+        if changed and not self.batching:
             raise ValueError(
-                f"{', '.join(given)} say how to batch, and batching is false: leave them out, or "
-                "turn batching on"
+                f"batching is false, so {', '.join(changed)} would have no effect: leave that out, "
+                "or set batching = true"
             )
         if self.max_batch_size is not None and self.min_batch_size > self.max_batch_size:
             raise ValueError(
-                f"min_batch_size is {self.min_batch_size}, above max_batch_size, which is "
-                f"{self.max_batch_size}"
+                f"min_batch_size is {self.min_batch_size}, above max_batch_size "
+                f"{self.max_batch_size}: set it to {self.max_batch_size} or less"
             )
         return self
 
@@ -190,98 +195,97 @@ class InferenceSection(InferenceFields):
     """How the policy is sampled from."""
 
     num_replicas: int = Field(default=1, ge=1, le=64)
-    """Inference processes; each loads every publish."""
+    """Number of inference processes; each loads every published policy."""
 
 
 class CollectorSection(Section):
     """How episodes are played."""
 
     group_size: int = Field(default=8, ge=1)
-    """Trajectories of one task: advantages are computed among them, so that RL needs two."""
+    """Number of trajectories played for each task; RL compares them and needs 2 or more."""
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature of training tasks that do not say."""
+    """Sampling temperature of training tasks that set none themselves."""
     max_groups_in_flight: int = Field(default=16, ge=1)
-    """Groups played at one time."""
+    """Largest number of groups played at the same time."""
     max_new_tokens: int = Field(default=24, ge=1)
-    """Most tokens of one turn, for tasks that do not say."""
+    """Largest number of tokens sampled in one turn, for tasks that set none themselves."""
     stop: tuple[str, ...] | None = None
-    """Strings that end an answer, for tasks that do not say; absent: the environment's own."""
+    """Strings that end an answer, for tasks that set none; absent: the environment's own."""
     max_turns: int = Field(default=64, ge=1)
-    """Turns after which an episode ends whose environment never ends it."""
+    """Number of turns after which an episode ends if its environment has not ended it."""
     agent_time_limit_s: float = Field(default=600.0, gt=0)
-    """Longest run of an agent."""
+    """Seconds after which an agent's episode is stopped as failed."""
     page_size: int = Field(default=64, ge=1)
-    """Tasks offered at a time, and kept waiting in the queue."""
+    """Number of tasks put into the queue at a time, and kept waiting there."""
     member_retries: int = Field(default=2, ge=0)
-    """How often a trajectory that failed through no fault of the policy is played again."""
+    """Number of times a trajectory is played again after a failure that is not the policy's."""
     lease_s: float = Field(default=60.0, ge=1)
-    """Seconds until the queue takes a task back from a collector that is gone."""
+    """Seconds after which the queue takes a task back from a collector that has gone away."""
     wait_s: float = Field(default=5.0, gt=0)
-    """Longest wait of one request for tasks."""
+    """Longest time that one request for tasks waits, in seconds."""
     patience_s: float = Field(default=120.0, gt=0)
-    """How long a service may be away before the groups that need it are given back."""
+    """Seconds that a service may be away before the groups that need it are given back."""
 
 
 class RewardSpec(Section):
     """A reward computed on whole groups: {"name": "brief", "use": "mine:brief", "weight": 0.1}."""
 
     name: str = Field(min_length=1)
-    """What the reward is called in trajectories and metrics."""
+    """Name of the reward in trajectories and metrics; "kl" is taken."""
     use: str
-    """`module:function` of yours."""
+    """Function that computes the reward, as "module:function"."""
     weight: float = 1.0
-    """Factor of the reward."""
+    """Factor by which the reward is multiplied."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """Longest computation for one group."""
+    """Seconds that the reward may take for one group."""
 
 
 class ScorerFields(Section):
     """How groups are scored."""
 
     divide_by_std: bool | None = None
-    """Divide advantages by the standard deviation of rewards; absent: as the loss is meant."""
+    """Divide advantages by the standard deviation of rewards; absent: as the loss needs."""
     leave_one_out: bool | None = None
-    """Compare each trajectory with the mean of the others; absent: as the loss is meant."""
+    """Compare each trajectory with the mean of the others; absent: as the loss needs."""
     advantages_of: Literal["trajectory", "turn"] = "trajectory"
-    """Advantages of whole trajectories, or of each turn among all turns of the group."""
+    """What gets an advantage: each "trajectory", or each "turn" among all turns of the group."""
     advantage_aggregate: Literal["sum", "max", "mean"] = "sum"
-    """What of the rewards of a trajectory's turns is compared: sum, largest or mean."""
+    """How the rewards of a trajectory's turns become one number: "sum", "max" or "mean"."""
     top_k: int = Field(default=0, ge=0)
-    """Advantage 1 for at most this many of a group, of those above its median, 0 for the others.
-
-    Losses that imitate (sft, minor_sft) train those alone; 0: advantages as otherwise set.
-    """
+    """Largest number of trajectories of a group that get advantage 1; the others get 0. Only
+    trajectories above the group's median are chosen. Losses that imitate (sft, minor_sft) train
+    those alone. 0 turns this off: advantages are computed from the rewards as usual."""
     drop_uniform: bool = False
-    """Drop groups whose rewards are all the same, from which nothing is learned."""
+    """Whether groups whose rewards are all the same are dropped; RL learns nothing from them."""
     reference_logprobs: bool = False
-    """Give every sampled token its log-prob under the reference: for KL terms and distillation."""
+    """Whether sampled tokens get log-probs of the reference model, for KL or distillation."""
     kl_coefficient: float = Field(default=0.0, ge=0)
-    """Reward -coefficient * KL(policy, reference model) of each trajectory."""
+    """Coefficient c of the reward -c * KL(policy, reference model) of each trajectory; 0: none."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """How KL is estimated from the sampled tokens."""
+    """How the KL in the reward is estimated from sampled tokens: "k1", "k2" or "k3"."""
     dtype: Dtype = "float32"
-    """Number format of the reference model."""
+    """Number format of the reference model: "float32" or "bfloat16"."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
-    """Where the reference model is: cpu, cuda or cuda:1."""
+    """Device of the reference model: "cpu", "cuda", or one of several as "cuda:1"."""
     num_threads: int = Field(default=1, ge=1)
-    """CPU threads of the reference model."""
+    """Number of CPU threads of the reference model."""
     rewards: tuple[RewardSpec, ...] = ()
-    """Rewards beside the environment's: {name, use = "module:function", weight}."""
+    """Rewards added to the environment's: {name, use = "module:function", weight, timeout_s}."""
     advantage_eps: float = Field(default=1e-6, gt=0)
-    """Smallest divisor, and the spread of rewards up to which a group counts as uniform."""
+    """Smallest divisor of advantages, and largest spread of rewards that counts as uniform."""
     max_row_tokens: int = Field(default=4096, ge=16)
-    """Most tokens in a packed row; a longer sequence has a row of its own."""
+    """Largest number of tokens in a packed row; a longer sequence has a row of its own."""
     max_groups: int = Field(default=8, ge=1)
-    """Groups leased at a time."""
+    """Largest number of groups that the scorer leases at a time."""
     lease_s: float = Field(default=60.0, ge=1)
-    """Seconds until the queue takes groups back from a scorer that is gone."""
+    """Seconds after which the queue takes groups back from a scorer that has gone away."""
     wait_s: float = Field(default=5.0, gt=0)
-    """Longest wait of one request for groups."""
+    """Longest time that one request for groups waits, in seconds."""
     patience_s: float = Field(default=120.0, gt=0)
-    """How long the queue may be away before work is left to another delivery."""
+    """Seconds that the queue may be away before groups are left to a later delivery."""
 
     def baseline_for(self, loss: str) -> dict[str, bool]:
-        """Return divide_by_std and leave_one_out: this table's word, or else as `loss` is meant."""
+        """Return divide_by_std and leave_one_out: as this table says, else as `loss` needs."""
         facts = facts_of(loss)
         return {
             name: getattr(facts, name) if getattr(self, name) is None else getattr(self, name)
@@ -292,25 +296,24 @@ class ScorerFields(Section):
     def _require_something_to_aggregate(self) -> Self:
         if self.advantages_of == "turn" and self.advantage_aggregate != "sum":
             raise ValueError(
-                f"advantage_aggregate is {self.advantage_aggregate}, and advantages are of turns, "
-                "whose rewards are not put together: leave it out, or set advantages_of to "
-                "trajectory"
+                f"advantage_aggregate is {self.advantage_aggregate}, which has no effect when "
+                "advantages_of is turn: leave it out, or set advantages_of to trajectory"
             )
         if self.advantages_of == "turn" and self.top_k:
             raise ValueError(
-                "top_k chooses whole trajectories, and advantages are of turns: set advantages_of "
-                "to trajectory, or leave top_k out"
+                "top_k chooses whole trajectories, and advantages_of is turn: set advantages_of to "
+                "trajectory, or leave top_k out"
             )
         if self.kl_coefficient and self.advantage_aggregate != "sum":
             raise ValueError(
                 f"advantage_aggregate is {self.advantage_aggregate}, which would lose or shrink "
-                "the KL penalty, a reward of the last turn: set kl_coefficient to 0, or the "
-                "aggregate to sum"
+                "the KL penalty, since that is a reward of the last turn: set kl_coefficient to 0, "
+                "or advantage_aggregate to sum"
             )
         names = [reward.name for reward in self.rewards]
         if len(set(names)) < len(names) or "kl" in names:
             raise ValueError(
-                f"the rewards {names} are not named apart: give each its own name; 'kl' is taken"
+                f"the rewards {names} need different names, and none may be 'kl': rename them"
             )
         return self
 
@@ -319,163 +322,176 @@ class ScorerSection(ScorerFields):
     """How groups are scored."""
 
     reference_model: str = ""
-    """Directory of the reference or teacher model; empty: the starting model."""
+    """Directory of the reference or teacher model; empty: the model that training starts from."""
 
 
 class WarmStartSection(Section):
     """Supervised steps on demonstrations before reinforcement learning."""
 
     num_steps: int = Field(default=0, ge=0)
-    """SFT steps; 0 for none."""
+    """Number of supervised steps before reinforcement learning; 0: none."""
     batch_size: int = Field(default=64, ge=1)
-    """Demonstrations in a step."""
+    """Number of demonstrations in a step of the warm start."""
     learning_rate: float = Field(default=3e-3, gt=0)
-    """Peak learning rate; decays to a tenth."""
+    """Peak learning rate of the warm start; it decays to a tenth."""
     num_warmup_steps: int = Field(default=20, ge=0)
-    """Steps that raise the learning rate from 0."""
+    """Number of steps in which the warm start's learning rate rises from 0."""
     checkpoint_every: int = Field(default=100, ge=1)
-    """SFT steps between checkpoints."""
+    """Number of warm-start steps between checkpoints."""
     file: str = ""
-    """JSONL of {"messages": [...]}; empty: the environment's own demonstrations."""
+    """JSONL file of demonstrations, {"messages": [...]}; empty: the environment's own."""
 
 
 class ObjectiveSettings(Section):
-    """Aggregation, KL term, entropy bonus, correction for sampler mismatch."""
+    """What goes with any loss: aggregation, KL, entropy bonus, correction for sampler mismatch."""
 
     aggregation: Literal["", "token", "sequence", "prompt", "constant", "sum"] = ""
-    """How token losses become one number; empty: as the loss's paper has it."""
+    """How token losses become one number; empty: as the loss's paper does it. "token", "sequence",
+    "prompt" and "constant" are means over these; "sum" is the plain sum."""
     constant: float = Field(default=0.0, ge=0)
-    """Divisor of aggregation "constant"; 0: max_new_tokens."""
+    """Divisor of aggregation "constant", in tokens; 0: max_new_tokens."""
     kl_coeff: float = Field(default=0.0, ge=0)
-    """Weight of the KL term; 0 for none."""
+    """Weight of the KL term in the loss; 0: none."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL from sampled tokens."""
+    """How the KL term is estimated from sampled tokens: "k1", "k2" or "k3"."""
     kl_to: Literal["ref", "inference"] = "ref"
-    """KL to the scorer's reference model, or to the engine that sampled."""
+    """Model to which the KL term measures the distance. "ref" is the scorer's reference model,
+    "inference" the engine that sampled."""
     entropy_coeff: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus; 0 for none."""
+    """Weight of the entropy bonus in the loss; 0: none."""
     entropy_metric: bool = True
-    """Measure the entropy where it is no part of the loss, too (never with kernel "cut")."""
+    """Whether entropy is measured without an entropy bonus too; never with logprob_kernel "cut"."""
     correction: Literal["", "tis", "icepop", "token_mask", "sequence_mask", "kl_mask"] = ""
-    """Weights for tokens that engine and trainer see differently; empty for none."""
+    """Weights of tokens for which engine and trainer compute different log-probs; empty: none.
+    "tis", "icepop", "token_mask" and "sequence_mask" use the ratio of trainer to engine. "kl_mask"
+    drops tokens that are far from the model of correction_to."""
     correction_low: float = Field(default=0.5, ge=0)
-    """Smallest ratio trainer / engine that is kept."""
+    """Smallest ratio of trainer to engine probability that a correction keeps."""
     correction_high: float = Field(default=2.0, gt=0)
-    """Largest ratio that is kept; of kl_mask, the largest squared log-ratio over two."""
+    """Largest ratio of trainer to engine probability that a correction keeps. For "kl_mask" it is
+    the largest squared log-ratio over two."""
     correction_to: Literal["inference", "ref"] = "inference"
-    """What kl_mask keeps the policy near: the engine that sampled, or the scorer's reference."""
+    """Model that "kl_mask" keeps the policy near. "inference" is the engine that sampled, "ref" the
+    scorer's reference model."""
     proximal: bool = False
-    """Clip around the policy as the train step began, not around the engine's."""
+    """Whether to clip around the policy at the start of the train step, not around the engine's."""
     num_epochs: int = Field(default=1, ge=1)
-    """Times that a train step goes over its batch."""
+    """Number of times that a train step goes over its batch."""
     max_fresh_mismatch_kl: float = Field(default=1e-2, gt=0)
-    """KL between engine and trainer on data of the present policy that is an alarm, in nats."""
+    """KL between engine and trainer above which an alarm is raised, in nats. It is measured on data
+    that the current policy sampled."""
 
     @model_validator(mode="after")
     def _require_a_correction_to_the_reference(self) -> Self:
         if self.correction_to == "ref" and self.correction != "kl_mask":
             raise ValueError(
-                f"correction_to is ref, and correction '{self.correction}': only kl_mask is of the "
-                "reference, the others are of the engine that sampled"
+                f"correction_to is ref, which only correction kl_mask can use, and correction is "
+                f"'{self.correction}': set correction to kl_mask, or correction_to to inference"
             )
         return self
 
 
 class SftSettings(Section):
-    """Supervised fine-tuning, for `mode = "sft"`; steps, rates and schedules are those of train."""
+    """Supervised fine-tuning, for `mode = "sft"`; steps, rates and schedules are in [train]."""
 
     file: str = ""
-    """JSONL of {"messages": [...]}; empty: what the environment demonstrates of its train split."""
+    """JSONL file of demonstrations, {"messages": [...]}. Empty: what the environment demonstrates
+    for the tasks of its train split."""
     heldout_file: str = ""
-    """Demonstrations to take the held-out loss on; empty: a share of `file`."""
+    """JSONL file of demonstrations for the held-out loss; empty: heldout_fraction of `file`."""
     heldout_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Share of `file` that is held out for the held-out loss."""
+    """Share of `file` that is kept for the held-out loss, below 1."""
     batch_size: int = Field(default=64, ge=1)
-    """Demonstrations in a train step."""
+    """Number of demonstrations in a train step."""
     num_epochs: int = Field(default=0, ge=0)
-    """Times to go over all demonstrations; 0: as many steps as train.num_steps says."""
+    """Number of times to go over all demonstrations; 0: as many steps as train.num_steps says."""
 
 
 class TrainFields(Section):
     """The training itself: reinforcement learning, or supervised fine-tuning."""
 
     mode: Literal["rl", "sft"] = "rl"
-    """Reinforcement learning on what collectors play, or `sft` on the demonstrations of `sft`."""
+    """What to train on: "rl" what collectors play, "sft" the demonstrations of [sft]."""
     num_steps: int = Field(default=50, ge=0)
-    """Train steps; one leased batch (or batch of demonstrations) and one publish each."""
+    """Number of train steps; each takes a batch of groups or demonstrations and publishes once."""
     num_threads: int = Field(default=1, ge=1)
-    """CPU threads of the trainer, of each of its processes."""
+    """Number of CPU threads of each trainer process."""
     max_row_tokens: int | None = Field(default=None, ge=16)
-    """Most tokens in a packed row; absent: 1024, or inference.max_model_len where that is more."""
+    """Largest number of tokens in a packed row; absent: 1024, or inference.max_model_len if
+    more."""
     groups_per_train_step: int = Field(default=16, ge=1)
-    """Groups leased for a train step."""
-    # A few are no reason to stop, and become dead letters. So many without one that can be trained
-    # mean that settings, loss and scorer do not go together.
+    """Number of groups leased for one train step."""
+    # A few bad groups become dead letters and the job goes on. Many in a row, with no good one
+    # between them, mean that settings, loss and scorer do not fit together.
     max_bad_groups: int = Field(default=16, ge=1)
-    """Groups in a row that no train step can take before the job fails; three batches at least."""
+    """Number of untrainable groups in a row, at least three batches, after which the job fails."""
     num_minibatches: int = Field(default=2, ge=1)
-    """Optimiser updates of a train step."""
+    """Number of optimiser updates in a train step."""
     oversize: Oversize = "error"
-    """A sequence above max_row_tokens: set its group aside, or drop or truncate it alone."""
+    """What happens to a sequence longer than max_row_tokens. "error" sets its group aside; "drop"
+    and "truncate" affect the sequence alone."""
     learning_rate: float = Field(default=1e-4, gt=0)
     """Peak learning rate."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """What takes all updates; muon for hidden matrices with adamw for the rest."""
+    """Optimiser: "adamw", or "muon" for hidden matrices with AdamW for the other weights."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes down to a tenth over all updates, or not."""
+    """Learning rate over all updates: "constant", or "linear" or "cosine" down to a tenth."""
     num_warmup_updates: int = Field(default=0, ge=0)
-    """Updates that raise the learning rate from 0."""
+    """Number of updates in which the learning rate rises from 0."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay."""
+    """Weight decay, decoupled from the gradient; 0: none."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradient norm to clip at."""
+    """Norm above which gradients are scaled down."""
     loss: str = DEFAULT_LOSS
-    """A built-in loss, or `module:function` of yours; of SFT `sft` or `minor_sft`."""
+    """Loss: the name of a built-in one, or your own as "module:function". With mode "sft" it is
+    "sft" or "minor_sft"."""
     loss_options: dict[str, float] = {}
-    """Options of the loss, as clip_low and clip_high."""
+    """Options of the loss, as {clip_low = 0.2, clip_high = 0.28}."""
     objective: ObjectiveSettings = ObjectiveSettings()
     """What goes with any loss: aggregation, KL, entropy, corrections, epochs."""
     pipeline_depth: int = Field(default=2, ge=0)
-    """Train steps that generation may run ahead; 0 is synchronous."""
+    """Number of train steps that generation may run ahead; 0: they take turns."""
     max_staleness: int = Field(default=4, ge=0)
-    """Policy versions that the oldest trained token may lag."""
+    """Number of policy versions that the oldest trained token may lag behind."""
     checkpoint_every: int = Field(default=10, ge=1)
-    """Train steps between checkpoints."""
+    """Number of train steps between checkpoints."""
     sharded_checkpoints: bool = False
-    """Every process writes its own part of a checkpoint; either kind resumes on any number."""
+    """Whether each process writes a part of a checkpoint; both kinds resume on any number."""
     keep_policies: int = Field(default=0, ge=0)
-    """Published policies to keep on disk; 0 keeps all, which re-scoring needs."""
+    """Number of published policies to keep on disk; 0: all, which re-scoring needs."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the trainer has its model."""
+    """Device of the trainer's model: "cpu" or "cuda"."""
     lease_s: float = Field(default=120.0, gt=0)
-    """Seconds that a leased group is the trainer's without an extension."""
+    """Seconds after which the queue takes the trainer's groups back unless it extends the lease."""
     publish_deadline_s: float = Field(default=120.0, gt=0)
-    """Seconds a replica has to load a policy, and to prove it; then the others go on without it."""
+    """Seconds that a replica has to load a policy and pass its check. After that the job goes on
+    with the other replicas."""
     sleep_drain_s: float = Field(default=30.0, gt=0)
-    """Seconds that a replica's answers under way have to end when it is put to sleep."""
+    """Seconds that a replica's running answers have to end before it is put to sleep."""
     autocast: Literal["", "bfloat16"] = ""
-    """Compute the layers in this format while weights keep `dtype`; empty for not."""
+    """Number format in which layers compute while weights keep `dtype`: "bfloat16"; empty: off."""
     logprob_kernel: Literal["chunked", "cut"] = "chunked"
-    """Log-probs in chunks, or by cut-cross-entropy: CUDA, bfloat16, no entropy, extra `gpu`."""
+    """How log-probs are computed: "chunked", or "cut" for cut-cross-entropy. "cut" needs CUDA,
+    bfloat16 and the extra `gpu`, and gives no entropy."""
     activation_checkpointing: bool = False
-    """Compute activations anew in the backward pass: less memory for a third more time."""
+    """Whether the backward pass recomputes activations: less memory for a third more time."""
     max_trajectories_mb: int = Field(default=4096, ge=0)
-    """Size in MB at which the oldest part of trajectories.jsonl goes; 0 keeps all of it."""
+    """Size of trajectories.jsonl in MB at which its oldest part is deleted; 0: never."""
 
     @property
     def demonstration_loss(self) -> str:
-        """The loss of demonstrations: the job's own where it imitates, else the plain one."""
+        """Return the loss of demonstrations: the job's own if it imitates, else the default one."""
         is_supervised = self.mode == "sft" and facts_of(self.loss).imitates
         return self.loss if is_supervised else DEMONSTRATION_LOSS
 
     @property
     def max_refused_groups(self) -> int:
-        """Bad groups in a row that fail the job: max_bad_groups, and no less than three batches."""
+        """Return how many bad groups in a row fail the job: max_bad_groups, at least 3 batches."""
         return max(self.max_bad_groups, _MIN_BAD_BATCHES * self.groups_per_train_step)
 
     @property
     def max_outstanding_groups(self) -> int:
-        """Groups that may be outstanding: (pipeline_depth + 1) batches; none when SFT trains."""
+        """Return how many groups may be outstanding: (pipeline_depth + 1) batches; none for SFT."""
         return 0 if self.mode == "sft" else (self.pipeline_depth + 1) * self.groups_per_train_step
 
     def row_tokens(self, max_model_len: int) -> int:
@@ -488,8 +504,8 @@ class TrainFields(Section):
         """Raise ValueError where trainer and replica could not take turns on one device."""
         if self.mode == "rl" and self.pipeline_depth:
             raise ValueError(
-                f"pipeline_depth is {self.pipeline_depth} on a shared device, and nothing is "
-                "generated while the trainer has it: set pipeline_depth = 0 in [train]"
+                f"pipeline_depth is {self.pipeline_depth} on a shared device, where nothing can be "
+                "generated during training: set pipeline_depth = 0 in [train]"
             )
         if data_plane in DEVICE_PLANES:
             raise ValueError(
@@ -501,8 +517,8 @@ class TrainFields(Section):
         """Raise ValueError where the optimiser does not train what the model has."""
         if model.lora_rank and self.optimizer == "muon":
             raise ValueError(
-                "Muon does not train LoRA, whose two factors are no matrices to make an update of "
-                'full rank of: set optimizer = "adamw", or lora_rank = 0'
+                "Muon does not train LoRA, whose factors cannot take its full-rank updates: set "
+                'optimizer = "adamw", or lora_rank = 0'
             )
 
     @model_validator(mode="after")
@@ -510,7 +526,8 @@ class TrainFields(Section):
         if self.max_staleness < self.pipeline_depth:
             raise ValueError(
                 f"max_staleness is {self.max_staleness}, below pipeline_depth "
-                f"{self.pipeline_depth}: all data would end up stale"
+                f"{self.pipeline_depth}: all data would become too stale to train; set "
+                f"max_staleness to {self.pipeline_depth} or more"
             )
         return self
 
@@ -518,28 +535,29 @@ class TrainFields(Section):
     def _require_a_kernel_with_entropy(self) -> Self:
         if self.logprob_kernel == "cut" and self.objective.entropy_coeff:
             raise ValueError(
-                "entropy_coeff asks for the entropy, and the log-prob kernel cut gives none: set "
-                'logprob_kernel = "chunked", or entropy_coeff = 0'
+                f"entropy_coeff {self.objective.entropy_coeff:g} needs the entropy, and "
+                'logprob_kernel cut gives none: set logprob_kernel = "chunked", or entropy_coeff '
+                "= 0"
             )
         return self
 
     @model_validator(mode="after")
     def _require_what_sft_takes(self) -> Self:
-        """Demonstrations have neither advantages nor log-probs of an engine."""
+        """Refuse what needs advantages or an engine's log-probs: demonstrations have neither."""
         if self.mode == "rl":
             return self
         supervised = [name for name, facts in LOSSES.items() if facts.imitates]
         if self.loss not in (*supervised, DEFAULT_LOSS):
             raise ValueError(
-                f'loss is {self.loss} with mode = "sft", whose losses are '
-                f"{' and '.join(supervised)}"
+                f'loss is {self.loss}, and mode = "sft" takes only '
+                f"{' or '.join(supervised)}: set one of these"
             )
-        asked, plain = self.objective, ObjectiveSettings()
+        objective, default = self.objective, ObjectiveSettings()
         for name in ("kl_to", "correction", "proximal", "num_epochs"):
-            if getattr(asked, name) != getattr(plain, name):
+            if getattr(objective, name) != getattr(default, name):
                 raise ValueError(
-                    f'objective.{name} is {getattr(asked, name)} with mode = "sft", where it has '
-                    "no effect; leave it out"
+                    f"objective.{name} is {getattr(objective, name)}, which has no effect with "
+                    'mode = "sft": leave it out'
                 )
         return self
 
@@ -548,32 +566,33 @@ class TrainSection(TrainFields):
     """The training itself: reinforcement learning, or supervised fine-tuning."""
 
     num_processes: int = Field(default=1, ge=1, le=64)
-    """Processes that share the model (FSDP2); on CUDA each has a device of its own."""
+    """Number of processes that share the model (FSDP2), up to 64; on CUDA each has its own GPU."""
 
 
 class EvaluationSection(Section):
     """Held-out evaluation through the same services."""
 
     num_tasks: int = Field(default=256, ge=0)
-    """Tasks before and after training, greedy and sampled; 0 for no evaluation."""
+    """Number of tasks before and after training, greedy and sampled; 0: no evaluation."""
     every: int = Field(default=10, ge=0)
-    """Train steps between evaluations while training goes on; 0 for none."""
+    """Number of train steps between evaluations during training; 0: none."""
     num_running_tasks: int = Field(default=64, ge=1)
-    """Tasks of an evaluation while training goes on."""
+    """Number of tasks in an evaluation during training."""
     stop_at: float | None = None
-    """Stop once an evaluation while training reaches this reward (of SFT's loss: its negative)."""
+    """Reward in an evaluation during training at which training stops; absent: never. With mode
+    "sft" it is the negative of the held-out loss."""
     stop_without_gain: int = Field(default=0, ge=0)
-    """Stop once so many evaluations in a row are no better than the best; 0 for never."""
+    """Number of evaluations in a row without a new best after which training stops; 0: never."""
 
 
 class TrackerSettings(Section):
-    """Who else gets the rows of metrics.jsonl; each needs its package."""
+    """Trackers that get the rows of metrics.jsonl too; each needs its package."""
 
     trackio: bool = False
-    """trackio."""
+    """Whether trackio gets the metrics."""
     wandb: bool = False
-    """Weights & Biases."""
+    """Whether Weights & Biases gets the metrics."""
     tensorboard: bool = False
-    """TensorBoard event files under the run's directory, by tensorboardX."""
+    """Whether tensorboardX writes TensorBoard event files under the run's directory."""
     project: str = "dialoop"
-    """The project that trackio and Weights & Biases file the run under."""
+    """Name of the project in which trackio and Weights & Biases file the run."""

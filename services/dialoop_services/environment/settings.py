@@ -1,4 +1,4 @@
-"""Settings of the environment service, from DIALOOP_ENVIRONMENT_* variables.
+"""Define the settings of the environment service, read from DIALOOP_ENVIRONMENT_* variables.
 
 DIALOOP_ENVIRONMENT_ENVIRONMENTS=arithmetic,my_folder.capitals:environment
 DIALOOP_ENVIRONMENT_ENVIRONMENTS='[{"use": "jsonl", "options": {"path": "train.jsonl"}}]'
@@ -23,59 +23,61 @@ class EnvironmentEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     use: str
-    """`arithmetic`, `jsonl` or `module:attribute`."""
+    """Environment to load: "arithmetic", "jsonl" or your own as "module:attribute"."""
     options: dict[str, Any] = {}
-    """Arguments of the function that makes it."""
+    """Arguments of the function that makes the environment."""
 
 
 class EnvironmentSettings(JobSettings):
-    """What is served, and the limits of sessions."""
+    """Which environments to serve, and the limits of their sessions."""
 
     model_config = SettingsConfigDict(env_prefix="DIALOOP_ENVIRONMENT_")
 
     environments: Annotated[tuple[EnvironmentEntry, ...], NoDecode] = (
         EnvironmentEntry(use="arithmetic"),
     )
-    """Names separated by commas, or a JSON list of names and {"use", "options"}."""
+    """Environments to serve: names separated by commas, or a JSON list of names and {"use",
+    "options"}."""
     task_file: str = ""
-    """Serve `jsonl` with the tasks of this file too."""
+    """JSONL file of tasks; the environment "jsonl" is served with them too."""
     heldout_file: str = ""
-    """Tasks for the "heldout" split of `task_file`."""
+    """JSONL file of tasks for the split "heldout" of `task_file`."""
     text_environments: Annotated[tuple[EnvironmentEntry, ...], NoDecode] = (
         EnvironmentEntry(use="calculator"),
     )
-    """Text environments for RunText, given as `environments`; each names a TextSetup."""
+    """Text environments for RunText, each a TextSetup; written as `environments` is."""
     inference_address: str = ""
-    """host:port of the policy that RunText and RunTrial play; empty: both are refused."""
+    """host:port of the policy that plays RunText and RunTrial; empty: both are refused."""
     model_dir: Path | None = None
-    """Model directory whose tokenizer that policy has."""
+    """Model directory with the tokenizer of the policy at inference_address."""
     openenv: bool = False
-    """Serve OpenEnv's protocol too, at /openenv/{environment} of the REST door."""
+    """Whether to serve OpenEnv's protocol too, at /openenv/{environment} of the REST door."""
     ttl_s: float = Field(default=900.0, gt=0)
-    """A session that nobody uses for so long expires, unless it was created with its own ttl_s."""
+    """Seconds without use after which a session expires, unless it was created with its own
+    ttl_s."""
     max_ttl_s: float = Field(default=86_400.0, gt=0)
-    """Longest ttl_s a client may ask for."""
+    """Longest ttl_s that a client may set, in seconds."""
     capacity: int = Field(default=4096, ge=1)
-    """Sessions at one time; more are refused until some close or expire."""
+    """Largest number of sessions at one time; more are refused until some close or expire."""
     step_timeout_s: float = Field(default=120.0, gt=0)
-    """A step that takes longer ends its episode with a failure of the environment."""
+    """Seconds after which a step ends its episode with a failure of the environment."""
     abandon_s: float = Field(default=10.0, gt=0)
-    """A step that nobody waits for any more is cancelled after so long without a retry."""
+    """Seconds without a retry after which a step whose caller has gone is cancelled."""
     max_working_steps: int = Field(default=1024, ge=1)
-    """Steps under way at one time; more are refused with CAPACITY until some end."""
+    """Largest number of steps under way at one time; more are refused with CAPACITY."""
     health_interval_s: float = Field(default=2.0, gt=0)
-    """How often environments are asked whether they can work (/readyz)."""
+    """Seconds between questions to the environments whether they can work (/readyz)."""
     reap_interval_s: float = Field(default=1.0, gt=0)
-    """How often expired sessions are collected."""
+    """Seconds between searches for expired sessions."""
     max_concurrent_items: int = Field(default=256, ge=1)
-    """Requests of one batch or stream that are worked on at one time."""
+    """Largest number of requests of one batch or stream that are worked on at one time."""
 
     @classmethod
-    def derived(cls, job: JobConfig) -> dict[str, Any]:
+    def derive(cls, job: JobConfig) -> dict[str, Any]:
         """Return what is served: every environment of the job, and their text environments."""
         sections = job.all_environments
         texts = (use for section in sections for use in section.text_environments)
-        served = [{"use": one.kind, "options": one.arguments} for one in sections]
+        served = [{"use": section.kind, "options": section.arguments} for section in sections]
         model = {"model_dir": job.model.directory} if job.model.directory else {}
         return {
             "environments": served,
@@ -85,19 +87,19 @@ class EnvironmentSettings(JobSettings):
 
     @field_validator("environments", "text_environments", mode="before")
     @classmethod
-    def _accept_names(cls, given: Any) -> Any:
-        if isinstance(given, str):
-            text = given.strip()
-            given = json.loads(text) if text[:1] in ("[", "{") else _names(text)
-        if not isinstance(given, (list, tuple)):
-            raise ValueError("give names separated by commas, or a JSON list")
-        if not given:
+    def _accept_names(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            text = value.strip()
+            value = json.loads(text) if text[:1] in ("[", "{") else _names(text)
+        if not isinstance(value, (list, tuple)):
+            raise ValueError("write names separated by commas, or a JSON list")
+        if not value:
             raise ValueError("name at least one environment")
-        return tuple({"use": entry} if isinstance(entry, str) else entry for entry in given)
+        return tuple({"use": entry} if isinstance(entry, str) else entry for entry in value)
 
     @property
     def entries(self) -> tuple[EnvironmentEntry, ...]:
-        """All environments to serve, that of `task_file` included."""
+        """Return all environments to serve, that of `task_file` included."""
         if not self.task_file:
             return self.environments
         options = {"path": self.task_file, "heldout_path": self.heldout_file or None}

@@ -1,4 +1,4 @@
-"""Settings of the inference service, from DIALOOP_INFERENCE_* variables."""
+"""Define the settings of the inference service, read from DIALOOP_INFERENCE_* variables."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ class InferenceSettings(JobSettings, InferenceFields):
     model_dir: Path
     """Hugging Face model directory with its tokenizer."""
     engine: EngineName = job_key("engine")
-    """What samples: vllm, transformers, or the import path of an engine, module:Class."""
+    """Engine that samples: "vllm", "transformers", or the import path of yours, module:Class."""
     seed: int = job_key("seed")
-    """Seed of the sampling of requests that carry no seed."""
+    """Seed for sampling requests that carry no seed."""
     weights_root: Path | None = None
-    """Folder of published policies; the replica loads the one named in its latest.json."""
+    """Folder of published policies; the one that its latest.json names is loaded at the start."""
     max_new_tokens: int = job_key("collector.max_new_tokens")
-    """Most tokens sampled for a request that gives no limit."""
+    """Number of tokens sampled when a request sets no limit."""
     device_lock: Path | None = None
-    """File lock of the device that this replica shares with a trainer; absent if it shares none."""
+    """Lock file of the device shared with a trainer; absent: the replica has its own device."""
 
     @classmethod
-    def derived(cls, job: JobConfig) -> dict[str, Any]:
-        """Return the number format, which is the trainer's where the table says none."""
+    def derive(cls, job: JobConfig) -> dict[str, Any]:
+        """Return the number format: the table's, or else the trainer's; and the job's model."""
         model = {"model_dir": job.model.directory} if job.model.directory else {}
         return {"dtype": job.inference.dtype or job.dtype, **model}
 
     @property
     def engine_dtype(self) -> Dtype:
-        """Return the number format of the policy's weights; log-probs are always float32."""
+        """Return the number format of weights and computation; log-probs are always float32."""
         return self.dtype or "float32"
 
     @property
     def weight_transfer(self) -> str:
-        """Return vLLM's transfer backend; empty where weights come as a file or in chunks."""
+        """Return vLLM's own transfer, or empty where weights come as a file or in chunks."""
         return self.data_plane if self.data_plane in DEVICE_PLANES else ""
 
     @property
     def batch_limits(self) -> BatchLimits:
-        """Return how requests wait for each other; by default they do not."""
+        """Return how requests wait for each other; by default they do not wait."""
         return BatchLimits(
             min_batch_size=self.min_batch_size,
             max_batch_size=self.max_batch_size,
@@ -62,5 +62,5 @@ class InferenceSettings(JobSettings, InferenceFields):
 
     @property
     def model_name(self) -> str:
-        """Return the model name that OpenAI clients send."""
+        """Return the name of the policy for clients of the OpenAI API."""
         return self.served_model_name or self.model_dir.name

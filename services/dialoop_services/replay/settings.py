@@ -1,4 +1,4 @@
-"""Settings of the replay service: DIALOOP_REPLAY_..."""
+"""Define the settings of the replay service, read from DIALOOP_REPLAY_* variables."""
 
 from __future__ import annotations
 
@@ -12,43 +12,39 @@ from dialoop_services.replay.store import QueueLimits
 
 
 class ReplaySettings(JobSettings):
-    """Where the queue is kept, and when it gives up."""
+    """Where the queue is kept, and when it drops work."""
 
     model_config = SettingsConfigDict(env_prefix="DIALOOP_REPLAY_")
 
     store: Literal["redis", "memory"] = job_key("store")
-    """Where the queue lives; memory is gone when the process ends."""
+    """Where the queue is kept: "redis", or "memory", which is lost when the process ends."""
     redis_url: str = "redis://127.0.0.1:6379/0"
-    """redis://, rediss:// or unix://; 6.2 or later."""
+    """URL of Redis 6.2 or later: redis://, rediss:// or unix://."""
     redis_timeout_s: float = Field(default=10.0, gt=0)
     """Seconds after which Redis counts as not answering."""
     max_attempts: int = Field(default=3, ge=1)
-    """Failed attempts at a task before it is dropped; a lease that ran out is one."""
+    """Number of failed attempts at a task before it is dropped; an expired lease counts as one."""
     max_deliveries: int = Field(default=3, ge=1)
-    """Failed deliveries of a group before it is a dead letter.
-
-    A lease that ran out is one, until its holder comes back, and unless its work had been done.
-    """
+    """Number of failed deliveries of a group before it becomes a dead letter. An expired lease
+    counts as one, unless its holder comes back or its work had been done."""
     max_dead_letters: int = Field(default=1000, ge=1)
-    """Dead letters of a run that are kept whole; then the oldest are forgotten, which is counted.
-
-    The groups stay dropped, under dead_letter_forgotten instead of dead_letter.
-    """
+    """Number of dead letters of a run that are kept whole. Above it the oldest are forgotten, which
+    is counted. Their groups stay dropped, under dead_letter_forgotten instead of dead_letter."""
     lease_s: float = Field(default=600.0, gt=0)
-    """Seconds a lease runs when the caller does not say."""
+    """Seconds that a lease lasts when the caller sets none."""
     vocab_size: int = Field(default=0, ge=0)
-    """Token ids must be below it; 0 for unknown."""
+    """Number of tokens of the vocabulary, which token ids must be below; 0: unknown."""
     poll_s: float = Field(default=0.25, gt=0)
-    """How often a waiting call looks for what other processes did, and for leases that ran out."""
+    """Seconds between looks of a waiting call for other processes' changes and expired leases."""
 
     @property
     def limits(self) -> QueueLimits:
-        """When the store gives up."""
+        """Return the limits at which the store drops work."""
         return QueueLimits(
             max_attempts=self.max_attempts,
             max_deliveries=self.max_deliveries,
             max_dead_letters=self.max_dead_letters,
             lease_s=self.lease_s,
-            # Room for what stands around the groups; above the limit a lease cannot be answered.
+            # The rest is room for the message around the groups. A larger answer cannot be sent.
             max_lease_bytes=self.max_message_bytes * 9 // 10,
         )

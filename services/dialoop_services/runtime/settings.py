@@ -1,4 +1,4 @@
-"""Typed settings from the environment: unknown keys are refused, mistakes make one sentence.
+"""Read typed settings from the environment; refuse unknown keys and report mistakes in one line.
 
 class EnvironmentSettings(ServerSettings):
     model_config = SettingsConfigDict(env_prefix="DIALOOP_ENVIRONMENT_")
@@ -38,13 +38,13 @@ _OLD_IMPORT = re.compile(
 
 
 class _StrictEnvironment(EnvSettingsSource):
-    """The environment, reporting variables with the service's prefix that no field reads."""
+    """The environment. Variables with the service's prefix that no field reads are reported."""
 
     def __call__(self) -> dict[str, Any]:
         return super().__call__() | dict.fromkeys(self._unread(), "")
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        """Leave text that is no JSON to the field, which says what it takes."""
+        """Return JSON decoded; leave other text to the field, which says what it takes."""
         try:
             return super().decode_complex_value(field_name, field, value)
         except ValueError:
@@ -54,22 +54,22 @@ class _StrictEnvironment(EnvSettingsSource):
         prefix = self.env_prefix.lower()
         if not prefix:
             return []
-        known = tuple(prefix + name.lower() for name in self.settings_cls.model_fields)
-        nested = tuple(f"{name}{self.env_nested_delimiter}" for name in known)
+        fields = tuple(prefix + name.lower() for name in self.settings_cls.model_fields)
+        nested = tuple(f"{name}{self.env_nested_delimiter}" for name in fields)
         return [
             name[len(prefix) :]
             for name in self.env_vars
             if name.startswith(prefix)
-            and name not in known
+            and name not in fields
             and not (self.env_nested_delimiter and name.startswith(nested))
         ]
 
 
 class StrictSettings(BaseSettings):
-    """Base of all settings: give `model_config = SettingsConfigDict(env_prefix="DIALOOP_X_")`."""
+    """Base of all settings: set `model_config = SettingsConfigDict(env_prefix="DIALOOP_X_")`."""
 
     SUCCESSORS: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Variables of earlier versions and what they are called now, both without the prefix."""
+    """Variables of earlier versions and their names now, both without the prefix."""
 
     model_config = SettingsConfigDict(
         extra="forbid",
@@ -82,11 +82,11 @@ class StrictSettings(BaseSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _require_new_imports(cls, given: Any) -> Any:
-        old = old_import_in(given)
+    def _require_new_imports(cls, values: Any) -> Any:
+        old = old_import_in(values)
         if old:
             raise ValueError(old)
-        return given
+        return values
 
     @classmethod
     def settings_customise_sources(
@@ -97,7 +97,7 @@ class StrictSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read arguments first, then the environment; nothing else."""
+        """Read arguments first, then the environment, and nothing else."""
         return init_settings, _StrictEnvironment(settings_cls)
 
 
@@ -105,31 +105,31 @@ class ServerSettings(StrictSettings):
     """Where and how a service listens."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; anything but loopback needs a token."""
+    """Address to listen on; any address other than loopback needs a token."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port to listen on; 0 lets the system choose."""
+    """Port to listen on; 0: the system chooses."""
     rest_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port of REST, metrics and the readable documents; 0 for any free one, absent for none."""
+    """Port of REST, metrics and readable documents; 0: the system chooses; absent: none."""
     token: SecretStr = Field(default=SecretStr(""), validation_alias="DIALOOP_TOKEN")
-    """Bearer token that every call must carry; empty for none. One for all services."""
+    """Bearer token that every call must carry, one for all services; empty: none."""
     drain_s: float = Field(default=10.0, ge=0)
-    """Seconds that calls in flight may go on after the service was told to stop."""
+    """Seconds that calls in flight may still run after the service has been asked to stop."""
     max_message_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
-    """Largest message that is sent or received."""
+    """Size of the largest message that is sent or received, in bytes."""
 
     @field_validator("token")
     @classmethod
     def _require_header_characters(cls, token: SecretStr) -> SecretStr:
         text = token.get_secret_value()
         if not (text.isascii() and text.replace(" ", "x").isprintable()):
-            raise ValueError("the token travels in a header and must be printable ASCII")
+            raise ValueError("the token is sent in a header: use printable ASCII only")
         return token
 
 
-def load(kind: type[_S], **given: Any) -> _S:
-    """Read the settings of `kind`; raises InvalidConfig that names every wrong variable."""
+def load(kind: type[_S], **arguments: Any) -> _S:
+    """Return the settings of `kind`; InvalidConfig names every wrong variable."""
     try:
-        return kind(**given)
+        return kind(**arguments)
     except ValidationError as error:
         raise InvalidConfig(
             "; ".join(_sentence(kind, detail) for detail in error.errors()) + ".",
@@ -138,19 +138,19 @@ def load(kind: type[_S], **given: Any) -> _S:
 
 
 def old_import_in(value: Any) -> str:
-    """Return what to say of a value that names a module of ours as it was called before, or "".
+    """Return an error text for a value that names a module by its old import path, or "".
 
-    `services.x` in an import path or a command is now `dialoop_services.x`, unless there is a
-    package `services` of the user's own with such a module.
+    `services.x` in an import path or a command is now `dialoop_services.x`. A package `services` of
+    the user's own that has such a module is fine.
     """
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return next((said for one in value if (said := old_import_in(one))), "")
-    found = _OLD_IMPORT.search(value) if isinstance(value, str) else None
-    if found is None or _is_importable(found.group().strip()):
+        return next((text for item in value if (text := old_import_in(item))), "")
+    match = _OLD_IMPORT.search(value) if isinstance(value, str) else None
+    if match is None or _is_importable(match.group().strip()):
         return ""
-    name = found.group().strip()
+    name = match.group().strip()
     return f"{value!r} names {name}, which is now dialoop_{name}"
 
 
@@ -162,7 +162,7 @@ def _is_importable(module: str) -> bool:
 
 
 def _sentence(kind: type[StrictSettings], detail: ErrorDetails) -> str:
-    """Say what is wrong with one setting; its value stays out, it may be a secret."""
+    """Return what is wrong with one setting, without its value, which may be a secret."""
     prefix = str(kind.model_config.get("env_prefix", ""))
     if not detail["loc"]:
         return detail["msg"].removeprefix("Value error, ")

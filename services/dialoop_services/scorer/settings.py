@@ -1,4 +1,4 @@
-"""What a scorer needs to know; read once in `__main__`."""
+"""Define the settings of the scorer; `__main__` reads them once."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def _this_worker() -> str:
 
 
 class ScorerSettings(JobSettings, ScorerFields):
-    """Which run to score and how."""
+    """Which run to score, and how."""
 
     model_config = SettingsConfigDict(env_prefix="DIALOOP_SCORER_")
     TABLE = "scorer"
     SUCCESSORS = MappingProxyType({"torch_threads": "num_threads"})
 
     run: str = "default"
-    """Run id: scopes the queue's keys."""
+    """Run id, which is part of the queue's keys."""
     worker: str = Field(default_factory=_this_worker, min_length=1)
     """Name of this scorer in leases."""
     replay_address: str = "127.0.0.1:7003"
@@ -40,17 +40,17 @@ class ScorerSettings(JobSettings, ScorerFields):
     model_dir: Path | None = None
     """Hugging Face model directory of the reference model."""
     loss: str = ""
-    """Loss that the trainer takes, whose advantages to compute; empty: those of GRPO."""
+    """Loss of the trainer, which decides how advantages are computed; empty: GRPO's."""
 
     @classmethod
-    def derived(cls, job: JobConfig) -> dict[str, Any]:
+    def derive(cls, job: JobConfig) -> dict[str, Any]:
         """Return the loss, and the reference model: the file's, or the starting model."""
         model_dir = job.scorer.reference_model or job.model.directory
         return {"loss": job.train.loss} | ({"model_dir": model_dir} if model_dir else {})
 
     @property
     def advantages(self) -> AdvantageSettings:
-        """How rewards become advantages."""
+        """Return how rewards become advantages."""
         return AdvantageSettings(
             **self.baseline_for(self.loss),
             eps=self.advantage_eps,
@@ -59,14 +59,15 @@ class ScorerSettings(JobSettings, ScorerFields):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the queue's groups need the reference model."""
+        """Return whether the queue's groups need the reference model."""
         return self.reference_logprobs or self.kl_coefficient > 0
 
     def require_consistent(self) -> ScorerSettings:
-        """Check what one field cannot; InvalidConfig says what is missing."""
+        """Return these settings; InvalidConfig when they need a reference model and name none."""
         if self.needs_reference and self.model_dir is None:
             raise InvalidConfig(
-                "reference_logprobs or kl_coefficient is set, and model_dir is not.",
+                "reference_logprobs or kl_coefficient is set, which needs a reference model, and "
+                "model_dir is not set.",
                 reason=Reason.NO_REFERENCE_MODEL,
                 remedy="Set DIALOOP_SCORER_MODEL_DIR to the reference model.",
             )

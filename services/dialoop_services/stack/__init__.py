@@ -1,1 +1,4 @@
-"""The embedded stack: every service on one machine, in one command, supervised."""
+"""The embedded stack: start, supervise and stop every service on one machine with one command.
+
+A job config enters. Running services leave, and for a job its summary and exit code.
+"""

@@ -1,4 +1,4 @@
-"""`python -m dialoop_services.stack [CONFIG]` serves; `... train CONFIG` runs a whole job.
+"""Run a stack. `python -m dialoop_services.stack [CONFIG]` serves; `... train CONFIG` runs a job.
 
 `python -m dialoop_services.stack config [CONFIG]` prints the config with all defaults.
 """
@@ -22,8 +22,8 @@ from dialoop_services.stack import job, preflight
 from dialoop_services.stack.layout import variables_of_tables
 from dialoop_services.stack.processes.log_stream import LogStream
 from dialoop_services.stack.processes.processes import adopt_orphans, descendants, kill
-from dialoop_services.stack.run_dir import opened
-from dialoop_services.stack.running import planned, running_stack
+from dialoop_services.stack.run_dir import open_run
+from dialoop_services.stack.running import plan_stack, running_stack
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -42,22 +42,23 @@ FIXED_PORTS = MappingProxyType(
         )
     }
 )
-"""Where a stack without a config listens: gRPC from 7001 on, REST from 8001 on."""
+"""Ports of a stack without a config: gRPC from 7001 on, REST from 8001 on."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 for success, 2 for a mistake in what was asked, 1 for any other failure."""
-    given = _parser().parse_args(_with_command(sys.argv[1:] if arguments is None else arguments))
+    """Return 0 for success, 2 for a wrong setting or argument, 1 for any other failure."""
+    words = _with_command(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(words)
     try:
-        loaded = _config(given)
+        loaded = _config(options)
         config = loaded.config
-        if given.command == "config":
-            sys.stdout.write(toml_of(config, loaded.origins if given.origins else None))
+        if options.command == "config":
+            sys.stdout.write(toml_of(config, loaded.origins if options.origins else None))
             return 0
         preflight.check(config)
-        is_job = given.command == "train"
-        with opened(ROOT, config, fresh=given.fresh, reuse=not is_job) as run_dir:
+        is_job = options.command == "train"
+        with open_run(ROOT, config, fresh=options.fresh, reuse=not is_job) as run_dir:
             return _run(config, run_dir, is_job=is_job)
     except (DialoopError, BaseExceptionGroup) as error:
         return _fail(error)
@@ -84,25 +85,27 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _with_command(arguments: Sequence[str]) -> list[str]:
-    """Serving needs no word: `python -m dialoop_services.stack demo.toml`."""
+    """Return the arguments with `serve` in front when they name no command."""
     words = list(arguments)
     if words[:1] and words[0] in ("serve", "train", "config", "-h", "--help"):
         return words
     return ["serve", *words]
 
 
-def _config(given: argparse.Namespace) -> LoadedConfig:
-    said = variables_of_tables(os.environ)
-    if given.config is None and given.command != "config":
-        said = [*_serving_alone(), *said]
-    return load_with_origins(given.config, environment=os.environ, run=given.run, overrides=said)
+def _config(options: argparse.Namespace) -> LoadedConfig:
+    overrides = variables_of_tables(os.environ)
+    if options.config is None and options.command != "config":
+        overrides = [*_serving_alone(), *overrides]
+    return load_with_origins(
+        options.config, environment=os.environ, run=options.run, overrides=overrides
+    )
 
 
 def _serving_alone() -> list[Override]:
-    """What a stack without a config departs from: nothing is trained unless a config says so.
+    """Return what a stack without a config changes: it trains nothing, and its ports are fixed.
 
-    A trainer's rpc can publish all the same. The ports are those that documents and scripts name,
-    and that compose has.
+    The trainer can publish all the same when it is called. The ports are those of the documents, of
+    scripts and of compose.
     """
     values = {"train.num_steps": 0, "evaluation.num_tasks": 0, "ports": dict(FIXED_PORTS)}
     origin = "no config"
@@ -115,10 +118,10 @@ def _run(config: JobConfig, run_dir: RunDir, *, is_job: bool) -> int:
     log = LogStream(console, run_dir.logs, least="WARNING" if is_job else "INFO")
     if run_dir.is_resumed:
         log.say("stack", f"resuming {run_dir.path}")
-    plan = planned(config, run_dir)
+    plan = plan_stack(config, run_dir)
     work = job.train(plan, log, console) if is_job else _serve(plan, log)
     try:
-        return asyncio.run(_until_told_to_stop(work))
+        return asyncio.run(_until_stopped(work))
     finally:
         kill(descendants(os.getpid()))
 
@@ -130,44 +133,44 @@ async def _serve(plan: Plan, log: LogStream) -> int:
     return 0
 
 
-async def _until_told_to_stop(work: Coroutine[None, None, int]) -> int:
-    """The work's exit code, or 128 + the number of the signal that ended it early."""
+async def _until_stopped(work: Coroutine[None, None, int]) -> int:
+    """Return the work's exit code, or 128 + the number of the signal that ended it early."""
     loop = asyncio.get_running_loop()
-    told: list[int] = []
+    signals: list[int] = []
     running = asyncio.ensure_future(work)
 
     def stop(number: int) -> None:
-        if told:  # asked twice: no more patience with anybody's orderly end
+        if signals:  # the second signal ends everything at once
             kill(descendants(os.getpid()))
         else:
             running.cancel()
-        told.append(number)
+        signals.append(number)
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop, number)
     try:
         return await running
     except asyncio.CancelledError:
-        if not told:
+        if not signals:
             raise
-        return 128 + told[0]
+        return 128 + signals[0]
 
 
 def _fail(error: BaseException) -> int:
-    """Say what went wrong in one line; what is not ours keeps its traceback."""
-    known = _known(error)
-    if known is None:
+    """Write an error of Dialoop in one line and return the exit code; raise any other error."""
+    own = _own_error(error)
+    if own is None:
         raise error
-    sys.stderr.write(f"dialoop stack: {' '.join(str(known).split())}\n")
-    return 2 if isinstance(known, InvalidConfig) else 1
+    sys.stderr.write(f"dialoop stack: {' '.join(str(own).split())}\n")
+    return 2 if isinstance(own, InvalidConfig) else 1
 
 
-def _known(error: BaseException) -> DialoopError | None:
-    """The error of ours in a group of any depth; a wrong setting before any other."""
+def _own_error(error: BaseException) -> DialoopError | None:
+    """Return the first error of Dialoop in a group of any depth; a wrong setting comes first."""
     if isinstance(error, BaseExceptionGroup):
-        found = [known for inner in error.exceptions if (known := _known(inner))]
-        found.sort(key=lambda known: not isinstance(known, InvalidConfig))
-        return found[0] if found else None
+        errors = [own for inner in error.exceptions if (own := _own_error(inner))]
+        errors.sort(key=lambda own: not isinstance(own, InvalidConfig))
+        return errors[0] if errors else None
     return error if isinstance(error, DialoopError) else None
 
 

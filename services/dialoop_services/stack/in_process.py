@@ -1,4 +1,4 @@
-"""Every service in this process: no servers, no ports, no Redis; for notebooks and tests.
+"""Run every service in this process, without servers, ports or Redis: for notebooks and tests.
 
 async with in_process() as dialoop:             # or: with blocking_in_process() as dialoop
     task = await dialoop.task("arithmetic", num_trajectories=4)
@@ -40,7 +40,7 @@ from dialoop_services.stack.layout import (
     settings_of,
     variables_of_tables,
 )
-from dialoop_services.stack.run_dir import opened
+from dialoop_services.stack.run_dir import open_run
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
@@ -63,16 +63,16 @@ _REACHABLE = ("environment", "inference", "replay", "scorer", "trainer")
 async def in_process(
     config: Mapping[str, Any] | None = None, *, folder: str | Path | None = None
 ) -> AsyncIterator[Dialoop]:
-    """Run every service until the context is left, and reach them through a Dialoop.
+    """Run every service until the context is left; call them through the Dialoop that it yields.
 
-    Weights, checkpoints and metrics go to `folder`/<run>; without a folder they are gone at the
+    Weights, checkpoints and metrics go to `folder`/<run>; without a folder they are deleted at the
     end. InvalidConfig for a config that needs other processes.
     """
     job = _job(config or {})
     async with AsyncExitStack() as exits:
         if folder is None:
             folder = exits.enter_context(tempfile.TemporaryDirectory(prefix="dialoop-"))
-        run_dir = exits.enter_context(opened(Path(folder), job, fresh=False, reuse=True))
+        run_dir = exits.enter_context(open_run(Path(folder), job, fresh=False, reuse=True))
         layout = _Inside(config=job, run_dir=run_dir, ports={})
         services = _Services(layout)
         exits.push_async_callback(services.stop)
@@ -92,10 +92,10 @@ async def in_process(
 
 
 def _rest_from_collecting(exits: AsyncExitStack) -> None:
-    """Until `exits`, full garbage collections leave alone what stands now.
+    """Keep full garbage collections away from the objects of this moment until `exits`.
 
-    Torch's and transformers' 400,000 objects took 8% of the CPU of training a tiny model, and
-    stopped all services for as long as each collection walked them.
+    Torch and transformers hold 400,000 objects. Walking them took 8% of the CPU of training a tiny
+    model, and stopped all services during each collection.
     """
     gc.collect()
     gc.freeze()
@@ -106,7 +106,7 @@ def _rest_from_collecting(exits: AsyncExitStack) -> None:
 def blocking_in_process(
     config: Mapping[str, Any] | None = None, *, folder: str | Path | None = None
 ) -> Iterator[BlockingDialoop]:
-    """The same for threads that have no event loop: the services run on one in the background."""
+    """Do the same for threads without an event loop: the services run on one in the background."""
     with BackgroundLoop() as loop:
         context = in_process(config, folder=folder)
         dialoop = loop.run(context.__aenter__())
@@ -125,14 +125,14 @@ class _Inside(Layout):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Host:
-    """What a service is given."""
+    """The server and the connections that a service gets."""
 
     server: InProcessServer
     connect: Connect
 
 
 class _Services:
-    """The services' tasks, from the first start to the last end."""
+    """The tasks in which the services run, from the first start to the last end."""
 
     def __init__(self, layout: Layout) -> None:
         self.network = InProcessNetwork()
@@ -141,29 +141,29 @@ class _Services:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
-        """Start all of them; whatever keeps one from it is raised."""
+        """Start all services; raise what keeps one from starting."""
         layout = self._layout
         await asyncio.to_thread(_make_model, layout)
-        # One after the other: transformers cannot load two models in one process at a time. Without
-        # training nobody needs episodes.
+        # One after the other, since transformers cannot load two models in one process at a time.
+        # Without training no episodes are needed.
         collector = ("collector",) if layout.config.train.num_steps else ()
         for name in ("replay", "environment", *layout.replicas, "trainer", "scorer", *collector):
             self._begin(name)
             await self._until_up(name)
 
     async def stop(self) -> None:
-        """End all of them, those who make work first."""
+        """End all services; those that make work for others end first."""
         order = sorted(self._tasks, key=lambda name: STOP_ORDER.index(service_of(name)))
         for name in order:
             self._servers[name].stop()
             _, late = await asyncio.wait([self._tasks[name]], timeout=_STOPPED_IN_S)
             for task in late:
-                log.warning("Service %s does not end; it is cancelled.", name)
+                log.warning("Service %s does not end and is cancelled.", name)
                 task.cancel()
                 await asyncio.wait([task])
 
     def require_well(self) -> None:
-        """Raise why a service ended by itself."""
+        """Raise the error of a service that ended by itself."""
         for task in self._tasks.values():
             if task.done():
                 task.result()
@@ -171,7 +171,7 @@ class _Services:
     def _begin(self, name: str) -> None:
         service = service_of(name)
         settings = load(settings_of(service), **self._layout.values_of(name))
-        # By name, as a stack of processes starts them: this module imports no torch.
+        # Imported by name, so that this module does not import torch.
         serve_in = import_module(f"dialoop_services.{service}.__main__").serve_in
         self._servers[name] = server = self.network.server(name)
         host = _Host(server=server, connect=self._connect)
@@ -181,7 +181,7 @@ class _Services:
         return self.network.connect(address, retry=retry)
 
     async def _until_up(self, name: str) -> None:
-        """Wait until a service listens; whatever keeps it from that is raised."""
+        """Wait until a service listens; raise what keeps it from listening."""
         listening = asyncio.create_task(self._listening(name))
         waited: list[asyncio.Task[None]] = [listening, *self._tasks.values()]
         try:
@@ -196,30 +196,31 @@ class _Services:
             await channel.wait_until_connected(timeout_s=_STARTED_IN_S)
 
 
-def _job(given: Mapping[str, Any]) -> JobConfig:
-    """The config, with what one process needs; InvalidConfig when it says otherwise."""
+def _job(config: Mapping[str, Any]) -> JobConfig:
+    """Return the config with what one process needs; InvalidConfig when it says otherwise."""
     needed = {"engine": "transformers", "store": "memory"}
     for key, value in needed.items():
-        chosen = given.get(key, value)
+        chosen = config.get(key, value)
         fits = facts_of_engine(str(chosen)).in_process if key == "engine" else chosen == value
         if not fits:
             raise InvalidConfig(
-                f'{key} is "{given[key]}", which is not for one process.',
-                remedy=f'Leave it out, or run `dialoop up` with {key} = "{given[key]}".',
+                f'{key} is "{config[key]}", which needs other processes than this one.',
+                remedy=f'Leave it out, or run `dialoop up` with {key} = "{config[key]}".',
             )
-    sections = (given.get("environment", {}), *given.get("environments", ()))
+    sections = (config.get("environment", {}), *config.get("environments", ()))
     if any(dict(section).get("agent") for section in sections):
         raise InvalidConfig(
-            "An agent calls the inference service over HTTP, which one process does not have.",
+            "environment.agent is set, and an agent calls the inference service over HTTP, which "
+            "is not served here.",
             remedy="Leave environment.agent out, or run `dialoop up`.",
         )
-    if given.get("train", {}).get("num_processes", 1) > 1:
+    if config.get("train", {}).get("num_processes", 1) > 1:
         raise InvalidConfig(
-            "Several processes train the model, and this is one process.",
+            "train.num_processes is above 1, and everything runs in this one process.",
             remedy="Leave train.num_processes out, or run `dialoop up`.",
         )
     defaults = {"run": "in-process", "train": {"num_steps": 0}, "evaluation": {"num_tasks": 0}}
-    values = deepcopy({**defaults, **needed, **given})
+    values = deepcopy({**defaults, **needed, **config})
     for override in variables_of_tables(os.environ):
         override_in(values, override)
     job = parse_config(values, source="the config")

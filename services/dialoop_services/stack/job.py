@@ -1,4 +1,4 @@
-"""The main job: start everything, train to the end, prove and sum up what happened, stop."""
+"""Run a job: start everything, train to the end, check and sum up what happened, stop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from dialoop.reasons import Reason
 
 from dialoop_services.config.job import warnings_for_advantages, warnings_for_formats
 from dialoop_services.stack.report import summary
-from dialoop_services.stack.report.gates import gates_of
 from dialoop_services.stack.report.live import LiveView
 from dialoop_services.stack.report.observer import PhaseClock, observing
 from dialoop_services.stack.report.plot import draw_learning
@@ -32,7 +31,7 @@ _POLL_S = 1.0
 
 
 async def train(plan: Plan, log: LogStream, console: Console) -> int:
-    """Run the job; 0 when every gate holds, else 1. The stack has ended when it returns."""
+    """Run the job and return 0 when every gate holds, else 1. The stack has ended by then."""
     clock = PhaseClock()
     config = plan.layout.config
     log.say("stack", f"run {config.run}, engine {config.engine}")
@@ -44,20 +43,20 @@ async def train(plan: Plan, log: LogStream, console: Console) -> int:
             last = await _until_done(observer, clock, LiveView(console, log))
             stats = await _final_stats(stack, observer)
         await stack.supervisor.stop_all()
-        clock.spent("stopping")
+        clock.record("stopping")
         rescoring = await _rescore(stack, log)
-        clock.spent("re-scoring")
+        clock.record("re-scoring")
         restarts = {s.spec.name: s.num_restarts for s in stack.supervisor.services}
-    found = _findings(plan, stats, last, clock, rescoring, restarts)
-    return _conclude(found, plan, console)
+    findings = _findings(plan, stats, last, clock, rescoring, restarts)
+    return _conclude(findings, plan, console)
 
 
 async def _until_done(observer: Observer, clock: PhaseClock, live: LiveView) -> Snapshot:
-    clock.spent("starting")
+    clock.record("starting")
     with live:
         while True:
             snapshot = await observer.snapshot()
-            clock.spent(snapshot.phase.name.lower())
+            clock.record(snapshot.phase.name.lower())
             live.show(snapshot)
             if snapshot.phase is Phase.DONE:
                 return snapshot
@@ -70,7 +69,7 @@ async def _until_done(observer: Observer, clock: PhaseClock, live: LiveView) -> 
 
 
 async def _final_stats(stack: RunningStack, observer: Observer) -> ReplayStats:
-    """The ledger once nobody writes to it any more."""
+    """Return the queue's counts after the services that write to it have stopped."""
     await stack.supervisor.stop("collector", "scorer")
     return await observer.final_stats()
 
@@ -86,8 +85,8 @@ async def _rescore(stack: RunningStack, log: LogStream) -> dict[str, Any]:
     line = log.last_line("rescore")
     if code:
         return {"failure": line}
-    found: dict[str, Any] = json.loads(line)
-    return found
+    result: dict[str, Any] = json.loads(line)
+    return result
 
 
 def _findings(
@@ -117,7 +116,7 @@ def _findings(
 def _conclude(findings: summary.Findings, plan: Plan, console: Console) -> int:
     run_dir, config = plan.layout.run_dir, plan.layout.config
     result = summary.summarise(findings)
-    result["gates"] = gates_of(result, config)
+    result["gates"] = summary.gates_of(result, config)
     text = json.dumps(result, indent=2) + "\n"
     (run_dir.path / "summary.json").write_text(text, encoding="utf-8")
     draw_learning(run_dir.path / "metrics.jsonl", run_dir.path / "learning.png")

@@ -1,4 +1,4 @@
-"""From a job config to processes: each service's command, variables, address and place in line."""
+"""Turn a job config into processes, each with its command, variables, address and order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STOP_ORDER = (
     "replay",
     "redis",
 )
-"""Who works for whom: producers of work first, the queue's store last."""
+"""Order in which services stop: producers of work first, the queue's store last."""
 
 _SEED_STRIDE = 7919
 _READY_TIMEOUT_S = {"inference": 300.0}
@@ -42,7 +42,7 @@ _STOP_GRACE_S = {"trainer": 45.0, "inference": 30.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A stack on this machine: who listens where, and what each process is told."""
+    """A stack on this machine: the address of each process, and the settings that it gets."""
 
     config: JobConfig
     run_dir: RunDir
@@ -53,32 +53,32 @@ class Layout:
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """Names of the inference processes."""
+        """Return the names of the inference processes."""
         return replica_names(self.config)
 
     def address(self, name: str) -> str:
-        """host:port of a process."""
+        """Return host:port of a process."""
         return f"{HOST}:{self.ports[name]}"
 
     def rest_address(self, name: str) -> str:
-        """host:port of a process' REST door."""
+        """Return host:port of the REST door of a process."""
         return f"{HOST}:{self.ports[rest_name(name)]}"
 
     @property
     def services(self) -> tuple[str, ...]:
-        """Names of the processes that are services of ours, in no order that matters."""
+        """Return the names of the processes that are Dialoop's services, in any order."""
         return tuple(name for name in self.ports if rest_name(name) in self.ports)
 
     def spec(self, name: str) -> ServiceSpec:
-        """How to start the process `name` (`inference-1` is the second replica)."""
+        """Return how to start the process `name` (`inference-1` is the second replica)."""
         service = service_of(name)
         variables = self.environment_of(name) | {
             f"DIALOOP_{service.upper()}_PORT": str(self.ports[name]),
             f"DIALOOP_{service.upper()}_REST_PORT": str(self.ports[rest_name(name)]),
             "DIALOOP_RUN": self.run_dir.run_id,
-            CONFIG_VARIABLE: "",  # all that a file says stands in variables already
+            CONFIG_VARIABLE: "",  # the variables already hold all values of the file
         }
-        if service == "trainer":  # whatever a job of torchrun's, which may be around us, says
+        if service == "trainer":  # replace the variables of a torchrun that may run this stack
             variables |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         return ServiceSpec(
             name=name,
@@ -94,7 +94,7 @@ class Layout:
         )
 
     def _program(self, service: str) -> tuple[str, ...]:
-        """The module that is run, with its arguments."""
+        """Return the module to run, with its arguments."""
         num_processes = self.config.train.num_processes
         if service == "trainer" and num_processes > 1:
             return ("dialoop_services.trainer.learner.launch", str(num_processes))
@@ -106,15 +106,15 @@ class Layout:
         return {f"{prefix}{key.upper()}": _text(v) for key, v in self.values_of(name).items()}
 
     def values_of(self, name: str) -> dict[str, object]:
-        """Return the settings of a process, without its ports: what the job says, and its places.
+        """Return the settings of a process without its ports: the job's, and addresses and files.
 
-        What has no value, as `stop_at`, is left out.
+        Settings without a value, as `stop_at`, are left out.
         """
-        said = settings_of(service_of(name)).of_job(self.config) | self._places_of(name)
-        return {key: value for key, value in said.items() if value is not None}
+        values = settings_of(service_of(name)).of_job(self.config) | self._places_of(name)
+        return {key: value for key, value in values.items() if value is not None}
 
     def _places_of(self, name: str) -> dict[str, object]:
-        """Where a process finds the others and its files, and what it is called."""
+        """Return the addresses, files and names that a process needs."""
         of_run = {"run": self.run_dir.run_id, "replay_address": self.address("replay")}
         model = {"model_dir": self.run_dir.model(self.config).resolve()}
         service = service_of(name)
@@ -142,7 +142,7 @@ class Layout:
         return common
 
     def _seed_of(self, replica: str) -> int:
-        """Replicas with one seed would sample the same."""
+        """Return a seed for the replica: replicas with one seed would sample the same."""
         return self.config.seed + _SEED_STRIDE * self.replicas.index(replica)
 
     def _weights(self) -> dict[str, object]:
@@ -151,30 +151,30 @@ class Layout:
         return {"weights_root": self.memory or self.run_dir.policies.resolve()}
 
     def _held_up(self, service: str) -> Callable[[], bool] | None:
-        """A replica that starts waits while the trainer has the device, however long."""
+        """Return whether a starting replica must wait because the trainer has the device."""
         lock = self._device_lock().get("device_lock")
         if service != "inference" or not isinstance(lock, Path):
             return None
         return partial(is_owned, lock)
 
     def _device_lock(self) -> dict[str, object]:
-        """What trainer and replicas share a device by."""
+        """Return the lock file by which trainer and replicas share a device."""
         if self.config.placement == "split":
             return {}
         return {"device_lock": self.run_dir.path.resolve() / DEVICE_LOCK}
 
 
 def settings_of(service: str) -> type[JobSettings]:
-    """Return the settings of a service: by name, since a stack of processes imports no service."""
+    """Return the settings class of a service, imported by name since a stack imports no service."""
     module = import_module(f"dialoop_services.{service}.settings")
-    found: type[JobSettings] = getattr(module, f"{service.title()}Settings")
-    return found
+    kind: type[JobSettings] = getattr(module, f"{service.title()}Settings")
+    return kind
 
 
 def variables_of_tables(environment: Mapping[str, str]) -> list[Override]:
-    """Return the keys of the job file that variables of its services say."""
+    """Return the keys of the job file that variables of its services override."""
     services = {name.split("_")[1].lower() for name in environment if name.startswith("DIALOOP_")}
-    return overrides_of(environment, [settings_of(one) for one in STOP_ORDER if one in services])
+    return overrides_of(environment, [settings_of(name) for name in STOP_ORDER if name in services])
 
 
 def service_of(name: str) -> str:
@@ -183,13 +183,13 @@ def service_of(name: str) -> str:
 
 
 def replica_names(config: JobConfig) -> tuple[str, ...]:
-    """inference, inference-1, inference-2, ..."""
+    """Return inference, inference-1, inference-2, ...: a name for each replica."""
     more = (f"inference-{index}" for index in range(1, config.inference.num_replicas))
     return ("inference", *more)
 
 
 def rest_name(name: str) -> str:
-    """What the REST port of a process goes by: `inference-1_rest`."""
+    """Return the name under which the REST port of a process is kept: `inference-1_rest`."""
     return f"{name}_rest"
 
 

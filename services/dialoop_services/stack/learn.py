@@ -1,4 +1,4 @@
-"""`make learn`: every shipped algorithm learns from one warm start, or this exits 1.
+"""Train every shipped algorithm from one warm start (`make learn`); exit 1 if one does not learn.
 
 `python -m dialoop_services.stack.learn DEMO.toml FOLDER_OF_CONFIGS [--only grpo,lora]`
 runs the demo unless a finished one is there, exports its first policy as runs/learn/warm_start and
@@ -41,28 +41,28 @@ if TYPE_CHECKING:
     Export = Callable[[Path, str, Path], None]
 
 FOLDER = "learn"
-"""Under runs/: the exported models and the summary."""
+"""Folder under runs/ for the exported models and the summary."""
 _EXPORTS = (("main-1", "warm_start"), ("latest", "teacher"))
-_TOLD_TO_STOP = 128
+_STOPPED_BY_SIGNAL = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lesson:
-    """One config to train. `name` is its file's, as `--only` has it."""
+class LearnCase:
+    """One config to train. `name` is its file's, as `--only` takes it."""
 
     name: str
     path: Path
     config: JobConfig
 
     def needs_demo(self, root: Path) -> bool:
-        """Whether it starts from, or is taught by, what the demo leaves."""
+        """Return whether it starts from, or is taught by, a model that the demo leaves."""
         named = (self.config.model.directory, self.config.scorer.reference_model)
         own = (root / FOLDER).resolve()
         return any(Path(path).resolve().parent == own for path in named if path)
 
 
-def lessons_of(folder: Path, only: str = "") -> list[Lesson]:
-    """The configs of the folder, or those that `only` names; InvalidConfig when one is missing."""
+def cases_of(folder: Path, only: str = "") -> list[LearnCase]:
+    """Return the folder's configs, or those in `only`; InvalidConfig when one is missing."""
     paths = {path.stem: path for path in sorted(folder.glob("*.toml"))}
     names = [name.strip() for name in only.split(",") if name.strip()] or list(paths)
     unknown = [name for name in names if name not in paths]
@@ -70,18 +70,18 @@ def lessons_of(folder: Path, only: str = "") -> list[Lesson]:
         raise InvalidConfig(
             f"{folder} has no config {', '.join(unknown) or 'at all'}.",
             reason=Reason.UNKNOWN_CONFIG,
-            remedy=f"Name some of {', '.join(paths)}." if paths else "Name a folder of configs.",
+            remedy=f"Choose from {', '.join(paths)}." if paths else "Name a folder of configs.",
         )
     loaded = {name: load_config(paths[name], environment=os.environ) for name in names}
     return [
-        Lesson(name=name, path=paths[name], config=config)  # in the order they were named
+        LearnCase(name=name, path=paths[name], config=config)  # in the order of `only`
         for name, config in loaded.items()
     ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
-    """Everything `make learn` does; what trains and what exports are given to it."""
+class Suite:
+    """Everything that `make learn` does, with the functions that train and export."""
 
     demo: Path
     root: Path
@@ -89,33 +89,33 @@ class Course:
     export: Export
     console: Console
 
-    def take(self, lessons: Sequence[Lesson]) -> int:
-        """Train them all; 0 when every gate holds, 1 when one does not, 128 + n when stopped."""
-        code = self._prepare() if any(one.needs_demo(self.root) for one in lessons) else 0
+    def run(self, cases: Sequence[LearnCase]) -> int:
+        """Train all cases; return 0 if every gate holds, 1 if one fails, 128 + n when stopped."""
+        code = self._prepare() if any(case.needs_demo(self.root) for case in cases) else 0
         if code:
             return code
         outcomes: list[AlgorithmResult] = []
-        for lesson in lessons:
-            self.console.rule(f"learn: {lesson.name}")
-            # What an earlier run came to must not stand for one that did not even begin.
-            (self.root / lesson.config.run / "summary.json").unlink(missing_ok=True)
-            code = self.train(lesson.path)
-            if code > _TOLD_TO_STOP:
+        for case in cases:
+            self.console.rule(f"learn: {case.name}")
+            # An earlier run's summary must not count for a run that does not even begin.
+            (self.root / case.config.run / "summary.json").unlink(missing_ok=True)
+            code = self.train(case.path)
+            if code > _STOPPED_BY_SIGNAL:
                 return code
-            outcomes.append(self._outcome(lesson, code))
+            outcomes.append(self._outcome(case, code))
             self._write(outcomes)
         self.console.print(table_of(outcomes))
         for failure in failures_of(outcomes):
             self.console.print(f"FAILS: {failure}", style="bold red", soft_wrap=True)
         self.console.print(f"{self.root / FOLDER}/summary.json", highlight=False)
-        return 0 if all(one.holds for one in outcomes) else 1
+        return 0 if all(outcome.holds for outcome in outcomes) else 1
 
     def _prepare(self) -> int:
-        """A finished demo and what it leaves to learn from; not 0 when it was stopped."""
+        """Finish the demo and export its models; return the demo's exit code when it is not 0."""
         if not self._demo_id():
             self.console.rule("learn: the demo, for its warm start and as a teacher")
             code = self.train(self.demo)
-            if code:  # also when it has not learned: nothing that follows would mean anything
+            if code:  # a demo that has not learned makes all that follows meaningless
                 return code
         for version, name in _EXPORTS:
             target = self.root / FOLDER / name
@@ -128,7 +128,7 @@ class Course:
         return self.root / load_config(self.demo, environment={}).run
 
     def _demo_id(self) -> str:
-        """The id of a demo that has ended well, else empty."""
+        """Return the run id of a demo whose gates all hold, else an empty string."""
         summary = self._demo_dir / "summary.json"
         if not summary.is_file():
             return ""
@@ -136,28 +136,28 @@ class Course:
             return ""
         return str(json.loads((self._demo_dir / "run.json").read_text("utf-8"))["run_id"])
 
-    def _outcome(self, lesson: Lesson, code: int) -> AlgorithmResult:
-        start = self._demo_id() if lesson.needs_demo(self.root) else ""
-        path = self.root / lesson.config.run / "summary.json"
-        found = json.loads(path.read_text("utf-8")) if path.is_file() and code in (0, 1) else None
-        return AlgorithmResult.of(lesson.name, found, start=start, seed=lesson.config.seed)
+    def _outcome(self, case: LearnCase, code: int) -> AlgorithmResult:
+        start = self._demo_id() if case.needs_demo(self.root) else ""
+        path = self.root / case.config.run / "summary.json"
+        summary = json.loads(path.read_text("utf-8")) if path.is_file() and code in (0, 1) else None
+        return AlgorithmResult.of(case.name, summary, start=start, seed=case.config.seed)
 
     def _write(self, outcomes: Sequence[AlgorithmResult]) -> None:
-        """What stands of earlier calls (other configs, other seeds) stays in the summary."""
+        """Write the summary, with results of earlier calls for other configs and seeds."""
         path = self.root / FOLDER / "summary.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = kept_outcomes(path, outcomes, start=self._demo_id())
-        rows = [asdict(one) for one in (*kept, *outcomes)]
+        rows = [asdict(outcome) for outcome in (*kept, *outcomes)]
         path.write_text(json.dumps({"runs": rows}, indent=2) + "\n", encoding="utf-8")
 
 
 def train_fresh(config: Path) -> int:
-    """A whole job, in place of an earlier one; its exit code."""
+    """Run a whole job in place of an earlier one, and return its exit code."""
     return stack(["train", str(config), "--fresh"])
 
 
 def export_policy(run_dir: Path, version: str, target: Path) -> None:
-    """A published policy as a model directory, by the trainer's export."""
+    """Write a published policy as a model directory, with the trainer's export."""
     words = (
         sys.executable,
         "-m",
@@ -170,24 +170,24 @@ def export_policy(run_dir: Path, version: str, target: Path) -> None:
         raise Unavailable(
             f"{version} of {run_dir} could not be exported.",
             reason=Reason.EXPORT_FAILED,
-            remedy=f"Remove {run_dir}, so that it is run again.",
+            remedy=f"Remove {run_dir}; the demo then runs again.",
         )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0 only if every gate of every run holds; 2 for a mistake in what was asked."""
+    """Return 0 if every gate of every run holds, 2 for a wrong setting or argument, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m dialoop_services.stack.learn", description=__doc__
     )
     parser.add_argument("demo", type=Path, help="config of the demo")
     parser.add_argument("folder", type=Path, help="folder of configs to train")
     parser.add_argument("--only", default="", help="names of configs, as grpo,lora")
-    given = parser.parse_args(arguments)
-    course = Course(
-        demo=given.demo, root=ROOT, train=train_fresh, export=export_policy, console=Console()
+    options = parser.parse_args(arguments)
+    suite = Suite(
+        demo=options.demo, root=ROOT, train=train_fresh, export=export_policy, console=Console()
     )
     try:
-        return course.take(lessons_of(given.folder, given.only))
+        return suite.run(cases_of(options.folder, options.only))
     except DialoopError as error:
         sys.stderr.write(f"dialoop learn: {error}\n")
         return 2 if isinstance(error, InvalidConfig) else 1

@@ -1,4 +1,4 @@
-"""What can be told wrong before anything starts: engine, model, tasks, Redis, ports."""
+"""Check what can be checked before anything starts: engine, model, tasks, Redis, ports."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def check(config: JobConfig) -> None:
         _check_tasks(config, section)
         if section.agent:
             load_agent(section.agent)
-    # Both are asked for again when the stack starts; by then an old run may have been replaced.
-    found = find_redis(os.environ) if config.store == "redis" else FoundRedis()
-    ports_of(config, with_redis=bool(found.program))
+    # The stack looks for both again when it starts. By then it may have deleted an old run.
+    redis = find_redis(os.environ) if config.store == "redis" else FoundRedis()
+    ports_of(config, with_redis=bool(redis.program))
 
 
 def _check_engine(config: JobConfig) -> None:
@@ -66,10 +66,10 @@ def _find_module(name: str) -> object:
 
 
 def check_model(directory: Path) -> None:
-    """A Hugging Face model directory: configuration, weights and tokenizer."""
+    """Raise InvalidConfig unless a model directory has configuration, weights and tokenizer."""
     if not directory.is_dir():
         raise InvalidConfig(
-            f"There is no model directory {directory}.",
+            f"The model directory {directory} does not exist.",
             reason=Reason.MODEL_MISSING,
             remedy="Set model.directory to a Hugging Face model directory, or leave it empty.",
         )
@@ -84,7 +84,7 @@ def check_model(directory: Path) -> None:
 
 
 def _check_tasks(config: JobConfig, section: EnvironmentSection) -> None:
-    """Read the tasks of a built-in environment; an author's own is left to its service."""
+    """Check the splits of a built-in environment; a user's own is checked by its service."""
     if section.kind not in _BUILT_IN:
         return
     environment = load_environment(section.kind, section.arguments)
@@ -96,6 +96,6 @@ def _check_tasks(config: JobConfig, section: EnvironmentSection) -> None:
             raise InvalidConfig(
                 f"The environment {environment.name} has no split {split!r}.",
                 reason=Reason.SPLIT_NOT_FOUND,
-                remedy=f"Choose one of {', '.join(environment.tasks.splits)}, or give a "
+                remedy=f"Choose one of {', '.join(environment.tasks.splits)}, or set "
                 "heldout_file, or set evaluation.num_tasks to 0.",
             )

@@ -1,4 +1,4 @@
-"""The state of a run under runs/<name>/: made, resumed or replaced, and used by one stack only."""
+"""Make, resume or replace the folder of a run, runs/<name>/, and let one stack at a time use it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _MARK = "run.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDir:
-    """Where a run keeps its state. `run_id` scopes its keys in the queue.
+    """The folder of a run. `run_id` is part of its keys in the queue.
 
-    It is another one for every fresh run, so that a shared Redis never mixes two runs of one name.
+    Every fresh run gets a new run_id, so that a shared Redis never mixes two runs with one name.
     """
 
     path: Path
@@ -36,37 +36,39 @@ class RunDir:
 
     @property
     def logs(self) -> Path:
-        """One file per service."""
+        """Return the folder with one log file per service."""
         return self.path / "logs"
 
     @property
     def policies(self) -> Path:
-        """Published weights."""
+        """Return the folder of published weights."""
         return self.path / "policies"
 
     def model(self, config: JobConfig) -> Path:
-        """The model to start from: the user's, or the tiny one made here."""
+        """Return the model to start from: the user's, or the tiny one made here."""
         return Path(config.model.directory) if config.model.directory else self.path / "model"
 
 
 @contextmanager
-def opened(root: Path, config: JobConfig, *, fresh: bool, reuse: bool = False) -> Iterator[RunDir]:
-    """The run's directory, locked; InvalidConfig when it is in use or may not be touched.
+def open_run(
+    root: Path, config: JobConfig, *, fresh: bool, reuse: bool = False
+) -> Iterator[RunDir]:
+    """Lock the run's folder and yield it; InvalidConfig when it is in use or not to be changed.
 
     An existing run is resumed when it has a checkpoint (or `reuse`), and replaced when `fresh`.
     """
     path = root / config.run
     root.mkdir(parents=True, exist_ok=True)
-    with _locked(root / f".{config.run}.lock", path):
-        yield _prepared(path, config, fresh=fresh, reuse=reuse)
+    with _lock_run(root / f".{config.run}.lock", path):
+        yield _prepare(path, config, fresh=fresh, reuse=reuse)
 
 
-def _prepared(path: Path, config: JobConfig, *, fresh: bool, reuse: bool) -> RunDir:
+def _prepare(path: Path, config: JobConfig, *, fresh: bool, reuse: bool) -> RunDir:
     if path.exists() and any(path.iterdir()):
         _require_ours(path)
-        # A run that ended before it learned anything holds nothing to lose.
+        # A run without metrics ended before it learned anything, so nothing is lost.
         if not fresh and (path / "metrics.jsonl").is_file():
-            return _resumed(path, reuse=reuse)
+            return _resume(path, reuse=reuse)
         shutil.rmtree(path)
     path.mkdir(parents=True, exist_ok=True)
     run_id = f"{config.run}-{uuid.uuid4().hex[:8]}"
@@ -82,13 +84,13 @@ def _prepared(path: Path, config: JobConfig, *, fresh: bool, reuse: bool) -> Run
 def _require_ours(path: Path) -> None:
     if not (path / _MARK).is_file():
         raise InvalidConfig(
-            f"{path} exists and is not a run of Dialoop (it has no {_MARK}).",
+            f"{path} exists and is not a run of Dialoop: it has no {_MARK}.",
             reason=Reason.NOT_A_RUN,
-            remedy="Choose another name with --run; it is left as it is.",
+            remedy="Choose another name with --run. Dialoop does not change that folder.",
         )
 
 
-def _resumed(path: Path, *, reuse: bool) -> RunDir:
+def _resume(path: Path, *, reuse: bool) -> RunDir:
     if not (reuse or (path / "checkpoints" / "latest.json").is_file()):
         raise InvalidConfig(
             f"{path} exists and has no checkpoint to resume from.",
@@ -100,7 +102,7 @@ def _resumed(path: Path, *, reuse: bool) -> RunDir:
 
 
 @contextmanager
-def _locked(lock: Path, path: Path) -> Iterator[None]:
+def _lock_run(lock: Path, path: Path) -> Iterator[None]:
     with lock.open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

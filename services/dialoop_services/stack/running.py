@@ -1,6 +1,6 @@
-"""A whole stack, from a config to services that answer.
+"""Start a whole stack from a config, and yield it once all its services answer.
 
-async with running_stack(config, run_dir, log) as stack:
+async with running_stack(plan_stack(config, run_dir), log) as stack:
     stack.layout.address("replay")         # "127.0.0.1:40123", ready
 """
 
@@ -27,8 +27,8 @@ from dialoop_services.stack.processes.redis_server import (
     redis_service,
     version_of,
 )
-from dialoop_services.stack.processes.shared_memory import filled, memory_for
-from dialoop_services.stack.processes.supervisor import Supervisor, supervised
+from dialoop_services.stack.processes.shared_memory import fill_with_latest, memory_for
+from dialoop_services.stack.processes.supervisor import Supervisor, supervise
 
 if TYPE_CHECKING:
     from dialoop_services.config.job import JobConfig
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What will be started: settled before the first process, so that mistakes cost nothing."""
+    """What will be started; decided before the first process, so that mistakes show early."""
 
     layout: Layout
     redis_program: str = ""
 
     @property
     def redis_version(self) -> str:
-        """Of the server we start; empty when it is somebody's own, or there is none."""
+        """Return the version of the Redis that the stack starts; empty if it starts none."""
         return version_of(self.redis_program) if self.redis_program else ""
 
 
@@ -58,15 +58,15 @@ class RunningStack:
 
     @property
     def layout(self) -> Layout:
-        """Who listens where."""
+        """Return the layout, with the address of each service."""
         return self.plan.layout
 
 
-def planned(config: JobConfig, run_dir: RunDir) -> Plan:
+def plan_stack(config: JobConfig, run_dir: RunDir) -> Plan:
     """Find Redis and choose ports; InvalidConfig when there is no Redis or a port is taken."""
-    found = find_redis(os.environ) if config.store == "redis" else FoundRedis()
-    ports = ports_of(config, with_redis=bool(found.program))
-    url = f"redis://{HOST}:{ports['redis']}/0" if found.program else found.url
+    redis = find_redis(os.environ) if config.store == "redis" else FoundRedis()
+    ports = ports_of(config, with_redis=bool(redis.program))
+    url = f"redis://{HOST}:{ports['redis']}/0" if redis.program else redis.url
     token = os.environ.get("DIALOOP_TOKEN", "")
     layout = Layout(
         config=config,
@@ -76,33 +76,33 @@ def planned(config: JobConfig, run_dir: RunDir) -> Plan:
         token=token,
         memory=memory_for(config, run_dir),
     )
-    return Plan(layout=layout, redis_program=found.program)
+    return Plan(layout=layout, redis_program=redis.program)
 
 
 @asynccontextmanager
 async def running_stack(plan: Plan, log: LogStream) -> AsyncIterator[RunningStack]:
-    """Start everything the plan names; all of it has ended when the context is left."""
-    with filled(plan.layout.memory, plan.layout.run_dir.policies):
-        async with supervised(log) as supervisor:
+    """Start everything in the plan; when the context is left, all of it has ended."""
+    with fill_with_latest(plan.layout.memory, plan.layout.run_dir.policies):
+        async with supervise(log) as supervisor:
             await _start_all(plan, supervisor, log)
-            with _announced(plan.layout):
+            with _announce(plan.layout):
                 yield RunningStack(plan=plan, supervisor=supervisor)
 
 
 @contextmanager
-def _announced(layout: Layout) -> Iterator[None]:
-    """Say who listens where in stack.json, which `dialoop up`, `status` and the SDK read."""
+def _announce(layout: Layout) -> Iterator[None]:
+    """Write the addresses to stack.json, which `dialoop up`, `status` and the SDK read."""
     path = layout.run_dir.path / STACK_FILE
     addresses = {name: layout.address(name) for name in layout.services}
     rest = {name: layout.rest_address(name) for name in layout.services}
-    found = {
+    content = {
         "pid": os.getpid(),
         "run_id": layout.run_dir.run_id,
         "addresses": addresses,
         "rest_addresses": rest,
     }
     fresh = path.with_suffix(".tmp")
-    fresh.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    fresh.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     fresh.replace(path)
     try:
         yield
@@ -111,7 +111,7 @@ def _announced(layout: Layout) -> Iterator[None]:
 
 
 async def _start_all(plan: Plan, supervisor: Supervisor, log: LogStream) -> None:
-    """Each as early as it can: vLLM takes half a minute, in which the trainer warms up."""
+    """Start each service as early as it can: vLLM takes half a minute, and the trainer warms up."""
     layout = plan.layout
     async with asyncio.TaskGroup() as starting:
         starting.create_task(_start_queue(plan, supervisor))
@@ -148,6 +148,6 @@ async def _make_model(layout: Layout, supervisor: Supervisor, log: LogStream) ->
         raise Unavailable(
             f"The tiny model could not be made: {log.last_line('model')}",
             reason=Reason.MODEL_FAILED,
-            remedy=f"Look into {log.path_of('model')}.",
+            remedy=f"Read {log.path_of('model')}.",
         )
     log.say("model", f"made the tiny model (seed {seed})")

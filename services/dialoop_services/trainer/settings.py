@@ -1,4 +1,4 @@
-"""Settings of the trainer, read from DIALOOP_TRAINER_... once, in __main__."""
+"""Define the settings of the trainer, read from DIALOOP_TRAINER_* variables once, in __main__."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dialoop_services.config.tables import (
 
 
 class TrainerSettings(JobSettings, TrainFields):
-    """The settings of the trainer: what to train, on what data, how, and where to write it."""
+    """What to train, on which tasks, how, and where to write it."""
 
     model_config = SettingsConfigDict(env_prefix="DIALOOP_TRAINER_")
     TABLE = "train"
@@ -54,43 +54,45 @@ class TrainerSettings(JobSettings, TrainFields):
     )
 
     run: str = "default"
-    """Run id, which scopes the queue's keys."""
+    """Run id, which is part of the queue's keys."""
     run_dir: Path = Path("runs/default")
-    """Directory for metrics, trajectories, policies and checkpoints."""
+    """Folder for metrics, trajectories, policies and checkpoints."""
     model_dir: Path = Path("runs/default/model")
-    """Hugging Face model directory to start from, with its tokenizer."""
+    """Hugging Face model directory with its tokenizer, from which training starts."""
     replay_address: str = "127.0.0.1:7003"
     """host:port of the replay service."""
     environment_address: str = "127.0.0.1:7001"
-    """host:port of the environment service, which lists the tasks to evaluate on."""
+    """host:port of the environment service, which has the tasks for evaluation."""
     inference_addresses: list[str] = Field(default=["127.0.0.1:7002"], min_length=1)
     """host:port of every inference replica; every publish goes to all of them."""
     shared_memory_dir: Path | None = None
-    """Folder in memory for published weights, the replicas' weights root; absent: policies."""
+    """Folder in memory to which policies are copied; it is the replicas' weights root. Absent:
+    replicas read the policies of run_dir."""
     device_lock: Path | None = None
-    """File lock of the device on which trainer and replicas take turns; absent: no sharing."""
+    """Lock file of the device shared with the replicas; absent: the trainer has its own device."""
 
     seed: int = job_key("seed")
     """Seed of the order of demonstrations and minibatches."""
     dtype: Dtype = job_key("dtype")
-    """Number format of the trained parameters."""
+    """Number format of the trained weights: "float32" or "bfloat16"."""
     update_mode: UpdateMode = job_key("inference.update_mode")
-    """Effect of a publish on running answers; after keep_kv no version gives their log-probs."""
+    """What a publish does to answers that are being sampled. After "keep_kv" no single version
+    explains such an answer exactly."""
     data_plane: DataPlane = job_key("inference.data_plane")
-    """Way of weights to replicas: a file that they open, bytes over gRPC, or vLLM's transfer."""
+    """How weights reach replicas: as a file, as bytes over gRPC, or by vLLM's own transfer."""
     inference_world_size: int = job_key("inference.tensor_parallel_size")
     """Number of devices of one replica, which nccl needs."""
     max_model_len: int = job_key("inference.max_model_len")
-    """Most tokens of a prompt with its answer on a replica; a packed row has room for as many."""
+    """Largest number of tokens of prompt and response; a packed row has room for so many."""
     max_new_tokens: int = job_key("collector.max_new_tokens")
-    """Most tokens that an evaluation samples in one turn."""
+    """Largest number of tokens that an evaluation samples in one turn."""
     max_logprob_difference: float = job_key("gates.logprob_difference_at_most")
-    """Largest log-prob difference in nats of trainer and replica on the probe without an alarm."""
+    """Difference of log-probs between trainer and replica that raises an alarm, in nats."""
 
     model: ModelSection = ModelSection()
-    """LoRA adapters to train instead of all weights, if any, and how they are published."""
+    """LoRA adapters to train instead of the weights, if any, and how they are published."""
     environment: EnvironmentSection = EnvironmentSection()
-    """Environment that evaluations play and that demonstrates."""
+    """Environment that is evaluated on, and that demonstrates."""
     warm_start: WarmStartSection = WarmStartSection()
     """Supervised steps before reinforcement learning."""
     sft: SftSettings = SftSettings()
@@ -98,10 +100,10 @@ class TrainerSettings(JobSettings, TrainFields):
     evaluation: EvaluationSection = EvaluationSection()
     """Held-out evaluations, and the results at which training stops early."""
     trackers: TrackerSettings = TrackerSettings()
-    """Trackers that get metrics beside metrics.jsonl."""
+    """Trackers that get the metrics, besides metrics.jsonl."""
 
     @classmethod
-    def derived(cls, job: JobConfig) -> dict[str, Any]:
+    def derive(cls, job: JobConfig) -> dict[str, Any]:
         """Return the folders that the job names."""
         model = {"model_dir": job.model.directory} if job.model.directory else {}
         return {"run_dir": f"runs/{job.run}", **model}
@@ -116,10 +118,10 @@ class TrainerSettings(JobSettings, TrainFields):
 
     @property
     def publishes_adapters(self) -> bool:
-        """Return whether replicas get only the LoRA adapter and add it to their base weights."""
+        """Return whether replicas get the LoRA adapter alone and add it into their base weights."""
         return self.model.publishes_adapters(self.data_plane)
 
     @property
     def packed_row_tokens(self) -> int:
-        """Return the most tokens in a packed row."""
+        """Return the largest number of tokens in a packed row."""
         return self.row_tokens(self.max_model_len)

@@ -289,7 +289,7 @@ async def test_both_doors_share_a_batch(model_dir, tmp_path):
     ("sizes", "named"),
     [
         ({"min_batch_size": 8, "max_batch_size": 4}, "min_batch_size is 8"),
-        ({"batching": False, "min_batch_size": 8}, "min_batch_size say how to batch"),
+        ({"batching": False, "min_batch_size": 8}, "min_batch_size would have no effect"),
         ({"batching": False, "max_batch_size": 8}, "max_batch_size"),
         ({"batching": False, "batching_timeout_s": 1.0}, "batching_timeout_s"),
         ({"min_batch_size": 0}, "MIN_BATCH_SIZE"),

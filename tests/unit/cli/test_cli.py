@@ -13,7 +13,12 @@ from pathlib import Path
 import pytest
 from dialoop.cli import doctor as doctor_module
 from dialoop.cli.main import main
-from dialoop.cli.running_stacks import announced, find_stack, find_stacks, require_addresses
+from dialoop.cli.running_stacks import (
+    find_stack,
+    find_stacks,
+    read_announcement,
+    require_addresses,
+)
 from dialoop.errors import DialoopError
 
 from tests.support.patience import PATIENCE_S
@@ -71,7 +76,7 @@ def row(**fields) -> dict:
 
 
 def write_rows(*rows: dict) -> None:
-    Path("trajectories.jsonl").write_text("".join(json.dumps(found) + "\n" for found in rows))
+    Path("trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +111,7 @@ def test_a_stack_that_does_not_run_is_one_sentence_and_exit_code_1(command, caps
 
 def test_down_without_a_name_leaves_other_runs_alone(monkeypatch, capsys):
     killed = []
-    monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
+    monkeypatch.setattr(os, "kill", lambda *call: killed.append(call))
     with living("training", pid=os.getpid()):
         assert main(["down"]) == 1
     assert killed == []
@@ -123,7 +128,7 @@ def test_a_run_in_use_is_not_started_again_and_keeps_its_log(capsys):
 
 def test_down_that_does_not_end_in_time_says_so(monkeypatch, capsys):
     killed = []
-    monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
+    monkeypatch.setattr(os, "kill", lambda *call: killed.append(call))
     with living("default", pid=12345):
         assert main(["down", "--timeout", "0"]) == 1
     assert [pid for pid, _ in killed] == [12345]
@@ -142,7 +147,7 @@ def test_a_stack_is_alive_as_long_as_it_holds_its_lock():
     with living("mine", pid=77, replay="127.0.0.1:1") as run_dir:
         assert [stack.pid for stack in find_stacks(Path("runs"))] == [77]
         assert require_addresses(run_dir) == {"replay": "127.0.0.1:1"}
-        assert announced(run_dir, 78) is None
+        assert read_announcement(run_dir, 78) is None
     assert find_stack(run_dir) is None
     with pytest.raises(DialoopError, match="No stack is serving"):
         require_addresses(run_dir)
@@ -174,10 +179,10 @@ def test_an_environment_of_the_user_is_found_in_the_current_folder(monkeypatch, 
 
 
 def test_input_that_ends_early_is_an_error_and_no_reward(monkeypatch, capsys):
-    def ended(prompt: str) -> str:
+    def end_input(prompt: str) -> str:
         raise EOFError
 
-    monkeypatch.setattr("builtins.input", ended)
+    monkeypatch.setattr("builtins.input", end_input)
     assert main(["play", "arithmetic"]) == 1
     assert "input ended" in capsys.readouterr().err
 
@@ -228,15 +233,15 @@ def test_show_reads_all_parts_of_a_run_in_their_order(arguments, shown, capsys):
 def test_show_names_how_many_there_are_for_an_index_that_is_not(index, capsys):
     write_rows(row(), row(), row(), row())
     assert main(["show", ".", "--index", index]) == 2
-    assert "4 trajectories are like that" in capsys.readouterr().err
+    assert "4 trajectories match" in capsys.readouterr().err
 
 
 def test_show_holds_no_trajectory_that_it_does_not_print(monkeypatch, capsys):
     class Counted(dict):
         alive = most = 0
 
-        def __init__(self, *given):
-            super().__init__(*given)
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
             Counted.alive += 1
             Counted.most = max(Counted.most, Counted.alive)
 
@@ -303,7 +308,7 @@ def test_doctor_imports_none_of_what_it_looks_for():
 
 
 def test_every_missing_thing_has_a_remedy():
-    assert all(found.remedy for found in doctor_module.examine() if not found.found)
+    assert all(finding.remedy for finding in doctor_module.examine() if not finding.value)
 
 
 def stack(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:

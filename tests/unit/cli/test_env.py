@@ -75,14 +75,14 @@ def test_what_new_writes_passes_every_check_and_is_played(monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["../up", "Word", "1st", "a b", ""])
 def test_new_writes_under_a_name_that_can_be_imported_only(name, capsys):
     assert main(["env", "new", name]) == 2
-    assert "no name for a Python file" in capsys.readouterr().err
+    assert "cannot be the name of a Python file" in capsys.readouterr().err
     assert not list(Path().iterdir())
 
 
 def test_new_overwrites_nothing(capsys):
     Path("mine.py").write_text("precious")
     assert main(["env", "new", "mine"]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert Path("mine.py").read_text() == "precious"
 
 
@@ -120,8 +120,8 @@ class Unseeded(Transform):
 
 
 async def test_a_reset_by_unseeded_chance_is_found():
-    found = await problems(chat(Unseeded()))
-    assert "open differently" in found["reset"]
+    by_check = await problems(chat(Unseeded()))
+    assert "open differently" in by_check["reset"]
 
 
 @dataclass
@@ -132,14 +132,14 @@ class Counting(Transform):
 
     async def step(self, outcome: Outcome) -> Outcome:
         self.number.append(1)
-        said = Message(role="user", content=f"Turn {len(self.number)}")
-        return outcome if outcome.episode.done else outcome.append(said)
+        message = Message(role="user", content=f"Turn {len(self.number)}")
+        return outcome if outcome.episode.done else outcome.append(message)
 
 
 async def test_a_memory_shared_by_episodes_is_found():
-    found = await problems(chat(Counting()))
-    assert "another answer the second time" in found["state"]
-    assert "beside other sessions" in found["sessions"]
+    by_check = await problems(chat(Counting()))
+    assert "another answer the second time" in by_check["state"]
+    assert "beside other sessions" in by_check["sessions"]
 
 
 class InPlace(Transform):
@@ -154,17 +154,17 @@ class InPlace(Transform):
 
 
 async def test_a_state_that_is_changed_in_place_is_found():
-    found = await problems(chat(InPlace()))
-    assert "state['said']" in found["state"]
+    by_check = await problems(chat(InPlace()))
+    assert "state['said']" in by_check["state"]
 
 
 async def test_an_episode_that_never_ends_is_found():
-    found = await problems(ChatEnv(name="mine", tasks=RowTasks(ROWS)))
-    assert set(found) == {"end"}
-    assert "64 turns" in found["end"]
+    by_check = await problems(ChatEnv(name="mine", tasks=RowTasks(ROWS)))
+    assert set(by_check) == {"end"}
+    assert "64 turns" in by_check["end"]
 
 
-def undefined(episode: Episode) -> float:
+def not_a_number(episode: Episode) -> float:
     return float("nan")
 
 
@@ -172,10 +172,10 @@ def failing(episode: Episode) -> float:
     raise KeyError("answer")
 
 
-@pytest.mark.parametrize("function", [undefined, failing])
+@pytest.mark.parametrize("function", [not_a_number, failing])
 async def test_a_reward_that_fails_or_is_no_number_is_found(function):
-    found = await problems(chat(MaxTurns(3), Rewards([function])))
-    assert set(found) == {"rewards"}
+    by_check = await problems(chat(MaxTurns(3), Rewards([function])))
+    assert set(by_check) == {"rewards"}
 
 
 class Secret(Transform):
@@ -189,9 +189,9 @@ class Secret(Transform):
 
 
 async def test_undeclared_rewards_and_roles_are_found():
-    found = await problems(chat(Secret()))
-    assert "hidden" in found["rewards"]
-    assert "judge speaks" in found["traits"]
+    by_check = await problems(chat(Secret()))
+    assert "hidden" in by_check["rewards"]
+    assert "judge speaks" in by_check["traits"]
 
 
 def broken(query: str) -> str:
@@ -200,8 +200,8 @@ def broken(query: str) -> str:
 
 async def test_a_tool_that_fails_is_found():
     environment = tool_environment(name="mine", tasks=RowTasks(ROWS), tools=[broken], rewards=[])
-    found = await problems(environment)
-    assert "tool" in found["traits"].lower()
+    by_check = await problems(environment)
+    assert "tool" in by_check["traits"].lower()
 
 
 def lying(task: TaskData, rng: random.Random) -> tuple[Message, ...]:
@@ -217,16 +217,16 @@ def stopping(task: TaskData, rng: random.Random) -> tuple[Message, ...]:
 
 
 @pytest.mark.parametrize(
-    ("demonstrate", "said"), [(lying, "the environment says tool '2"), (stopping, "does not end")]
+    ("demonstrate", "text"), [(lying, "the environment says tool '2"), (stopping, "does not end")]
 )
-async def test_a_demonstration_that_does_not_happen_is_found(demonstrate, said):
+async def test_a_demonstration_that_does_not_happen_is_found(demonstrate, text):
     made = arithmetic()
     environment = ChatEnv(
         name="mine", tasks=made.tasks, transforms=made.transforms, demonstrate=demonstrate
     )
-    found = await problems(environment)
-    assert set(found) == {"demonstrations"}
-    assert said in found["demonstrations"]
+    by_check = await problems(environment)
+    assert set(by_check) == {"demonstrations"}
+    assert text in by_check["demonstrations"]
 
 
 class Restless(RowTasks):
@@ -245,15 +245,15 @@ class Obliging(RowTasks):
 
 
 @pytest.mark.parametrize(
-    ("tasks", "said"),
+    ("tasks", "text"),
     [
         (RowTasks({"train": []}), "has no task"),
         (Obliging(ROWS), "a task for any key"),
         (Restless(ROWS), "others each time"),
     ],
 )
-async def test_tasks_that_cannot_be_relied_on_are_found(tasks, said):
-    assert said in (await problems(chat(tasks=tasks)))["tasks"]
+async def test_tasks_that_cannot_be_relied_on_are_found(tasks, text):
+    assert text in (await problems(chat(tasks=tasks)))["tasks"]
 
 
 class Raising(Transform):
@@ -266,8 +266,8 @@ class Raising(Transform):
 
 
 async def test_what_an_environment_raises_is_shown_to_its_author():
-    found = await problems(chat(Raising()))
-    assert "ZeroDivisionError: the author's own" in found["reset"]
+    by_check = await problems(chat(Raising()))
+    assert "ZeroDivisionError: the author's own" in by_check["reset"]
 
 
 async def test_a_services_environments_are_listed(capsys):

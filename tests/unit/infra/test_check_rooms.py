@@ -35,9 +35,9 @@ def keys(root: Path, files: dict[str, str]) -> set[str]:
         path.write_text(text, encoding="utf-8")
         for folder in path.relative_to(root).parents:
             if folder.parts[:2] in {("client", "dialoop"), ("services", "dialoop_services")}:
-                said = root / folder / "__init__.py"
-                if not said.exists():
-                    said.write_text(ROOM, encoding="utf-8")
+                init = root / folder / "__init__.py"
+                if not init.exists():
+                    init.write_text(ROOM, encoding="utf-8")
     return {finding.key for finding in check_rooms.check(root)}
 
 

@@ -49,9 +49,9 @@ def test_the_collector_is_told_who_plays_and_where(tmp_path, monkeypatch):
 
 
 def test_without_an_agent_nothing_is_told(tmp_path):
-    told = layout_of(tmp_path, "").values_of("collector")
-    assert not CollectorSettings(**told).agents
-    assert "inference_rest_addresses" not in told
+    settings = layout_of(tmp_path, "").values_of("collector")
+    assert not CollectorSettings(**settings).agents
+    assert "inference_rest_addresses" not in settings
 
 
 def test_an_agent_that_is_not_there_is_found_out_before_anything_starts(tmp_path):

@@ -46,7 +46,7 @@ PLACES |= {"worker", "redis_url", "replay_address", "environment_address"}
 PLACES |= {"inference_address", "inference_addresses"}
 
 
-def loaded(
+def settings_in(
     monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str], kind: type[ServerSettings]
 ) -> ServerSettings:
     for name in [name for name in os.environ if name.startswith("DIALOOP_")]:
@@ -56,7 +56,7 @@ def loaded(
     return load(kind)
 
 
-def embedded(service: str) -> ServiceSpec:
+def spec_of(service: str) -> ServiceSpec:
     config = load_config(ROOT / "infra" / "configs" / "demo.toml", environment={})
     run_dir = RunDir(path=Path("runs/demo"), run_id="demo")
     ports = {name: 1 for service in SETTINGS for name in (service, rest_name(service))}
@@ -73,7 +73,7 @@ def listens(service: str, door: str = "PORT") -> int:
 def test_every_variable_of_a_container_is_a_setting(
     service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = loaded(monkeypatch, SERVICES[service]["environment"], SETTINGS[service])
+    settings = settings_in(monkeypatch, SERVICES[service]["environment"], SETTINGS[service])
     prefix = SETTINGS[service].model_config["env_prefix"]
     shared = {"DIALOOP_TOKEN", *(f"DIALOOP_{name.upper()}" for name in LogSettings.model_fields)}
     others = {n for n in SERVICES[service]["environment"] if not n.startswith(prefix)}
@@ -84,16 +84,16 @@ def test_every_variable_of_a_container_is_a_setting(
 def test_a_misspelt_variable_would_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = SERVICES["replay"]["environment"] | {"DIALOOP_REPLAY_STOR": "redis"}
     with pytest.raises(InvalidConfig, match="did you mean DIALOOP_REPLAY_STORE"):
-        loaded(monkeypatch, wrong, ReplaySettings)
+        settings_in(monkeypatch, wrong, ReplaySettings)
 
 
 @pytest.mark.parametrize("service", [name for name in SETTINGS if name != "inference-gpu"])
 def test_a_container_is_told_what_the_demo_tells_the_embedded_service(
     service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = loaded(monkeypatch, SERVICES[service]["environment"], SETTINGS[service])
-    variables = embedded(service).environment
-    theirs = loaded(monkeypatch, variables, SETTINGS[service])
+    ours = settings_in(monkeypatch, SERVICES[service]["environment"], SETTINGS[service])
+    variables = spec_of(service).environment
+    theirs = settings_in(monkeypatch, variables, SETTINGS[service])
     assert ours.model_dump(exclude=PLACES) == theirs.model_dump(exclude=PLACES)
 
 
@@ -136,8 +136,8 @@ def passages() -> dict[int, tuple[str, int]]:
     """Where each port of the door leads."""
     words = SERVICES["door"]["command"]
     assert words[:3] == ["python", "-m", "dialoop_services.runtime.relay"]
-    found = [Passage.parse(word) for word in words[3:]]
-    return {passage.port: (passage.target_host, passage.target_port) for passage in found}
+    passages = [Passage.parse(word) for word in words[3:]]
+    return {passage.port: (passage.target_host, passage.target_port) for passage in passages}
 
 
 def test_the_sandbox_has_no_way_out_but_the_door_and_that_to_the_policy_alone() -> None:
@@ -161,14 +161,14 @@ def test_only_replay_reaches_redis() -> None:
 
 
 def addresses() -> list[tuple[str, str]]:
-    found = []
+    addresses = []
     for name in SETTINGS:
         for variable, value in SERVICES[name]["environment"].items():
             if variable.endswith("_ADDRESS"):
-                found.append((name, value))
+                addresses.append((name, value))
             if variable.endswith("_ADDRESSES"):
-                found.extend((name, address) for address in json.loads(value))
-    return found
+                addresses.extend((name, address) for address in json.loads(value))
+    return addresses
 
 
 @pytest.mark.parametrize(("service", "address"), addresses())
@@ -219,7 +219,7 @@ def test_whatever_is_waited_for_can_become_ready(service: str) -> None:
 @pytest.mark.parametrize("service", SETTINGS)
 def test_an_image_runs_the_embedded_command_and_probes_its_port(service: str) -> None:
     target = TARGETS[SERVICES[service]["build"]["target"]]
-    assert target.command == ["python", *embedded(service).command[1:]]
+    assert target.command == ["python", *spec_of(service).command[1:]]
     assert target.probe[:4] == [
         "python",
         "-m",
@@ -241,11 +241,11 @@ def test_an_image_installs_its_own_extra_and_drops_root_last(service: str) -> No
 @pytest.mark.parametrize("service", SETTINGS)
 def test_a_container_has_as_long_to_end_as_the_embedded_service(service: str) -> None:
     grace_s = float(SERVICES[service]["stop_grace_period"].removesuffix("s"))
-    assert grace_s >= embedded(service).stop_grace_s
+    assert grace_s >= spec_of(service).stop_grace_s
 
 
 @pytest.mark.parametrize(
-    ("given", "files", "code", "says"),
+    ("variables", "files", "code", "says"),
     [
         ({}, ["model.safetensors"], 0, ""),
         ({}, [], 0, "made: -m dialoop_services.learning.model.tiny"),
@@ -255,9 +255,9 @@ def test_a_container_has_as_long_to_end_as_the_embedded_service(service: str) ->
     ],
 )
 def test_the_tiny_model_is_made_only_where_none_is_given(
-    tmp_path: Path, given: dict[str, str], files: list[str], code: int, says: str
+    tmp_path: Path, variables: dict[str, str], files: list[str], code: int, says: str
 ) -> None:
-    model = compose_file(DIALOOP_TOKEN="x", **given)["services"]["model"]
+    model = compose_file(DIALOOP_TOKEN="x", **variables)["services"]["model"]
     (tmp_path / "model").mkdir()
     for name in files:
         (tmp_path / "model" / name).touch()

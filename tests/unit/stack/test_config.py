@@ -19,7 +19,7 @@ from pydantic_settings import BaseSettings
 ROOT = Path(__file__).parents[3]
 
 
-def written(directory: Path, text: str) -> Path:
+def write_config(directory: Path, text: str) -> Path:
     path = directory / "job.toml"
     path.write_text(text)
     return path
@@ -27,7 +27,7 @@ def written(directory: Path, text: str) -> Path:
 
 def mistake_in(directory: Path, text: str) -> str:
     with pytest.raises(InvalidConfig) as caught:
-        load_config(written(directory, text), environment={})
+        load_config(write_config(directory, text), environment={})
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -60,26 +60,26 @@ def test_groups_of_one_are_refused_where_their_advantages_are_to_be_trained(
     alone = "[collector]\ngroup_size = 1\n"
     assert "set it to 2 or more in [collector]" in mistake_in(tmp_path, alone)
     for trains_none in ("num_steps = 0", 'mode = "sft"'):
-        load_config(written(tmp_path, f"{alone}[train]\n{trains_none}\n"), environment={})
+        load_config(write_config(tmp_path, f"{alone}[train]\n{trains_none}\n"), environment={})
 
 
 def test_a_loss_that_imitates_needs_a_choice_of_what(tmp_path: Path) -> None:
     imitates = '[train]\nloss = "sft"\n'
     assert "set top_k in [scorer]" in mistake_in(tmp_path, imitates)
     for fits in ('mode = "sft"', "[scorer]\ntop_k = 1"):
-        load_config(written(tmp_path, f"{imitates}{fits}\n"), environment={})
+        load_config(write_config(tmp_path, f"{imitates}{fits}\n"), environment={})
 
 
 def test_the_trainers_rows_hold_what_the_engine_can_sample(tmp_path: Path) -> None:
-    def told(text: str) -> object:
-        config = load_config(written(tmp_path, text), environment={})
+    def row_tokens_of(text: str) -> object:
+        config = load_config(write_config(tmp_path, text), environment={})
         ports = ports_of(config, with_redis=False)
         layout = Layout(config=config, run_dir=RunDir(path=tmp_path, run_id="r"), ports=ports)
         return load(TrainerSettings, **layout.values_of("trainer")).packed_row_tokens
 
     long = "[inference]\nmax_model_len = 4096\n"
-    assert (told(""), told(long)) == (1024, 4096)
-    assert told(f"{long}[train]\nmax_row_tokens = 8192\n") == 8192
+    assert (row_tokens_of(""), row_tokens_of(long)) == (1024, 4096)
+    assert row_tokens_of(f"{long}[train]\nmax_row_tokens = 8192\n") == 8192
     message = mistake_in(tmp_path, f"{long}[train]\nmax_row_tokens = 2048\n")
     assert "max_row_tokens is 2048, below max_model_len 4096" in message
 
@@ -104,19 +104,19 @@ def test_formats_that_round_away_what_is_learned_are_warned_of(
 ) -> None:
     warnings = warnings_for_formats(JobConfig.model_validate(config))
     assert len(warnings) == len(words)
-    assert all(word in said for word, said in zip(words, warnings, strict=True))
+    assert all(word in warning for word, warning in zip(words, warnings, strict=True))
 
 
 def test_the_engine_may_have_a_format_of_its_own(tmp_path: Path) -> None:
-    def told(config: dict[str, object]) -> list[object]:
-        found = JobConfig.model_validate(config)
-        ports = ports_of(found, with_redis=False)
-        layout = Layout(config=found, run_dir=RunDir(path=tmp_path, run_id="r"), ports=ports)
+    def dtypes_of(config: dict[str, object]) -> list[object]:
+        job = JobConfig.model_validate(config)
+        ports = ports_of(job, with_redis=False)
+        layout = Layout(config=job, run_dir=RunDir(path=tmp_path, run_id="r"), ports=ports)
         return [layout.values_of(name)["dtype"] for name in ("trainer", "inference")]
 
-    assert told({}) == ["float32", "float32"]
-    assert told(HALF) == ["bfloat16", "bfloat16"]
-    assert told({"inference": HALF}) == ["float32", "bfloat16"]
+    assert dtypes_of({}) == ["float32", "float32"]
+    assert dtypes_of(HALF) == ["bfloat16", "bfloat16"]
+    assert dtypes_of({"inference": HALF}) == ["float32", "bfloat16"]
 
 
 @pytest.mark.parametrize(
@@ -146,13 +146,13 @@ def test_whatever_needs_a_reference_model_asks_for_its_logprobs(
 @pytest.mark.parametrize("correction", ["", "tis"])
 def test_only_kl_mask_may_be_of_the_reference(correction: str) -> None:
     objective = {"correction": correction, "correction_to": "ref"}
-    with pytest.raises(ValidationError, match="only kl_mask is of the reference"):
+    with pytest.raises(ValidationError, match="only correction kl_mask can use"):
         JobConfig.model_validate({"train": {"objective": objective}})
 
 
 def test_a_schema_that_is_not_this_versions_is_refused(tmp_path: Path) -> None:
     assert "this version of Dialoop reads schema 1" in mistake_in(tmp_path, "schema = 2\n")
-    assert load_config(written(tmp_path, "schema = 1\n"), environment={}) == JobConfig()
+    assert load_config(write_config(tmp_path, "schema = 1\n"), environment={}) == JobConfig()
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_package_of_ones_own_may_be_called_services(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "services", raising=False)
     text = '[train]\nloss = "services.learning:mine"\n'
-    path = written(tmp_path, text)
+    path = write_config(tmp_path, text)
     assert load_config(path, environment={}).train.loss == "services.learning:mine"
     for name in [name for name in sys.modules if name.partition(".")[0] == "services"]:
         monkeypatch.delitem(sys.modules, name)
@@ -196,7 +196,7 @@ def test_a_variable_that_names_the_old_import_is_refused(monkeypatch: pytest.Mon
 
 
 def test_each_value_knows_who_said_it(tmp_path: Path) -> None:
-    path = written(tmp_path, "seed = 3\n[train]\nloss_options = { cap = 2.0 }\n")
+    path = write_config(tmp_path, "seed = 3\n[train]\nloss_options = { cap = 2.0 }\n")
     turns = Override(path="collector.max_turns", value="3", origin="DIALOOP_COLLECTOR_MAX_TURNS")
     loaded = load_with_origins(path, environment={"SEED": "7"}, run="r", overrides=[turns])
     assert (loaded.config.seed, loaded.config.collector.max_turns) == (7, 3)
@@ -221,14 +221,14 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
 
 
 def test_seed_of_the_environment_overrides_the_file(tmp_path: Path) -> None:
-    path = written(tmp_path, "seed = 3\n")
+    path = write_config(tmp_path, "seed = 3\n")
     assert load_config(path, environment={"SEED": "7"}).seed == 7
     assert load_config(path, environment={"SEED": ""}).seed == 3
 
 
 def test_paths_are_relative_to_the_config(tmp_path: Path) -> None:
     config = load_config(
-        written(tmp_path, "[environment]\ntask_file = 'tasks.jsonl'\n"), environment={}
+        write_config(tmp_path, "[environment]\ntask_file = 'tasks.jsonl'\n"), environment={}
     )
     assert config.environment.arguments == {
         "path": str(tmp_path / "tasks.jsonl"),
@@ -250,7 +250,9 @@ def test_a_model_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_a_task_file_with_a_broken_line_is_refused_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"question": "1+1", "answer": "2"}\n{"question": \n')
-    path = written(tmp_path, "engine = 'transformers'\n[environment]\ntask_file = 'tasks.jsonl'\n")
+    path = write_config(
+        tmp_path, "engine = 'transformers'\n[environment]\ntask_file = 'tasks.jsonl'\n"
+    )
     with pytest.raises(InvalidConfig, match=r"Line 2 of .*tasks\.jsonl is broken"):
         preflight.check(load_config(path, environment={}))
 

@@ -11,9 +11,9 @@ from dialoop.errors import InvalidConfig
 from dialoop_services.config.file import load_config
 from dialoop_services.config.job import JobConfig, warnings_for_advantages
 from dialoop_services.learning.loss.loss_loading import load_objective
-from dialoop_services.stack.learn import Course, lessons_of
-from dialoop_services.stack.report.gates import gates_of
+from dialoop_services.stack.learn import Suite, cases_of
 from dialoop_services.stack.report.learn_report import AlgorithmResult, failures_of, table_of
+from dialoop_services.stack.report.summary import gates_of
 from dialoop_services.trainer.settings import TrainerSettings
 from rich.console import Console
 
@@ -21,19 +21,19 @@ CONFIGS = Path(__file__).parents[3] / "infra" / "configs"
 ALGORITHMS = (*("cispo", "dapo", "distill", "dppo_mask", "dr_grpo", "grpo", "lora", "rloo", "sft"),)
 
 
-def shipped(name: str) -> JobConfig:
+def shipped_config(name: str) -> JobConfig:
     return load_config(CONFIGS / "learn" / f"{name}.toml", environment={})
 
 
 def test_every_algorithm_ships_a_config() -> None:
-    found = lessons_of(CONFIGS / "learn")
-    assert tuple(lesson.name for lesson in found) == ALGORITHMS
-    assert len({lesson.config.run for lesson in found}) == len(ALGORITHMS)
+    cases = cases_of(CONFIGS / "learn")
+    assert tuple(case.name for case in cases) == ALGORITHMS
+    assert len({case.config.run for case in cases}) == len(ALGORITHMS)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_shipped_config_starts_from_the_warm_start_and_asks_for_its_gain(name: str) -> None:
-    config = shipped(name)
+    config = shipped_config(name)
     started = Path(config.model.directory).resolve() if config.model.directory else None
     warm = CONFIGS.parents[1] / "runs" / "learn" / "warm_start"
     assert started == (None if name == "sft" else warm)
@@ -47,19 +47,19 @@ def test_a_shipped_config_starts_from_the_warm_start_and_asks_for_its_gain(name:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_shipped_configs_loss_takes_its_options(name: str) -> None:
-    train = shipped(name).train
+    train = shipped_config(name).train
     load_objective(train.loss, train.loss_options)
     TrainerSettings(objective=train.objective)
 
 
 def test_what_makes_the_algorithms_differ_is_in_their_configs() -> None:
-    assert shipped("grpo").train.objective.kl_coeff > 0
-    assert shipped("dr_grpo").scorer.divide_by_std is False
-    assert shipped("dapo").scorer.drop_uniform
-    assert shipped("rloo").scorer.leave_one_out
-    assert shipped("lora").model.lora_rank > 0
-    assert Path(shipped("distill").scorer.reference_model).name == "teacher"
-    assert shipped("sft").train.mode == "sft"
+    assert shipped_config("grpo").train.objective.kl_coeff > 0
+    assert shipped_config("dr_grpo").scorer.divide_by_std is False
+    assert shipped_config("dapo").scorer.drop_uniform
+    assert shipped_config("rloo").scorer.leave_one_out
+    assert shipped_config("lora").model.lora_rank > 0
+    assert Path(shipped_config("distill").scorer.reference_model).name == "teacher"
+    assert shipped_config("sft").train.mode == "sft"
 
 
 def config_of(loss: str, **scorer: Any) -> JobConfig:
@@ -79,20 +79,20 @@ def config_of(loss: str, **scorer: Any) -> JobConfig:
 def test_advantages_are_those_the_loss_is_meant_for_unless_the_config_says(
     loss: str, scorer: dict[str, bool], divide_by_std: bool, leave_one_out: bool
 ) -> None:
-    found = config_of(loss, **scorer).scorer.baseline_for(loss)
-    assert found == {"divide_by_std": divide_by_std, "leave_one_out": leave_one_out}
+    baseline = config_of(loss, **scorer).scorer.baseline_for(loss)
+    assert baseline == {"divide_by_std": divide_by_std, "leave_one_out": leave_one_out}
 
 
 def test_a_loss_with_others_advantages_is_warned_of() -> None:
-    (said,) = warnings_for_advantages(config_of("rloo", leave_one_out=False))
-    assert "rloo is meant for [scorer] leave_one_out = true" in said
-    (said,) = warnings_for_advantages(config_of("dapo"))
-    assert "drop_uniform = true" in said
+    (warning,) = warnings_for_advantages(config_of("rloo", leave_one_out=False))
+    assert "rloo is meant for leave_one_out = true in [scorer]" in warning
+    (warning,) = warnings_for_advantages(config_of("dapo"))
+    assert "drop_uniform = true" in warning
     assert not warnings_for_advantages(JobConfig())
     assert not warnings_for_advantages(config_of("grpo", divide_by_std=False))
 
 
-def summary(gain: float | None = 0.5, **given: Any) -> dict[str, Any]:
+def summary(gain: float | None = 0.5, **changes: Any) -> dict[str, Any]:
     return {
         "accounting": {"ledger_adds_up": True, "collectors_agree": True, "trainer_agrees": True},
         "staleness_histogram": {"0": 8},
@@ -108,14 +108,14 @@ def summary(gain: float | None = 0.5, **given: Any) -> dict[str, Any]:
         "num_train_steps": 20,
         "wall_s": 100.0,
         "cpu_s": 150.0,
-        **given,
+        **changes,
     }
 
 
 @pytest.mark.parametrize(("gain", "holds"), [(0.15, True), (0.149, False), (None, False)])
 def test_the_gain_is_a_gate(gain: float | None, holds: bool) -> None:
-    found = gates_of(summary(gain), shipped("grpo"))
-    assert found["heldout_sampled_gain at least 0.15"] is holds
+    gates = gates_of(summary(gain), shipped_config("grpo"))
+    assert gates["heldout_sampled_gain at least 0.15"] is holds
 
 
 class Runs:
@@ -133,11 +133,11 @@ class Runs:
             return 1
         run = self.root / config.run
         run.mkdir(parents=True, exist_ok=True)
-        found = summary(self.gains[path.stem])
-        found["gates"] = {"gain": (self.gains[path.stem] or 0) >= 0.15}
-        (run / "summary.json").write_text(json.dumps(found))
+        result = summary(self.gains[path.stem])
+        result["gates"] = {"gain": (self.gains[path.stem] or 0) >= 0.15}
+        (run / "summary.json").write_text(json.dumps(result))
         (run / "run.json").write_text(json.dumps({"run_id": f"{config.run}-1"}))
-        return 0 if found["gates"]["gain"] else 1
+        return 0 if result["gates"]["gain"] else 1
 
     def export(self, run_dir: Path, version: str, target: Path) -> None:
         self.exported.append((version, target.name))
@@ -154,35 +154,35 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-Taken = Callable[[str, Runs], int]
+RunSuite = Callable[[str, Runs], int]
 
 
 @pytest.fixture
-def taken(folder: Path) -> Taken:
-    def take(only: str, runs: Runs) -> int:
-        course = Course(
+def run_suite(folder: Path) -> RunSuite:
+    def run(only: str, runs: Runs) -> int:
+        suite = Suite(
             demo=folder / "demo.toml",
             root=folder / "runs",
             train=runs.train,
             export=runs.export,
             console=Console(quiet=True),
         )
-        return course.take(lessons_of(folder, only))
+        return suite.run(cases_of(folder, only))
 
-    return take
+    return run
 
 
 def rows_of(folder: Path) -> dict[str, Any]:
-    found = json.loads((folder / "runs" / "learn" / "summary.json").read_text())
-    return {row["name"]: row for row in found["runs"]}
+    content = json.loads((folder / "runs" / "learn" / "summary.json").read_text())
+    return {row["name"]: row for row in content["runs"]}
 
 
-def test_the_demo_runs_first_and_gives_both_models(folder: Path, taken: Taken) -> None:
+def test_the_demo_runs_first_and_gives_both_models(folder: Path, run_suite: RunSuite) -> None:
     runs = Runs(folder / "runs", {"demo": 0.5, "good": 0.3, "other": 0.2})
-    assert taken("good,other", runs) == 0
+    assert run_suite("good,other", runs) == 0
     assert runs.trained == ["demo", "good", "other"]
     assert runs.exported == [("main-1", "warm_start"), ("latest", "teacher")]
-    assert taken("good", runs) == 0
+    assert run_suite("good", runs) == 0
     assert runs.trained[3:] == ["good"]  # a finished demo is not run again
     rows = rows_of(folder)
     assert set(rows) == {"good", "other"}  # the other's row of the first call stays
@@ -190,41 +190,41 @@ def test_the_demo_runs_first_and_gives_both_models(folder: Path, taken: Taken) -
 
 
 def test_one_failing_gate_is_exit_code_1_and_the_rest_still_runs(
-    folder: Path, taken: Taken
+    folder: Path, run_suite: RunSuite
 ) -> None:
     runs = Runs(folder / "runs", {"demo": 0.5, "good": 0.1, "other": 0.2})
-    assert taken("good,other", runs) == 1
+    assert run_suite("good,other", runs) == 1
     assert runs.trained == ["demo", "good", "other"]
     assert rows_of(folder)["good"]["gates"] == {"gain": False}
 
 
-def test_a_run_that_ends_without_a_summary_fails(folder: Path, taken: Taken) -> None:
-    assert taken("good", Runs(folder / "runs", {"demo": 0.5, "good": 0.5})) == 0
-    assert taken("good", Runs(folder / "runs", {})) == 1  # an earlier summary does not help it
+def test_a_run_that_ends_without_a_summary_fails(folder: Path, run_suite: RunSuite) -> None:
+    assert run_suite("good", Runs(folder / "runs", {"demo": 0.5, "good": 0.5})) == 0
+    assert run_suite("good", Runs(folder / "runs", {})) == 1  # an earlier summary does not help it
     assert rows_of(folder)["good"]["figures"] == {}
 
 
-def test_a_demo_that_did_not_learn_ends_it(folder: Path, taken: Taken) -> None:
+def test_a_demo_that_did_not_learn_ends_it(folder: Path, run_suite: RunSuite) -> None:
     runs = Runs(folder / "runs", {"demo": 0.1})
-    assert taken("good", runs) == 1
+    assert run_suite("good", runs) == 1
     assert runs.trained == ["demo"]
 
 
-def test_what_needs_no_demo_runs_without_one(folder: Path, taken: Taken) -> None:
+def test_what_needs_no_demo_runs_without_one(folder: Path, run_suite: RunSuite) -> None:
     runs = Runs(folder / "runs", {"alone": 0.5})
-    assert taken("alone", runs) == 0
+    assert run_suite("alone", runs) == 0
     assert runs.trained == ["alone"]
 
 
-def test_a_run_that_was_told_to_stop_stops_the_rest(folder: Path, taken: Taken) -> None:
+def test_a_run_that_was_told_to_stop_stops_the_rest(folder: Path, run_suite: RunSuite) -> None:
     runs = Runs(folder / "runs", {})
     runs.train = lambda path: 130  # type: ignore[method-assign]
-    assert taken("alone,good", runs) == 130
+    assert run_suite("alone,good", runs) == 130
 
 
 def test_a_name_without_a_config_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="no config ppo") as caught:
-        lessons_of(CONFIGS / "learn", "grpo,ppo")
+        cases_of(CONFIGS / "learn", "grpo,ppo")
     assert "cispo" in caught.value.remedy
 
 

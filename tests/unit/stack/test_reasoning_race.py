@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from dialoop_services.config.file import parse_config
 
-from benchmarks.reasoning_race import FIGURES, Asked, ratios
+from benchmarks.reasoning_race import FIGURES, RaceOptions, ratios
 from benchmarks.servers.race import Ready, Recipe, first_above, job_of, read_ours, read_trl
 
 
@@ -52,14 +52,14 @@ def test_the_first_policy_that_is_good_enough_counts() -> None:
         (Ready(train_step=step, rl_s=step / 2, path=Path()), accuracy)
         for step, accuracy in ((2, 0.5), (4, 0.86), (6, 0.84), (8, 0.9))
     ]
-    found = first_above(curve, 0.85)
-    assert found is not None
-    assert found.train_step == 4
+    point = first_above(curve, 0.85)
+    assert point is not None
+    assert point.train_step == 4
     assert first_above(curve, 0.95) is None
 
 
 def test_we_are_compared_with_the_better_of_trls_two() -> None:
-    asked = Asked(
+    options = RaceOptions(
         contenders=["vllm", "trl", "trl_one_thread"],
         trl_python="python",
         model="",
@@ -67,11 +67,11 @@ def test_we_are_compared_with_the_better_of_trls_two() -> None:
         every=2,
         samples=2,
     )
-    one = {
+    outcome = {
         "vllm": dict.fromkeys(FIGURES, 6.0),
         "trl": dict.fromkeys(FIGURES, 10.0),
         "trl_one_thread": dict.fromkeys(FIGURES, 8.0) | {"rl_s_to_threshold": None},
     }
-    found = ratios([{"seed": 0, **one}], asked)
-    assert found["vllm"]["s_per_train_step"] == 0.75
-    assert found["vllm"]["rl_s_to_threshold"] == 0.6
+    result = ratios([{"seed": 0, **outcome}], options)
+    assert result["vllm"]["s_per_train_step"] == 0.75
+    assert result["vllm"]["rl_s_to_threshold"] == 0.6

@@ -73,7 +73,7 @@ def test_a_setting_that_is_a_key_of_the_job_file_is_the_very_same_field(service:
 def test_every_setting_is_a_key_or_a_place(service: str) -> None:
     kind = settings_of(service)
     places = set(PLACES[service].split())
-    assert own_fields(kind) - set(kind.job_paths()) - set(kind.derived(JobConfig())) <= places
+    assert own_fields(kind) - set(kind.job_paths()) - set(kind.derive(JobConfig())) <= places
     assert places <= own_fields(kind) - set(kind.job_paths())
 
 
@@ -144,11 +144,11 @@ def test_each_service_reads_the_job_file_and_variables_override_it(
     monkeypatch.setenv("DIALOOP_CONFIG", str(path))
     monkeypatch.setenv("DIALOOP_TRAINER_NUM_STEPS", "6")
     monkeypatch.setenv("DIALOOP_TRAINER_EVALUATION__NUM_TASKS", "2")
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         name: load(settings_of(name), **({"model_dir": "m"} if name == "inference" else {}))
         for name in SERVICES
     }
-    trainer, collector = found["trainer"], found["collector"]
+    trainer, collector = settings["trainer"], settings["collector"]
     assert (trainer.run, trainer.seed, trainer.loss, trainer.num_steps) == ("mine", 5, "rloo", 6)
     assert trainer.evaluation.model_dump() | {"num_tasks": 2, "every": 7, "stop_at": 0.5} == (
         trainer.evaluation.model_dump()
@@ -157,10 +157,13 @@ def test_each_service_reads_the_job_file_and_variables_override_it(
     assert trainer.packed_row_tokens == 2048
     assert (collector.max_turns, collector.shuffle_seed) == (3, 6)
     assert collector.agents == {"twenty_questions": "mine:agent"}
-    assert (found["inference"].engine_dtype, found["inference"].max_new_tokens) == ("bfloat16", 9)
-    assert found["scorer"].rewards[0].weight == 1.0
-    assert found["scorer"].advantages.leave_one_out
-    assert [entry.use for entry in found["environment"].environments] == ["twenty_questions"]
+    assert (settings["inference"].engine_dtype, settings["inference"].max_new_tokens) == (
+        "bfloat16",
+        9,
+    )
+    assert settings["scorer"].rewards[0].weight == 1.0
+    assert settings["scorer"].advantages.leave_one_out
+    assert [entry.use for entry in settings["environment"].environments] == ["twenty_questions"]
 
 
 def test_the_stack_tells_a_service_what_the_service_would_read_itself() -> None:
@@ -169,12 +172,12 @@ def test_the_stack_tells_a_service_what_the_service_would_read_itself() -> None:
     made = layout(config)
     for service in SERVICES:
         read = settings_of(service).of_job(made.config)
-        told = made.values_of(service)
+        values = made.values_of(service)
         places = {"run", "model_dir", "run_dir"}
         assert {k: v for k, v in read.items() if k not in places and v is not None} == {
-            k: v for k, v in told.items() if k in read and k not in places
+            k: v for k, v in values.items() if k in read and k not in places
         }
-        assert told.keys() - read.keys() <= set(PLACES[service].split())
+        assert values.keys() - read.keys() <= set(PLACES[service].split())
 
 
 def test_replicas_have_seeds_of_their_own() -> None:
@@ -192,8 +195,8 @@ def test_a_variable_of_a_service_says_keys_of_its_tables_but_not_of_the_whole_jo
         "DIALOOP_TRAINER_RUN_DIR": "elsewhere",
         "DIALOOP_COLLECTOR_MAX_TURNS": "2",
     }
-    found = overrides_of(variables, [settings_of("trainer"), settings_of("collector")])
-    assert {one.path: one.value for one in found} == {
+    overrides = overrides_of(variables, [settings_of("trainer"), settings_of("collector")])
+    assert {override.path: override.value for override in overrides} == {
         "train.loss": "rloo",
         "evaluation.every": "3",
         "model": {"lora_rank": 2},
@@ -202,12 +205,12 @@ def test_a_variable_of_a_service_says_keys_of_its_tables_but_not_of_the_whole_jo
 
 
 def test_a_loss_is_named_in_the_table_and_nowhere_else() -> None:
-    """`sft` is also a mode and a table, and is left out."""
+    """Losses are named in config/losses.py alone; `sft` is also a mode and a table."""
     names = set(LOSSES) - {"sft"}
     for folder in ("services/dialoop_services", "client/dialoop"):
         for path in (ROOT / folder).rglob("*.py"):
             if path.name == "losses.py" and path.parent.name == "config":
                 continue
             tree = ast.parse(path.read_text("utf-8"))
-            said = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)} & names
-            assert not said, f"{path.relative_to(ROOT)} names {said}: read it from config/losses.py"
+            literals = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)} & names
+            assert not literals, f"{path.relative_to(ROOT)} names {literals}"

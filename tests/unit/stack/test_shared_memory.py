@@ -12,7 +12,7 @@ from dialoop_services.config.file import parse_config
 from dialoop_services.inference.settings import InferenceSettings
 from dialoop_services.runtime.settings import load
 from dialoop_services.stack.layout import Layout, ports_of
-from dialoop_services.stack.processes.shared_memory import filled, memory_for
+from dialoop_services.stack.processes.shared_memory import fill_with_latest, memory_for
 from dialoop_services.stack.run_dir import RunDir
 
 Usage = namedtuple("Usage", "total used free")
@@ -25,11 +25,11 @@ def run_dir(path: Path) -> RunDir:
 
 def test_a_run_has_its_own_folder_in_memory_always_the_same(tmp_path: Path) -> None:
     config = parse_config({}, source="a test")
-    found = memory_for(config, run_dir(tmp_path), memory=tmp_path)
-    assert found is not None
-    assert found.parent == tmp_path
-    assert found == memory_for(config, run_dir(tmp_path), memory=tmp_path)
-    assert found != memory_for(config, run_dir(tmp_path / "b"), memory=tmp_path)
+    folder = memory_for(config, run_dir(tmp_path), memory=tmp_path)
+    assert folder is not None
+    assert folder.parent == tmp_path
+    assert folder == memory_for(config, run_dir(tmp_path), memory=tmp_path)
+    assert folder != memory_for(config, run_dir(tmp_path / "b"), memory=tmp_path)
 
 
 def test_without_memory_or_room_in_it_or_use_for_it_there_is_none(
@@ -53,11 +53,11 @@ def test_the_folder_starts_with_the_newest_policy_alone_and_ends_gone(tmp_path: 
         (policies / version / "model.safetensors").write_text(version)
     (policies / "latest.json").write_text(json.dumps({"path": "main-2/model.safetensors"}))
     (memory / "main-9").mkdir(parents=True)
-    with filled(memory, policies):
+    with fill_with_latest(memory, policies):
         assert {path.name for path in memory.iterdir()} == {"latest.json", "main-2"}
         assert (memory / "main-2" / "model.safetensors").read_text() == "main-2"
     assert not memory.exists()
-    with filled(None, policies):
+    with fill_with_latest(None, policies):
         pass
 
 

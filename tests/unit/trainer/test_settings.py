@@ -10,7 +10,7 @@ from dialoop.errors import InvalidConfig
 from dialoop_services.config.file import parse_config
 from dialoop_services.runtime.settings import load
 from dialoop_services.stack.layout import Layout, ports_of
-from dialoop_services.stack.run_dir import RunDir, opened
+from dialoop_services.stack.run_dir import RunDir, open_run
 from dialoop_services.trainer.settings import TrainerSettings
 from pydantic import ValidationError
 
@@ -44,7 +44,7 @@ def load_settings(
 def test_the_trainer_is_told_what_the_config_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(tmp_path, parse_config(CONFIG, source="t"), fresh=False, reuse=True) as run_dir:
+    with open_run(tmp_path, parse_config(CONFIG, source="t"), fresh=False, reuse=True) as run_dir:
         settings = load_settings(CONFIG, run_dir, monkeypatch)
     assert isinstance(settings, TrainerSettings)
     model = settings.model
@@ -62,7 +62,7 @@ def test_the_trainer_is_told_what_the_config_says(
 def test_a_config_that_says_nothing_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(tmp_path, parse_config({}, source="t"), fresh=False, reuse=True) as run_dir:
+    with open_run(tmp_path, parse_config({}, source="t"), fresh=False, reuse=True) as run_dir:
         settings = load_settings({}, run_dir, monkeypatch)
     assert isinstance(settings, TrainerSettings)
     bare = TrainerSettings()

@@ -1,4 +1,4 @@
-"""One process of the stack: started in a session of its own, ended with everything it started."""
+"""Start one process of the stack in a session of its own, and end it with all that it started."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ PARENT_VARIABLE = "DIALOOP_PARENT_PID"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSpec:
-    """How to start a service and how to tell that it is there.
+    """How to start a service, and how to tell that it is ready.
 
-    While `is_held_up` says so, the time it has to become ready does not run.
+    The time for becoming ready does not run while `is_held_up` returns true.
 
     ServiceSpec(name="replay", command=("python", "-m", "dialoop_services.replay"), is_ready=...)
     """
@@ -61,8 +61,8 @@ class Child:
     ) -> Self:
         """Start a command whose output goes to `log`.
 
-        The child writes the file itself: were it a pipe, a killed stack would break its children's
-        output in the middle of their own orderly end.
+        The child writes to the file itself. With a pipe, a killed stack would break the output of
+        children that are still shutting down.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
@@ -78,23 +78,23 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id; also that of its group and session."""
+        """Return the process id, which is also that of its group and session."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs, negative when a signal ended it."""
+        """Return None while the process runs; the code is negative when a signal ended it."""
         return self._process.returncode
 
     async def wait(self) -> int:
-        """Wait for its end, then kill what it has left running."""
+        """Wait for the process to end, then kill what it has left running."""
         code = await self._process.wait()
         kill_members({self.pid})
         self._guardian.forget(self.pid)
         return code
 
     async def stop(self, grace_s: float) -> int:
-        """SIGTERM the process alone (it ends its own children), SIGKILL after `grace_s`."""
+        """Send SIGTERM to the process, which ends its own children; SIGKILL after `grace_s`."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
         try:

@@ -1,7 +1,7 @@
-"""Ends what a killed stack leaves behind: reads leaders' pids from a pipe and acts when it breaks.
+"""End what a killed stack leaves behind: read its processes' pids from a pipe until that breaks.
 
 The stack writes "+4711" when it starts a process and "-4711" when that has ended. A stack that is
-killed with SIGKILL cannot clean up; its end of the pipe closes all the same.
+killed with SIGKILL cannot clean up, but its end of the pipe closes all the same.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _GRACE_S = 8.0
 
 
 class Guardian:
-    """The stack's side: started processes are watched over until it is closed."""
+    """The stack's side of the pipe: it reports started processes until it is closed."""
 
     def __init__(self) -> None:
-        # A session of its own: a Ctrl-C in the terminal is not meant for the guardian.
+        # In a session of its own, so that Ctrl-C in the terminal does not end the guardian.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "dialoop_services.stack.processes.guardian"],
             stdin=subprocess.PIPE,
@@ -46,17 +46,17 @@ class Guardian:
         self._say(f"+{pid}\n")
 
     def forget(self, pid: int) -> None:
-        """The process has ended, its number may be another's soon."""
+        """Report that the process has ended, since another one may soon get its pid."""
         self._say(f"-{pid}\n")
 
     def _say(self, line: str) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # somebody killed the guardian: go on without
+        with suppress(BrokenPipeError):  # the guardian was killed: go on without it
             self._process.stdin.write(line.encode())
 
 
 def leaders_from(lines: Iterable[str]) -> set[int]:
-    """Read until the pipe breaks; the leaders that nobody has reported as ended."""
+    """Read until the pipe breaks, and return the leaders that were not reported as ended."""
     leaders: set[int] = set()
     for line in lines:
         (leaders.add if line.startswith("+") else leaders.discard)(int(line[1:]))
@@ -64,7 +64,7 @@ def leaders_from(lines: Iterable[str]) -> set[int]:
 
 
 def end(leaders: set[int], *, grace_s: float = _GRACE_S) -> None:
-    """Ask every leader to stop, wait, then kill what is left of their sessions."""
+    """Send SIGTERM to every leader, wait, then kill what is left of their sessions."""
     for leader in leaders:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(leader, signal.SIGTERM)

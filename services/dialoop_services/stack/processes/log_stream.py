@@ -1,4 +1,4 @@
-"""One readable stream out of all services' log files: our own records, prefixed by service.
+"""Print the services' records on the terminal as one stream, each line with its service.
 
 Each service writes runs/<name>/logs/<service>.log itself. What other libraries print there (vLLM's
 start-up, Redis) stays in the file; records in Dialoop's format also reach the terminal.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?P<level>[A-Z]+) (?P<message>.*)$")
-# The line starts with the service, and everything here is of one run.
+# Left out, since the line starts with the service and all lines are of one run.
 _IDENTITY = re.compile(r"\[service=\S+?( run=\S+?)?(?= |\]$) ?")
 _SEVERITY = {"DEBUG": 0, "INFO": 1, "WARNING": 2, "ERROR": 3, "CRITICAL": 4}
 _STYLES = {"WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
@@ -29,7 +29,7 @@ _WIDTH = 12
 
 
 class LogStream:
-    """Owns the terminal's log lines and the reading positions in the services' files."""
+    """Prints log lines on the terminal, and keeps the reading positions in the services' files."""
 
     def __init__(self, console: Console, directory: Path, *, least: str = "INFO") -> None:
         self._console = console
@@ -40,29 +40,29 @@ class LogStream:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the stack began, as every line shows them."""
+        """Return the seconds since the stack began, as every line shows them."""
         return time.monotonic() - self._started
 
     def path_of(self, service: str) -> Path:
-        """Where a service's whole output goes; followed from its present end on."""
+        """Return the file of a service's whole output, and follow it from its present end on."""
         path = self._directory / f"{service}.log"
         self._positions.setdefault(service, path.stat().st_size if path.exists() else 0)
         return path
 
     def say(self, service: str, text: str, *, style: str = "") -> None:
-        """Print one line of the stack's own about a service."""
+        """Print a line of the stack itself about a service."""
         line = Text(f"{self.elapsed_s:7.1f} s  ", style="dim")
         line.append(f"{service:<{_WIDTH}}", style=self._colour_of(service))
         line.append(text, style=style)
         self._console.print(line, soft_wrap=True)
 
     def last_line(self, service: str) -> str:
-        """The last thing a service wrote: of one that gave up, the reason."""
+        """Return the last line that a service wrote, which says why it ended if it gave up."""
         tail = self._tail(service)
         return next((line.strip() for line in reversed(tail) if line.strip()), "")
 
     def sentence_of(self, service: str) -> str:
-        """What a service said when it ended over a wrong setting, without its own prefix."""
+        """Return the error of a service that ended over a wrong setting, without its prefix."""
         for line in reversed(self._tail(service)):
             if line.startswith("dialoop "):
                 return line.partition(": ")[2].strip()
@@ -75,7 +75,7 @@ class LogStream:
             await asyncio.sleep(_POLL_S)
 
     def flush(self) -> None:
-        """Print what the services have written since the last time."""
+        """Print what the services have written since the last call."""
         for service in list(self._positions):
             for line in self._new_lines(service):
                 self._print_record(service, line)

@@ -1,4 +1,4 @@
-"""Free loopback ports, chosen before anything starts, so that every service knows every address."""
+"""Choose free local ports before anything starts, so that each service knows all addresses."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from dialoop.reasons import Reason
 
 HOST = "127.0.0.1"
 
-# Below those that Linux and others hand out by themselves (32768 and up): nobody who asks for any
-# port, or connects somewhere, is given one of ours between the choice and a service's start.
+# Below the ports that Linux and others assign by themselves (32768 and up). So no other program
+# gets one of these between the choice and a service's start by asking for any port.
 _FREE = range(20_000, 32_000)
 _NUM_TRIES = 200
-# Locks on what this process has chosen, until it ends: another stack of the same user that starts
-# before our services listen chooses others.
+# Locks on the ports chosen by this process, kept until it ends. Another stack of the same user that
+# starts before our services listen chooses other ports.
 _reserved: list[int] = []
 
 
 def choose_ports(wanted: dict[str, int]) -> dict[str, int]:
-    """Give each name its wanted port, or a free one for 0; InvalidConfig when a port is taken.
+    """Return each name's wanted port, or a free one for 0; InvalidConfig when a port is taken.
 
-    choose_ports({"replay": 7003, "trainer": 0})   # {"replay": 7003, "trainer": 24123}
+    choose_ports({"replay": 7003, "trainer": 0}) # {"replay": 7003, "trainer": 24123}
     """
     probes: list[socket.socket] = []
     try:
         ports: dict[str, int] = {}
-        # Fixed ones first, and all held until the last is chosen: no free one may collide.
+        # Fixed ports come first, and all are held until the last is chosen, so that none collide.
         for name, port in sorted(wanted.items(), key=lambda item: item[1] == 0):
-            probes.append(_bound(name, port) if port else _any(name))
+            probes.append(_bind(name, port) if port else _bind_any(name))
             ports[name] = probes[-1].getsockname()[1]
         return {name: ports[name] for name in wanted}
     finally:
@@ -41,23 +41,23 @@ def choose_ports(wanted: dict[str, int]) -> dict[str, int]:
             probe.close()
 
 
-def _any(name: str) -> socket.socket:
-    """One of the free ports, reserved among the stacks of this user."""
+def _bind_any(name: str) -> socket.socket:
+    """Bind a free port that no other stack of this user has reserved."""
     for port in random.SystemRandom().sample(_FREE, _NUM_TRIES):
         if _reserve(port):
             try:
-                return _bound(name, port)
+                return _bind(name, port)
             except InvalidConfig:
                 continue
     raise InvalidConfig(
         f"None of {_NUM_TRIES} ports between {_FREE.start} and {_FREE.stop} is free for {name}.",
         reason=Reason.PORT_TAKEN,
-        remedy=f"Set ports.{name} to a free port, or end stacks that are not needed.",
+        remedy=f"Set ports.{name} to a free port, or stop stacks that you do not need.",
     )
 
 
 def _reserve(port: int) -> bool:
-    """Whether no other process of this user has chosen it; the kernel ends our lock with us."""
+    """Lock the port's file until this process ends; return false if another process has it."""
     folder = Path(tempfile.gettempdir()) / f"dialoop-ports-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     file = os.open(folder / str(port), os.O_WRONLY | os.O_CREAT, 0o600)
@@ -70,13 +70,13 @@ def _reserve(port: int) -> bool:
     return True
 
 
-def _bound(name: str, port: int) -> socket.socket:
+def _bind(name: str, port: int) -> socket.socket:
     probe = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # As the servers do: a port in TIME_WAIT is free, one that somebody listens on is not.
+    # As the servers do: a port in TIME_WAIT is free, and one that a process listens on is not.
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         probe.bind((HOST, port))
-        # Listening marks it as taken for the next probe of ours, in spite of SO_REUSEADDR.
+        # Listening makes the port taken for the next probe, in spite of SO_REUSEADDR.
         probe.listen(1)
     except OSError as error:
         probe.close()

@@ -1,4 +1,4 @@
-"""What runs on this machine: sessions, descendants and the CPU they used."""
+"""Find, kill and measure processes of this machine: sessions, descendants and their CPU time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def members(leaders: Collection[int]) -> list[int]:
-    """Return the pids in the sessions or groups that `leaders` lead; a zombie is none."""
+    """Return the pids in the sessions or groups that `leaders` lead, without zombies."""
     return [pid for pid in psutil.pids() if _is_member(pid, leaders)]
 
 
@@ -35,7 +35,7 @@ def descendants(ancestor: int) -> list[int]:
 
 
 def kill_members(leaders: Collection[int]) -> None:
-    """SIGKILL the groups of `leaders` and whatever else is left in their sessions."""
+    """Send SIGKILL to the groups of `leaders` and to all that is left in their sessions."""
     for leader in leaders:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, signal.SIGKILL)
@@ -43,14 +43,14 @@ def kill_members(leaders: Collection[int]) -> None:
 
 
 def kill(pids: Collection[int]) -> None:
-    """SIGKILL each process; those that are gone already do not matter."""
+    """Send SIGKILL to each process; skip those that have ended."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants that lose theirs, so that none is out of sight."""
+    """Become the parent of descendants that lose theirs, so that all of them can be found."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 

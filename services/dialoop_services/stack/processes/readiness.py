@@ -1,4 +1,4 @@
-"""Is it there yet? grpc.health.v1 for our services, PING for Redis."""
+"""Ask whether a server is ready: grpc.health.v1 for our services, PING for Redis."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _TIMEOUT_S = 2.0
 
 
 def grpc_ready(address: str) -> Callable[[], Awaitable[bool]]:
-    """A probe: whether the server at `address` reports itself as serving."""
+    """Return a probe that tells whether the server at `address` reports itself as serving."""
     return partial(is_serving, address)
 
 
 async def is_serving(address: str) -> bool:
     """Ask the health service once."""
-    # A channel per question: one that failed to connect would sit in gRPC's own back-off.
+    # A new channel each time, since one that failed to connect waits in gRPC's own back-off.
     async with grpc.aio.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
@@ -33,7 +33,7 @@ async def is_serving(address: str) -> bool:
 
 
 def redis_ready(host: str, port: int) -> Callable[[], Awaitable[bool]]:
-    """A probe: whether Redis answers (it says LOADING while it reads its append-only file)."""
+    """Return a probe that tells whether Redis answers; while it loads its file it says LOADING."""
     return partial(answers_ping, host, port)
 
 

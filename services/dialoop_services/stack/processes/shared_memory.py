@@ -1,4 +1,4 @@
-"""The folder in memory through which the trainer hands policies to replicas of this machine."""
+"""Prepare the folder in memory through which the trainer hands policies to local replicas."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from dialoop_services.stack.run_dir import RunDir
 
 MEMORY = Path("/dev/shm")
-# Two policies and the one being written; a container may have 64 MiB in all.
+# Two policies and the one being written. A container may have only 64 MiB.
 _NUM_POLICIES = 3
-_LEAST_BYTES = 32 << 20
+_MIN_BYTES = 32 << 20
 
 
 def memory_for(config: JobConfig, run_dir: RunDir, *, memory: Path = MEMORY) -> Path | None:
-    """A folder for the run, always the same; None when the machine has no room in memory."""
+    """Return a folder for the run, always the same; None when memory has no room for policies."""
     if config.inference.data_plane != "shared_memory" or not os.access(memory, os.W_OK):
         return None
     weights = run_dir.model(config).glob("*.safetensors")
-    num_bytes = max(_LEAST_BYTES, sum(file.stat().st_size for file in weights))
+    num_bytes = max(_MIN_BYTES, sum(file.stat().st_size for file in weights))
     if shutil.disk_usage(memory).free < _NUM_POLICIES * num_bytes:
         return None
     digest = hashlib.sha256(str(run_dir.path.resolve()).encode()).hexdigest()[:16]
@@ -35,10 +35,10 @@ def memory_for(config: JobConfig, run_dir: RunDir, *, memory: Path = MEMORY) -> 
 
 
 @contextmanager
-def filled(folder: Path | None, policies: Path) -> Iterator[None]:
-    """The folder holds the newest of `policies` alone, and is gone afterwards.
+def fill_with_latest(folder: Path | None, policies: Path) -> Iterator[None]:
+    """Keep the folder with only the newest of `policies` in it, and delete it afterwards.
 
-    What a killed stack left in it goes first. A replica that starts before the trainer has
+    What a killed stack left in it is deleted first. A replica that starts before the trainer has
     published anything loads the newest policy, as it would from `policies` itself.
     """
     if folder is None:

@@ -1,10 +1,10 @@
-"""Keeps the services of a stack running: start, readiness, restart with back-off, orderly end.
+"""Keep the services of a stack running: start, readiness, restart with back-off, orderly end.
 
-async with supervised(log) as supervisor:
+async with supervise(log) as supervisor:
     await supervisor.start(redis)              # returns once it is ready
     await supervisor.start(replay)
     ...
-# here everything has ended, the last started first, whatever happened inside
+# here all of them have ended, the last started first, whatever happened inside
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
     from dialoop_services.stack.processes.log_stream import LogStream
 
 CONFIG_ERROR = 2
-"""The exit code of a service that was given something wrong: no restart will help."""
+"""Exit code of a service with a wrong setting, which a restart cannot help."""
 
-# Starting a process again is no call that is repeated: what counts as a failure, and how many end
-# the stack, is decided in `_keep`. Only the waits are those of every retry, without jitter, since
-# each service is alone.
+# `_keep` decides what counts as a failure, and how many end the stack. Only the waits are those of
+# other retries. They have no jitter, since no two services wait for the same thing.
 _RESTARTS, _NO_JITTER = RetryPolicy(first_wait_s=0.5, max_wait_s=15.0), 1.0
 _MAX_FAILURES, _MAX_FAILURES_TO_START = 6, 2
 _STABLE_S = 60.0
@@ -52,7 +51,7 @@ class State(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class Service:
-    """A supervised service; written by its keeper alone, read by anyone."""
+    """A supervised service. Only the task that keeps it running writes it; anyone may read it."""
 
     spec: ServiceSpec
     state: State = State.STARTING
@@ -63,12 +62,12 @@ class Service:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether it was told to stop: its end is no failure."""
+        """Return whether it has been asked to stop; its end is then no failure."""
         return self.state in (State.STOPPING, State.ENDED)
 
 
 class Supervisor:
-    """Owns the services; made by `supervised`."""
+    """The services of a stack, and the tasks that keep them running. `supervise` makes it."""
 
     def __init__(self, keepers: asyncio.TaskGroup, guardian: Guardian, log: LogStream) -> None:
         self._keepers = keepers
@@ -79,7 +78,7 @@ class Supervisor:
 
     @property
     def services(self) -> Sequence[Service]:
-        """All services in the order they were started."""
+        """Return all services in the order in which they were started."""
         return tuple(self._services.values())
 
     async def start(self, spec: ServiceSpec) -> None:
@@ -112,7 +111,7 @@ class Supervisor:
         await self.stop(*sorted(self._services, key=lambda n: self._services[n].spec.stop_rank))
 
     async def run_once(self, name: str, command: tuple[str, ...], **environment: str) -> int:
-        """Run a command beside the services to its end; its exit code."""
+        """Run a command beside the services to its end, and return its exit code."""
         child = await Child.start(
             command,
             environment=environment,
@@ -170,7 +169,7 @@ class Supervisor:
             raise Unavailable(
                 f"{spec.name} was not ready within {spec.ready_timeout_s:g} s.",
                 reason=Reason.NOT_READY,
-                remedy=f"Look into {self._log.path_of(spec.name)}.",
+                remedy=f"Read {self._log.path_of(spec.name)}.",
             ) from None
         return False
 
@@ -184,7 +183,7 @@ class Supervisor:
                 f"{name} ended {service.num_failures} times, last with exit code {code}: "
                 f"{self._log.last_line(name)}",
                 reason=Reason.SERVICE_FAILED,
-                remedy=f"Look into {self._log.path_of(name)}.",
+                remedy=f"Read {self._log.path_of(name)}.",
             )
 
     async def _wait_to_restart(self, service: Service, code: int) -> None:
@@ -200,11 +199,11 @@ class Supervisor:
 
 
 @asynccontextmanager
-async def supervised(log: LogStream) -> AsyncIterator[Supervisor]:
-    """A supervisor whose services have all ended when the context is left.
+async def supervise(log: LogStream) -> AsyncIterator[Supervisor]:
+    """Yield a supervisor; when the context is left, all its services have ended.
 
-    Raises what ended the stack: InvalidConfig of a service that exits 2, Unavailable of one that
-    keeps failing.
+    Raises what ended the stack: InvalidConfig of a service that exits with 2, Unavailable of one
+    that keeps failing.
     """
     with Guardian() as guardian:
         supervisor: Supervisor | None = None
@@ -216,6 +215,6 @@ async def supervised(log: LogStream) -> AsyncIterator[Supervisor]:
                 await supervisor.stop_all()
         finally:
             if supervisor is not None:
-                # Reached with work to do when something failed or the stack was told to stop.
+                # This stops services when something failed or the stack was cancelled.
                 await supervisor.stop_all()
             log.flush()

@@ -1,4 +1,4 @@
-"""What each config of `make learn` came to, as rows of a table and of summary.json."""
+"""Turn the results of `make learn` into rows of a table and of summary.json."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _COLUMNS = ("config", "sampled", "gain", "greedy", "tool calls", "steps", "s", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmResult:
-    """A run of a config. `start`: run id of the demo it started from; empty without one.
+    """The result of a config. `start`: run id of the demo it started from; empty without one.
 
-    `figures` are the run's summary's of those names, none of a run that did not end.
+    `figures` are taken from the run's summary; they are empty for a run that did not end.
     """
 
     name: str
@@ -43,11 +43,11 @@ class AlgorithmResult:
     figures: Mapping[str, float | None] = field(default_factory=dict)
     gates: Mapping[str, bool] = field(default_factory=dict)
     load: float = 0.0
-    """What the machine did in the last minute, as os.getloadavg has it."""
+    """Load average of the machine over the last minute, as in os.getloadavg."""
 
     @classmethod
     def of(cls, name: str, summary: Mapping[str, Any] | None, *, start: str, seed: int) -> Self:
-        """From the run's summary, or None where it left none."""
+        """Return the result of a run from its summary, or from None where it left none."""
         if summary is None:
             return cls(name=name, seed=seed, start=start)
         return cls(
@@ -61,61 +61,61 @@ class AlgorithmResult:
 
     @property
     def holds(self) -> bool:
-        """Whether it ended, and all that its config asks for came true."""
+        """Return whether the run ended and all its gates hold."""
         return bool(self.gates) and all(self.gates.values())
 
 
 def kept_outcomes(
     path: Path, new: Sequence[AlgorithmResult], *, start: str
 ) -> list[AlgorithmResult]:
-    """The outcomes of an earlier summary that no new one replaces, of this demo's warm start."""
+    """Return results of an earlier summary from the same warm start that no new one replaces."""
     if not path.is_file():
         return []
     rows = json.loads(path.read_text("utf-8"))["runs"]
-    replaced = {(one.name, one.seed) for one in new}
+    replaced = {(outcome.name, outcome.seed) for outcome in new}
     earlier = [AlgorithmResult(**row) for row in rows]
     return [o for o in earlier if (o.name, o.seed) not in replaced and o.start in ("", start)]
 
 
 def table_of(outcomes: Iterable[AlgorithmResult]) -> Table:
-    """One line per config; shares before and after training on the held-out tasks."""
+    """Return a table with a line per config: held-out shares before and after training."""
     title = "Held-out accuracy and tool calls, before and after training"
     table = Table(*_COLUMNS, title=title, box=None, padding=(0, 2, 0, 0))
     for column in table.columns[:-1]:
         column.no_wrap = True  # eighty columns hold it
-    for one in outcomes:
-        table.add_row(*_cells(one))
+    for outcome in outcomes:
+        table.add_row(*_cells(outcome))
     return table
 
 
 def failures_of(outcomes: Iterable[AlgorithmResult]) -> list[str]:
-    """One line for each gate that does not hold."""
+    """Return one line for each gate that does not hold."""
     return [
-        f"{one.name}, seed {one.seed}: {gate}"
-        for one in outcomes
-        for gate, holds in one.gates.items()
+        f"{outcome.name}, seed {outcome.seed}: {gate}"
+        for outcome in outcomes
+        for gate, holds in outcome.gates.items()
         if not holds
     ]
 
 
-def _cells(one: AlgorithmResult) -> tuple[str | Text, ...]:
-    found = one.figures
-    if not found:
-        return (one.name, *("-" for _ in _COLUMNS[2:]), Text("no end", style="bold red"))
+def _cells(outcome: AlgorithmResult) -> tuple[str | Text, ...]:
+    figures = outcome.figures
+    if not figures:
+        return (outcome.name, *("-" for _ in _COLUMNS[2:]), Text("no end", style="bold red"))
     return (
-        one.name,
-        _change(found, "heldout_sampled"),
-        _number(found["heldout_sampled_gain"]),
-        _change(found, "heldout_greedy"),
-        _change(found, "tool_call_rate"),
-        f"{found['num_train_steps'] or 0:.0f}",
-        f"{found['wall_s'] or 0:.0f}",
-        Text("hold", style="green") if one.holds else Text("FAIL", style="bold red"),
+        outcome.name,
+        _change(figures, "heldout_sampled"),
+        _number(figures["heldout_sampled_gain"]),
+        _change(figures, "heldout_greedy"),
+        _change(figures, "tool_call_rate"),
+        f"{figures['num_train_steps'] or 0:.0f}",
+        f"{figures['wall_s'] or 0:.0f}",
+        Text("hold", style="green") if outcome.holds else Text("FAIL", style="bold red"),
     )
 
 
-def _change(found: Mapping[str, float | None], name: str) -> str:
-    return f"{_number(found[f'{name}_before'])} -> {_number(found[f'{name}_after'])}"
+def _change(figures: Mapping[str, float | None], name: str) -> str:
+    return f"{_number(figures[f'{name}_before'])} -> {_number(figures[f'{name}_after'])}"
 
 
 def _number(value: float | None) -> str:

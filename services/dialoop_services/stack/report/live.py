@@ -1,4 +1,4 @@
-"""What a running job looks like: a live table on a terminal, a plain line at times elsewhere."""
+"""Show a running job: a live table on a terminal, a plain line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HELDOUT = ("after_sampled", "running", "before_sampled")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseProgress:
-    """How much of the present phase is done, counted in its own steps."""
+    """How much of the present phase is done, counted in the phase's own steps."""
 
     name: str
     num_done: int
@@ -37,12 +37,12 @@ class PhaseProgress:
 
     @property
     def share(self) -> float:
-        """From 0 to 1."""
+        """Return the share that is done, from 0 to 1."""
         return min(1.0, self.num_done / self.num_total) if self.num_total else 0.0
 
 
 def progress_of(snapshot: Snapshot) -> PhaseProgress:
-    """Warm start and training count steps; the other phases have nothing to count."""
+    """Return the progress of the phase: warm start and training count steps, other phases none."""
     status = snapshot.status
     name = snapshot.phase.name.lower().replace("_", " ")
     if status is None or snapshot.phase is Phase.STARTING:
@@ -55,14 +55,14 @@ def progress_of(snapshot: Snapshot) -> PhaseProgress:
 
 
 class TimeLeft:
-    """Estimates the time left in a phase from how it went so far."""
+    """Estimates the time left in a phase from its speed so far."""
 
     def __init__(self) -> None:
         self._phase = ""
         self._first = (0.0, 0)
 
     def seconds(self, progress: PhaseProgress, now: float) -> float | None:
-        """Seconds until the phase's last step, None while nothing can be said."""
+        """Return the seconds until the phase's last step; None before its first one."""
         if progress.name != self._phase:
             self._phase, self._first = progress.name, (now, progress.num_done)
         since, already = self._first
@@ -73,7 +73,7 @@ class TimeLeft:
 
 
 def queue_of(counts: LedgerCounts) -> str:
-    """Groups by where they are, in the order in which they go there."""
+    """Return the number of groups at each place of the queue, in the order they pass through."""
     return (
         f"{counts.num_groups_leased} playing, {counts.num_groups_unscored} unscored, "
         f"{counts.num_groups_scored} scored, {counts.num_groups_training} training, "
@@ -83,7 +83,7 @@ def queue_of(counts: LedgerCounts) -> str:
 
 
 def figures_of(snapshot: Snapshot) -> dict[str, str]:
-    """Everything that is shown beside the progress, by name."""
+    """Return everything that is shown beside the progress, by name."""
     metrics = snapshot.status.metrics if snapshot.status else {}
     stats = snapshot.stats
     heldout = next((metrics[key] for key in _heldout_keys() if key in metrics), None)
@@ -108,7 +108,7 @@ def _heldout_keys() -> list[str]:
 
 
 def trained_tokens_per_s(metrics: dict[str, float]) -> float:
-    """Of the newest train step, the wait for its batch and its publish included."""
+    """Return the rate of the newest train step, including its wait and its publish."""
     seconds = sum(metrics.get(f"train/{part}_s", 0.0) for part in ("lease", "train", "publish"))
     return metrics.get("train/num_trained_tokens", 0.0) / seconds if seconds else 0.0
 
@@ -118,7 +118,7 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 
 class LiveView:
-    """Shows snapshots as they come; a context, so that the terminal is left as it was."""
+    """Shows snapshots as they come. It is a context that leaves the terminal as it was."""
 
     def __init__(self, console: Console, log: LogStream) -> None:
         self._console = console
@@ -149,9 +149,9 @@ class LiveView:
 
 
 def line_of(headline: str, figures: dict[str, str]) -> str:
-    """One plain line with everything that is known yet."""
-    known = (f"{name} {value}" for name, value in figures.items() if not value.startswith(_UNKNOWN))
-    return " | ".join((headline, *known))
+    """Return one plain line with every figure that has a value."""
+    parts = (f"{name} {value}" for name, value in figures.items() if not value.startswith(_UNKNOWN))
+    return " | ".join((headline, *parts))
 
 
 def _headline(progress: PhaseProgress, left_s: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Watching a running job: one snapshot a second, gathered from the services themselves."""
+"""Watch a running job: take one snapshot a second from the services themselves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DEADLINE_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What the services said at one moment; None of a service that did not answer."""
+    """The services' answers at one moment; None for a service that did not answer."""
 
     status: TrainerStatus | None
     stats: ReplayStats | None
@@ -36,30 +36,30 @@ class Snapshot:
 
     @property
     def phase(self) -> Phase:
-        """What the trainer is doing; STARTING while it does not answer."""
+        """Return what the trainer is doing; STARTING while it does not answer."""
         return self.status.phase if self.status else Phase.STARTING
 
 
 @dataclass(slots=True)
 class PhaseClock:
-    """Wall and CPU seconds of all processes by phase; fed with every snapshot."""
+    """Wall and CPU seconds of all processes by phase, updated with every snapshot."""
 
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)
     _wall: float = field(default_factory=time.monotonic)
     _cpu: float = field(default_factory=total_cpu_s)
 
-    def spent(self, phase: str) -> None:
-        """Everything since the last call belongs to `phase`."""
+    def record(self, phase: str) -> None:
+        """Add everything since the last call to `phase`."""
         wall, cpu = time.monotonic(), total_cpu_s()
         entry = self.seconds.setdefault(phase, {"wall_s": 0.0, "cpu_s": 0.0})
         entry["wall_s"] += wall - self._wall
-        # A process killed with unread counters takes them along: never count backwards.
+        # A killed process's unread CPU time is lost, so the sum can shrink; never count backwards.
         entry["cpu_s"] += max(0.0, cpu - self._cpu)
         self._wall, self._cpu = wall, cpu
 
 
 class Observer:
-    """Asks the services of a stack; made by `observing`."""
+    """Asks the services of a stack for their state; `observing` makes it."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Observer:
         self._last = (time.monotonic(), 0)
 
     async def snapshot(self) -> Snapshot:
-        """Ask everyone at once."""
+        """Ask all services at once."""
         status, stats, _ = await asyncio.gather(
             self._status(), self._stats(), self._count_sampled()
         )
@@ -92,7 +92,7 @@ class Observer:
         )
 
     async def final_stats(self) -> ReplayStats:
-        """The ledger, for the record; raises when replay does not answer."""
+        """Return the queue's counts; raise when the replay service does not answer."""
         return await self._replay.get_stats(self._run)
 
     async def _status(self) -> TrainerStatus | None:
@@ -126,7 +126,7 @@ class Observer:
 
 @asynccontextmanager
 async def observing(layout: Layout) -> AsyncIterator[Observer]:
-    """An observer of a stack, connected for as long as the context lasts."""
+    """Yield an observer of a stack that is connected until the context is left."""
     async with AsyncExitStack() as exits:
 
         async def connect(name: str) -> Channel:

@@ -1,4 +1,4 @@
-"""learning.png: how reward, held-out accuracy and tool use went, drawn from metrics.jsonl."""
+"""Draw learning.png from metrics.jsonl: reward, held-out accuracy and tool use over the steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LABELS = ("before_sampled", "running", "after_sampled")
 
 
 def draw_learning(metrics: Path, target: Path) -> None:
-    """Write the picture; nothing is drawn that was not measured."""
+    """Write the picture; a figure that was not measured is left out."""
     # Imported late and without pyplot: it takes a second, keeps global state and opens windows.
     from matplotlib.figure import Figure
 
@@ -34,14 +34,14 @@ def draw_learning(metrics: Path, target: Path) -> None:
 
 
 def _line(axes: Any, rows: list[dict[str, Any]], key: str, style: str = "-", *, label: str) -> None:
-    """One curve over train steps; none, and no entry in the legend, where there are no rows."""
+    """Draw one curve over train steps; without rows there is no curve and no legend entry."""
     if rows:
         steps = [row["train_step"] for row in rows]
         axes.plot(steps, [row[key] for row in rows], style, label=label)
 
 
 def _draw_below(axes: Any, rows: list[dict[str, Any]]) -> None:
-    """The staleness of what RL trained, or the loss of SFT."""
+    """Draw the staleness of RL's data, or the loss of SFT."""
     aged = [row for row in rows if "staleness_mean" in row]
     supervised = [row for row in rows if row["kind"] == "train" and "epoch" in row]
     heldout = [row for row in rows if row["kind"] == "heldout"]
@@ -57,9 +57,9 @@ def _draw_below(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, without those of weights that a restore has discarded.
+    """Return the rows of metrics.jsonl, without those of weights that a restore has discarded.
 
-    The last line of a killed trainer may be half a line.
+    The last line of a killed trainer may be incomplete and is skipped.
     """
     rows: list[dict[str, Any]] = []
     for line in path.read_text("utf-8").splitlines():
@@ -74,7 +74,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_kept(row: dict[str, Any], restore: dict[str, Any]) -> bool:
-    """Whether a row is of a step that the restored checkpoint contains."""
+    """Return whether the restored checkpoint contains the step of a row."""
     if row["kind"] == "warm_start":
         return bool(row["train_step"] <= restore["num_warm_start_steps"])
     again = row.get("label", "").startswith(_ONCE) and row["label"] not in restore["evaluations"]

@@ -1,23 +1,21 @@
-"""The end of a run on the terminal: before and after, two transcripts, gates, where things are."""
+"""Print the end of a run: accuracy before and after, two transcripts, gates and file names."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dialoop.tokens.tokenizer import Tokenizer
-from dialoop.views.display import legend, policy_of, transcript
+from dialoop.views.display import Row, legend, policy_of, read_rows, transcript
 from dialoop.views.run_files import trajectory_files
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dialoop_services.stack.report.transcripts import choose
-
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
-    from dialoop.views.display import Row
     from rich.console import Console
 
 _COMPARED = (
@@ -28,7 +26,7 @@ _COMPARED = (
 
 
 def report(summary: Mapping[str, Any], run_dir: Path, model: Path, console: Console) -> None:
-    """Print everything; the files hold the same."""
+    """Print everything; the run's files hold the same."""
     console.print(_comparison(summary))
     _print_transcripts(run_dir, model, console)
     console.print(_figures(summary))
@@ -51,7 +49,7 @@ def _rate(value: float | None) -> str:
 
 
 def _print_transcripts(run_dir: Path, model: Path, console: Console) -> None:
-    chosen = choose(*trajectory_files(run_dir))
+    chosen = choose_transcripts(*trajectory_files(run_dir))
     if chosen is None:
         return
     tokenizer = Tokenizer.from_directory(model)
@@ -90,7 +88,42 @@ def _figures(summary: Mapping[str, Any]) -> Table:
 
 
 def _left_out(num_inexact: int) -> str:
-    """What re-scoring cannot speak of, if there is any."""
+    """Return how many trajectories re-scoring left out, if any."""
     if not num_inexact:
         return ""
     return f" ({num_inexact} trajectories left out: keep_kv loads came while they were sampled)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeforeAndAfter:
+    """Two rows of trajectories.jsonl, of the same task where there were evaluations."""
+
+    before: Row
+    after: Row
+
+
+def choose_transcripts(*paths: Path) -> BeforeAndAfter | None:
+    """Return a task failed before and solved after training, else any task played both times.
+
+    Without evaluations they are the first and the last trajectory that was trained on.
+    """
+    by_label: dict[str, dict[str, Row]] = {"before_greedy": {}, "after_greedy": {}}
+    trained: list[Row] = []
+    for row in read_rows(*paths):
+        if row["label"] in by_label:
+            by_label[row["label"]].setdefault(row["task_key"], row)
+        elif row["outcome"] == "trained":
+            trained = [*trained[:1], row]
+    improved = _find_improved(by_label["before_greedy"], by_label["after_greedy"])
+    return improved or _first_and_last(trained)
+
+
+def _find_improved(before: Mapping[str, Row], after: Mapping[str, Row]) -> BeforeAndAfter | None:
+    both = [key for key in before if key in after]
+    better = [key for key in both if before[key]["reward"] < after[key]["reward"]]
+    key = next(iter(better or both), None)
+    return None if key is None else BeforeAndAfter(before=before[key], after=after[key])
+
+
+def _first_and_last(trained: list[Row]) -> BeforeAndAfter | None:
+    return BeforeAndAfter(before=trained[0], after=trained[-1]) if trained else None

@@ -1,4 +1,4 @@
-"""summary.json: what a run did, from what each service says about it, and whether they agree."""
+"""Make summary.json: what a run did, whether the services' counts agree, and the gates."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _PACKAGES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What the end of a run leaves to be summed up."""
+    """What the end of a run leaves for the summary."""
 
     config: JobConfig
     trainer: Mapping[str, Any]
-    """trainer.json."""
+    """Content of trainer.json."""
     stats: ReplayStats
     collectors: tuple[Mapping[str, Any], ...]
-    """collector-<worker>.json of each collector process there was."""
+    """Content of collector-<worker>.json of each collector process of the run."""
     rows_by_outcome: Mapping[str, int]
-    """Lines of trajectories.jsonl by what became of them."""
+    """Number of lines of trajectories.jsonl by outcome."""
     rescoring: Mapping[str, Any]
     seconds_by_phase: Mapping[str, Mapping[str, float]]
     num_sampled_tokens: int
@@ -49,7 +49,7 @@ class Findings:
 
 
 def summarise(findings: Findings) -> dict[str, Any]:
-    """The whole summary but its gates."""
+    """Return the whole summary except its gates."""
     trainer, stats = findings.trainer, findings.stats
     return {
         "run": findings.config.run,
@@ -81,7 +81,7 @@ def summarise(findings: Findings) -> dict[str, Any]:
 
 
 def _seconds(findings: Findings) -> dict[str, Any]:
-    """Totals, by phase, and the rates that follow."""
+    """Return total seconds, seconds by phase, and the rates that follow from them."""
     phases = findings.seconds_by_phase
     trained = findings.trainer["num_trained_tokens"]
     train_s = findings.trainer["phases"].get("train", {}).get("wall_s", 0.0)
@@ -100,7 +100,7 @@ def _seconds(findings: Findings) -> dict[str, Any]:
 
 
 def _evaluations(evaluations: Mapping[str, Mapping[str, float]]) -> dict[str, float | None]:
-    """Held-out accuracy and tool use; None of an evaluation that was not asked for."""
+    """Return held-out accuracy and tool use; None for an evaluation that did not take place."""
 
     def value(label: str, name: str) -> float | None:
         return evaluations.get(label, {}).get(name)
@@ -120,7 +120,7 @@ def _evaluations(evaluations: Mapping[str, Mapping[str, float]]) -> dict[str, fl
 
 
 def group_counts(counts: LedgerCounts) -> dict[str, Any]:
-    """Groups generated = trained + dropped by reason + left; tasks not played yet stand beside."""
+    """Return groups: generated = trained + dropped by reason + left; and tasks not played yet."""
     left = (
         counts.num_groups_unscored
         + counts.num_groups_scored
@@ -140,7 +140,7 @@ def group_counts(counts: LedgerCounts) -> dict[str, Any]:
 
 
 def trajectory_counts(counts: LedgerCounts) -> dict[str, Any]:
-    """Trajectories as the ledger has them."""
+    """Return the trajectories that the queue has counted."""
     return {
         "generated": counts.num_trajectories_generated,
         "trained": counts.num_trajectories_consumed,
@@ -150,7 +150,7 @@ def trajectory_counts(counts: LedgerCounts) -> dict[str, Any]:
 
 
 def accounting(findings: Findings) -> dict[str, Any]:
-    """Whether the ledger's counts add up, and agree with what others counted for themselves."""
+    """Return whether the queue's counts add up and agree with those of other services."""
     training = findings.stats.training
     evaluation = findings.stats.evaluation
     played = [
@@ -170,7 +170,7 @@ def accounting(findings: Findings) -> dict[str, Any]:
 
 
 def _lost_a_collector(findings: Findings) -> bool:
-    """A killed collector takes its count of the last second, and what it was playing, along."""
+    """Return whether a collector was killed: its counts of the last second are lost then."""
     return findings.is_resumed or findings.num_restarts.get("collector", 0) > 0
 
 
@@ -180,11 +180,11 @@ def _adds_up(counts: LedgerCounts) -> bool:
 
 
 def versions(redis_version: str) -> dict[str, str]:
-    """Of what took part; empty for what is not installed or not ours."""
-    found = {name: _first_installed(packages) for name, packages in _PACKAGES.items()}
+    """Return the versions of the software that took part; empty for what is not installed."""
+    packages = {name: _first_installed(names) for name, names in _PACKAGES.items()}
     dialoop = _first_installed(("dialoop-services", "dialoop"))
     python = platform.python_version()
-    return {"dialoop": dialoop, "redis": redis_version, "python": python, **found}
+    return {"dialoop": dialoop, "redis": redis_version, "python": python, **packages}
 
 
 def _first_installed(packages: Iterable[str]) -> str:
@@ -197,15 +197,60 @@ def _first_installed(packages: Iterable[str]) -> str:
 
 
 def read_collectors(run_dir: Path) -> tuple[Mapping[str, Any], ...]:
-    """The counters of every collector process that worked for the run."""
+    """Return the counters of every collector process that worked for the run."""
     files = sorted(run_dir.glob("collector-*.json"))
     return tuple(json.loads(file.read_text("utf-8")) for file in files)
 
 
 def count_outcomes(run_dir: Path) -> Counter[str]:
-    """Lines of what is left of trajectories.jsonl by outcome."""
-    found: Counter[str] = Counter()
+    """Count the lines that are left of trajectories.jsonl by outcome."""
+    counts: Counter[str] = Counter()
     for path in trajectory_files(run_dir):
         with path.open(encoding="utf-8") as lines:
-            found.update(json.loads(line)["outcome"] for line in lines)
-    return found
+            counts.update(json.loads(line)["outcome"] for line in lines)
+    return counts
+
+
+def gates_of(summary: Mapping[str, Any], config: JobConfig) -> dict[str, bool]:
+    """Return each gate by name, and whether it holds: exactness, and what the config asks for."""
+    return {**_exactness(summary, config), **_configured_gates(summary, config)}
+
+
+def _exactness(summary: Mapping[str, Any], config: JobConfig) -> dict[str, bool]:
+    bound = config.gates.logprob_difference_at_most
+    accounting = summary["accounting"]
+    staleness = [int(age) for age in summary["staleness_histogram"]]
+    return {
+        "every trajectory is accounted for": accounting["ledger_adds_up"]
+        and accounting["collectors_agree"]
+        and accounting["trainer_agrees"],
+        f"nothing trained was staler than {config.train.max_staleness}": max(staleness, default=0)
+        <= config.train.max_staleness,
+        f"log-probs after every publish within {bound:g}": summary["max_logprob_difference"]
+        <= bound,
+        f"re-scored log-probs within {bound:g}": summary["rescoring"].get(
+            "max_difference", float("inf")
+        )
+        <= bound,
+    }
+
+
+def _configured_gates(summary: Mapping[str, Any], config: JobConfig) -> dict[str, bool]:
+    gates = config.gates
+    at_least = (
+        ("heldout_greedy_after", gates.heldout_greedy_after_at_least),
+        ("heldout_sampled_gain", gates.heldout_sampled_gain_at_least),
+        ("tool_call_rate_after", gates.tool_call_rate_after_at_least),
+        ("share_of_train_steps_with_older_data", gates.older_data_share_at_least),
+        ("num_policy_versions", gates.policy_versions_at_least),
+    )
+    results = {
+        f"{name} at least {bound:g}": (summary[name] or 0) >= bound
+        for name, bound in at_least
+        if bound is not None
+    }
+    bound = gates.heldout_greedy_before_at_most
+    if bound is not None:
+        before = summary["heldout_greedy_before"]
+        results[f"heldout_greedy_before at most {bound:g}"] = before is not None and before <= bound
+    return results
