@@ -181,11 +181,11 @@ async def test_where_latest_json_cannot_be_read_the_weights_are_kept(model_dir, 
         assert await w.health() == "SERVING"
 
 
-@pytest.mark.parametrize("broken", ["_report", "_turn.drain"])
+@pytest.mark.parametrize("broken", ["_report", "_lease.drain"])
 async def test_one_that_cannot_fall_asleep_stays_awake(model_dir, tmp_path, monkeypatch, broken):
     async with sharing(model_dir, tmp_path) as (w, trainer):
         *owner, name = broken.split(".")
-        whose = w.replica._turn if owner else w.replica
+        whose = w.replica._lease if owner else w.replica
         monkeypatch.setattr(whose, name, failing_once(getattr(whose, name)))
         await refused(w.client.sleep(), InternalError, "INTERNAL")
         assert not trainer.try_own()
@@ -302,7 +302,7 @@ async def test_an_engine_that_dies_waking_ends_the_service(model_dir, tmp_path, 
 async def test_asked_to_sleep_again_it_lets_go_of_whatever_it_still_holds(model_dir, tmp_path):
     async with sharing(model_dir, tmp_path) as (w, trainer):
         await w.client.sleep()
-        await w.replica._turn.take()  # and nobody let go
+        await w.replica._lease.take()  # and nobody let go
         assert not trainer.try_own()
         await w.client.sleep()
         assert trainer.try_own()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dialoop_services.inference.transformers_engine.batch import DecodingBatch, closed_up
+from dialoop_services.inference.transformers_engine.batch import DecodingBatch, close_up
 from dialoop_services.inference.transformers_engine.engine import load_model
 from dialoop_services.inference.transformers_engine.keys import DECODING_ATTENTION
 
@@ -17,10 +17,10 @@ VOCAB = 300
 
 
 def test_the_last_rows_close_up_the_gaps_of_those_that_left() -> None:
-    assert closed_up([0, 2, 3, 5]) == [0, 5, 2, 3]
-    assert closed_up([4, 5]) == [4, 5]
-    assert closed_up([0, 1, 2]) == [0, 1, 2]
-    assert closed_up([]) == []
+    assert close_up([0, 2, 3, 5]) == [0, 5, 2, 3]
+    assert close_up([4, 5]) == [4, 5]
+    assert close_up([0, 1, 2]) == [0, 1, 2]
+    assert close_up([]) == []
 
 
 @pytest.mark.parametrize("seed", range(3))
