@@ -549,7 +549,7 @@ class TrainFields(Section):
         supervised = [name for name, facts in LOSSES.items() if facts.imitates]
         if self.loss not in (*supervised, DEFAULT_LOSS):
             raise ValueError(
-                f'loss is {self.loss}, and mode = "sft" takes only '
+                f'loss is {self.loss} with mode = "sft", which takes only '
                 f"{' or '.join(supervised)}: set one of these"
             )
         objective, default = self.objective, ObjectiveSettings()

@@ -69,7 +69,7 @@ def check_model(directory: Path) -> None:
     """Raise InvalidConfig unless a model directory has configuration, weights and tokenizer."""
     if not directory.is_dir():
         raise InvalidConfig(
-            f"The model directory {directory} does not exist.",
+            f"There is no model directory {directory}.",
             reason=Reason.MODEL_MISSING,
             remedy="Set model.directory to a Hugging Face model directory, or leave it empty.",
         )
