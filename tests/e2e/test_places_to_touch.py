@@ -101,6 +101,12 @@ def test_an_addition_touches_few_files_and_works(example: str, tmp_path: Path) -
     use(example, tmp_path)
 
 
+def test_an_engine_is_one_file_of_your_own(tmp_path: Path) -> None:
+    copy_product(tmp_path)
+    shutil.copy(ROOT / "client" / "examples" / "plain_engine.py", tmp_path)
+    use("add_engine", tmp_path)
+
+
 def test_every_example_of_contributing_has_a_limit() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     assert set(re.findall(r"<!-- test: (\w+) -->\n```diff", text)) == set(LIMITS)

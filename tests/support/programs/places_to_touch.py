@@ -147,6 +147,35 @@ def template_family(folder: Path) -> None:
     assert TemplateRegistry().choose(without_template).name == "phi"
 
 
+def engine(folder: Path) -> None:
+    """Play with the engine that a config names, and score its tokens again."""
+    asyncio.run(_play_with_engine())
+
+
+async def _play_with_engine() -> None:
+    from dialoop.sequences import Source
+    from dialoop_services.stack.in_process import in_process
+
+    async with in_process({"engine": "plain_engine:PlainEngine"}) as services:
+        assert (await services.inference.get_policy()).engine == "plain"
+        task = await services.task("arithmetic", num_trajectories=2)
+        first, second = (await services.play_group(task)).trajectories
+        assert first.failures == second.failures == ()
+        (sequence,) = second.sequences
+        assert sequence.num_model_tokens
+        status = await services.inference.get_policy()
+        assert status.policy_version.lineage == "main"  # the trainer's publish was loaded
+        (scored,) = (await services.inference.logprobs([sequence.token_ids.tolist()])).logprobs
+        sampled = [
+            position
+            for segment in sequence.segments
+            if segment.source is Source.MODEL
+            for position in range(segment.start, segment.start + segment.length)
+        ]
+        pairs = zip(sampled, sequence.inference_logprobs, strict=True)
+        assert all(abs(scored[position - 1] - own) < 1e-4 for position, own in pairs)
+
+
 def _job_file(folder: Path, text: str) -> Path:
     path = folder / "job.toml"
     path.write_text(text, encoding="utf-8")
@@ -158,6 +187,7 @@ EXAMPLES = {
     "add_trajectory_field": trajectory_field,
     "add_rpc": rpc,
     "add_config_key": config_key,
+    "add_engine": engine,
     "add_loss": loss,
     "add_template_family": template_family,
 }
