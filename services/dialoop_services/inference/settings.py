@@ -8,7 +8,6 @@ from typing import Any
 
 from pydantic_settings import SettingsConfigDict
 
-from dialoop_services.config.engines import EngineName
 from dialoop_services.config.job import JobConfig
 from dialoop_services.config.settings import JobSettings, job_key
 from dialoop_services.config.tables import DEVICE_PLANES, Dtype, InferenceFields
@@ -24,7 +23,7 @@ class InferenceSettings(JobSettings, InferenceFields):
 
     model_dir: Path
     """Hugging Face model directory with its tokenizer."""
-    engine: EngineName = job_key("engine")
+    engine: str = job_key("engine")
     """Engine that samples: "vllm", "transformers", or the import path of yours, module:Class."""
     seed: int = job_key("seed")
     """Seed for sampling requests that carry no seed."""

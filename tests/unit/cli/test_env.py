@@ -249,7 +249,7 @@ class Obliging(RowTasks):
     [
         (RowTasks({"train": []}), "has no task"),
         (Obliging(ROWS), "a task for any key"),
-        (Restless(ROWS), "others each time"),
+        (Restless(ROWS), "differ each time"),
     ],
 )
 async def test_tasks_that_cannot_be_relied_on_are_found(tasks, text):

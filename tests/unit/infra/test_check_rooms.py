@@ -156,6 +156,7 @@ kept.said = 1
 def test_old_words_are_found_in_cleaned_folders_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(check_rooms, "CLEANED", ())
     assert keys(tmp_path, WORDS) == set()
     monkeypatch.setattr(check_rooms, "CLEANED", ("client/dialoop/tokens",))
     names = ("RecordingBook", "doubts_about_losses", "_redo_steps", "opened", "_told")
