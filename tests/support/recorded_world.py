@@ -142,7 +142,9 @@ class Recorded:
             "pipeline_depth": 1,
         }
         return {
-            f"DIALOOP_TRAINER_{k.upper()}": v if isinstance(v, str) else json.dumps(v, default=str)
+            f"DIALOOP_TRAINER_{k.upper()}": str(v)
+            if isinstance(v, (str, Path))
+            else json.dumps(v, default=str)
             for k, v in (known | settings).items()
         }
 
