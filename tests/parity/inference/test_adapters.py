@@ -13,6 +13,7 @@ from dialoop.clients.weights import Probe, WeightsManifest
 from dialoop.errors import DialoopError, NotFound, PreconditionFailed, Unavailable
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
+from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.replica.replica import Replica
 from dialoop_services.inference.weights.adapter_files import AdapterLimits
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from dialoop_services.inference.engine import Engine, EngineOptions
+    from dialoop_services.inference.engine import Engine
 
 TOLERANCE = 1e-5
 LIMITS = AdapterLimits(max_adapters=2, max_rank=8)
