@@ -82,7 +82,7 @@ async def test_token_ids_that_are_no_utf8_survive(model_dir, tmp_path):
         (
             pb.GenerateRequest(text="a", template_options_json="[1]"),
             "INVALID_FIELD",
-            "no JSON object",
+            "not a JSON object",
         ),
         (
             pb.GenerateRequest(

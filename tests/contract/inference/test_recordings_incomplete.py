@@ -198,9 +198,9 @@ async def test_another_replica_says_where_a_recording_is(directory):
     engine = ScriptedEngine(directory, [])
     async with agent_world(directory, engine) as home, agent_world(directory, engine) as other:
         await home.recordings.create("r")
-        with pytest.raises(openai.NotFoundError, match="kept by the replica that made it"):
+        with pytest.raises(openai.NotFoundError, match="that made a recording keeps it"):
             await ask(other.client("r"), [USER])
-        with pytest.raises(NotFound, match="kept by the replica that made it"):
+        with pytest.raises(NotFound, match="that made a recording keeps it"):
             await other.recordings.close("r")
 
 

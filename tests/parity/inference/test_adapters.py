@@ -13,6 +13,7 @@ from dialoop.clients.weights import Probe, WeightsManifest
 from dialoop.errors import DialoopError, NotFound, PreconditionFailed, Unavailable
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
+from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.replica.replica import Replica
 from dialoop_services.inference.weights.adapter_files import AdapterLimits
 
@@ -26,7 +27,7 @@ from tests.support.engine_world import (
 )
 from tests.support.samples.adapter_samples import (
     adapter_tensors,
-    announce,
+    announced,
     config_json,
     merged_model,
     scores,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from dialoop_services.inference.engine import Engine, EngineOptions
+    from dialoop_services.inference.engine import Engine
 
 TOLERANCE = 1e-5
 LIMITS = AdapterLimits(max_adapters=2, max_rank=8)
@@ -74,7 +75,7 @@ class World:
     async def load(self, name: str, *, seed: int, **manifest: object) -> WeightsManifest:
         tensors = adapter_tensors(seed=seed, tied=self.tied)
         self.number += 1
-        announcement = announce(
+        announcement = announced(
             self.root / f"a{self.number}.safetensors",
             tensors,
             number=self.number,
@@ -227,7 +228,7 @@ async def test_samples_under_way_end_with_the_adapter_they_began_with(w: World) 
 
 async def test_an_adapter_that_adds_nothing_loads_and_scores_as_the_policy(w: World) -> None:
     tensors = adapter_tensors(seed=1, tied=w.tied, std=0.0)
-    announcement = announce(w.root / "zero.safetensors", tensors, number=1, name="zero")
+    announcement = announced(w.root / "zero.safetensors", tensors, number=1, name="zero")
     await w.replica.load(announcement, _no_chunks())
     (scored,) = await w.replica.logprobs([[5, 6, 7, 8]], adapter="zero")
     assert np.abs(scored.logprobs - w.expected_logprobs("", [5, 6, 7, 8])).max() < TOLERANCE
@@ -279,7 +280,7 @@ async def test_a_refused_adapter_leaves_the_one_that_had_the_name(w: World) -> N
     ids = [3, 1, 4, 1, 5, 9]
     wrong = Probe(token_ids=tuple(ids), logprobs=np.full(5, -1.0, dtype=np.float32))
     tensors = adapter_tensors(seed=2, tied=w.tied)
-    other = announce(w.root / "x.safetensors", tensors, number=50, name="style")
+    other = announced(w.root / "x.safetensors", tensors, number=50, name="style")
     refusals: list[tuple[WeightsManifest, type[DialoopError], str]] = [
         (replace(other, probes=(wrong,)), PreconditionFailed, "PROBE_MISMATCH"),
         (
