@@ -70,7 +70,7 @@ class PlainEngine:
             while not row.is_over:
                 self._append_token(row)
                 await asyncio.sleep(0)  # other requests and loads take their turn
-            row.tell()
+            row.deliver()
             samples.append(row.done.result())
         return tuple(samples)
 
