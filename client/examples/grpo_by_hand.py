@@ -36,6 +36,7 @@ from dialoop import (
     arithmetic,
     play_group,
 )
+from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.generate import EnginePolicy
 from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
@@ -92,9 +93,8 @@ async def main(seed: int, folder: Path) -> dict[str, float]:  # noqa: PLR0915 - 
     # --- The engine that samples -------------------------------------------------------------
     # The engine has its own weights and samples all running sequences in one batch. Here trainer
     # and engine take turns; in the services the engine goes on while the trainer works.
-    engine = await TransformersEngine.start(
-        model_dir, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS, seed=seed
-    )
+    options = EngineOptions(max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS, seed=seed)
+    engine = await TransformersEngine.start(model_dir, options)
     player = EnginePolicy(engine, renderer)
     # With temperature 1 and no top-k or top-p, the engine's log-probs are those of the policy.
     sampling = SamplingParams(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, stop=stop)
