@@ -29,19 +29,7 @@ ALLOWED: Mapping[str, str] = {
     "small dialoop_services.replay.settings": "one process loads it by its name",
     "word client/dialoop/environments/episode.py:Opening": "users' transforms take and return it",
 }
-_BEING_MOVED = {
-    "room": """
-        services/dialoop_services
-    """,
-    "small": """
-        dialoop.sandbox.confined.work
-    """,
-}
-KNOWN: Mapping[str, str] = {
-    f"{rule} {subject}": "being moved"
-    for rule, subjects in _BEING_MOVED.items()
-    for subject in subjects.split()
-}
+KNOWN: Mapping[str, str] = {}
 # Folders where the rules `word` and `binding` hold, such as "client/dialoop/tokens".
 CLEANED: tuple[str, ...] = (
     "benchmarks",

@@ -1,1 +1,4 @@
-"""The services of Dialoop: one package per process, and the rooms that they share."""
+"""The services of Dialoop: one package per process, and the rooms that they share.
+
+Messages of `dialoop.v1` enter and leave over gRPC or REST. The services do not import each other.
+"""
