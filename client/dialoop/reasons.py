@@ -306,6 +306,10 @@ class Reason(_Named):
     RECORDING_NOT_FOUND = "RECORDING_NOT_FOUND", "The replica has no such recording (any more)."
     REDIS_TOO_OLD = "REDIS_TOO_OLD", "Redis is older than 6.2."
     RESPONSE_MISSING = "RESPONSE_MISSING", "The response has no message of the policy's role."
+    REWARD_BEFORE_END = (
+        "REWARD_BEFORE_END",
+        "A transform gave the episode's reward at a step that does not end the episode.",
+    )
     REWARD_FAILED = "REWARD_FAILED", "The reward function failed."
     REWARD_NOT_FINITE = "REWARD_NOT_FINITE", "A reward is not finite."
     REWARD_NOT_FOUND = "REWARD_NOT_FOUND", "The reward function cannot be imported."

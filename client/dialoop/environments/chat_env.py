@@ -20,7 +20,7 @@ from dialoop.chat import ChatHistory, History, Message
 from dialoop.environments.environment import Demonstrate, Given
 from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData
 from dialoop.environments.failures import failure_of
-from dialoop.environments.modes import Answered, InputMode
+from dialoop.environments.modes import Answered, InputMode, RewardShape
 from dialoop.environments.rewards.functions import drop_non_finite
 from dialoop.environments.rewards.rescoring import episodes_of
 from dialoop.environments.tasks.data_loading import DataLoadingPrimer
@@ -337,12 +337,34 @@ class ChatEnv:
         for transform in self.transforms:
             try:
                 part = drop_non_finite(await transform.score(episode))
+                part = _require_shape(part, transform, episode)
             except Exception as error:
                 part = Score(failures=(_failure_of(error, transform, Owner.REWARD),))
             score = Score(
                 rewards=score.rewards + part.rewards, failures=score.failures + part.failures
             )
         return score
+
+
+def _require_shape(score: Score, transform: Transform, episode: Episode) -> Score:
+    """Return the score, or a failure where an episode's reward comes before its end."""
+    shape = transform.traits.reward_shape if score.rewards and not episode.done else None
+    if shape is not RewardShape.SPARSE:
+        return score
+    names = ", ".join(reward.name for reward in score.rewards)
+    return Score(
+        failures=(
+            *score.failures,
+            Failure(
+                owner=Owner.REWARD,
+                reason=Reason.REWARD_BEFORE_END,
+                message=f"{type(transform).__name__} gave the reward {names} after step "
+                f"{episode.step_index}, before the end of the episode. Return the episode's reward "
+                "only when `episode.done`, or declare `Traits(reward_shape=RewardShape.TURN)` and "
+                "return the reward of the last step.",
+            ),
+        )
+    )
 
 
 def _viewer(

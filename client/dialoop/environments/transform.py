@@ -27,7 +27,7 @@ class Traits:
     reward_names: tuple[str, ...] = ()
     # Roles of the messages it adds; the policy's role may not be among them.
     roles: tuple[str, ...] = ()
-    # Shape of its finest reward.
+    # Whose reward `score` returns: the episode's (SPARSE, once it is over) or the last step's.
     reward_shape: RewardShape = RewardShape.SPARSE
     # Definitions of its tools, for the chat template and for callers.
     tool_definitions: tuple[ToolDefinition, ...] = ()
@@ -82,7 +82,13 @@ class Transform:
         return outcome
 
     async def score(self, episode: Episode) -> Score:
-        """Give rewards; called after each step, and again to score a stored trajectory."""
+        """Give rewards; called after each step, and again to score a stored trajectory.
+
+        An episode's reward is the sum of what its steps return. With the traits' `reward_shape`
+        SPARSE, the reward is the episode's: return it only when `episode.done`. With TURN or DENSE,
+        it is the reward of the last step alone, never a sum over steps. ChatEnv makes a SPARSE
+        reward before the end a failure (REWARD_BEFORE_END), since it would count at each step.
+        """
         return Score()
 
     async def acquire(self) -> None:

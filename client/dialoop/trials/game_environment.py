@@ -13,6 +13,7 @@ from dialoop.chat import History, Message
 from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.endings import EndWhenIncomplete
 from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData
+from dialoop.environments.modes import RewardShape
 from dialoop.environments.tasks.source import TaskSource, task_not_found
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import Unsupported
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from dialoop.trials.game import Game
 
 _STATE = "game"
-_REWARD = "game_reward"
+_EARNED = "game_rewards"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Play(Transform):
         return Traits(
             max_turns=self.game.max_steps,
             reward_names=(_STATE,),
+            reward_shape=RewardShape.TURN,
             roles=("user",),
             needs_messages=True,
             needs_session=True,
@@ -63,18 +65,25 @@ class Play(Transform):
         if episode.done:
             return outcome
         move = await self.game.play(episode.state[_STATE], episode.answer_text)
-        earned = episode.state.get(_REWARD, 0.0) + move.reward
-        outcome = outcome.remember(**{_STATE: move.state, _REWARD: earned}).tell(**move.info)
+        earned = {**episode.state.get(_EARNED, {}), episode.step_index: float(move.reward)}
+        outcome = outcome.remember(**{_STATE: move.state, _EARNED: earned}).tell(**move.info)
         if move.done:
-            return outcome.terminate(DoneReason.SUBMITTED if earned else DoneReason.CONTENT)
+            has_earned = sum(earned.values()) != 0
+            return outcome.terminate(DoneReason.SUBMITTED if has_earned else DoneReason.CONTENT)
         if episode.step_index >= self.game.max_steps:
             return outcome.truncate(DoneReason.MAX_TURNS)
         prompt = self.game.prompt(move.state, episode.step_index)
         return outcome.append(Message(role="user", content=prompt))
 
     async def score(self, episode: Episode) -> Score:
-        """Return the game's rewards so far as one sum."""
-        value = float(episode.state.get(_REWARD, 0.0))
+        """Return the reward of the last move; a message that was not played has 0."""
+        if _STATE not in episode.state:
+            raise Unsupported(
+                "The messages of a game do not hold its rewards.",
+                reason=Reason.NEEDS_SESSION,
+                remedy="Play it again in a session.",
+            )
+        value = episode.state.get(_EARNED, {}).get(episode.step_index, 0.0)
         return Score(rewards=(Reward(name=_STATE, value=value),))
 
 

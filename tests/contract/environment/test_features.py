@@ -33,6 +33,7 @@ from dialoop.environments import (
     Text,
     Tokens,
     ToolUse,
+    Traits,
     Transform,
     arithmetic,
     dataset_chat_env,
@@ -240,6 +241,10 @@ async def test_41_done_state_management(door, transform, answer, reason, termina
 
 class PerToken(Transform):
     """A dense reward of the caller's tokens."""
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(reward_names=("dense",), reward_shape=RewardShape.DENSE)
 
     async def score(self, episode):
         from dialoop.environments.episode import Score

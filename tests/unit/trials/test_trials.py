@@ -8,14 +8,28 @@ from typing import Any
 import pytest
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.compat.trials import trial_keys
-from dialoop.environments.episode import TaskData
+from dialoop.environments.chat_env import ChatEnv
+from dialoop.environments.endings import EndOnText
+from dialoop.environments.episode import Episode, Score, TaskData
+from dialoop.environments.tasks.row_tasks import RowTasks
+from dialoop.environments.transform import Transform
 from dialoop.episode import Sample
+from dialoop.reasons import Reason
+from dialoop.rollout import play
 from dialoop.sequences import PolicyVersion, Source, sequence_of
-from dialoop.testing import byte_tokenizer
-from dialoop.trajectory import DoneReason, Owner, SamplingParams, StopReason
+from dialoop.testing import InMemoryEnvironment, ScriptedPolicy, byte_tokenizer
+from dialoop.trajectory import (
+    DoneReason,
+    Owner,
+    Reward,
+    SamplingParams,
+    StopReason,
+    Task,
+    Trajectory,
+)
 from dialoop.trials.agents import DirectOutputAgent, ScriptedAgent
 from dialoop.trials.game import Move
-from dialoop.trials.game_environment import twenty_questions
+from dialoop.trials.game_environment import Play, twenty_questions
 from dialoop.trials.trial import Action, MaskScope, TrialOptions, run_trial, split_reward
 from dialoop.trials.twenty_questions import Hidden, TwentyQuestions
 
@@ -273,3 +287,52 @@ async def test_a_chat_episode_has_as_many_turns_and_the_same_prompts_as_a_trial(
     assert prompts == [step.prompt for step in trial.steps]
     assert len(prompts) == 4
     assert episode.done_reason is DoneReason.MAX_TURNS
+
+
+def _count_environment(*transforms: Transform) -> ChatEnv:
+    tasks = RowTasks([{"query": "Count.", "from": "0"}])
+    return ChatEnv(name="count", tasks=tasks, transforms=(*transforms, Play(Count())))
+
+
+async def _trajectory(environment: ChatEnv, policy: ScriptedPolicy) -> Trajectory:
+    task = Task(task_id="t", environment="count", split="train", key="0")
+    return await play(task, sessions=InMemoryEnvironment(environment), policy=policy)
+
+
+async def test_a_game_as_a_chat_environment_gives_each_reward_once() -> None:
+    trajectory = await _trajectory(_count_environment(), ScriptedPolicy(_counting))
+    assert [turn.reward for turn in trajectory.turns] == [1.0, 1.0, 1.0]
+    trial = await run_trial(Count(), [{}], ScriptedAgent(_counting))
+    assert trajectory.reward == trial.rewards[0] == 3.0
+
+
+async def test_a_message_that_the_game_did_not_play_earns_nothing() -> None:
+    environment = _count_environment(EndOnText("!"))
+    trajectory = await _trajectory(environment, ScriptedPolicy(["1", "2!"]))
+    assert [turn.reward for turn in trajectory.turns] == [1.0, 0.0]
+
+
+async def test_the_messages_of_a_game_do_not_hold_its_rewards() -> None:
+    environment = _count_environment()
+    trajectory = await _trajectory(environment, ScriptedPolicy(_counting))
+    task = environment.tasks.get("train", "0")
+    scores = await environment.score(task, trajectory)
+    assert not any(score.rewards for score in scores)
+    assert {f.owner for score in scores for f in score.failures} == {Owner.REWARD}
+
+
+class Total(Transform):
+    """The length of all answers so far, although its traits say that the episode earns it."""
+
+    async def score(self, episode: Episode) -> Score:
+        answers = [m for m in episode.history if m.role == "assistant"]
+        return Score(rewards=(Reward(name="total", value=float(len(answers))),))
+
+
+async def test_an_episode_reward_before_the_end_is_a_failure_and_never_summed() -> None:
+    environment = _count_environment(Total())
+    trajectory = await _trajectory(environment, ScriptedPolicy(_counting))
+    (failure,) = trajectory.failures
+    assert failure.reason == Reason.REWARD_BEFORE_END
+    assert "total after step 1" in failure.message
+    assert "RewardShape.TURN" in failure.message
