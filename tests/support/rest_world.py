@@ -50,8 +50,9 @@ from dialoop_services.rest.routes import Route, routes_of
 from dialoop_services.rest.schema import decode, models
 from dialoop_services.runtime import GrpcServer, Server, ServerSettings, load
 from dialoop_services.runtime.in_process import InProcessNetwork
+from dialoop_services.scorer.reference_batches import ReferenceBatches
 from dialoop_services.scorer.scoring import Scoring
-from dialoop_services.scorer.servicer import ScorerServicer, SerialScorer
+from dialoop_services.scorer.servicer import Scorer, ScorerServicer
 from google.protobuf import descriptor_pool
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -125,7 +126,7 @@ class TwinEngine:
 class FlatReference:
     """Finds everything equally likely."""
 
-    def logprobs_of_sampled(self, sequences, temperatures):
+    def logprobs_of_sampled(self, sequences, temperatures, groups):
         return [np.full(s.num_model_tokens, -2.0, dtype=np.float32) for s in sequences]
 
     def logprobs_of_all(self, token_ids):
@@ -231,7 +232,8 @@ def _inference(server: Server, exits: AsyncExitStack) -> None:
 
 
 def _scorer(server: Server, exits: AsyncExitStack) -> None:
-    scorer = SerialScorer(Scoring(reference=FlatReference()), FlatReference())
+    reference = ReferenceBatches(FlatReference)
+    scorer = Scorer(Scoring(reference=reference), reference)
     register = scorer_service_pb2_grpc.add_ScorerServiceServicer_to_server
     server.add(register, ScorerServicer(scorer), "dialoop.v1.ScorerService")
 

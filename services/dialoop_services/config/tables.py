@@ -275,8 +275,8 @@ class ScorerFields(Section):
     """Smallest divisor of advantages, and largest spread of rewards that counts as uniform."""
     max_row_tokens: int = Field(default=4096, ge=16)
     """Largest number of tokens in a packed row; a longer sequence has a row of its own."""
-    max_groups: int = Field(default=8, ge=1)
-    """Largest number of groups that the scorer leases at a time."""
+    max_groups: int = Field(default=16, ge=1)
+    """Largest number of groups that are scored at the same time, each by its own reward calls."""
     lease_s: float = Field(default=60.0, ge=1)
     """Seconds after which the queue takes groups back from a scorer that has gone away."""
     wait_s: float = Field(default=5.0, gt=0)

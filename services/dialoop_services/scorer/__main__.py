@@ -9,14 +9,15 @@ from dialoop.clients.replay import ReplayClient
 from dialoop.v1.scorer_service_pb2_grpc import add_ScorerServiceServicer_to_server
 
 from dialoop_services.runtime import Host, OwnProcess, load, run
+from dialoop_services.scorer.reference_batches import ReferenceBatches
 from dialoop_services.scorer.rewards import KlPenalty, load_rewards
-from dialoop_services.scorer.scoring import LazyReference, Scoring
-from dialoop_services.scorer.servicer import ScorerServicer, SerialScorer
+from dialoop_services.scorer.scoring import Scoring
+from dialoop_services.scorer.servicer import Scorer, ScorerServicer
 from dialoop_services.scorer.settings import ScorerSettings
 from dialoop_services.scorer.worker import ScorerWorker
 
 if TYPE_CHECKING:
-    from dialoop_services.scorer.scoring import Reference
+    from dialoop_services.scorer.reference_batches import Reference
 
 
 async def serve() -> None:
@@ -40,13 +41,13 @@ async def serve_in(host: Host, settings: ScorerSettings) -> None:
             await server.wait_until_stopped()
 
 
-def make_scorer(settings: ScorerSettings) -> SerialScorer:
+def make_scorer(settings: ScorerSettings) -> Scorer:
     """Return the scorer that the settings describe; load the reference now if scoring needs it."""
     reference = None
     if settings.model_dir is not None:
-        reference = LazyReference(lambda: _load_reference(settings))
+        reference = ReferenceBatches(lambda: _load_reference(settings))
     if reference is not None and settings.needs_reference:
-        reference.get()
+        reference.load()
     penalty = KlPenalty(coefficient=settings.kl_coefficient, estimator=settings.kl_estimator)
     scoring = Scoring(
         rewards=load_rewards(settings.rewards),
@@ -57,7 +58,7 @@ def make_scorer(settings: ScorerSettings) -> SerialScorer:
         per_turn=settings.advantages_of == "turn",
         top_k=settings.top_k,
     )
-    return SerialScorer(scoring, reference)
+    return Scorer(scoring, reference, max_groups=settings.max_groups)
 
 
 def _load_reference(settings: ScorerSettings) -> Reference:

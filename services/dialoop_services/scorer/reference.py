@@ -30,10 +30,14 @@ class ReferenceModel:
         self._device = weight.device
 
     def logprobs_of_sampled(
-        self, sequences: Rows[Sequence], temperatures: Rows[float]
+        self, sequences: Rows[Sequence], temperatures: Rows[float], groups: Rows[int]
     ) -> list[Floats]:
-        """Return for each sequence float32 [M], nats, at its sampling temperature."""
-        rows = [TokenRow.from_sequence(sequence) for sequence in sequences]
+        """Return for each sequence float32 [M], nats, at its sampling temperature.
+
+        Sequences of a group, whose number `groups` says, share packed rows and their beginnings.
+        """
+        pairs = zip(sequences, groups, strict=True)
+        rows = [TokenRow.from_sequence(sequence, group_index=group) for sequence, group in pairs]
         return self._logprobs(rows, temperatures)
 
     def logprobs_of_all(self, token_ids: Rows[Rows[int]]) -> list[Floats]:
@@ -53,7 +57,11 @@ class ReferenceModel:
     def _logprobs(self, rows: list[TokenRow], temperatures: Rows[float]) -> list[Floats]:
         lengths = [len(row.token_ids) for row in rows]
         self._require_in_vocabulary(rows)
-        plan = plan_rows(lengths, max_tokens=max([self._max_row_tokens, *lengths]))
+        plan = plan_rows(
+            lengths,
+            max_tokens=max([self._max_row_tokens, *lengths]),
+            groups=[row.group_index for row in rows],
+        )
         logprobs: dict[int, Floats] = {}
         for indices in plan.rows:
             batch = pack_rows([rows[index] for index in indices])

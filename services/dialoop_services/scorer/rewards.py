@@ -10,8 +10,10 @@ def solved(group: Group) -> list[Reward]:
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -32,7 +34,8 @@ log = logging.getLogger(__name__)
 
 RewardFunction = Callable[[Group], Any]
 """Returns one value per trajectory of the group, in order; may be async. If it raises, the group
-is dropped.
+is dropped. Calls for different groups run at the same time: async ones on one event loop, each sync
+one in a thread of its own.
 
 A value is a number, a bool (which is also the success) or a Reward. Of a Reward the value, success
 and values per token are kept; its weight is multiplied with the setting's, whose name it gets.
@@ -78,15 +81,16 @@ def _function_at(use: str) -> RewardFunction:
     return function
 
 
-def with_reward(group: Group, reward: GroupReward) -> Group:
+async def with_reward(group: Group, reward: GroupReward) -> Group:
     """Return the group with one more reward on each trajectory's last turn.
 
     Raise PreconditionFailed (REWARD_FAILED) when the function fails, because a missing reward is
     not a reward of 0.
     """
+    calling = call(reward.function, group, timeout_s=reward.timeout_s)
     try:
-        # Scoring runs in a thread of its own, so an async reward gets an event loop of its own.
-        values = asyncio.run(call(reward.function, group, timeout_s=reward.timeout_s))
+        running = asyncio.run_coroutine_threadsafe(calling, _reward_loop())
+        values = await asyncio.wrap_future(running)
         rewards = [_reward_of(value, reward) for value in values]
     except TimeoutError as error:
         raise _reward_failed(reward.name, f"took more than {reward.timeout_s:g} s") from error
@@ -100,6 +104,14 @@ def with_reward(group: Group, reward: GroupReward) -> Group:
     if not all(map(_is_finite, rewards)):
         raise _reward_failed(reward.name, "gave a value that is not finite")
     return _with_rewards(group, rewards)
+
+
+@functools.cache
+def _reward_loop() -> asyncio.AbstractEventLoop:
+    """Start the event loop of all rewards, in a thread: one that blocks stops no lease or probe."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+    return loop
 
 
 def with_kl_penalty(group: Group, penalty: KlPenalty) -> Group:

@@ -1,9 +1,9 @@
-"""Score one whole group: rewards, reference log-probs, KL, advantages, in this order."""
+"""Score whole groups: rewards, reference log-probs, KL, advantages, in this order."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidInput, PreconditionFailed
 from dialoop.reasons import Reason
@@ -15,52 +15,9 @@ from dialoop_services.rl.selection import with_best_alone
 from dialoop_services.scorer.rewards import GroupReward, KlPenalty, with_kl_penalty, with_reward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from collections.abc import Sequence as Rows
-
-    from dialoop.sequences import Floats, Sequence
     from dialoop.trajectory import Group, Trajectory
 
-
-class Reference(Protocol):
-    """A model that gives log-probs of tokens, as `reference.ReferenceModel` does.
-
-    This is a protocol because importing `reference` imports torch.
-    """
-
-    def logprobs_of_sampled(
-        self, sequences: Rows[Sequence], temperatures: Rows[float]
-    ) -> list[Floats]:
-        """Return for each sequence float32 [M], nats, of its sampled tokens."""
-        ...
-
-    def logprobs_of_all(self, token_ids: Rows[Rows[int]]) -> list[Floats]:
-        """Return for each row float32 [L - 1], nats, of all tokens but the first."""
-        ...
-
-
-class LazyReference:
-    """A reference model that is loaded at its first use, and torch with it."""
-
-    def __init__(self, load: Callable[[], Reference]) -> None:
-        self._load = load
-        self._model: Reference | None = None
-
-    def get(self) -> Reference:
-        """Return the model; load it if it is not loaded yet."""
-        if self._model is None:
-            self._model = self._load()
-        return self._model
-
-    def logprobs_of_sampled(
-        self, sequences: Rows[Sequence], temperatures: Rows[float]
-    ) -> list[Floats]:
-        """Return what `Reference.logprobs_of_sampled` of the model returns."""
-        return self.get().logprobs_of_sampled(sequences, temperatures)
-
-    def logprobs_of_all(self, token_ids: Rows[Rows[int]]) -> list[Floats]:
-        """Return what `Reference.logprobs_of_all` of the model returns."""
-        return self.get().logprobs_of_all(token_ids)
+    from dialoop_services.scorer.reference_batches import ReferenceBatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +26,13 @@ class Scoring:
 
     rewards: tuple[GroupReward, ...] = ()
     advantages: AdvantageSettings = AdvantageSettings()  # noqa: RUF009  (frozen)
-    reference: Reference | None = None
+    reference: ReferenceBatches | None = None
     kl_penalty: KlPenalty | None = None
     drop_uniform: bool = False
     per_turn: bool = False
     top_k: int = 0
 
-    def score(self, group: Group) -> Group:
+    async def score(self, group: Group) -> Group:
         """Return the scored group. The same group gives the same scores when it is delivered again.
 
         Raise InvalidInput (GROUP_INCOMPLETE, GROUP_TOO_SMALL, UNSCORABLE_TRAJECTORY,
@@ -84,9 +41,9 @@ class Scoring:
         """
         require_scorable(group)
         for reward in self.rewards:
-            group = with_reward(group, reward)
+            group = await with_reward(group, reward)
         if self.reference is not None:
-            group = with_reference(group, self.reference)
+            group = await with_reference(group, self.reference)
         if self.kl_penalty is not None:
             group = with_kl_penalty(group, self.kl_penalty)
         scored = self._with_advantages(group)
@@ -146,7 +103,7 @@ def _is_unfinished(trajectory: Trajectory) -> bool:
     return not has_ended and trajectory.done_reason is DoneReason.NOT_DONE
 
 
-def with_reference(group: Group, reference: Reference) -> Group:
+async def with_reference(group: Group, reference: ReferenceBatches) -> Group:
     """Return the group with `ref_logprobs` on every sequence that has sampled tokens."""
     sampled = [
         (sequence, temperature_of(trajectory))
@@ -155,7 +112,7 @@ def with_reference(group: Group, reference: Reference) -> Group:
         if sequence.num_model_tokens
     ]
     sequences = [sequence for sequence, _ in sampled]
-    logprobs = iter(reference.logprobs_of_sampled(sequences, [t for _, t in sampled]))
+    logprobs = iter(await reference.logprobs_of_sampled(sequences, [t for _, t in sampled]))
     trajectories = tuple(
         replace(
             trajectory,

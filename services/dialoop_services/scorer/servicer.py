@@ -18,21 +18,24 @@ if TYPE_CHECKING:
     from dialoop.sequences import Floats
     from dialoop.trajectory import Group
 
-    from dialoop_services.scorer.scoring import Reference, Scoring
+    from dialoop_services.scorer.reference_batches import ReferenceBatches
+    from dialoop_services.scorer.scoring import Scoring
 
 
-class SerialScorer:
-    """Scores one group at a time in a thread, because all callers share the model and the cores."""
+class Scorer:
+    """Scores up to `max_groups` groups at a time, for the queue worker and callers of the rpc."""
 
-    def __init__(self, scoring: Scoring, reference: Reference | None) -> None:
+    def __init__(
+        self, scoring: Scoring, reference: ReferenceBatches | None = None, *, max_groups: int = 16
+    ) -> None:
         self._scoring = scoring
         self._reference = reference
-        self._lock = asyncio.Lock()
+        self._room = asyncio.Semaphore(max_groups)
 
     async def score(self, group: Group) -> Group:
         """Return the scored group; raise what `Scoring.score` raises."""
-        async with self._lock:
-            return await asyncio.to_thread(self._scoring.score, group)
+        async with self._room:
+            return await self._scoring.score(group)
 
     async def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[Floats]:
         """Return for each row float32 [L - 1] under the reference model.
@@ -45,14 +48,13 @@ class SerialScorer:
                 reason=Reason.NO_REFERENCE_MODEL,
                 remedy="Set DIALOOP_SCORER_MODEL_DIR.",
             )
-        async with self._lock:
-            return await asyncio.to_thread(self._reference.logprobs_of_all, token_ids)
+        return await self._reference.logprobs_of_all(token_ids)
 
 
 class ScorerServicer(ScorerServiceServicer):
     """Scores groups for any caller, as the queue worker does for a run."""
 
-    def __init__(self, scorer: SerialScorer) -> None:
+    def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
 
     async def LogProb(

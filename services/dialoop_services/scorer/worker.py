@@ -1,5 +1,7 @@
 """The queue worker: lease unscored groups, score each as a whole, append it, then acknowledge it.
 
+It scores up to `max_groups` groups at the same time and leases more as soon as there is room.
+
 In this order a scorer that is killed loses nothing: a group that was not acknowledged is delivered
 again, and of two scored copies the queue keeps the first one.
 """
@@ -8,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.replay import ReturnItem
@@ -18,12 +19,12 @@ from dialoop.reasons import DropReason, Reason
 from dialoop.trajectory import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Coroutine, Sequence
 
     from dialoop.clients.replay import GroupLease, ReplayClient
     from dialoop.trajectory import Group
 
-    from dialoop_services.scorer.servicer import SerialScorer
+    from dialoop_services.scorer.servicer import Scorer
     from dialoop_services.scorer.settings import ScorerSettings
 
 log = logging.getLogger(__name__)
@@ -35,57 +36,69 @@ _ALARM_EVERY = 16
 class ScorerWorker:
     """Scores a run's groups until told to stop."""
 
-    def __init__(
-        self, settings: ScorerSettings, replay: ReplayClient, scorer: SerialScorer
-    ) -> None:
+    def __init__(self, settings: ScorerSettings, replay: ReplayClient, scorer: Scorer) -> None:
         self._settings = settings
         self._replay = replay
         self._scorer = scorer
         self._retry_policy = RetryPolicy(max_attempts=None, total_s=settings.patience_s)
         self._num_set_aside = 0  # in a row
+        self._leased: set[str] = set()  # leases of the groups that are being scored
+        self._has_room = asyncio.Event()
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Score until `stopping` is set; then finish the present group and return the others."""
+        """Score until `stopping` is set; then finish the groups that are being scored."""
+        async with asyncio.TaskGroup() as outer:
+            keeping = outer.create_task(self._keep())
+            async with asyncio.TaskGroup() as tasks:
+                await self._lease_and_start(tasks, stopping)
+            keeping.cancel()
+
+    async def _lease_and_start(self, tasks: asyncio.TaskGroup, stopping: asyncio.Event) -> None:
         attempt = 0
         while not stopping.is_set():
             try:
                 leases = await self._lease(stopping)
-                await self._score_all(leases, stopping)
                 attempt = 0 if leases else 1
             except DialoopError as error:
                 log.warning("Not scoring: %s", error, extra={"reason": error.reason})
-                attempt += 1
+                attempt, leases = attempt + 1, ()
+            for lease in leases:
+                self._start(lease, tasks)
             if attempt:
                 await _sleep(self._retry_policy.wait_s(attempt), stopping)
+            while len(self._leased) >= self._settings.max_groups and not stopping.is_set():
+                self._has_room.clear()
+                await _first_of(self._has_room.wait(), stopping.wait())
+
+    def _start(self, lease: GroupLease, tasks: asyncio.TaskGroup) -> None:
+        def end(_: asyncio.Task[None]) -> None:
+            self._leased.discard(lease.lease_id)
+            self._has_room.set()
+
+        self._leased.add(lease.lease_id)
+        tasks.create_task(self._deliver(lease)).add_done_callback(end)
 
     async def _lease(self, stopping: asyncio.Event) -> Sequence[GroupLease]:
         """Lease unscored groups as soon as there are any; return none when `stopping` is set."""
-        leasing = asyncio.ensure_future(
-            self._replay.lease_groups(
-                self._settings.run,
-                Stage.UNSCORED,
-                worker=self._settings.worker,
-                max_groups=self._settings.max_groups,
-                lease_s=self._settings.lease_s,
-                wait_s=self._settings.wait_s,
-            )
+        leasing = self._replay.lease_groups(
+            self._settings.run,
+            Stage.UNSCORED,
+            worker=self._settings.worker,
+            max_groups=self._settings.max_groups - len(self._leased),
+            lease_s=self._settings.lease_s,
+            wait_s=self._settings.wait_s,
         )
-        stop = asyncio.ensure_future(stopping.wait())
-        async with _cancelled_at_exit(leasing), _cancelled_at_exit(stop):
-            await asyncio.wait([stop, leasing], return_when=asyncio.FIRST_COMPLETED)
-        return () if leasing.cancelled() else leasing.result().leases
+        answer, _ = await _first_of(leasing, stopping.wait())
+        return () if answer.cancelled() else answer.result().leases
 
-    async def _score_all(self, leases: Sequence[GroupLease], stopping: asyncio.Event) -> None:
-        waiting = list(leases)
-        ids = [lease.lease_id for lease in leases]
-        async with _cancelled_at_exit(asyncio.ensure_future(self._keep(ids))):
-            while waiting and not stopping.is_set():
-                await self._score(waiting.pop(0))
-        if waiting:
-            items = [
-                ReturnItem(lease_id=lease.lease_id, reason=DropReason.SHUTDOWN) for lease in waiting
-            ]
-            await self._replay.give_back(self._settings.run, items)
+    async def _deliver(self, lease: GroupLease) -> None:
+        """Score one group; where the queue stays away, leave the group to a later delivery."""
+        try:
+            await self._score(lease)
+        except DialoopError as error:
+            log.warning(
+                "A scored group did not reach the queue: %s", error, extra={"reason": error.reason}
+            )
 
     async def _score(self, lease: GroupLease) -> None:
         """Score one group, then end its lease: append, drop, set aside or return the group."""
@@ -149,25 +162,29 @@ class ScorerWorker:
         run = self._settings.run
         await retry(lambda: self._replay.give_back(run, [item]), self._retry_policy)
 
-    async def _keep(self, lease_ids: Sequence[str]) -> None:
+    async def _keep(self) -> None:
         """Extend the leases; appending a group shows whether its lease was lost."""
         lease_s = self._settings.lease_s
         while True:
             await asyncio.sleep(lease_s / 3)
+            if not self._leased:
+                continue
             try:
-                await self._replay.extend(self._settings.run, lease_ids, lease_s=lease_s)
+                await self._replay.extend(self._settings.run, sorted(self._leased), lease_s=lease_s)
             except DialoopError as error:
                 log.warning("Leases are not extended.", extra={"reason": error.reason})
 
 
-@asynccontextmanager
-async def _cancelled_at_exit(task: asyncio.Future[Any]) -> AsyncIterator[None]:
-    """Cancel a task on leaving. A TaskGroup would wrap its errors in an ExceptionGroup."""
+async def _first_of(*waits: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:
+    """Wait until one of them ends, and cancel the others; return all, ended."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
-        yield
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        task.cancel()
-        await asyncio.wait([task])
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    return tasks
 
 
 async def _sleep(seconds: float, stopping: asyncio.Event) -> None:

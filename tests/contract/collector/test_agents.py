@@ -226,7 +226,7 @@ async def test_a_collector_plays_a_group_with_an_agent_and_the_group_trains(dire
         t.is_scorable and t.group_id == lease.group.group_id for t in lease.group.trajectories
     )
     assert all(t.sampling.stop == () for t in lease.group.trajectories)
-    group = Scoring().score(lease.group)
+    group = await Scoring().score(lease.group)
     sequences = [s for t in group.trajectories for s in t.sequences]
     assert sorted(s.advantage for s in sequences)[0] < 0 < max(s.advantage for s in sequences)
     policy = load_policy(directory)

@@ -18,8 +18,9 @@ from dialoop.trajectory import (
     SamplingParams,
     Stage,
 )
+from dialoop_services.scorer.reference_batches import ReferenceBatches
 from dialoop_services.scorer.scoring import Scoring
-from dialoop_services.scorer.servicer import SerialScorer
+from dialoop_services.scorer.servicer import Scorer
 from dialoop_services.scorer.settings import ScorerSettings
 from dialoop_services.scorer.worker import ScorerWorker
 
@@ -31,7 +32,7 @@ from tests.support.samples.scorer_samples import make_group, make_sequence
 class Flat:
     """A reference that finds every token equally likely."""
 
-    def logprobs_of_sampled(self, sequences: Any, temperatures: Any) -> Any:
+    def logprobs_of_sampled(self, sequences: Any, temperatures: Any, groups: Any) -> Any:
         return [sequence.inference_logprobs for sequence in sequences]
 
     def logprobs_of_all(self, token_ids: Any) -> Any:
@@ -68,7 +69,7 @@ async def append(w: World, *groups: Group) -> list[Appended]:
 
 
 @asynccontextmanager
-async def scoring(w: World, scorer: SerialScorer) -> AsyncIterator[None]:
+async def scoring(w: World, scorer: Scorer) -> AsyncIterator[None]:
     settings = ScorerSettings(run=RUN, worker="s", wait_s=0.2)
     stopping = asyncio.Event()
     running = asyncio.create_task(ScorerWorker(settings, w.replay, scorer).run(stopping))
@@ -92,7 +93,7 @@ async def test_what_cannot_be_scored_is_a_dead_letter_that_says_why_and_the_rest
     caplog.set_level(logging.WARNING)
     async with world() as w:
         assert not [outcome.reason for outcome in await append(w, *groups) if outcome.is_rejected]
-        async with scoring(w, SerialScorer(Scoring(reference=Flat()), None)):
+        async with scoring(w, Scorer(Scoring(reference=ReferenceBatches(Flat)))):
             await w.until(lambda c: c.num_groups_dropped == {"dead_letter": 3})
             await w.until(lambda c: c.num_groups_scored == 1)
         letters = {letter.group_id: letter for letter in await w.replay.list_dead_letters(RUN)}
@@ -116,7 +117,7 @@ async def test_a_scorer_that_can_score_nothing_says_so_loudly(
     good = [with_names(make_group(0.0, 1.0, task_id=f"good{n}")) for n in range(num_good)]
     async with world() as w:
         await append(w, *alone[:8], *good, *alone[8:])
-        async with scoring(w, SerialScorer(Scoring(), None)):
+        async with scoring(w, Scorer(Scoring())):
             await w.until(lambda c: c.num_groups_dropped == {"dead_letter": 16})
             await w.until(lambda c: c.num_groups_scored == num_good)
     errors = [text for text in caplog.messages if "16 groups could not be scored" in text]

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
 from dialoop.sequences import Source, sequence_of
-from dialoop.trajectory import DoneReason, Failure, Owner, Reward, SamplingParams, Turn
+from dialoop.trajectory import DoneReason, Failure, Group, Owner, Reward, SamplingParams, Turn
 from dialoop_services.config.tables import RewardSpec
 from dialoop_services.rl.advantages import AdvantageSettings
 from dialoop_services.runtime import load
+from dialoop_services.scorer.reference_batches import ReferenceBatches
 from dialoop_services.scorer.rewards import (
     GroupReward,
     KlPenalty,
@@ -41,12 +42,16 @@ class Halved:
     def __init__(self) -> None:
         self.temperatures = []
 
-    def logprobs_of_sampled(self, sequences, temperatures):
+    def logprobs_of_sampled(self, sequences, temperatures, groups):
         self.temperatures.extend(temperatures)
         return [s.inference_logprobs - np.float32(0.5) for s in sequences]
 
     def logprobs_of_all(self, token_ids):
         raise AssertionError("not asked for")
+
+
+def score_with(scoring: Scoring, group: Group) -> Group:
+    return asyncio.run(scoring.score(group))
 
 
 def advantages(group) -> list[float]:
@@ -55,7 +60,7 @@ def advantages(group) -> list[float]:
 
 def test_a_scored_group_has_the_groups_advantage_on_every_sequence():
     two = (make_sequence(), make_sequence())
-    scored = Scoring().score(make_group(0.0, 1.0, sequences=two))
+    scored = score_with(Scoring(), make_group(0.0, 1.0, sequences=two))
     for trajectory, expected in zip(scored.trajectories, (-0.7071, 0.7071), strict=True):
         assert [s.advantage for s in trajectory.sequences] == pytest.approx(
             [expected] * 2, abs=1e-4
@@ -65,13 +70,14 @@ def test_a_scored_group_has_the_groups_advantage_on_every_sequence():
 def test_scoring_twice_gives_the_same():
     scoring = Scoring(rewards=(GroupReward(name="brief", function=brevity, weight=0.5),))
     group = make_group(0.0, 1.0)
-    assert scoring.score(group) == scoring.score(group)
+    assert score_with(scoring, group) == score_with(scoring, group)
 
 
 def test_an_extra_reward_counts_with_its_weight_on_the_last_turn():
     extra = GroupReward(name="first", function=lambda _: [3.0, 0.0], weight=0.5)
-    scored = Scoring(rewards=(extra,), advantages=AdvantageSettings(divide_by_std=False)).score(
-        make_group(0.0, 1.0)
+    scored = score_with(
+        Scoring(rewards=(extra,), advantages=AdvantageSettings(divide_by_std=False)),
+        make_group(0.0, 1.0),
     )
     assert [t.reward for t in scored.trajectories] == [1.5, 1.0]
     assert advantages(scored) == pytest.approx([0.25, -0.25])
@@ -85,7 +91,7 @@ def test_an_extra_reward_may_say_whether_it_is_a_success():
         ]
 
     extra = GroupReward(name="graded", function=grade, weight=0.1)
-    scored = Scoring(rewards=(extra,)).score(make_group(0.0, 1.0))
+    scored = score_with(Scoring(rewards=(extra,)), make_group(0.0, 1.0))
     rewards = [t.turns[-1].rewards[-1] for t in scored.trajectories]
     assert rewards == [
         Reward(name="graded", value=0.5, weight=0.2, success=False),
@@ -96,7 +102,7 @@ def test_an_extra_reward_may_say_whether_it_is_a_success():
 @pytest.mark.parametrize("right", [True, np.True_])
 def test_an_extra_reward_of_true_or_false_is_its_own_success(right):
     extra = GroupReward(name="right", function=lambda _: [right, not right])
-    scored = Scoring(rewards=(extra,)).score(make_group(0.0, 1.0))
+    scored = score_with(Scoring(rewards=(extra,)), make_group(0.0, 1.0))
     rewards = [t.turns[-1].rewards[-1] for t in scored.trajectories]
     assert [(r.value, r.success) for r in rewards] == [(1.0, True), (0.0, False)]
 
@@ -115,7 +121,7 @@ def test_an_extra_reward_of_true_or_false_is_its_own_success(right):
 def test_a_reward_function_that_fails_is_an_error_and_never_a_zero(function):
     scoring = Scoring(rewards=(GroupReward(name="bad", function=function),))
     with pytest.raises(PreconditionFailed) as caught:
-        scoring.score(make_group(0.0, 1.0))
+        score_with(scoring, make_group(0.0, 1.0))
     assert caught.value.reason == "REWARD_FAILED"
     assert "division" not in str(caught.value)
 
@@ -135,7 +141,7 @@ def test_a_reward_function_that_fails_is_an_error_and_never_a_zero(function):
 )
 def test_a_group_that_cannot_be_scored_says_why(group, reason):
     with pytest.raises(InvalidInput) as caught:
-        Scoring().score(group)
+        score_with(Scoring(), group)
     assert caught.value.reason == reason
 
 
@@ -144,23 +150,23 @@ def test_a_trajectory_that_has_not_ended_is_not_scored(cut):
     ending = {"terminated": False, "done_reason": DoneReason.NOT_DONE} | cut
     group = make_group(0.0, 1.0, **ending)
     if cut:
-        assert Scoring().score(group)
+        assert score_with(Scoring(), group)
         return
     with pytest.raises(InvalidInput, match="Trajectory t0 has not ended") as caught:
-        Scoring().score(group)
+        score_with(Scoring(), group)
     assert caught.value.reason == "TRAJECTORY_NOT_DONE"
 
 
 def test_a_policys_own_failure_is_scored():
     mistakes = (Failure(owner=Owner.POLICY, reason="BAD_CALL", message=""),)
-    assert Scoring().score(make_group(0.0, 1.0, failures=mistakes))
+    assert score_with(Scoring(), make_group(0.0, 1.0, failures=mistakes))
 
 
 def test_uniform_groups_are_kept_with_advantage_zero_or_dropped_when_asked():
     group = make_group(1.0, 1.0)
-    assert advantages(Scoring().score(group)) == [0.0, 0.0]
+    assert advantages(score_with(Scoring(), group)) == [0.0, 0.0]
     with pytest.raises(PreconditionFailed) as caught:
-        Scoring(drop_uniform=True).score(group)
+        score_with(Scoring(drop_uniform=True), group)
     assert caught.value.reason == "UNIFORM_REWARD"
 
 
@@ -183,15 +189,16 @@ def test_turns_that_differ_are_no_uniform_group_though_their_sums_are_the_same()
     group = make_group(0.0, 0.0)
     pairs = zip(group.trajectories, turns, strict=True)
     differing = replace(group, trajectories=tuple(replace(t, **own) for t, own in pairs))
-    scored = Scoring(per_turn=True, drop_uniform=True).score(differing)
+    scored = score_with(Scoring(per_turn=True, drop_uniform=True), differing)
     advantages = [t.sequences[0].token_advantages.tolist() for t in scored.trajectories]
     assert advantages == [
         pytest.approx([0.866, -0.866], abs=1e-3),
         pytest.approx([-0.866, 0.866], abs=1e-3),
     ]
     with pytest.raises(PreconditionFailed) as caught:
-        Scoring(per_turn=True, drop_uniform=True).score(
-            make_group(0.0, 0.0, **played_turns(1.0, 1.0))
+        score_with(
+            Scoring(per_turn=True, drop_uniform=True),
+            make_group(0.0, 0.0, **played_turns(1.0, 1.0)),
         )
     assert caught.value.reason == "UNIFORM_REWARD"
 
@@ -199,7 +206,7 @@ def test_turns_that_differ_are_no_uniform_group_though_their_sums_are_the_same()
 def test_reference_logprobs_are_one_per_sampled_token_at_the_sampling_temperature():
     reference = Halved()
     group = make_group(0.0, 1.0, sampling=SamplingParams(temperature=0.7))
-    scored = Scoring(reference=reference).score(group)
+    scored = score_with(Scoring(reference=ReferenceBatches(lambda: reference)), group)
     for trajectory in scored.trajectories:
         assert trajectory.sequences[0].ref_logprobs.tolist() == [-1.0, -1.75]
     assert reference.temperatures == [0.7, 0.7]
@@ -207,14 +214,16 @@ def test_reference_logprobs_are_one_per_sampled_token_at_the_sampling_temperatur
 
 def test_the_kl_penalty_lowers_the_reward_by_coefficient_times_the_sum():
     penalty = KlPenalty(coefficient=0.1)
-    scored = Scoring(reference=Halved(), kl_penalty=penalty).score(make_group(0.0, 1.0))
+    scored = score_with(
+        Scoring(reference=ReferenceBatches(Halved), kl_penalty=penalty), make_group(0.0, 1.0)
+    )
     assert [t.reward for t in scored.trajectories] == pytest.approx([-0.1, 0.9])
 
 
 def test_greedy_trajectories_have_no_reference_logprobs():
     group = make_group(0.0, 1.0, sampling=SamplingParams(temperature=0.0))
     with pytest.raises(InvalidInput) as caught:
-        Scoring(reference=Halved()).score(group)
+        score_with(Scoring(reference=ReferenceBatches(Halved)), group)
     assert caught.value.reason == "INVALID_TEMPERATURE"
 
 
@@ -259,7 +268,7 @@ def test_settings_that_contradict_each_other_are_refused(settings):
 
 def test_a_scorer_without_a_reference_imports_no_torch():
     check = "import sys, dialoop_services.scorer.__main__; assert 'torch' not in sys.modules"
-    paths = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'client')!r}]; "
+    paths = f"import sys; sys.path[:0] = {[str(ROOT / name) for name in ('client', 'services')]}; "
     subprocess.run([sys.executable, "-c", paths + check], check=True, timeout=2 * PATIENCE_S)
 
 
@@ -274,12 +283,13 @@ async def _async_reward(group) -> list[float]:
 
 
 def test_a_reward_may_be_async() -> None:
-    group = with_reward(make_group(0.0, 1.0), GroupReward(name="two", function=_async_reward))
+    reward = GroupReward(name="two", function=_async_reward)
+    group = asyncio.run(with_reward(make_group(0.0, 1.0), reward))
     assert [t.reward for t in group.trajectories] == [2.0, 3.0]
 
 
 def test_a_reward_that_takes_too_long_drops_the_group() -> None:
     reward = GroupReward(name="slow", function=_slow, timeout_s=0.05)
     with pytest.raises(PreconditionFailed, match="slow took more than") as caught:
-        with_reward(make_group(0.0, 1.0), reward)
+        asyncio.run(with_reward(make_group(0.0, 1.0), reward))
     assert caught.value.reason == "REWARD_FAILED"
