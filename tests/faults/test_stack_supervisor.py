@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from dialoop.errors import InvalidConfig, Unavailable
 from dialoop_services.stack.processes.child import ServiceSpec
 from dialoop_services.stack.processes.log_stream import LogStream
 from dialoop_services.stack.processes.processes import members
+from dialoop_services.stack.processes.readiness import answers, is_serving
 from dialoop_services.stack.processes.redis_server import find_redis, redis_service
 from dialoop_services.stack.processes.supervisor import Supervisor, supervise
 from rich.console import Console
@@ -36,10 +38,41 @@ signal.signal(15, signal.SIG_IGN)
 pathlib.Path(sys.argv[1]).write_text("0")
 time.sleep(60)
 """
-MISTAKEN = """
-import sys
-sys.stderr.write("dialoop probe: The colour is wrong. Choose another.\\n")
-sys.exit(2)
+# Raises, as a service of ours does; what a library prints afterwards is no reason.
+RAISING = """
+import atexit, sys
+from dialoop.errors import {kind}
+from dialoop_services.runtime import run
+async def serve():
+    raise {kind}("The colour is wrong.", remedy="Choose another.")
+atexit.register(lambda: print("See https://example.org/leaks", file=sys.stderr))
+run(serve, name="probe")
+"""
+MISTAKEN, UNLUCKY = RAISING.format(kind="InvalidConfig"), RAISING.format(kind="Unavailable")
+UNFORESEEN = RAISING.replace(
+    '{kind}("The colour is wrong.", remedy="Choose another.")', 'OSError(27, "File too large")'
+).format(kind="Unavailable")
+NOT_SERVING = """
+import asyncio, pathlib, sys
+from dialoop_services.runtime import GrpcServer, ServerSettings
+async def main():
+    async with GrpcServer(ServerSettings()) as server:
+        await server.set_serving(False)
+        path = pathlib.Path(sys.argv[1])
+        path.with_suffix(".new").write_text(str(server.port))
+        path.with_suffix(".new").rename(path)
+        await asyncio.sleep(60)
+asyncio.run(main())
+"""
+# Is ready the first time, and from then on ends before it is ready.
+NEVER_AGAIN = """
+import pathlib, sys, time
+mark = pathlib.Path(sys.argv[1])
+if mark.with_suffix(".again").exists():
+    sys.exit(3)
+mark.with_suffix(".again").touch()
+mark.write_text("0")
+time.sleep(60)
 """
 STACK = """
 import asyncio, pathlib, sys
@@ -129,7 +162,74 @@ async def test_a_service_that_never_starts_ends_the_stack(tmp_path: Path) -> Non
     with pytest.raises(ExceptionGroup) as caught:
         async with supervise(log_in(tmp_path)) as supervisor:
             await supervisor.start(spec(tmp_path, "raise SystemExit('no luck')"))
-    assert caught.group_contains(Unavailable, match="probe ended 2 times.*no luck")
+    assert caught.group_contains(
+        Unavailable, match="probe ended 2 times before it was ready.*no luck"
+    )
+
+
+async def test_the_reason_is_what_the_service_raised_and_not_what_a_library_printed_last(
+    tmp_path: Path,
+) -> None:
+    for code, sentence in (
+        (UNLUCKY, "exit code 1: The colour is wrong. Choose another."),
+        (UNFORESEEN, r"exit code 1: OSError: \[Errno 27\] File too large \(<string>, line"),
+    ):
+        with pytest.raises(ExceptionGroup) as caught:
+            async with supervise(log_in(tmp_path)) as supervisor:
+                await supervisor.start(spec(tmp_path, code))
+        assert caught.group_contains(Unavailable, match=sentence)
+
+
+async def test_a_service_that_was_ready_once_is_restarted_however_often_it_dies_while_starting(
+    tmp_path: Path,
+) -> None:
+    """It dies twice in a row before it is ready again; then it comes up, and all is well."""
+    async with supervise(log_in(tmp_path)) as supervisor:
+        await supervisor.start(spec(tmp_path, NEVER_AGAIN))
+        service = supervisor.services[0]
+        (tmp_path / "probe.ready").unlink()
+        os.kill(pid_of(supervisor), signal.SIGKILL)
+        await until(lambda: service.num_restarts == 3)
+        assert not service.ready.is_set()
+        assert supervisor.alarms == ("probe has ended 3 times in a row",)
+        (tmp_path / "probe.again").unlink()
+        await until(service.ready.is_set)
+
+
+@pytest.mark.redis
+async def test_a_process_that_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
+    from dialoop_services.stack.processes.ports import choose_ports
+
+    port = choose_ports({"redis": 0})["redis"]
+    redis = redis_service(find_redis({"PATH": ""}).program, port=port, directory=tmp_path / "redis")
+    async with supervise(log_in(tmp_path)) as supervisor:
+        await supervisor.start(replace(redis, hang_timeout_s=0.8))
+        service, hung = supervisor.services[0], pid_of(supervisor)
+        os.kill(hung, signal.SIGSTOP)
+        await until(lambda: supervisor.alarms)
+        assert "redis has not answered for" in supervisor.alarms[0]
+        await until(lambda: service.num_restarts == 1 and service.ready.is_set())
+        assert pid_of(supervisor) != hung
+        assert members({hung}) == []
+        assert supervisor.alarms == ()
+
+
+async def test_a_service_of_ours_that_hangs_gives_no_sign_of_life(tmp_path: Path) -> None:
+    """A server that says NOT_SERVING is alive; a stopped process, and a closed port, are not."""
+    serving = subprocess.Popen(
+        [sys.executable, "-c", NOT_SERVING, str(tmp_path / "port")], cwd=ROOT
+    )
+    try:
+        await until((tmp_path / "port").exists)
+        address = f"127.0.0.1:{(tmp_path / 'port').read_text()}"
+        assert await answers(address, PATIENCE_S)
+        assert not await is_serving(address)
+        serving.send_signal(signal.SIGSTOP)
+        assert not await answers(address, 0.3)
+    finally:
+        serving.kill()
+        serving.wait()
+    assert not await answers(address, 5.0)
 
 
 async def test_cancelling_stops_everything(tmp_path: Path) -> None:

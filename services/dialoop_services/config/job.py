@@ -108,6 +108,9 @@ class JobConfig(Section):
     """Where the queue is kept: "redis", or "memory" of the replay service, lost when it ends."""
     placement: Literal["split", "shared"] = "split"
     """Devices: "split" for engine and trainer apart, "shared" for turns on one device."""
+    hang_timeout_s: float = Field(default=60.0, ge=0)
+    """Seconds without any answer after which a process of the stack is killed and started again; 0:
+    never."""
     model: ModelSection = ModelSection()
     environment: EnvironmentSection = EnvironmentSection()
     environments: tuple[EnvironmentSection, ...] = ()

@@ -13,11 +13,11 @@ import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from dialoop.errors import DialoopError, InvalidConfig
-from pydantic import ValidationError
+from dialoop.errors import InvalidConfig
 
+from dialoop_services.runtime.exit_reason import ExitReason, known_error
 from dialoop_services.runtime.logs import configure_logs
 from dialoop_services.runtime.shutdown import owns_process
 
@@ -43,29 +43,12 @@ def run_blocking(work: Callable[[], None], *, name: str) -> None:
         owns_process.set(True)
         work()
     except Exception as error:
-        known_error = _known_error(error)
-        if known_error is None:
+        reason = ExitReason.of(error)
+        reason.write()
+        if known_error(error) is None:
             raise
-        _exit(name, known_error)
-
-
-def _known_error(error: BaseException) -> DialoopError | ValidationError | None:
-    """Return the error, or the first known one in a task group's error; None if there is none."""
-    if isinstance(error, (DialoopError, ValidationError)):
-        return error
-    if isinstance(error, BaseExceptionGroup):
-        inner_errors = (_known_error(inner) for inner in error.exceptions)
-        return next((inner for inner in inner_errors if inner is not None), None)
-    return None
-
-
-def _exit(name: str, error: DialoopError | ValidationError) -> NoReturn:
-    text = str(error)
-    if isinstance(error, ValidationError):
-        details = error.errors(include_input=False)
-        text = "; ".join(f"{'.'.join(map(str, d['loc']))}: {d['msg']}" for d in details) + "."
-    sys.stderr.write(f"dialoop {name}: {' '.join(text.split())}\n")
-    sys.exit(2 if isinstance(error, (InvalidConfig, ValidationError)) else 1)
+        sys.stderr.write(f"dialoop {name}: {reason.message}\n")
+        sys.exit(reason.exit_code)
 
 
 def die_with_parent() -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.trainer import Phase
-from dialoop.errors import Unavailable
-from dialoop.reasons import Reason
 
 from dialoop_services.config.job import warnings_for_advantages, warnings_for_formats
 from dialoop_services.stack.report import summary
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from dialoop_services.stack.processes.log_stream import LogStream
+    from dialoop_services.stack.processes.supervisor import Supervisor
     from dialoop_services.stack.report.observer import Observer, Snapshot
     from dialoop_services.stack.running import Plan, RunningStack
 
@@ -40,7 +40,7 @@ async def train(plan: Plan, log: LogStream, console: Console) -> int:
     async with running_stack(plan, log) as stack:
         log.say("stack", "all services are ready")
         async with observing(plan.layout) as observer:
-            last = await _until_done(observer, clock, LiveView(console, log))
+            last = await _until_done(observer, stack.supervisor, clock, LiveView(console, log))
             stats = await _final_stats(stack, observer)
         await stack.supervisor.stop_all()
         clock.record("stopping")
@@ -51,20 +51,18 @@ async def train(plan: Plan, log: LogStream, console: Console) -> int:
     return _conclude(findings, plan, console)
 
 
-async def _until_done(observer: Observer, clock: PhaseClock, live: LiveView) -> Snapshot:
+async def _until_done(
+    observer: Observer, supervisor: Supervisor, clock: PhaseClock, live: LiveView
+) -> Snapshot:
+    """Watch until training is done; a trainer that fails is started again by the supervisor."""
     clock.record("starting")
     with live:
         while True:
-            snapshot = await observer.snapshot()
+            snapshot = replace(await observer.snapshot(), alarms=supervisor.alarms)
             clock.record(snapshot.phase.name.lower())
             live.show(snapshot)
             if snapshot.phase is Phase.DONE:
                 return snapshot
-            if snapshot.phase is Phase.FAILED and snapshot.status:
-                raise Unavailable(
-                    f"Training failed: {snapshot.status.failure or 'see the log of the trainer'}",
-                    reason=Reason.TRAINING_FAILED,
-                )
             await asyncio.sleep(_POLL_S)
 
 

@@ -14,7 +14,7 @@ from dialoop_services.config.settings import CONFIG_VARIABLE, overrides_of
 from dialoop_services.runtime.device_lock import DEVICE_LOCK, is_owned
 from dialoop_services.stack.processes.child import ServiceSpec
 from dialoop_services.stack.processes.ports import HOST, choose_ports
-from dialoop_services.stack.processes.readiness import grpc_ready
+from dialoop_services.stack.processes.readiness import grpc_alive, grpc_ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -89,6 +89,8 @@ class Layout:
             is_ready=grpc_ready(self.address(name)),
             ready_timeout_s=_READY_TIMEOUT_S.get(service, 120.0),
             is_held_up=self._held_up(service),
+            is_alive=grpc_alive(self.address(name)),
+            hang_timeout_s=self.config.hang_timeout_s,
             stop_grace_s=_STOP_GRACE_S.get(service, 20.0),
             stop_rank=STOP_ORDER.index(service),
         )

@@ -131,7 +131,13 @@ async def _start_queue(plan: Plan, supervisor: Supervisor) -> None:
             port=layout.ports["redis"],
             directory=layout.run_dir.path / "redis",
         )
-        await supervisor.start(replace(spec, stop_rank=STOP_ORDER.index("redis")))
+        await supervisor.start(
+            replace(
+                spec,
+                stop_rank=STOP_ORDER.index("redis"),
+                hang_timeout_s=layout.config.hang_timeout_s,
+            )
+        )
     await supervisor.start(layout.spec("replay"))
 
 

@@ -222,12 +222,6 @@ def test_the_log_stream_shows_our_records_only_and_without_their_identity(tmp_pa
     assert line.split(" s  ")[1] == "replay      Serving. [address=a:1]"
 
 
-def test_the_sentence_of_a_refused_service_is_found_in_its_log(tmp_path: Path) -> None:
-    log = LogStream(Console(quiet=True), tmp_path)
-    log.path_of("trainer").write_text("noise\ndialoop trainer: It is wrong: fix it.\nbye\n")
-    assert log.sentence_of("trainer") == "It is wrong: fix it."
-
-
 def test_the_time_left_follows_from_the_steps_of_the_phase() -> None:
     left = TimeLeft()
     assert left.seconds(PhaseProgress(name="training", num_done=10, num_total=50), 100.0) is None

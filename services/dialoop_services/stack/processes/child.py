@@ -23,9 +23,11 @@ PARENT_VARIABLE = "DIALOOP_PARENT_PID"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSpec:
-    """How to start a service, and how to tell that it is ready.
+    """How to start a service, and how to tell that it is ready and that it is alive.
 
-    The time for becoming ready does not run while `is_held_up` returns true.
+    The time for becoming ready does not run while `is_held_up` returns true. A ready service is
+    killed and started again when `is_alive`, which gets the seconds that it may take, has found no
+    answer for `hang_timeout_s` seconds (0: never).
 
     ServiceSpec(name="replay", command=("python", "-m", "dialoop_services.replay"), is_ready=...)
     """
@@ -38,6 +40,8 @@ class ServiceSpec:
     is_ready: Callable[[], Awaitable[bool]]
     ready_timeout_s: float = 120.0
     is_held_up: Callable[[], bool] | None = None
+    is_alive: Callable[[float], Awaitable[bool]] | None = None
+    hang_timeout_s: float = 60.0
     stop_grace_s: float = 20.0
     stop_rank: int = 0
 
@@ -101,5 +105,9 @@ class Child:
             async with asyncio.timeout(grace_s):
                 return await self.wait()
         except TimeoutError:
-            kill_members({self.pid})
+            self.kill()
             return await self.wait()
+
+    def kill(self) -> None:
+        """Kill the process and all that it started."""
+        kill_members({self.pid})

@@ -57,16 +57,9 @@ class LogStream:
         self._console.print(line, soft_wrap=True)
 
     def last_line(self, service: str) -> str:
-        """Return the last line that a service wrote, which says why it ended if it gave up."""
+        """Return the last line that a program wrote."""
         tail = self._tail(service)
         return next((line.strip() for line in reversed(tail) if line.strip()), "")
-
-    def sentence_of(self, service: str) -> str:
-        """Return the error of a service that ended over a wrong setting, without its prefix."""
-        for line in reversed(self._tail(service)):
-            if line.startswith("dialoop "):
-                return line.partition(": ")[2].strip()
-        return self.last_line(service)
 
     async def follow(self) -> None:
         """Print new records until cancelled."""

@@ -1,4 +1,4 @@
-"""Ask whether a server is ready: grpc.health.v1 for our services, PING for Redis."""
+"""Ask whether a server is ready, or alive: grpc.health.v1 for our services, PING for Redis."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 _TIMEOUT_S = 2.0
+_SILENT = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+)
 
 
 def grpc_ready(address: str) -> Callable[[], Awaitable[bool]]:
@@ -32,21 +37,53 @@ async def is_serving(address: str) -> bool:
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
+def grpc_alive(address: str) -> Callable[[float], Awaitable[bool]]:
+    """Return a probe that tells whether the server at `address` answers within a time in seconds.
+
+    A server that says it does not serve is alive all the same.
+    """
+    return partial(answers, address)
+
+
+async def answers(address: str, timeout_s: float) -> bool:
+    """Ask the health service once, and take any answer."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            return error.code() not in _SILENT
+        return True
+
+
 def redis_ready(host: str, port: int) -> Callable[[], Awaitable[bool]]:
     """Return a probe that tells whether Redis answers; while it loads its file it says LOADING."""
     return partial(answers_ping, host, port)
 
 
 async def answers_ping(host: str, port: int) -> bool:
-    """Send one inline PING."""
+    """Return whether Redis takes commands."""
+    return (await _ping(host, port, _TIMEOUT_S)).startswith(b"+PONG")
+
+
+def redis_alive(host: str, port: int) -> Callable[[float], Awaitable[bool]]:
+    """Return a probe that tells whether Redis answers within a time in seconds, with anything."""
+
+    async def answers_anything(timeout_s: float) -> bool:
+        return bool(await _ping(host, port, timeout_s))
+
+    return answers_anything
+
+
+async def _ping(host: str, port: int, timeout_s: float) -> bytes:
+    """Send one inline PING and return the answer; empty if none came."""
     try:
-        async with asyncio.timeout(_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(host, port)
             try:
                 writer.write(b"PING\r\n")
-                return (await reader.readline()).startswith(b"+PONG")
+                return await reader.readline()
             finally:
                 writer.close()
-                await writer.wait_closed()
     except (OSError, TimeoutError):
-        return False
+        return b""

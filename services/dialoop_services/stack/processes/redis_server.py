@@ -16,7 +16,7 @@ from dialoop.reasons import Reason
 
 from dialoop_services.stack.processes.child import ServiceSpec
 from dialoop_services.stack.processes.ports import HOST
-from dialoop_services.stack.processes.readiness import redis_ready
+from dialoop_services.stack.processes.readiness import redis_alive, redis_ready
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,6 +80,7 @@ def redis_service(program: str, *, port: int, directory: Path) -> ServiceSpec:
         command=tuple(command),
         address=f"{HOST}:{port}",
         is_ready=redis_ready(HOST, port),
+        is_alive=redis_alive(HOST, port),
         ready_timeout_s=30.0,
     )
 

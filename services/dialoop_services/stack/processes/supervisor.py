@@ -1,15 +1,20 @@
-"""Keep the services of a stack running: start, readiness, restart with back-off, orderly end.
+"""Keep the services of a stack running: start, readiness, liveness, restart, orderly end.
 
 async with supervise(log) as supervisor:
     await supervisor.start(redis)              # returns once it is ready
     await supervisor.start(replay)
     ...
 # here all of them have ended, the last started first, whatever happened inside
+
+A service that was ready once is started again as often as it ends, with growing waits and an alarm.
+Two things end the stack: exit code 2, which is a mistake in the settings, and a service that ends
+before it was ever ready, twice.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -21,6 +26,12 @@ from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.reasons import Reason
 
+from dialoop_services.runtime.exit_reason import (
+    CONFIG_ERROR,
+    EXIT_REASON_VARIABLE,
+    ExitReason,
+    read_exit_reason,
+)
 from dialoop_services.stack.processes.child import Child
 from dialoop_services.stack.processes.guardian import Guardian
 
@@ -28,15 +39,16 @@ if TYPE_CHECKING:
     from dialoop_services.stack.processes.child import ServiceSpec
     from dialoop_services.stack.processes.log_stream import LogStream
 
-CONFIG_ERROR = 2
-"""Exit code of a service with a wrong setting, which a restart cannot help."""
-
-# `_keep` decides what counts as a failure, and how many end the stack. Only the waits are those of
-# other retries. They have no jitter, since no two services wait for the same thing.
-_RESTARTS, _NO_JITTER = RetryPolicy(first_wait_s=0.5, max_wait_s=15.0), 1.0
-_MAX_FAILURES, _MAX_FAILURES_TO_START = 6, 2
+# Only the waits are those of other retries. They have no jitter, since no two services wait for the
+# same thing.
+_RESTARTS, _NO_JITTER = RetryPolicy(first_wait_s=0.5, max_wait_s=30.0), 1.0
+_MAX_FAILURES_TO_START = 2
+_FAILURES_TO_ALARM = 3
 _STABLE_S = 60.0
 _POLL_S = 0.15
+# Several short questions, not one long one: the time in which this process was itself suspended
+# then counts as one question without an answer.
+_ASK_EVERY_S, _ANSWER_S = 5.0, 10.0
 
 
 class State(Enum):
@@ -58,12 +70,32 @@ class Service:
     child: Child | None = None
     num_restarts: int = 0
     num_failures: int = 0
+    """Ends in a row, since it was last ready for a minute."""
+    was_ready: bool = False
+    """Whether it was ready at any time."""
+    ready_since: float = math.inf
+    silent_s: float = 0.0
+    """Seconds in which it has answered nothing, up to the newest question."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_stopping(self) -> bool:
         """Return whether it has been asked to stop; its end is then no failure."""
         return self.state in (State.STOPPING, State.ENDED)
+
+    @property
+    def is_stable(self) -> bool:
+        """Return whether it has been ready for a minute."""
+        return time.monotonic() - self.ready_since > _STABLE_S
+
+    @property
+    def alarm(self) -> str:
+        """Return what is wrong with it at present; empty if nothing is."""
+        if self.silent_s and self.silent_s >= self.spec.hang_timeout_s / 4:
+            return f"{self.spec.name} has not answered for {self.silent_s:.0f} s"
+        if self.num_failures >= _FAILURES_TO_ALARM and not self.is_stable:
+            return f"{self.spec.name} has ended {self.num_failures} times in a row"
+        return ""
 
 
 class Supervisor:
@@ -80,6 +112,11 @@ class Supervisor:
     def services(self) -> Sequence[Service]:
         """Return all services in the order in which they were started."""
         return tuple(self._services.values())
+
+    @property
+    def alarms(self) -> tuple[str, ...]:
+        """Return a sentence for each service that hangs, or that does not stay up."""
+        return tuple(service.alarm for service in self._services.values() if service.alarm)
 
     async def start(self, spec: ServiceSpec) -> None:
         """Start a service, keep it running from now on, and return once it is ready."""
@@ -125,40 +162,54 @@ class Supervisor:
 
     async def _keep(self, service: Service) -> None:
         while not service.is_stopping:
-            started = time.monotonic()
-            code = await self._run(service)
+            end = await self._run(service)
             if service.is_stopping:
                 return
-            was_ready = service.ready.is_set()
-            if was_ready and time.monotonic() - started > _STABLE_S:
+            if service.is_stable:
                 service.num_failures = 0
             service.num_failures += 1
-            self._require_restartable(service, code, was_ready)
-            await self._wait_to_restart(service, code)
+            self._require_restartable(service, end)
+            await self._wait_to_restart(service, end)
 
-    async def _run(self, service: Service) -> int:
-        """Start the process, wait until it is ready, then until it ends."""
+    async def _run(self, service: Service) -> str:
+        """Start the process, wait until it is ready, then until it ends; return how it ended.
+
+        Raises InvalidConfig for exit code 2.
+        """
         spec = service.spec
-        service.state = State.STARTING
+        service.state, service.ready_since, service.silent_s = State.STARTING, math.inf, 0.0
         started = time.monotonic()
+        reason_file = self._log.path_of(spec.name).with_suffix(".exit.json")
+        reason_file.unlink(missing_ok=True)
         service.child = child = await Child.start(
             spec.command,
-            environment=spec.environment,
+            environment={**spec.environment, EXIT_REASON_VARIABLE: str(reason_file.resolve())},
             log=self._log.path_of(spec.name),
             guardian=self._guardian,
         )
-        if await self._becomes_ready(spec, child) and not service.is_stopping:
-            service.state = State.READY
+        killed = ""
+        if await self._becomes_ready(service, child):
+            service.state, service.was_ready = State.READY, True
+            service.ready_since = time.monotonic()
             service.ready.set()
             where = f" at {spec.address}" if spec.address else ""
             where += f", http://{spec.rest_address}" if spec.rest_address else ""
             self._log.say(spec.name, f"ready{where} after {time.monotonic() - started:.1f} s")
-        return await child.wait()
+            code = await self._until_it_ends(service, child)
+            if service.silent_s >= spec.hang_timeout_s:
+                killed = f"did not answer for {spec.hang_timeout_s:g} s and was killed"
+        else:
+            if child.exit_code is None and not service.is_stopping:
+                killed = self._give_up_starting(service, child)
+            code = await child.wait()
+        return killed or self._how_it_ended(spec.name, code, read_exit_reason(reason_file))
 
-    async def _becomes_ready(self, spec: ServiceSpec, child: Child) -> bool:
+    async def _becomes_ready(self, service: Service, child: Child) -> bool:
+        """Return False when the process has ended, or its time for becoming ready."""
+        spec = service.spec
         try:
             async with asyncio.timeout(spec.ready_timeout_s) as limit:
-                while child.exit_code is None:
+                while child.exit_code is None and not service.is_stopping:
                     if await spec.is_ready():
                         return True
                     if spec.is_held_up is not None and spec.is_held_up():
@@ -166,35 +217,79 @@ class Supervisor:
                         limit.reschedule(now + spec.ready_timeout_s)
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            raise Unavailable(
-                f"{spec.name} was not ready within {spec.ready_timeout_s:g} s.",
-                reason=Reason.NOT_READY,
-                remedy=f"Read {self._log.path_of(spec.name)}.",
-            ) from None
+            return False
         return False
 
-    def _require_restartable(self, service: Service, code: int, was_ready: bool) -> None:
-        name = service.spec.name
-        if code == CONFIG_ERROR:
-            raise InvalidConfig(self._log.sentence_of(name), reason=Reason.SERVICE_CONFIG)
-        limit = _MAX_FAILURES if was_ready else _MAX_FAILURES_TO_START
-        if service.num_failures >= limit:
+    def _give_up_starting(self, service: Service, child: Child) -> str:
+        """Kill a process that does not become ready; Unavailable if the service never was."""
+        late = f"was not ready within {service.spec.ready_timeout_s:g} s"
+        if not service.was_ready:
+            name = service.spec.name
             raise Unavailable(
-                f"{name} ended {service.num_failures} times, last with exit code {code}: "
-                f"{self._log.last_line(name)}",
-                reason=Reason.SERVICE_FAILED,
+                f"{name} {late}.",
+                reason=Reason.NOT_READY,
                 remedy=f"Read {self._log.path_of(name)}.",
             )
+        child.kill()
+        return f"{late} and was killed"
 
-    async def _wait_to_restart(self, service: Service, code: int) -> None:
+    async def _until_it_ends(self, service: Service, child: Child) -> int:
+        """Wait for the process's end, and kill it when it answers nothing for too long."""
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(self._kill_if_it_hangs(service, child))
+            code = await child.wait()
+            watching.cancel()
+        return code
+
+    async def _kill_if_it_hangs(self, service: Service, child: Child) -> None:
+        spec, limit_s = service.spec, service.spec.hang_timeout_s
+        if spec.is_alive is None or not limit_s:
+            return
+        pause_s, answer_s = min(_ASK_EVERY_S, limit_s / 4), min(_ANSWER_S, limit_s / 4)
+        while service.silent_s < limit_s:
+            await asyncio.sleep(pause_s)
+            started, was_well = time.monotonic(), not service.alarm
+            if await spec.is_alive(answer_s):
+                service.silent_s = 0.0
+                continue
+            service.silent_s += pause_s + min(time.monotonic() - started, answer_s)
+            if was_well and service.alarm:
+                self._log.say(spec.name, f"ALARM: {service.alarm}", style="bold red")
+        if not service.is_stopping:
+            child.kill()
+
+    def _how_it_ended(self, name: str, code: int, reason: ExitReason | None) -> str:
+        """Return how a process ended, in its own words if it left any."""
+        last_line = self._log.last_line(name)
+        if code == CONFIG_ERROR:
+            message = reason.message if reason else last_line
+            raise InvalidConfig(message, reason=Reason.SERVICE_CONFIG)
+        if code < 0:
+            return f"was ended by signal {-code}"
+        if reason is not None:
+            return f"ended with exit code {code}: {reason.message}"
+        return f"ended with exit code {code}; the last line of its log is: {last_line}"
+
+    def _require_restartable(self, service: Service, end: str) -> None:
+        if service.was_ready or service.num_failures < _MAX_FAILURES_TO_START:
+            return
+        name = service.spec.name
+        raise Unavailable(
+            f"{name} ended {service.num_failures} times before it was ready. At last it {end}",
+            reason=Reason.SERVICE_FAILED,
+            remedy=f"Read {self._log.path_of(name)}.",
+        )
+
+    async def _wait_to_restart(self, service: Service, end: str) -> None:
         service.state = State.WAITING_TO_RESTART
         service.ready.clear()
         service.num_restarts += 1
+        service.ready_since, service.silent_s = math.inf, 0.0
         delay = _RESTARTS.wait_s(service.num_failures, _NO_JITTER)
         name = service.spec.name
-        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        reason = f" ({self._log.last_line(name)})" if code > 0 else ""
-        self._log.say(name, f"{how}{reason}; starting again in {delay:g} s", style="yellow")
+        self._log.say(name, f"{end}; starting again in {delay:g} s", style="yellow")
+        if service.alarm:
+            self._log.say(name, f"ALARM: {service.alarm}", style="bold red")
         await asyncio.sleep(delay)
 
 
@@ -203,7 +298,7 @@ async def supervise(log: LogStream) -> AsyncIterator[Supervisor]:
     """Yield a supervisor; when the context is left, all its services have ended.
 
     Raises what ended the stack: InvalidConfig of a service that exits with 2, Unavailable of one
-    that keeps failing.
+    that never became ready.
     """
     with Guardian() as guardian:
         supervisor: Supervisor | None = None

@@ -88,6 +88,7 @@ def figures_of(snapshot: Snapshot) -> dict[str, str]:
     stats = snapshot.stats
     heldout = next((metrics[key] for key in _heldout_keys() if key in metrics), None)
     version = snapshot.status.policy_version if snapshot.status else None
+    alarms = snapshot.status.alarms if snapshot.status else ()
     return {
         "reward": _number(metrics.get("train/reward")),
         "held-out accuracy": _number(heldout),
@@ -99,7 +100,7 @@ def figures_of(snapshot: Snapshot) -> dict[str, str]:
         f"{_number(metrics.get('train/staleness_max'), 0)} at most",
         "policy": str(version) if version else _UNKNOWN,
         "credits": str(stats.credits) if stats else _UNKNOWN,
-        "alarms": (", ".join(snapshot.status.alarms) if snapshot.status else "") or _UNKNOWN,
+        "alarms": ", ".join((*snapshot.alarms, *alarms)) or _UNKNOWN,
     }
 
 

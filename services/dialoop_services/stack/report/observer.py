@@ -33,6 +33,8 @@ class Snapshot:
     stats: ReplayStats | None
     num_sampled_tokens: int
     sampled_tokens_per_s: float
+    alarms: tuple[str, ...] = ()
+    """What the supervisor finds wrong with processes."""
 
     @property
     def phase(self) -> Phase:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.replay import ReturnItem
+from dialoop.errors import InvalidConfig
 from dialoop.reasons import DropReason
 from dialoop.trajectory import Stage
 
@@ -155,7 +156,9 @@ class TrainSteps:
                 "None of the last groups can be trained.",
                 extra={"num_groups": self._num_refused, "reason": untrainable[0].reason},
             )
-            raise untrainable[0].error
+            error = untrainable[0].error
+            # A mistake in the settings, as a restarted trainer would find out again.
+            raise InvalidConfig(error.message, reason=error.reason, remedy=error.remedy) from error
 
     def _report(self, group: Untrainable) -> None:
         ids = {"group_id": group.lease.group.group_id, "trajectory_id": group.trajectory_id}
