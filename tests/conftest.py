@@ -50,8 +50,8 @@ class _LeftOut:
 
 
 def _why(report: pytest.TestReport) -> str:
-    told = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    return told.removeprefix("Skipped: ")
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return reason.removeprefix("Skipped: ")
 
 
 def _lines(counted: Counter[tuple[str, str]]) -> list[str]:

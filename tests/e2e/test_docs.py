@@ -30,8 +30,8 @@ from dialoop_services.learning.loss.loss_loading import load_loss
 from dialoop_services.learning.loss.losses import LossInputs
 from dialoop_services.stack.__main__ import FIXED_PORTS
 
-from tests.support.patience import PATIENCE_S
 from tests.support.stack_jobs import Job, wait_for
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 DECISIONS = ROOT / "infra" / "decisions"
@@ -190,8 +190,8 @@ def test_every_curl_line_gives_the_answer_printed_below_it(stack: Job) -> None:
         done = subprocess.run(
             ["sh", "-c", command], capture_output=True, check=True, timeout=PATIENCE_S
         )
-        told = done.stdout.decode()
-        assert json.loads(told) == json.loads(printed), f"{command}\nanswers now:\n{told}"
+        answer = done.stdout.decode()
+        assert json.loads(answer) == json.loads(printed), f"{command}\nanswers now:\n{answer}"
 
 
 @pytest.mark.timeout(480)

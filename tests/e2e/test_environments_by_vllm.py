@@ -69,11 +69,11 @@ class Stack:
     replay: ReplayClient
     environment: EnvironmentClient
 
-    async def collected(self, played: Played) -> tuple[tuple[Group, ...], dict[str, Any]]:
+    async def collect(self, played: Played) -> tuple[tuple[Group, ...], dict[str, Any]]:
         """What a collector of one environment put into replay, and what it counted itself."""
         run = worker = played.name
         await self.replay.advance_policy(run, BASE_VERSION, max_outstanding_groups=NUM_TASKS)
-        given = {
+        settings = {
             "ENVIRONMENT": played.name,
             "RUN": run,
             "WORKER": worker,
@@ -81,7 +81,7 @@ class Stack:
             "SHUFFLE_SEED": "0",
         }
         spec = self.layout.spec("collector")
-        variables = {f"DIALOOP_COLLECTOR_{name}": value for name, value in given.items()}
+        variables = {f"DIALOOP_COLLECTOR_{name}": value for name, value in settings.items()}
         name = f"collector-{played.name}"
         spec = replace(spec, name=name, environment={**spec.environment, **variables})
         await self.supervisor.start(spec)
@@ -180,7 +180,7 @@ async def test_four_environments_are_played_by_vllm_through_the_collector(tmp_pa
     async with stack(tmp_path, model) as running:
         await _sandbox_is_reported(running)
         for played in PLAYED:
-            groups, counted = await running.collected(played)
+            groups, counted = await running.collect(played)
             trajectories = [t for group in groups for t in group.trajectories]
             await _all_are_accounted_for(running, played, trajectories, counted)
             for trajectory in trajectories:
@@ -235,12 +235,14 @@ def _tools_ran(trajectories: list[Trajectory]) -> None:
     right = [t for t in trajectories if t.reward == 1.0]
     assert len(right) >= NUM_TRAJECTORIES // 2, [t.history for t in trajectories]
     for trajectory in right:
-        *_, told, submitted = trajectory.history
-        assert told.role == "tool"
+        *_, tool_message, submitted = trajectory.history
+        assert tool_message.role == "tool"
         assert trajectory.num_tool_calls == sum(m.role == "tool" for m in trajectory.history) > 0
-        assert told.text.endswith("<response>") or "executed successfully" in told.text
+        assert (
+            tool_message.text.endswith("<response>") or "executed successfully" in tool_message.text
+        )
         result = submitted.text.removeprefix("Result=").removesuffix("<submit>")
-        assert told.text.removesuffix("<response>").split()[-1] == result
+        assert tool_message.text.removesuffix("<response>").split()[-1] == result
         sources = {s.source for sequence in trajectory.sequences for s in sequence.segments}
         assert Source.TOOL in sources
 

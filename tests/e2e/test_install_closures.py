@@ -60,7 +60,7 @@ class Image:
         return {entry["name"].lower().replace("_", "-") for entry in json.loads(listed)}
 
 
-def built(target: Target, place: Path) -> Image:
+def build_image(target: Target, place: Path) -> Image:
     """Follow COPY and `RUN pip` in their order; what needs apt or another user is left out."""
     source, venv = place / f"{target.name}-source", place / target.name
     source.mkdir()
@@ -105,7 +105,7 @@ class Registry:
 
     def image(self, name: str) -> Image:
         if name not in self.images:
-            self.images[name] = built(TARGETS[name], self.place)
+            self.images[name] = build_image(TARGETS[name], self.place)
         return self.images[name]
 
 
@@ -138,8 +138,8 @@ class Containers:
     def __init__(self, registry: Registry, place: Path) -> None:
         self._registry = registry
         self._place = place
-        given = {"DIALOOP_TOKEN": "of-the-test", "WARM_START_STEPS": "150", "TRAIN_STEPS": "2"}
-        self._services: dict[str, Any] = compose_file(**given)["services"]
+        variables = {"DIALOOP_TOKEN": "of-the-test", "WARM_START_STEPS": "150", "TRAIN_STEPS": "2"}
+        self._services: dict[str, Any] = compose_file(**variables)["services"]
         names = ("environment", "inference", "replay", "scorer", "trainer", "collector")
         numbers = {str(port): 0 for n in names for port in self._listens(n)}
         # One number is one port everywhere, as it is one service everywhere in the compose file.
@@ -247,9 +247,9 @@ def test_the_compose_services_start_in_order_and_train(registry: Registry, tmp_p
         assert all(containers.is_healthy(name) for name in order)
         assert {containers.rest(name, "/readyz") for name in order} == {200}
         assert containers.rest("environment", "/v1/environments") == 401
-    told = json.loads(result.read_text("utf-8"))
-    assert told["num_train_steps"] == 2
-    assert told["num_policy_versions"] == 3
-    assert told["max_logprob_difference"] < 1e-4
-    assert told["evaluations"]
+    summary = json.loads(result.read_text("utf-8"))
+    assert summary["num_train_steps"] == 2
+    assert summary["num_policy_versions"] == 3
+    assert summary["max_logprob_difference"] < 1e-4
+    assert summary["evaluations"]
     assert {process.returncode for process in started.values()} == {0}

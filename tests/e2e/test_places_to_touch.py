@@ -38,7 +38,7 @@ def patch_of(example: str) -> str:
     return patch
 
 
-def touched(patch: str) -> set[str]:
+def touched_paths(patch: str) -> set[str]:
     """Return the paths that a diff changes, adds or removes."""
     return set(re.findall(r"^(?:---|\+\+\+) [ab]/(\S+)$", patch, re.M))
 
@@ -69,7 +69,7 @@ def apply_patch(patch: str, folder: Path) -> None:
     (folder / "example.patch").write_text(patch, encoding="utf-8")
     # Outside any repository: git leaves paths alone that a repository around it does not have.
     run("git", "apply", "example.patch", folder=folder, GIT_CEILING_DIRECTORIES=str(folder.parent))
-    paths = touched(patch)
+    paths = touched_paths(patch)
     if any(path.startswith("proto/") for path in paths):
         run("sh", "infra/generate_protos.sh", folder=folder, PYTHON=sys.executable)
     if any(path.startswith("client/dialoop/clients/") for path in paths):
@@ -87,7 +87,7 @@ def use(example: str, folder: Path) -> None:
 @pytest.mark.parametrize("example", LIMITS)
 def test_an_addition_touches_few_files_and_works(example: str, tmp_path: Path) -> None:
     patch = patch_of(example)
-    paths = touched(patch)
+    paths = touched_paths(patch)
     assert all(path.startswith(PRODUCT) for path in paths), paths
     assert not any(path.startswith(GENERATED) for path in paths), paths
     assert 0 < len(paths) <= LIMITS[example], paths

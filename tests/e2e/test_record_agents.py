@@ -47,10 +47,10 @@ async def transformers_world(directory):
         await engine.close()
 
 
-async def recorded(world, name: str, run):
+async def record(world, name: str, run):
     """An agent's run as its trajectory."""
     world.engine.log.clear()
-    assert await run(await world.recorded(name, sampling=GREEDY)) == ANSWER
+    assert await run(await world.start_recording(name, sampling=GREEDY)) == ANSWER
     return await world.recordings.close(name)
 
 
@@ -81,7 +81,7 @@ def train_step(directory, trajectory) -> float:
 @pytest.mark.parametrize("name", AGENTS)
 async def test_an_unmodified_agent_becomes_training_data(warm, name):
     async with transformers_world(warm) as world:
-        trajectory = await recorded(world, name, AGENTS[name])
+        trajectory = await record(world, name, AGENTS[name])
         require_engines_ids(trajectory, world.engine.log)
     assert train_step(warm, trajectory) > 1e-6
     (sequence,) = trajectory.sequences
@@ -96,12 +96,12 @@ async def test_an_unmodified_agent_becomes_training_data(warm, name):
 
 async def test_a_streaming_agent_gives_the_same_tokens(warm):
     async with transformers_world(warm) as world:
-        whole = await recorded(world, "whole", run_by_hand)
-        streamed = await recorded(world, "streamed", lambda c: run_by_hand(c, stream=True))
+        whole = await record(world, "whole", run_by_hand)
+        streamed = await record(world, "streamed", lambda c: run_by_hand(c, stream=True))
         require_engines_ids(streamed, world.engine.log)
-    (one,), (other,) = whole.sequences, streamed.sequences
-    assert one.token_ids.tolist() == other.token_ids.tolist()
-    assert [s.source for s in one.segments] == [s.source for s in other.segments]
+    (at_once,), (streamed_sequence,) = whole.sequences, streamed.sequences
+    assert at_once.token_ids.tolist() == streamed_sequence.token_ids.tolist()
+    assert [s.source for s in at_once.segments] == [s.source for s in streamed_sequence.segments]
 
 
 @pytest.mark.heavy(reason="starts vLLM")
@@ -112,7 +112,7 @@ async def test_unmodified_agents_on_vllm(warm):
     try:
         async with agent_world(warm, LoggingEngine(engine)) as world:
             for name, agent in AGENTS.items():
-                trajectory = await recorded(world, name, agent)
+                trajectory = await record(world, name, agent)
                 require_engines_ids(trajectory, world.engine.log)
                 assert train_step(warm, trajectory) > 1e-6
     finally:

@@ -31,7 +31,7 @@ from tests.support.collector_world import (
     serving_replay,
     world,
 )
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 PROMPT = as_history("1+2")
@@ -212,7 +212,7 @@ async def test_replicas_are_asked_in_turn_and_one_that_fails_is_left_alone():
     good, bad = ScriptedPolicy(), ScriptedPolicy()
 
     async def away(*_, **__):
-        bad.asked.append(None)
+        bad.sampling_log.append(None)
         raise Unavailable("gone", reason="NOT_READY")
 
     bad.generate = away
@@ -220,8 +220,8 @@ async def test_replicas_are_asked_in_turn_and_one_that_fails_is_left_alone():
     replicas = Replicas([bad, good], slow)
     for _ in range(6):
         await replicas.generate(PROMPT)
-    assert len(good.asked) == 6
-    assert len(bad.asked) == 1
+    assert len(good.sampling_log) == 6
+    assert len(bad.sampling_log) == 1
 
 
 async def test_sleep_is_no_outage_however_long_the_trainer_has_the_device():

@@ -17,7 +17,7 @@ from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceStub
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 TASKS = ArithmeticTasks()
 KEY = TASKS.keys("train")[0]
@@ -58,7 +58,7 @@ async def service(*environments, **settings):
         yield EnvironmentServiceStub(channel)
 
 
-def gated(gate: Gate) -> ChatEnv:
+def gated_environment(gate: Gate) -> ChatEnv:
     return tool_environment(name="gated", tasks=TASKS, tools=[gate], rewards=[])
 
 
@@ -75,7 +75,7 @@ def step(text: str = "<request><gate>x<call>", session: str = "s") -> pb.StepReq
 
 async def test_a_cancelled_call_leaves_its_step_running_and_a_retry_gets_the_answer():
     gate = Gate()
-    async with service(gated(gate)) as stub:
+    async with service(gated_environment(gate)) as stub:
         await start(stub, "gated")
         first = stub.Step(step())
         await gate.entered.wait()
@@ -94,7 +94,7 @@ async def test_a_cancelled_call_leaves_its_step_running_and_a_retry_gets_the_ans
 
 async def test_a_deadline_that_passes_runs_no_tool_twice():
     gate = Gate()
-    async with service(gated(gate)) as stub:
+    async with service(gated_environment(gate)) as stub:
         await start(stub, "gated")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Step(step(), timeout=1.0)
@@ -107,7 +107,7 @@ async def test_a_deadline_that_passes_runs_no_tool_twice():
 
 async def test_a_stream_that_breaks_off_leaves_its_steps_to_be_found():
     gate = Gate()
-    async with service(gated(gate)) as stub:
+    async with service(gated_environment(gate)) as stub:
         await start(stub, "gated")
         call = stub.Interact()
         await call.write(pb.InteractRequest(request_id="1", step=step()))
@@ -120,7 +120,7 @@ async def test_a_stream_that_breaks_off_leaves_its_steps_to_be_found():
 
 async def test_closing_mid_step_cancels_the_tool_and_tells_the_waiting_client():
     gate = Gate()
-    async with service(gated(gate)) as stub:
+    async with service(gated_environment(gate)) as stub:
         await start(stub, "gated")
         waiting = asyncio.ensure_future(stub.Step(step()))
         await gate.entered.wait()
@@ -135,7 +135,7 @@ async def test_a_hanging_step_ends_its_episode_as_an_error_and_harms_no_other():
     hanging = ChatEnv(name="hanging", tasks=TASKS, transforms=(Hangs(),))
     gate = Gate()
     gate.open.set()
-    async with service(hanging, gated(gate), step_timeout_s=2.0) as stub:
+    async with service(hanging, gated_environment(gate), step_timeout_s=2.0) as stub:
         await start(stub, "hanging")
         await start(stub, "gated", "other")
         stuck = asyncio.ensure_future(stub.Step(step()))
@@ -153,7 +153,7 @@ async def test_a_hanging_step_ends_its_episode_as_an_error_and_harms_no_other():
 
 async def test_stopping_the_service_mid_step_ends_in_time_and_cancels_the_tool():
     gate = Gate()
-    async with service(gated(gate), drain_s=0.1) as stub:
+    async with service(gated_environment(gate), drain_s=0.1) as stub:
         await start(stub, "gated")
         waiting = asyncio.ensure_future(stub.Step(step()))
         await gate.entered.wait()
@@ -207,7 +207,7 @@ async def test_after_a_kill_a_session_is_lost_and_never_a_fresh_one():
 def test_a_broken_task_file_or_an_unknown_environment_is_one_sentence_and_exit_2(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"question": "q", "answer": "1"}\n{oops\n')
-    for name, value, said in [
+    for name, value, sentence in [
         ("TASK_FILE", str(path), f"Line 2 of {path}"),
         ("ENVIRONMENTS", "nope", "There is no environment 'nope'."),
     ]:
@@ -219,5 +219,5 @@ def test_a_broken_task_file_or_an_unknown_environment_is_one_sentence_and_exit_2
             check=False,
         )
         assert ended.returncode == 2
-        assert said in ended.stderr
+        assert sentence in ended.stderr
         assert ended.stderr.count("\n") == 1

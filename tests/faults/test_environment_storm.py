@@ -45,17 +45,17 @@ class FaultProxy:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             await self._replies(upstream, writer)
         sending.cancel()
-        for one in (writer, to_upstream):
-            one.close()
+        for connection in (writer, to_upstream):
+            connection.close()
 
     async def _replies(self, upstream, writer) -> None:
-        begun: set[bytes] = set()
+        known_streams: set[bytes] = set()
         while True:
             head = await upstream.readexactly(9)
             body = await upstream.readexactly(int.from_bytes(head[:3]))
             stream = head[5:9]
-            if head[3] in (_DATA, _HEADERS) and stream not in begun:
-                begun.add(stream)
+            if head[3] in (_DATA, _HEADERS) and stream not in known_streams:
+                known_streams.add(stream)
                 if self._random.random() < LOSS:
                     self.num_lost += 1
                     return
@@ -82,11 +82,11 @@ def environment(runs: Counter):
 
 
 async def play(client: EnvironmentClient, number: int, *, twice: bool) -> list[object]:
-    session, found = f"s{number}", []
+    session, results = f"s{number}", []
     await client.create_session(session, "counted")
     task = {"split": "train", "task_key": KEYS[number]}
     opening = await client.reset(session, episode=1, **task)
-    found.append(opening.history)
+    results.append(opening.history)
     for index in range(NUM_TURNS):
         text = f"<request><count>{number}.{index}<call>"
         answer = ChatHistory(response=History((Message(role="assistant", content=text),)))
@@ -96,12 +96,12 @@ async def play(client: EnvironmentClient, number: int, *, twice: bool) -> list[o
         ]
         outcomes = await asyncio.gather(*asking)
         assert all(o.history == outcomes[0].history for o in outcomes)
-        found.append((outcomes[0].history, outcomes[0].done_reason, outcomes[0].rewards))
+        results.append((outcomes[0].history, outcomes[0].done_reason, outcomes[0].rewards))
     assert await client.close_session(session) or twice
-    return found
+    return results
 
 
-async def played(address: str, *, twice: bool) -> list[list[object]]:
+async def play_all(address: str, *, twice: bool) -> list[list[object]]:
     policy = RetryPolicy(max_attempts=60, first_wait_s=0.005, max_wait_s=0.05)
     async with contextlib.AsyncExitStack() as exits:
         channels = [
@@ -116,12 +116,12 @@ async def played(address: str, *, twice: bool) -> list[list[object]]:
 async def test_a_storm_of_retries_runs_no_tool_twice_and_changes_no_transcript():
     calm, stormy = Counter(), Counter()
     async with serving(EnvironmentSettings(), Catalogue([environment(calm)])) as server:
-        expected = await played(server.address, twice=False)
+        expected = await play_all(server.address, twice=False)
     async with serving(EnvironmentSettings(), Catalogue([environment(stormy)])) as server:
         proxy = FaultProxy(server.port)
         async with proxy.listening() as address:
-            found = await played(address, twice=True)
-    assert found == expected
+            results = await play_all(address, twice=True)
+    assert results == expected
     assert set(stormy.values()) == {1}
     assert len(stormy) == NUM_SESSIONS * NUM_TURNS
     assert proxy.num_lost >= 40

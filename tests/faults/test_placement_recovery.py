@@ -14,9 +14,9 @@ from dialoop_services.runtime.device_lock import DeviceLock, is_owned
 from dialoop_services.stack.processes.supervisor import supervise
 
 from tests.faults.test_stack_supervisor import STUBBORN_CHILD, log_in, spec
-from tests.support.patience import PATIENCE_S
 from tests.support.placement_parts import HOLD
 from tests.support.stack_jobs import Job, lines_of, wait_for
+from tests.support.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +37,7 @@ rewards = [{{ name = "sum", use = "tests.support.placement_parts:token_sum" }}]
 num_steps = 5
 groups_per_train_step = 2
 pipeline_depth = 0
-loss = "tests.support.placement_parts:held"
+loss = "tests.support.placement_parts:slow_loss"
 checkpoint_every = 2
 [evaluation]
 num_tasks = 2

@@ -18,7 +18,6 @@ from dialoop.v1 import replay_service_pb2 as pb
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.store import QueueLimits
 
-from tests.support.patience import PATIENCE_S
 from tests.support.redis_server import RedisServer, new_run, own_redis, redis_url  # noqa: F401
 from tests.support.replay_store_world import ack, names_of
 from tests.support.replay_store_world import lease as lease_groups
@@ -34,6 +33,7 @@ from tests.support.samples.replay_samples import (
     purge,
     stats_of,
 )
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.redis
 RUN = "run"
@@ -43,12 +43,12 @@ LIMITS = QueueLimits(lease_s=LEASE_S)
 
 @pytest_asyncio.fixture
 async def store(own_redis: RedisServer) -> AsyncIterator[RedisStore]:
-    async with opened(own_redis.url) as made:
+    async with open_store(own_redis.url) as made:
         yield made
 
 
 @contextlib.asynccontextmanager
-async def opened(
+async def open_store(
     url: str, limits: QueueLimits = LIMITS, clock: Callable[[], float] | None = None
 ) -> AsyncIterator[RedisStore]:
     """A store that waits for a disk that stalls: each of its writes is flushed."""
@@ -109,7 +109,7 @@ async def test_connections_that_do_not_close_do_not_hide_that_the_store_is_away(
     async def stuck(*_: object, **__: object) -> None:
         raise redis.TimeoutError("Timed out closing connection")
 
-    async with opened(f"unix://{tmp_path}/nobody.sock") as store:
+    async with open_store(f"unix://{tmp_path}/nobody.sock") as store:
         with monkeypatch.context() as patched:
             patched.setattr(redis.asyncio.ConnectionPool, "disconnect", stuck)
             with pytest.raises(Unavailable):
@@ -158,10 +158,10 @@ class Loop:
             await ack(self.store, RUN, held.lease_id)
 
     async def train(self) -> None:
-        found = await lease(self.store, Stage.SCORED, 4)
+        leased = await lease(self.store, Stage.SCORED, 4)
         self.consumed += [
             held.group.group_id
-            for held in found.leases
+            for held in leased.leases
             if await ack(self.store, RUN, held.lease_id) == ""
         ]
         counts = (await stats_of(self.store, RUN)).training
@@ -188,7 +188,7 @@ async def test_work_goes_on_by_itself_through_crashes_and_adds_up(own_redis: Red
     clock = Clock()
     # Each crash may cost a lease a delivery, whoever holds it.
     limits = QueueLimits(max_attempts=100, max_deliveries=100, lease_s=LEASE_S)
-    async with opened(own_redis.url, limits, clock) as store:
+    async with open_store(own_redis.url, limits, clock) as store:
         loop = Loop(store, clock, num_tasks=60)
         await announce(store, RUN, credits=60)
         await offer(store, RUN, *(f"t{i}" for i in range(60)))
@@ -227,9 +227,9 @@ async def test_the_group_of_a_killed_worker_is_redelivered_once_its_lease_ran_ou
     worker.kill()
     await asyncio.to_thread(worker.join)
     assert (await lease(store, Stage.UNSCORED)).leases == []
-    async with opened(own_redis.url, clock=lambda: time.time() + LEASE_S + 1) as later:
-        found = await lease(later, Stage.UNSCORED)
-    assert found.leases[0].num_deliveries == 2
+    async with open_store(own_redis.url, clock=lambda: time.time() + LEASE_S + 1) as later:
+        leased = await lease(later, Stage.UNSCORED)
+    assert leased.leases[0].num_deliveries == 2
     assert (await stats_of(store, RUN)).num_redelivered == 1
 
 
@@ -262,8 +262,8 @@ async def test_workers_in_parallel_never_share_a_group(redis_url: str) -> None:
             mine.extend(held.lease_id.split("/", 2)[2] for held in leases)
         return mine
 
-    found = [task for tasks in await asyncio.gather(*map(work, stores)) for task in tasks]
-    assert len(found) == len(set(found)) == 80
+    task_ids = [task for tasks in await asyncio.gather(*map(work, stores)) for task in tasks]
+    assert len(task_ids) == len(set(task_ids)) == 80
     await purge(stores[0], run)
     for store in stores:
         await store.close()

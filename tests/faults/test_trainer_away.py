@@ -17,7 +17,7 @@ from tests.support.recorded_world import (
     Recorded,
     Trainers,
     record_groups,
-    recorded,
+    recorded_world,
     trainers,
 )
 from tests.support.samples.replay_samples import Clock
@@ -39,10 +39,10 @@ class HoldingStore(MemoryStore):
         is_publish = isinstance(request, pb.AdvancePolicyRequest)
         if is_publish and request.policy_version.number == self.holds_version:
             await self._hold()
-        found = await super().apply(request, answer)
+        response = await super().apply(request, answer)
         if isinstance(request, pb.ReopenLeasesRequest) and self.holds_reopened:
             await self._hold()
-        return found
+        return response
 
     async def _hold(self) -> None:
         self.is_holding = True
@@ -58,14 +58,14 @@ async def killed_when_held(world: Recorded, start: Trainers, store: HoldingStore
 
 @pytest.mark.heavy(reason="starts five trainers, one after the other")
 @pytest.mark.timeout(240)
-async def test_a_trainer_away_for_longer_than_its_leases_and_killed_in_each_redo_loses_no_group(
+async def test_a_trainer_away_for_longer_than_its_leases_and_killed_in_each_recovery_loses_no_group(
     tmp_path: Path,
 ) -> None:
     model_dir = make_tiny_model(tmp_path / "model", seed=0)
     clock = Clock()
     store = HoldingStore(clock)
     groups = record_groups(model_dir, NUM_STEPS * GROUPS_PER_STEP)
-    async with recorded(tmp_path / "world", model_dir, store, groups) as world:
+    async with recorded_world(tmp_path / "world", model_dir, store, groups) as world:
         with trainers(are_forked=True) as start:
             # Dies after it has written its third step down, and before anybody heard of it.
             store.holds_version = 4

@@ -24,7 +24,7 @@ from tests.support.recorded_world import (
     GROUPS_PER_STEP,
     Recorded,
     record_groups,
-    recorded,
+    recorded_world,
     trainers,
 )
 
@@ -47,10 +47,10 @@ class Collector:
         world = self._world
         waiting: list[TaskLease] = []
         while True:
-            found = await world.replay.lease_tasks(
+            leased = await world.replay.lease_tasks(
                 world.run, worker="c", max_tasks=64, lease_s=600, wait_s=0.05
             )
-            waiting += found.leases
+            waiting += leased.leases
             for lease in tuple(waiting):
                 assert lease.task.purpose is Purpose.EVALUATION
                 if lease.task.task_id.startswith("evaluation/running/"):
@@ -58,15 +58,15 @@ class Collector:
                         continue
                     self.num_running -= 1
                 waiting.remove(lease)
-                group = self._played(lease)
+                group = self._play(lease)
                 outcome = await world.replay.append_group(
                     world.run, Stage.EVALUATION, group, lease_id=lease.lease_id
                 )
                 assert not outcome.is_rejected, outcome
 
-    def _played(self, lease: TaskLease) -> Group:
-        one = self._sample.trajectories[0]
-        played = replace(one, group_id=lease.group_id, trajectory_id=f"{lease.group_id}.0")
+    def _play(self, lease: TaskLease) -> Group:
+        trajectory = self._sample.trajectories[0]
+        played = replace(trajectory, group_id=lease.group_id, trajectory_id=f"{lease.group_id}.0")
         return Group(group_id=lease.group_id, task=lease.task, trajectories=(played,))
 
 
@@ -102,14 +102,14 @@ async def test_an_evaluation_under_way_at_a_kill_is_in_the_records_once_and_whol
             serving(EnvironmentSettings(), Catalogue([arithmetic()]))
         )
         world = await exits.enter_async_context(
-            recorded(tmp_path / "world", model_dir, MemoryStore(QueueLimits()), groups)
+            recorded_world(tmp_path / "world", model_dir, MemoryStore(QueueLimits()), groups)
         )
         start = exits.enter_context(trainers(are_forked=True))
         collector = Collector(world, groups[0])
         playing = asyncio.create_task(collector.run())
         exits.callback(playing.cancel)
-        given = world.environment(**SETTINGS, environment_address=environment.address)
-        first = start.start(given, world.run_dir / "log")
+        variables = world.environment(**SETTINGS, environment_address=environment.address)
+        first = start.start(variables, world.run_dir / "log")
         before = after = 2 * NUM_TASKS  # greedy and sampled
         await first.until(lambda: len(world.train_rows) == NUM_STEPS)
         await until_counted(world, "num_groups_consumed", before + NUM_PARTIAL)
@@ -119,7 +119,7 @@ async def test_an_evaluation_under_way_at_a_kill_is_in_the_records_once_and_whol
         # Each is of one trajectory. What the dead one had asked for may be handed to it still.
         await until_counted(world, "num_trajectories_generated", before + NUM_TASKS)
         await hand_to_the_dead(world)
-        second = start.start(given, world.run_dir / "log")
+        second = start.start(variables, world.run_dir / "log")
         await second.until((world.run_dir / "trainer.json").is_file)
         second.stop()
         stats = await world.replay.get_stats(world.run)

@@ -21,7 +21,7 @@ from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.store import QueueLimits
 from safetensors.torch import load_file
 
-from tests.support.recorded_world import ROOT, Recorded, record_groups, recorded
+from tests.support.recorded_world import ROOT, Recorded, record_groups, recorded_world
 
 pytestmark = [
     pytest.mark.timeout(480),  # processes start slowly on a busy machine
@@ -46,7 +46,9 @@ def groups(model_dir: Path) -> list[Group]:
 class Trainer:
     """`python -m dialoop_services.trainer`, or its launch with `size` processes."""
 
-    def __init__(self, world: Recorded, *, size: int, under_torchrun: bool = False, **given: Any):
+    def __init__(
+        self, world: Recorded, *, size: int, under_torchrun: bool = False, **settings: Any
+    ):
         module = ["dialoop_services.trainer"]
         if under_torchrun:
             module = ["torch.distributed.run", "--standalone", f"--nproc-per-node={size}", "-m"]
@@ -60,7 +62,7 @@ class Trainer:
         with self.log.open("a") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *module],
-                env=inherited | paths | world.environment(**{**SETTINGS, **given}),
+                env=inherited | paths | world.environment(**{**SETTINGS, **settings}),
                 cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -80,14 +82,14 @@ class Trainer:
     async def stop(self) -> None:
         """Stop it in order; every rank must have left without a complaint."""
         self.process.send_signal(signal.SIGTERM)
-        code, said = await self.end(), self.log.read_text()
-        assert code == 0, said[-4000:]
+        code, log = await self.end(), self.log.read_text()
+        assert code == 0, log[-4000:]
         for complaint in ("Traceback", "terminate called", "not been destroyed", "Error"):
-            assert complaint not in said, said[-4000:]
+            assert complaint not in log, log[-4000:]
 
     def ranks(self) -> dict[int, int]:
         """The pid of each rank that runs."""
-        found = {}
+        pids = {}
         for directory in Path("/proc").glob("[0-9]*"):
             try:
                 stat = (directory / "stat").read_text().rpartition(")")[2].split()
@@ -96,14 +98,14 @@ class Trainer:
                 continue
             if int(stat[1]) == self.process.pid and stat[0] != "Z":
                 rank = next(v for v in variables if v.startswith(b"RANK="))
-                found[int(rank.removeprefix(b"RANK="))] = int(directory.name)
-        return found
+                pids[int(rank.removeprefix(b"RANK="))] = int(directory.name)
+        return pids
 
 
-async def train(world: Recorded, *, size: int, num_steps: int = NUM_STEPS, **given: Any) -> None:
+async def train(world: Recorded, *, size: int, num_steps: int = NUM_STEPS, **settings: Any) -> None:
     """From where the run stands to its end, and stop."""
     (world.run_dir / "trainer.json").unlink(missing_ok=True)
-    trainer = Trainer(world, size=size, num_steps=num_steps, **given)
+    trainer = Trainer(world, size=size, num_steps=num_steps, **settings)
     try:
         await trainer.until((world.run_dir / "trainer.json").is_file)
         await trainer.stop()
@@ -115,7 +117,7 @@ async def run_of(
     folder: Path, model_dir: Path, groups: list[Group], *parts: dict[str, Any]
 ) -> Recorded:
     """A world in which one trainer after the other has trained."""
-    async with recorded(folder, model_dir, MemoryStore(QueueLimits()), groups) as world:
+    async with recorded_world(folder, model_dir, MemoryStore(QueueLimits()), groups) as world:
         for part in parts:
             await train(world, **part)
         return world
@@ -133,15 +135,15 @@ def final_weights(world: Recorded) -> dict[str, torch.Tensor]:
     return weights
 
 
-def assert_same(one: Recorded, other: Recorded, *, num_steps: int = NUM_STEPS) -> None:
-    assert [row["train_step"] for row in other.train_rows] == list(range(1, num_steps + 1))
-    torch.testing.assert_close(curve(other), curve(one), rtol=0, atol=1e-5)
-    norms = curve(other, "grad_norm"), curve(one, "grad_norm")
+def assert_same(expected: Recorded, actual: Recorded, *, num_steps: int = NUM_STEPS) -> None:
+    assert [row["train_step"] for row in actual.train_rows] == list(range(1, num_steps + 1))
+    torch.testing.assert_close(curve(actual), curve(expected), rtol=0, atol=1e-5)
+    norms = curve(actual, "grad_norm"), curve(expected, "grad_norm")
     torch.testing.assert_close(*norms, rtol=1e-4, atol=0)
-    weights, expected = final_weights(other), final_weights(one)
-    assert weights.keys() == expected.keys()
-    whole = torch.cat([expected[name].flatten() for name in expected])
-    off = torch.cat([weights[name].flatten() for name in expected]) - whole
+    weights, reference = final_weights(actual), final_weights(expected)
+    assert weights.keys() == reference.keys()
+    whole = torch.cat([reference[name].flatten() for name in reference])
+    off = torch.cat([weights[name].flatten() for name in reference]) - whole
     assert float(off.norm()) < 1e-6 * float(whole.norm())
     # Each of the 829 thousand, but for a few whose gradient is nothing but rounding: Adam divides
     # that by its own size, and they move by a part of the learning rate.
@@ -195,7 +197,7 @@ async def test_two_processes_publish_the_same_merged_adapters_as_one(
 async def test_a_killed_rank_ends_all_and_the_next_trainer_goes_on(
     tmp_path: Path, model_dir: Path, groups: list[Group], alone: Recorded, victim: int
 ) -> None:
-    async with recorded(tmp_path, model_dir, MemoryStore(QueueLimits()), groups) as world:
+    async with recorded_world(tmp_path, model_dir, MemoryStore(QueueLimits()), groups) as world:
         trainer = Trainer(world, size=2, num_steps=NUM_STEPS, checkpoint_every=5)
         await trainer.until(lambda: len(world.train_rows) >= 7)
         ranks = trainer.ranks()
@@ -205,15 +207,15 @@ async def test_a_killed_rank_ends_all_and_the_next_trainer_goes_on(
         assert await trainer.end() == 1
         assert time.monotonic() - started < 15
         assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
-        said = trainer.log.rename(tmp_path / "log of the killed").read_text()
-        assert f"dialoop trainer: Rank {victim} was ended by signal 9." in said
-        assert "Traceback" not in said
+        log = trainer.log.rename(tmp_path / "log of the killed").read_text()
+        assert f"dialoop trainer: Rank {victim} was ended by signal 9." in log
+        assert "Traceback" not in log
         await train(world, size=2, checkpoint_every=5)
         assert_same(alone, world)
 
 
 async def test_torchrun_starts_it_too(tmp_path: Path, model_dir: Path, groups: list[Group]) -> None:
-    async with recorded(tmp_path, model_dir, MemoryStore(QueueLimits()), groups) as world:
+    async with recorded_world(tmp_path, model_dir, MemoryStore(QueueLimits()), groups) as world:
         trainer = Trainer(world, size=2, under_torchrun=True, num_steps=3)
         try:
             await trainer.until((world.run_dir / "trainer.json").is_file)
@@ -222,7 +224,7 @@ async def test_torchrun_starts_it_too(tmp_path: Path, model_dir: Path, groups: l
         finally:
             trainer.process.send_signal(signal.SIGTERM)
             await trainer.end()
-        said = trainer.log.read_text()
-        assert "terminate called" not in said
-        assert "exitcode: -9" not in said
+        log = trainer.log.read_text()
+        assert "terminate called" not in log
+        assert "exitcode: -9" not in log
         assert len(curve(world)) == 3

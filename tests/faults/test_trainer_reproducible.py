@@ -24,7 +24,7 @@ from tests.support.recorded_world import (
     Recorded,
     Trainers,
     record_groups,
-    recorded,
+    recorded_world,
     trainers,
     without_times,
 )
@@ -131,7 +131,7 @@ async def compare(
         start = exits.enter_context(trainers(are_forked=are_forked))
         worlds = [
             await exits.enter_async_context(
-                recorded(tmp_path / str(number), model_dir, store(), groups)
+                recorded_world(tmp_path / str(number), model_dir, store(), groups)
             )
             for number in range(len(trains))
         ]

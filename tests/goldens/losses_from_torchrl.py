@@ -54,10 +54,10 @@ def torchrl_results(tensors: dict[str, Any]) -> dict[str, Any]:
     """Every case by name: its settings, the loss, and its gradient by the policy's log-probs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        cases = {name: _loss_of_grpo(tensors, given) for name, given in GRPO_CASES.items()}
-        cases |= {name: _loss_of_sft(tensors, given) for name, given in SFT_CASES.items()}
-        found = {name: _advantages(given) for name, given in ADVANTAGE_CASES.items()}
-    return {"cases": cases, "advantages": found}
+        cases = {name: _loss_of_grpo(tensors, case) for name, case in GRPO_CASES.items()}
+        cases |= {name: _loss_of_sft(tensors, case) for name, case in SFT_CASES.items()}
+        advantages = {name: _advantages(case) for name, case in ADVANTAGE_CASES.items()}
+    return {"cases": cases, "advantages": advantages}
 
 
 class _GivenTokens(torch.distributions.Distribution):
@@ -104,14 +104,14 @@ class _GivenPolicy(torch.nn.Module):
         return lazy_stack(rows)
 
 
-def _loss_of_grpo(tensors: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _loss_of_grpo(tensors: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     from tensordict import TensorDict
     from torchrl.objectives import llm
 
-    tensors = variant(tensors, given.get("variant", "plain"))
-    settings = {k: v for k, v in given.items() if k not in ("class", "variant")}
+    tensors = variant(tensors, case.get("variant", "plain"))
+    settings = {k: v for k, v in case.items() if k not in ("class", "variant")}
     policy = _GivenPolicy(tensors)
-    kind = getattr(llm, given.get("class", "GRPOLoss"))
+    kind = getattr(llm, case.get("class", "GRPOLoss"))
     clip = settings.pop("clip_epsilon")
     loss = kind(
         policy,
@@ -128,17 +128,17 @@ def _loss_of_grpo(tensors: dict[str, Any], given: dict[str, Any]) -> dict[str, A
         },
         batch_size=shape[0],
     )
-    return _result(given, policy, loss(batch))
+    return _result(case, policy, loss(batch))
 
 
-def _loss_of_sft(tensors: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _loss_of_sft(tensors: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     from torchrl.objectives import llm
 
-    settings = {k: v for k, v in given.items() if k != "class"}
+    settings = {k: v for k, v in case.items() if k != "class"}
     policy = _GivenPolicy(tensors)
-    kind = getattr(llm, given.get("class", "SFTLoss"))
+    kind = getattr(llm, case.get("class", "SFTLoss"))
     output = kind(policy, tokenizer=policy.tokenizer, **settings)(_demonstrations(tensors))
-    return _result(given, policy, output)
+    return _result(case, policy, output)
 
 
 def _demonstrations(tensors: dict[str, Any]) -> Any:
@@ -165,7 +165,7 @@ def _demonstrations(tensors: dict[str, Any]) -> Any:
     return lazy_stack(rows)
 
 
-def _result(given: dict[str, Any], policy: _GivenPolicy, output: Any) -> dict[str, Any]:
+def _result(case: dict[str, Any], policy: _GivenPolicy, output: Any) -> dict[str, Any]:
     """All their loss terms together, and each of them."""
     terms = {
         field.name: output.get(field.name)
@@ -175,7 +175,7 @@ def _result(given: dict[str, Any], policy: _GivenPolicy, output: Any) -> dict[st
     total = torch.stack([term.sum() for term in terms.values()]).sum()
     total.backward()
     assert policy.logprobs.grad is not None
-    result = {"settings": given, "loss": float(total.detach())}
+    result = {"settings": case, "loss": float(total.detach())}
     result["terms"] = {name: float(term.detach()) for name, term in terms.items()}
     result["gradient"] = policy.logprobs.grad.tolist()
     if policy.entropy.grad is not None:
@@ -183,15 +183,15 @@ def _result(given: dict[str, Any], policy: _GivenPolicy, output: Any) -> dict[st
     return result
 
 
-def _advantages(given: dict[str, Any]) -> list[list[float]]:
+def _advantages(case: dict[str, Any]) -> list[list[float]]:
     """MCAdvantage of each trajectory's turns, in the order they were given."""
     from tensordict import TensorDict
     from torchrl.objectives.llm import MCAdvantage
 
-    settings = dict(given)
+    settings = dict(case)
     rewards = settings.pop("rewards", TURN_REWARDS)
     transform = MCAdvantage(grpo_size=len(rewards), prompt_key="group", **settings)
-    found = None
+    result = None
     for turns in rewards:
         length = len(turns)
         done = torch.arange(length) == length - 1
@@ -199,9 +199,9 @@ def _advantages(given: dict[str, Any]) -> list[list[float]]:
         trajectory = TensorDict(
             {"group": torch.zeros(length, dtype=torch.int64), "next": step}, batch_size=length
         )
-        found = transform.inv(trajectory)
-    assert found is not None
-    flat = iter(found["advantage"].flatten().tolist())
+        result = transform.inv(trajectory)
+    assert result is not None
+    flat = iter(result["advantage"].flatten().tolist())
     return [[next(flat) for _ in turns] for turns in rewards]
 
 

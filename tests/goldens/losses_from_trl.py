@@ -95,12 +95,12 @@ ADVANTAGE_CASES: dict[str, dict[str, Any]] = {
 def trl_results(tensors: dict[str, Any]) -> dict[str, Any]:
     """Every case by name: its settings, TRL's loss, and its gradient by the policy's log-probs."""
     with _double():
-        cases = {name: _loss_of_grpo(tensors, given) for name, given in GRPO_CASES.items()}
-        cases |= {name: _loss_of_rloo(tensors, given) for name, given in RLOO_CASES.items()}
+        cases = {name: _loss_of_grpo(tensors, case) for name, case in GRPO_CASES.items()}
+        cases |= {name: _loss_of_rloo(tensors, case) for name, case in RLOO_CASES.items()}
         cases |= {name: _loss_of_sft(tensors, name) for name in ("nll", "nll_micro_batches")}
         advantages = {
-            name: _scored(*_trainer_of(name, tensors, given))["advantages"].tolist()
-            for name, given in ADVANTAGE_CASES.items()
+            name: _score(*_trainer_of(name, tensors, case))["advantages"].tolist()
+            for name, case in ADVANTAGE_CASES.items()
         }
     return {"cases": cases, "advantages": advantages}
 
@@ -181,25 +181,25 @@ class GivenModel(torch.nn.Module):
         )
 
 
-def _loss_of_grpo(tensors: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _loss_of_grpo(tensors: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     from trl.trainer.utils import split_tensor_dict
 
-    settings = {k: v for k, v in given.items() if k != "variant"}
-    tensors = variant(tensors, given.get("variant", "plain"))
+    settings = {k: v for k, v in case.items() if k != "variant"}
+    tensors = variant(tensors, case.get("variant", "plain"))
     trainer, rows = _grpo_trainer(tensors, settings)
-    scored = _scored(trainer, rows)
+    scored = _score(trainer, rows)
     policy = GivenModel(tensors["policy"], tensors["entropy"])
     num_pieces = settings.get("num_micro_batches", settings.get("steps_per_generation", 1))
     pieces = split_tensor_dict(scored, num_pieces)
-    return _result(given, policy, [trainer.compute_loss(policy, piece) for piece in pieces])
+    return _result(case, policy, [trainer.compute_loss(policy, piece) for piece in pieces])
 
 
-def _loss_of_rloo(tensors: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    tensors = variant(tensors, given["variant"])
+def _loss_of_rloo(tensors: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
+    tensors = variant(tensors, case["variant"])
     trainer, rows = _rloo_trainer(tensors, {})
-    scored = _scored(trainer, rows)
+    scored = _score(trainer, rows)
     policy = GivenModel(_cut(tensors, "policy"), _cut(tensors, "entropy"))
-    return _result(given, policy, [trainer.compute_loss(policy, scored)])
+    return _result(case, policy, [trainer.compute_loss(policy, scored)])
 
 
 def _loss_of_sft(tensors: dict[str, Any], name: str) -> dict[str, Any]:
@@ -230,12 +230,12 @@ def _loss_of_sft(tensors: dict[str, Any], name: str) -> dict[str, Any]:
     return _result({"trainer": "sft"}, policy, losses)
 
 
-def _result(given: dict[str, Any], policy: GivenModel, losses: list[Any]) -> dict[str, Any]:
+def _result(case: dict[str, Any], policy: GivenModel, losses: list[Any]) -> dict[str, Any]:
     loss = torch.stack(losses).sum()
     loss.backward()
     assert policy.logprobs.grad is not None
     gradient = policy.logprobs.grad.tolist()
-    return {"settings": given, "loss": float(loss.detach()), "gradient": gradient}
+    return {"settings": case, "loss": float(loss.detach()), "gradient": gradient}
 
 
 def _trainer_of(name: str, tensors: dict[str, Any], settings: dict[str, Any]) -> Any:
@@ -244,7 +244,7 @@ def _trainer_of(name: str, tensors: dict[str, Any], settings: dict[str, Any]) ->
     return _grpo_trainer(tensors, settings)
 
 
-def _scored(trainer: Any, rows: list[dict[str, Any]]) -> Any:
+def _score(trainer: Any, rows: list[dict[str, Any]]) -> Any:
     """Their rollout, sampler ratios, reference log-probs and advantages."""
     return trainer._generate_and_score_completions(rows)
 
@@ -265,12 +265,12 @@ def _grpo_trainer(tensors: dict[str, Any], settings: dict[str, Any]) -> Any:
     )
 
     def rollout(_prompts: Any, _trainer: Any) -> dict[str, Any]:
-        cut = {name: _ragged(tensors, name) for name in ("tokens", "sampler", "trained")}
+        cut = {name: _cut_to_lengths(tensors, name) for name in ("tokens", "sampler", "trained")}
         return {
             "prompt_ids": _prompt_ids(),
             "completion_ids": cut["tokens"],
             "logprobs": cut["sampler"],
-            "env_mask": [[int(one) for one in row] for row in cut["trained"]],
+            "env_mask": [[int(is_trained) for is_trained in row] for row in cut["trained"]],
         }
 
     trainer = GRPOTrainer(
@@ -303,7 +303,7 @@ def _rloo_trainer(tensors: dict[str, Any], settings: dict[str, Any]) -> Any:
         train_dataset=_prompt_rows(),
         processing_class=_tokenizer(),
     )
-    completions = _ragged(tensors, "tokens")
+    completions = _cut_to_lengths(tensors, "tokens")
     trainer._generate = lambda _prompts: (_prompt_ids(), completions, ["x"] * len(completions))
     _give_models(trainer, *(_cut(tensors, name) for name in ("old", "ref", "entropy")))
     return trainer, [{"prompt": "a"}] * len(completions)
@@ -313,7 +313,7 @@ def _give_models(trainer: Any, old: Any, ref: Any, entropy: Any) -> None:
     trainer.model, trainer.ref_model = GivenModel(old, entropy), GivenModel(ref, entropy)
 
 
-def _ragged(tensors: dict[str, Any], name: str) -> list[list[Any]]:
+def _cut_to_lengths(tensors: dict[str, Any], name: str) -> list[list[Any]]:
     return [row[:n] for row, n in zip(tensors[name], tensors["lengths"], strict=True)]
 
 

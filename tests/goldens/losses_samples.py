@@ -28,8 +28,8 @@ def draw_tensors(seed: int = 20261003) -> dict[str, Any]:
     rng = random.Random(seed)
     rows, width = len(LENGTHS), max(LENGTHS)
 
-    def table(one: Any) -> list[list[Any]]:
-        return [[one(row, column) for column in range(width)] for row in range(rows)]
+    def table(cell: Any) -> list[list[Any]]:
+        return [[cell(row, column) for column in range(width)] for row in range(rows)]
 
     policy = table(lambda _r, _c: -rng.uniform(0.4, 3.0))
     tensors: dict[str, Any] = {"lengths": LENGTHS, "rewards": REWARDS, "policy": policy}

@@ -28,14 +28,14 @@ THEIR_NAMES = {
 }
 
 
-def rendered(history: Any, tokenizer: Any, name: str, **options: Any) -> dict[str, Any]:
+def render_with_torchrl(history: Any, tokenizer: Any, name: str, **options: Any) -> dict[str, Any]:
     """What torchrl makes of a conversation: text, ids, mask, and whether it reads it back."""
-    given = {"tokenizer": tokenizer, "chat_template_name": THEIR_NAMES[name], **options}
-    opened = history.apply_chat_template(add_generation_prompt=True, **given)
-    closed = history.apply_chat_template(add_generation_prompt=False, **given)
+    arguments = {"tokenizer": tokenizer, "chat_template_name": THEIR_NAMES[name], **options}
+    opened = history.apply_chat_template(add_generation_prompt=True, **arguments)
+    closed = history.apply_chat_template(add_generation_prompt=False, **arguments)
     row: dict[str, Any] = {"opened": opened, "closed": closed}
     masked = history.apply_chat_template(
-        add_generation_prompt=False, return_assistant_tokens_mask=True, **given
+        add_generation_prompt=False, return_assistant_tokens_mask=True, **arguments
     )
     row["ids"] = masked["input_ids"].flatten().tolist()
     row["mask"] = masked["assistant_masks"].flatten().int().tolist()
@@ -55,10 +55,10 @@ def main() -> None:
     for name in THEIR_NAMES:
         rows: dict[str, Any] = {}
         for key, chats in CONVERSATIONS.items():
-            rows[key] = rendered(History.from_chats(chats), tokenizer, name)
+            rows[key] = render_with_torchrl(History.from_chats(chats), tokenizer, name)
             if name == "qwen":
                 history = History.from_chats(chats)
-                row = rendered(history, tokenizer, name, tools=TOOLS)
+                row = render_with_torchrl(history, tokenizer, name, tools=TOOLS)
                 rows[f"{key}/tools"] = {k: row[k] for k in ("opened", "closed")}
         lines = [
             f"{json.dumps(k)}: {json.dumps(row, ensure_ascii=False)}" for k, row in rows.items()

@@ -22,11 +22,11 @@ def peer_goldens() -> dict[str, dict[str, Any]]:
     tensors = draw_tensors()
     trl = trl_results(tensors)
     tensors["advantages"] = trl["advantages"]["group"]
-    given = {"tensors": tensors}
+    inputs = {"tensors": tensors}
     return {
-        "trl": {"made_with": _versions("trl", "transformers", "torch")} | given | trl,
+        "trl": {"made_with": _versions("trl", "transformers", "torch")} | inputs | trl,
         "torchrl": {"made_with": _versions("torchrl", "tensordict", "torch")}
-        | given
+        | inputs
         | torchrl_results(tensors),
     }
 
@@ -37,9 +37,9 @@ def _versions(*packages: str) -> dict[str, str]:
 
 def main() -> None:
     """One file per peer, one line per case."""
-    for name, found in peer_goldens().items():
+    for name, parts in peer_goldens().items():
         lines = []
-        for part, rows in found.items():
+        for part, rows in parts.items():
             inner = ",\n".join(f"  {json.dumps(k)}: {json.dumps(row)}" for k, row in rows.items())
             lines.append(f"{json.dumps(part)}: {{\n{inner}\n}}")
         path = Path(__file__).with_name(f"losses_{name}.json")

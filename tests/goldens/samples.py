@@ -27,7 +27,7 @@ def golden_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _said(*pairs: tuple[str, str]) -> list[dict[str, Any]]:
+def _messages(*pairs: tuple[str, str]) -> list[dict[str, Any]]:
     return [{"role": role, "content": content} for role, content in pairs]
 
 
@@ -37,28 +37,34 @@ _ASKED = {"role": "user", "content": "35+40?"}
 _SYSTEM = {"role": "system", "content": "You use tools."}
 
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
-    "one_turn": _said(("user", "hello"), ("assistant", "Hi there!")),
-    "system": _said(("system", "Be brief."), ("user", "hello"), ("assistant", "Hi")),
-    "two_turns": _said(
+    "one_turn": _messages(("user", "hello"), ("assistant", "Hi there!")),
+    "system": _messages(("system", "Be brief."), ("user", "hello"), ("assistant", "Hi")),
+    "two_turns": _messages(
         ("system", "Be brief."),
         ("user", "hello"),
         ("assistant", "Hi"),
         ("user", "And now?"),
         ("assistant", "Now\n\nwe part."),
     ),
-    "question": _said(("system", "Be brief."), ("user", "hello")),
-    "system_later": _said(("user", "hello"), ("system", "Be brief."), ("assistant", "Hi")),
-    "assistant_first": _said(("assistant", "Hi, I am here."), ("user", "hello")),
-    "quoted": _said(("user", "say ab"), ("assistant", "ab"), ("user", "ab?"), ("assistant", "b")),
-    "empty_question": _said(("user", ""), ("assistant", "What?")),
-    "empty_answer": _said(("user", "hello"), ("assistant", ""), ("user", "well?")),
-    "whitespace": _said(
+    "question": _messages(("system", "Be brief."), ("user", "hello")),
+    "system_later": _messages(("user", "hello"), ("system", "Be brief."), ("assistant", "Hi")),
+    "assistant_first": _messages(("assistant", "Hi, I am here."), ("user", "hello")),
+    "quoted": _messages(
+        ("user", "say ab"), ("assistant", "ab"), ("user", "ab?"), ("assistant", "b")
+    ),
+    "empty_question": _messages(("user", ""), ("assistant", "What?")),
+    "empty_answer": _messages(("user", "hello"), ("assistant", ""), ("user", "well?")),
+    "whitespace": _messages(
         ("user", "  hello \n"), ("assistant", "\n\nHi \t\n"), ("user", "\n"), ("assistant", " ")
     ),
-    "unicode": _said(("user", "né 世界 🙂 ok"), ("assistant", "größer ≥ 世 🙂 fin"), ("user", "é")),
-    "ends_in_bytes": _said(("user", "smile"), ("assistant", "ok 🙂"), ("user", "世")),
-    "tool": _said(("user", "1+2"), ("assistant", "Let me see."), ("tool", "3"), ("assistant", "3")),
-    "two_tools": _said(
+    "unicode": _messages(
+        ("user", "né 世界 🙂 ok"), ("assistant", "größer ≥ 世 🙂 fin"), ("user", "é")
+    ),
+    "ends_in_bytes": _messages(("user", "smile"), ("assistant", "ok 🙂"), ("user", "世")),
+    "tool": _messages(
+        ("user", "1+2"), ("assistant", "Let me see."), ("tool", "3"), ("assistant", "3")
+    ),
+    "two_tools": _messages(
         ("system", "Be brief."),
         ("user", "1+2, 3+4"),
         ("assistant", "Both."),

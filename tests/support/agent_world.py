@@ -30,7 +30,7 @@ from dialoop_services.runtime.server import GrpcServer
 from dialoop_services.runtime.settings import ServerSettings
 from transformers import Qwen2ForCausalLM
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 SERVICE = "dialoop.v1.InferenceService"
 MODEL = "tiny"
@@ -177,10 +177,10 @@ class ScriptedEngine:
             if error is not None:
                 raise error
             text = self._tokenizer.decode(taken)
-            found = next((s for s in stop.strings if s in text), None)
-            if token in stop.by_id or found is not None:
+            stop_text = next((s for s in stop.strings if s in text), None)
+            if token in stop.by_id or stop_text is not None:
                 stop_reason = StopReason.STOP
-                stop_string = stop.by_id.get(token, found or "")
+                stop_string = stop.by_id.get(token, stop_text or "")
                 break
         version = VersionSpan(start=0, length=len(taken), policy_version=self.policy_version)
         return Sampled(
@@ -204,13 +204,13 @@ class LoggingEngine:
     def __getattr__(self, name: str):
         return getattr(self._engine, name)
 
-    async def sample(self, prompt_ids: Sequence[int], *arguments, **given):
-        sampled = await self._engine.sample(prompt_ids, *arguments, **given)
-        self.log += [Sampling(tuple(prompt_ids), one.token_ids) for one in sampled]
+    async def sample(self, prompt_ids: Sequence[int], *arguments, **options):
+        sampled = await self._engine.sample(prompt_ids, *arguments, **options)
+        self.log += [Sampling(tuple(prompt_ids), sample.token_ids) for sample in sampled]
         return sampled
 
-    async def stream(self, prompt_ids: Sequence[int], *arguments, **given):
-        sampled = await self._engine.stream(prompt_ids, *arguments, **given)
+    async def stream(self, prompt_ids: Sequence[int], *arguments, **options):
+        sampled = await self._engine.stream(prompt_ids, *arguments, **options)
         self.log.append(Sampling(tuple(prompt_ids), sampled.token_ids))
         return sampled
 
@@ -230,24 +230,24 @@ class AgentWorld:
     exits: AsyncExitStack
     token: str = ""
 
-    def client(self, recording_id: str = "", **given) -> openai.AsyncOpenAI:
+    def client(self, recording_id: str = "", **options) -> openai.AsyncOpenAI:
         """The official client, at the plain or the recording URL."""
         prefix = f"/recordings/{recording_id}" if recording_id else ""
-        values = {"api_key": self.token or "any", "max_retries": 0} | given
+        values = {"api_key": self.token or "any", "max_retries": 0} | options
         client = openai.AsyncOpenAI(base_url=f"{self.url}{prefix}/v1", **values)
         self.exits.push_async_callback(client.close)
         return client
 
-    async def recorded(self, recording_id: str = "r", **given) -> openai.AsyncOpenAI:
+    async def start_recording(self, recording_id: str = "r", **options) -> openai.AsyncOpenAI:
         """The official client at a new recording."""
-        await self.recordings.create(recording_id, **given)
+        await self.recordings.create(recording_id, **options)
         return self.client(recording_id)
 
-    async def post(self, path: str, body: object, **given) -> httpx.Response:
+    async def post(self, path: str, body: object, **options) -> httpx.Response:
         """A request by hand."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"content-type": "application/json"} | given.pop("headers", {})
-        return await self.http.post(self.url + path, content=content, headers=headers, **given)
+        headers = {"content-type": "application/json"} | options.pop("headers", {})
+        return await self.http.post(self.url + path, content=content, headers=headers, **options)
 
 
 @asynccontextmanager
@@ -322,10 +322,10 @@ def require_owned_once(trajectory, engine) -> None:
     assert sorted(sampled_ids(trajectory)) == sorted(s.token_ids for s in engine.log)
 
 
-async def ask(client, messages, **given):
-    values = {"model": "any", "messages": messages} | given
+async def ask(client, messages, **options):
+    values = {"model": "any", "messages": messages} | options
     return await client.chat.completions.create(**values)
 
 
-async def answer_to(client, messages, **given):
-    return (await ask(client, messages, **given)).choices[0].message
+async def answer_to(client, messages, **options):
+    return (await ask(client, messages, **options)).choices[0].message

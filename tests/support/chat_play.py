@@ -27,18 +27,18 @@ class Played:
     sampled: list[list[int]] = field(default_factory=list)
     covered: int = 0
 
-    def prompt(self, **given) -> Prompt:
+    def prompt(self, **fields) -> Prompt:
         context = self.sequences[-1] if self.sequences else None
         return self.tokens.prompt(
             self.history,
             context=context,
             num_context_messages=self.covered,
             turn=len(self.sampled),
-            **given,
+            **fields,
         )
 
-    def turn(self, ids: list[int], **given) -> Prompt:
-        prompt = self.prompt(**given)
+    def turn(self, ids: list[int], **fields) -> Prompt:
+        prompt = self.prompt(**fields)
         logprobs = [-0.5] * len(ids)
         answer = self.tokens.answer(prompt, ids, logprobs=logprobs, versions=[(len(ids), V1)])
         if self.sequences and prompt.fork_cause is ForkCause.NONE:
@@ -50,9 +50,9 @@ class Played:
         self.covered = len(self.history)
         return prompt
 
-    def say(self, text: str, end: str = END, **given) -> Prompt:
+    def say(self, text: str, end: str = END, **fields) -> Prompt:
         encode = self.tokens.tokenizer.encode
-        return self.turn([*encode(text).ids, *encode(end, trusted=True).ids], **given)
+        return self.turn([*encode(text).ids, *encode(end, trusted=True).ids], **fields)
 
     def hear(self, *messages: tuple[str, str]) -> None:
         self.history = self.history.extend(Message(role=role, content=t) for role, t in messages)

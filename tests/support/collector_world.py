@@ -44,7 +44,7 @@ from dialoop_services.replay.servicer import ReplayServicer
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.runtime import GrpcServer, ServerSettings
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 MAIN_0 = PolicyVersion(lineage="main", number=0)
 RUN = "r"
@@ -57,7 +57,7 @@ class ScriptedPolicy:
     answer: Callable[[int], str] = lambda number: f"Result={number}<submit>"
     version: PolicyVersion = MAIN_0
     delay_s: float = 0.0
-    asked: list[SamplingParams] = field(default_factory=list)
+    sampling_log: list[SamplingParams] = field(default_factory=list)
 
     async def generate(
         self,
@@ -69,8 +69,8 @@ class ScriptedPolicy:
         turn: int = 0,
         num_samples: int = 1,
     ) -> tuple[Sample, ...]:
-        self.asked.append(sampling or SamplingParams())
-        text = self.answer(len(self.asked))
+        self.sampling_log.append(sampling or SamplingParams())
+        text = self.answer(len(self.sampling_log))
         await asyncio.sleep(self.delay_s)
         source = Source.PROMPT if context is None else Source.TEMPLATE
         model = {"source": Source.MODEL, "turn": turn, "policy_version": self.version}
@@ -168,10 +168,11 @@ class World:
                 await asyncio.sleep(0.02)
 
     @asynccontextmanager
-    async def collecting(self, policy, *, agents=None, **given) -> AsyncIterator[Counters]:
+    async def collecting(self, policy, *, agents=None, **overrides) -> AsyncIterator[Counters]:
         """A collector at work until leaving; `agents` play where they are named."""
         settings = CollectorSettings(
-            **{"run": RUN, "worker": "w", "group_size": 2, "page_size": 4, "wait_s": 0.2} | given
+            **{"run": RUN, "worker": "w", "group_size": 2, "page_size": 4, "wait_s": 0.2}
+            | overrides
         )
         retry_policy = RetryPolicy(
             max_attempts=None, total_s=settings.patience_s, first_wait_s=0.02, max_wait_s=0.2
@@ -223,7 +224,7 @@ async def world(limits: QueueLimits | None = None) -> AsyncIterator[World]:
         )
 
 
-async def make_tasks(world: World, count: int, *, purpose: Purpose, **given) -> list[Task]:
+async def make_tasks(world: World, count: int, *, purpose: Purpose, **fields) -> list[Task]:
     """Tasks of the arithmetic environment."""
     page = await world.environment.list_tasks("arithmetic", split="heldout", page_size=count)
     return [
@@ -234,7 +235,7 @@ async def make_tasks(world: World, count: int, *, purpose: Purpose, **given) -> 
             key=ref.key,
             seed=ref.seed,
             purpose=purpose,
-            **given,
+            **fields,
         )
         for ref in page.tasks
     ]

@@ -24,13 +24,13 @@ class MissingVariable(Exception):
     """What `docker compose` says of `${NAME:?text}` when NAME is not set."""
 
 
-def interpolated(text: str, given: Mapping[str, str]) -> str:
+def interpolate(text: str, variables: Mapping[str, str]) -> str:
     """Replace `${NAME}`, `${NAME:-default}` and `${NAME:?text}` as compose does; `$$` is `$`."""
 
-    def value(found: re.Match[str]) -> str:
-        name, kind, rest = found["name"], found["kind"], found["rest"]
-        if given.get(name):
-            return given[name]
+    def value(match: re.Match[str]) -> str:
+        name, kind, rest = match["name"], match["kind"], match["rest"]
+        if variables.get(name):
+            return variables[name]
         if kind == ":?":
             raise MissingVariable(f"{name}: {rest}")
         return rest or ""
@@ -40,7 +40,7 @@ def interpolated(text: str, given: Mapping[str, str]) -> str:
     return text.replace("$$", "$")
 
 
-def compose_file(**given: str) -> dict[str, Any]:
+def compose_file(**variables: str) -> dict[str, Any]:
     """The compose file as compose reads it with these variables set."""
 
     def walk(node: Any) -> Any:
@@ -48,7 +48,7 @@ def compose_file(**given: str) -> dict[str, Any]:
             return {key: walk(value) for key, value in node.items()}
         if isinstance(node, list):
             return [walk(value) for value in node]
-        return interpolated(node, given) if isinstance(node, str) else node
+        return interpolate(node, variables) if isinstance(node, str) else node
 
     read: dict[str, Any] = walk(yaml.safe_load(COMPOSE.read_text("utf-8")))
     return read
@@ -63,7 +63,7 @@ class Target:
 
     def all_of(self, kind: str) -> list[str]:
         """The arguments of every instruction of one kind."""
-        return [text for found, text in self.instructions if found == kind]
+        return [text for name, text in self.instructions if name == kind]
 
     def last(self, kind: str) -> str:
         """The one that counts where the last wins: CMD, USER, HEALTHCHECK."""

@@ -141,7 +141,7 @@ class Gated:
             assert difference.max() < 0.1
 
     @property
-    def moved(self) -> float:
+    def version_gap(self) -> float:
         """By how many nats, at least somewhere, one version differs from the next."""
         return 0.5 if self.setup.dtype == "float32" else 0.25
 
@@ -163,11 +163,11 @@ def save_state(model: transformers.PreTrainedModel, path: Path, setup: Setup) ->
 
 
 @asynccontextmanager
-async def gated(setup: Setup, folder: Path) -> AsyncIterator[Gated]:
+async def gated_engine(setup: Setup, folder: Path) -> AsyncIterator[Gated]:
     directory = folder / "model"
     random_model(0, setup).save_pretrained(directory)
     save_tokenizer(directory)
-    engine = await started(setup, directory)
+    engine = await start_engine(setup, directory)
     world = Gated(engine, load_policy(directory, dtype=setup.dtype), folder, setup)
     world.keep_base()
     try:
@@ -179,7 +179,7 @@ async def gated(setup: Setup, folder: Path) -> AsyncIterator[Gated]:
         await engine.close()
 
 
-async def started(setup: Setup, directory: Path) -> Engine:
+async def start_engine(setup: Setup, directory: Path) -> Engine:
     options = EngineOptions(
         max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS, dtype=setup.dtype
     )

@@ -50,8 +50,8 @@ async def at(door: str, *environments: Environment, **settings: Any) -> AsyncIte
         async with LocalEnvironmentClient(*environments) as client:
             yield client
         return
-    given = EnvironmentSettings(rest_port=0, drain_s=1, **settings)
-    async with serving(given, Catalogue(environments)) as server:
+    all_settings = EnvironmentSettings(rest_port=0, drain_s=1, **settings)
+    async with serving(all_settings, Catalogue(environments)) as server:
         if door == "sdk":
             async with Channel(server.address, retry=RetryPolicy(max_attempts=1)) as channel:
                 yield EnvironmentClient(channel)
@@ -72,7 +72,9 @@ def say(text: str, **fields: Any) -> ChatHistory:
     return ChatHistory(response=History((Message(role="assistant", content=text, **fields),)))
 
 
-async def opened(client: Any, environment: str, session: str = "s", **reset: Any) -> ResetResult:
+async def open_session(
+    client: Any, environment: str, session: str = "s", **reset: Any
+) -> ResetResult:
     """A fresh session at the start of its first episode."""
     await client.create_session(session, environment)
     return await client.reset(session, episode=1, **reset)
@@ -114,7 +116,7 @@ __all__ = [
     "DOORS",
     "NotFound",
     "at",
-    "opened",
+    "open_session",
     "pb",
     "play",
     "reason_of",

@@ -132,7 +132,7 @@ def point_to(root: Path, manifest: WeightsManifest) -> None:
     (root / "latest.json").write_text(json.dumps(pointer))
 
 
-async def refused(call: object, kind: type[DialoopError], reason: str) -> None:
+async def assert_refused(call: object, kind: type[DialoopError], reason: str) -> None:
     with pytest.raises(kind) as caught:
         await call
     assert caught.value.reason == reason

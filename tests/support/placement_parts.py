@@ -22,10 +22,12 @@ HOLD = "TEST_HOLD"
 
 def token_sum(group: Group) -> list[float]:
     """A reward that differs within a group, however bad its policy is."""
-    return [float(one.sequences[0].token_ids.sum() % 101) for one in group.trajectories]
+    return [
+        float(trajectory.sequences[0].token_ids.sum() % 101) for trajectory in group.trajectories
+    ]
 
 
-def held(inputs: LossInputs) -> LossOutput:
+def slow_loss(inputs: LossInputs) -> LossOutput:
     """GRPO, in the trainer's process, which owns the device by now."""
     if not torch.is_grad_enabled():
         return grpo(inputs)  # what is tried on the host before a batch is taken

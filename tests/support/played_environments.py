@@ -61,21 +61,21 @@ def lab() -> ChatEnv:
     return _asking("lab", "{} and {}", tool, lambda a, b: a + b)
 
 
-def _submitted(task: TaskData) -> str:
+def _submission(task: TaskData) -> str:
     return f"Result={task.answer}<submit>"
 
 
 def _by_calculator(task: TaskData) -> tuple[str, ...]:
-    return f"<request><Calculator>{task.question}<call>", _submitted(task)
+    return f"<request><Calculator>{task.question}<call>", _submission(task)
 
 
 def _by_python(task: TaskData) -> tuple[str, ...]:
-    return f"```python\nprint({task.question})\n```", _submitted(task)
+    return f"```python\nprint({task.question})\n```", _submission(task)
 
 
 def _by_mcp(task: TaskData) -> tuple[str, ...]:
     left, right = task.metadata["left"], task.metadata["right"]
-    return f'<tool>lab.add\n{{"left": {left}, "right": {right}}}</tool>', _submitted(task)
+    return f'<tool>lab.add\n{{"left": {left}, "right": {right}}}</tool>', _submission(task)
 
 
 def _by_questions(task: TaskData) -> tuple[str, ...]:
@@ -116,15 +116,15 @@ async def demonstrations(played: Played, num_tasks: int) -> list[tuple[History, 
     environment = load_environment(played.use, played.options)
     assert isinstance(environment, ChatEnv)
     stop = environment.traits.stop
-    async with _acquired(environment):
+    async with _holding(environment):
         return [
-            (await _solved(environment, environment.tasks.get("train", key), played), stop)
+            (await _solve(environment, environment.tasks.get("train", key), played), stop)
             for key in environment.tasks.keys("train")[:num_tasks]
         ]
 
 
 @asynccontextmanager
-async def _acquired(environment: ChatEnv) -> AsyncIterator[None]:
+async def _holding(environment: ChatEnv) -> AsyncIterator[None]:
     await environment.acquire()
     try:
         yield
@@ -132,11 +132,11 @@ async def _acquired(environment: ChatEnv) -> AsyncIterator[None]:
         await environment.release()
 
 
-async def _solved(environment: ChatEnv, task: TaskData, played: Played) -> History:
+async def _solve(environment: ChatEnv, task: TaskData, played: Played) -> History:
     opening = environment.reset(task, 0)
     episode, prompt = opening.episode, opening.history
-    for said in played.solve(task):
-        answer = prompt.respond(Message(role="assistant", content=said))
+    for text in played.solve(task):
+        answer = prompt.respond(Message(role="assistant", content=text))
         outcome = await environment.step(episode, answer)
         episode, prompt = outcome.episode, outcome.history
     await environment.close(episode)

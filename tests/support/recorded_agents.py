@@ -38,8 +38,8 @@ async def run_by_hand(client: openai.AsyncOpenAI, *, stream: bool = False) -> st
     """A loop as OpenAI's documents show it, on the official client."""
     messages: list = [{"role": "user", "content": QUESTION}]
     for _ in range(5):
-        given = {"model": "gpt-5", "messages": messages, "tools": TOOLS}
-        message = await (_streamed if stream else _whole)(client, given)
+        request = {"model": "gpt-5", "messages": messages, "tools": TOOLS}
+        message = await (_answer_streamed if stream else _answer_whole)(client, request)
         messages.append(message)
         if not message.get("tool_calls"):
             return message["content"]
@@ -51,13 +51,13 @@ async def run_by_hand(client: openai.AsyncOpenAI, *, stream: bool = False) -> st
     return ""
 
 
-async def _whole(client: openai.AsyncOpenAI, given: dict) -> dict:
-    answer = await client.chat.completions.create(**given)
+async def _answer_whole(client: openai.AsyncOpenAI, request: dict) -> dict:
+    answer = await client.chat.completions.create(**request)
     return answer.choices[0].message.model_dump()
 
 
-async def _streamed(client: openai.AsyncOpenAI, given: dict) -> dict:
-    async with client.chat.completions.stream(**given) as stream:
+async def _answer_streamed(client: openai.AsyncOpenAI, request: dict) -> dict:
+    async with client.chat.completions.stream(**request) as stream:
         answer = await stream.get_final_completion()
     message = answer.choices[0].message.model_dump()
     for call in message["tool_calls"] or []:
@@ -106,7 +106,7 @@ async def demonstrations(directory: Path) -> list[TokenRow]:
     engine = ScriptedEngine(directory, SCRIPT * len(AGENTS))
     async with agent_world(directory, engine) as world:
         for name, agent in AGENTS.items():
-            assert await agent(await world.recorded(name)) == ANSWER
+            assert await agent(await world.start_recording(name)) == ANSWER
             (sequence,) = (await world.recordings.close(name)).sequences
             mask = sequence.response_mask().tolist()
             rows.append(TokenRow.from_demonstration(sequence.token_ids.tolist(), mask))

@@ -30,8 +30,8 @@ from dialoop_services.runtime import GrpcServer, ServerSettings
 from transformers import Qwen2ForCausalLM
 
 from tests.support.inference_world import world as replica_world
-from tests.support.patience import PATIENCE_S
 from tests.support.redis_server import new_run
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 FIRST = PolicyVersion(lineage="main", number=1)
@@ -56,13 +56,15 @@ def record_groups(model_dir: Path, num_groups: int) -> list[Group]:
 def _group(policy: PolicyModel, number: int, sample: Callable[[list[int]], int]) -> Group:
     trajectories = []
     for member in range(GROUP_SIZE):
-        row = _sampled(policy, number + member, sample)
+        row = _sample_sequence(policy, number + member, sample)
         advantage = 0.0 if number % UNIFORM_EVERY == 3 else 1.0 - 2.0 * member
         trajectories.append(_trajectory(number, member, replace(row, advantage=advantage)))
     return testing.group(*trajectories, group_id=f"t/{number}#1")
 
 
-def _sampled(policy: PolicyModel, seed: int, sample: Callable[[list[int]], int]) -> Sequence:
+def _sample_sequence(
+    policy: PolicyModel, seed: int, sample: Callable[[list[int]], int]
+) -> Sequence:
     """A prompt and an answer of lengths of their own."""
     prompt = [5 + (seed * 7 + i) % 50 for i in range(3 + seed % 5)]
     ids = list(prompt)
@@ -107,7 +109,7 @@ async def fill(replay: ReplayClient, run: str, groups: list[Group]) -> None:
         for u in unscored.leases
     ]
     outcomes = await replay.append_groups(run, Stage.SCORED, scored)
-    assert not [one for one in outcomes if one.is_rejected], outcomes
+    assert not [outcome for outcome in outcomes if outcome.is_rejected], outcomes
     await replay.acknowledge(run, [lease.lease_id for lease in unscored.leases])
 
 
@@ -129,7 +131,7 @@ class Recorded:
 
     def environment(self, **settings: Any) -> dict[str, str]:
         """The variables of its trainer."""
-        known = {
+        defaults = {
             "port": 0,
             "run": self.run,
             "run_dir": self.run_dir,
@@ -145,7 +147,7 @@ class Recorded:
             f"DIALOOP_TRAINER_{k.upper()}": str(v)
             if isinstance(v, (str, Path))
             else json.dumps(v, default=str)
-            for k, v in (known | settings).items()
+            for k, v in (defaults | settings).items()
         }
 
     @property
@@ -162,7 +164,7 @@ class Recorded:
 
 
 @asynccontextmanager
-async def recorded(
+async def recorded_world(
     directory: Path, model_dir: Path, store: QueueStore, groups: list[Group]
 ) -> AsyncIterator[Recorded]:
     """A world of its own in `directory`."""
@@ -247,8 +249,8 @@ class Trainers:
         else:
             assert self._forker.stdin is not None
             assert self._forker.stdout is not None
-            given = {"environment": environment, "log": str(log)}
-            self._forker.stdin.write(json.dumps(given) + "\n")
+            request = {"environment": environment, "log": str(log)}
+            self._forker.stdin.write(json.dumps(request) + "\n")
             self._forker.stdin.flush()
             pid = int(self._forker.stdout.readline())
         self._trainers.append(Trainer(pid, log))
@@ -291,8 +293,8 @@ class Trainers:
 @contextmanager
 def trainers(*, are_forked: bool) -> Iterator[Trainers]:
     """Trainers that are gone when the context is left."""
-    found = Trainers(are_forked=are_forked)
+    starter = Trainers(are_forked=are_forked)
     try:
-        yield found
+        yield starter
     finally:
-        found.close()
+        starter.close()

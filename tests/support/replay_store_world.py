@@ -145,8 +145,8 @@ async def reopen(store: QueueStore, run: str, *lease_ids: str) -> pb.ReopenLease
 
 async def peek(store: QueueStore, run: str, stage: Stage, num: int) -> list[str]:
     request = pb.PeekRequest(run=run, stage=stage_name(stage), max_groups=num)
-    found = (await store.apply(request, pb.PeekResponse)).groups
-    return [group.group_id for group in found]
+    groups = (await store.apply(request, pb.PeekResponse)).groups
+    return [group.group_id for group in groups]
 
 
 async def dead_letters(store: QueueStore, run: str, num: int) -> list[pb.DeadLetter]:

@@ -59,7 +59,7 @@ from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 MAIN_3 = PolicyVersion(lineage="main", number=3)
 
@@ -85,13 +85,13 @@ class TwinEngine:
     async def sample(self, prompt_ids, sampling, *, stop, num_samples=1, adapter=None):
         ids = (*byte_tokenizer().encode("7").ids, *byte_tokenizer().end_of_turn_ids[:1])
         spans = (VersionSpan(start=0, length=len(ids), policy_version=MAIN_3),)
-        one = Sampled(
+        sample = Sampled(
             token_ids=ids,
             logprobs=(-0.1,) * len(ids),
             versions=spans,
             stop_reason=StopReason.STOP,
         )
-        return (one,) * min(num_samples, 4)
+        return (sample,) * min(num_samples, 4)
 
     async def stream(self, prompt_ids, sampling, *, stop, on_tokens, adapter=None):
         (sampled,) = await self.sample(prompt_ids, sampling, stop=stop)
@@ -167,29 +167,29 @@ def _pb(name: str, **fields: Any) -> Message:
 
 
 @asynccontextmanager
-async def service(name: str, **given: Any) -> AsyncIterator[GrpcServer]:
+async def service(name: str, **fields: Any) -> AsyncIterator[GrpcServer]:
     """One service with both doors."""
-    settings = settings_of(name, **{"rest_port": 0, "drain_s": 1} | given)
+    settings = settings_of(name, **{"rest_port": 0, "drain_s": 1} | fields)
     server = GrpcServer(settings)
-    async with hosted(name, server, settings):
+    async with rest_door(name, server, settings):
         yield server
 
 
 @asynccontextmanager
-async def service_in_process(name: str, **given: Any) -> AsyncIterator[InProcessNetwork]:
+async def service_in_process(name: str, **fields: Any) -> AsyncIterator[InProcessNetwork]:
     """One service without a server, at its name."""
-    settings = settings_of(name, **given)
+    settings = settings_of(name, **fields)
     network = InProcessNetwork(token=settings.token.get_secret_value())
-    async with hosted(name, network.server(name, drain_s=1), settings):
+    async with rest_door(name, network.server(name, drain_s=1), settings):
         yield network
 
 
-def settings_of(name: str, **given: Any) -> ServerSettings:
-    return load(EnvironmentSettings if name == "environment" else ServerSettings, **given)
+def settings_of(name: str, **fields: Any) -> ServerSettings:
+    return load(EnvironmentSettings if name == "environment" else ServerSettings, **fields)
 
 
 @asynccontextmanager
-async def hosted(name: str, server: Server, settings: ServerSettings) -> AsyncIterator[None]:
+async def rest_door(name: str, server: Server, settings: ServerSettings) -> AsyncIterator[None]:
     """The servicers of a service on a server of either kind."""
     if isinstance(settings, EnvironmentSettings):
         catalogue = Catalogue([arithmetic(), failing_environment()])
@@ -244,13 +244,13 @@ def _trainer(server: Server, exits: AsyncExitStack) -> None:
 
 
 @contextmanager
-def served(name: str, **given: Any) -> Iterator[str]:
+def service_url(name: str, **fields: Any) -> Iterator[str]:
     """The URL of a service that runs in a thread of its own, with an event loop of its own."""
     addresses: list[str] = []
     is_up, stopping = threading.Event(), threading.Event()
 
     async def run() -> None:
-        async with service(name, **given) as server:
+        async with service(name, **fields) as server:
             addresses.append(server.rest_address)
             is_up.set()
             await asyncio.to_thread(stopping.wait)
@@ -317,7 +317,7 @@ class RestDoor:
         service_name, _, name = rpc.partition(".")
         route = routes(service_name)[name]
         response = await self.http.request(
-            route.method, _path(route, request), **self._sent(route, request)
+            route.method, _path(route, request), **self._arguments_of(route, request)
         )
         if response.status_code != 200:
             assert response.headers["content-type"] == "application/problem+json"
@@ -330,7 +330,7 @@ class RestDoor:
         model = self._models.model(route.rpc.output_type)
         return decode(model.model_validate_json(response.content), kind)
 
-    def _sent(self, route: Route, request: Message) -> dict[str, Any]:
+    def _arguments_of(self, route: Route, request: Message) -> dict[str, Any]:
         fields = self._models.encoder(route.rpc.input_type)(request)
         for path in route.bindings.values():
             *inside, last = path.split(".")

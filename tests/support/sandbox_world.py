@@ -13,7 +13,7 @@ import pytest
 from dialoop.sandbox import Execution, Level, Limits, Sandbox
 from dialoop.sandbox.self_test import assess
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 LIMITS = Limits(max_memory_bytes=192 * 2**20, max_disk_bytes=4 * 2**20, max_cpu_s=30)
 # On a machine that is busy with other things, a neighbour may wait for a time slice or two.
@@ -70,7 +70,7 @@ def descendants(pid: int) -> list[int]:
     return []
 
 
-async def gone(pids: list[int]) -> None:
+async def wait_until_gone(pids: list[int]) -> None:
     """Dead, or at least a zombie that its adopter has yet to reap."""
     async with asyncio.timeout(PATIENCE_S):
         for pid in pids:

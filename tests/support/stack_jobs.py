@@ -36,7 +36,7 @@ num_running_tasks = 8
 """
 
 
-def write_config(directory: Path, extra: str = "", **given: Any) -> Path:
+def write_config(directory: Path, extra: str = "", **changes: Any) -> Path:
     """A job of seconds; `extra` is TOML to add at the end."""
     values = {
         "engine": "transformers",
@@ -45,7 +45,7 @@ def write_config(directory: Path, extra: str = "", **given: Any) -> Path:
         "num_train_steps": 6,
     }
     path = directory / "job.toml"
-    path.write_text(CONFIG.format(**values | given) + extra)
+    path.write_text(CONFIG.format(**values | changes) + extra)
     return path
 
 
@@ -60,8 +60,8 @@ class EndedJob:
     @property
     def summary(self) -> dict[str, Any]:
         """summary.json."""
-        found: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
-        return found
+        summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        return summary
 
 
 class Job:
@@ -121,8 +121,8 @@ class Job:
     def service(self, module: str) -> int | None:
         """The pid of `python -m dialoop_services.<module>`, or None while there is none."""
         wanted = f"-m dialoop_services.{module} "
-        found = (pid for pid, command in self.left_running().items() if wanted in f"{command} ")
-        return next(found, None)
+        pids = (pid for pid, command in self.left_running().items() if wanted in f"{command} ")
+        return next(pids, None)
 
     def _command(self, directory: Path) -> str:
         try:

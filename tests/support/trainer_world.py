@@ -30,7 +30,7 @@ from dialoop_services.trainer.records.records import RunRecords
 from dialoop_services.trainer.recovery.checkpoint import Checkpoints
 from dialoop_services.trainer.settings import TrainerSettings
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 FIRST = PolicyVersion(lineage="main", number=1)
 
@@ -97,8 +97,8 @@ class FakeLearner:
 
     def rows_to_train(self, sequences: Any, *, current: PolicyVersion) -> Any:
         """Refuses whatever a test says; a real learner looks at the rows."""
-        for one in sequences:
-            self.refuses(one.sequence)
+        for row in sequences:
+            self.refuses(row.sequence)
         self.read_under.append(current)
         return sequences
 
@@ -106,7 +106,7 @@ class FakeLearner:
         self.while_training()
         self.weights += 1
         self.trained.append(len(rows))
-        self.temperatures.append([one.temperature for one in rows])
+        self.temperatures.append([row.temperature for row in rows])
         return TrainStepReport(
             loss=0.0,
             metrics={},
@@ -176,8 +176,8 @@ class FakeReplay:
         return self.held
 
     async def reopen_leases(self, run: str, lease_ids: Any, *, lease_s: float) -> ReopenedLeases:
-        lost = tuple(one for one in lease_ids if one not in self.kept)
-        leases = () if lost else tuple(self.kept[one] for one in lease_ids)
+        lost = tuple(lease_id for lease_id in lease_ids if lease_id not in self.kept)
+        leases = () if lost else tuple(self.kept[lease_id] for lease_id in lease_ids)
         return ReopenedLeases(leases=leases, lost=lost)
 
     async def extend(self, run: str, lease_ids: list[str], *, lease_s: float) -> tuple[str, ...]:
@@ -259,8 +259,8 @@ class World:
         self, run_dir: Path, *, supervised: DemonstrationSet | None = None, **settings: Any
     ) -> None:
         evaluation = {"num_tasks": 0, "every": 0} | settings.pop("evaluation", {})
-        known = {"evaluation": evaluation, "groups_per_train_step": 2}
-        self.settings = TrainerSettings(run_dir=run_dir, **known | settings)
+        defaults = {"evaluation": evaluation, "groups_per_train_step": 2}
+        self.settings = TrainerSettings(run_dir=run_dir, **defaults | settings)
         self.learner, self.replay = FakeLearner(), FakeReplay()
         self.publisher = FakePublisher(self.learner)
         self.evaluator = FakeEvaluator()
@@ -315,11 +315,11 @@ async def killed_after(here: World, *batches: str) -> None:
 def after(here: World, again: World, *, lost: str = "", in_work: str = "") -> World:
     """What the queue still has of an earlier trainer's groups when the next one comes."""
     journal = here.job.checkpointer.journal.entries()
-    held = [one for entry in journal for one in entry.lease_ids]
+    held = [lease_id for entry in journal for lease_id in entry.lease_ids]
     again.replay.kept = {
-        one: lease(one.removeprefix("lease-"), FIRST)
-        for one in held
-        if one.removeprefix("lease-") not in lost
+        lease_id: lease(lease_id.removeprefix("lease-"), FIRST)
+        for lease_id in held
+        if lease_id.removeprefix("lease-") not in lost
     }
     again.replay.held = (*again.replay.kept, *(f"lease-{name}" for name in in_work))
     again.replay.policy_version = here.job.state.policy_version

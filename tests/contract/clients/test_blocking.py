@@ -28,7 +28,7 @@ from dialoop.testing import ScriptedPolicy
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 TWINS = [

@@ -36,7 +36,7 @@ from dialoop.v1 import (
 )
 from dialoop_services.runtime import GrpcServer, ServerSettings, load
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 KINDS = sorted({*errors.ERRORS_BY_STATUS.values()} - {errors.InternalError}, key=lambda k: k.status)
 ONCE = RetryPolicy(max_attempts=1)

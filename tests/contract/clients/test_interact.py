@@ -17,7 +17,7 @@ from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
 from dialoop_services.runtime import GrpcServer, ServerSettings, load
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 ENVIRONMENT = arithmetic()
 KEY = ENVIRONMENT.tasks.keys("train")[0]

@@ -24,7 +24,7 @@ from dialoop_services.collector.batched_group import JoinedCall
 from dialoop_services.collector.counters import Counters
 from dialoop_services.collector.player import GroupPlayer, MemberFailed, Round
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 NUM = 4
 PATIENCE = RetryPolicy(max_attempts=None, total_s=PATIENCE_S, first_wait_s=0.01, max_wait_s=0.05)

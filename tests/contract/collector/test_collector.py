@@ -8,7 +8,7 @@ from dialoop.trajectory import Purpose, SamplingParams, Stage, Task
 from dialoop_services.replay.store import QueueLimits
 
 from tests.support.collector_world import RUN, ScriptedPolicy, adds_up, make_tasks, world
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 def failing(*numbers: int):
@@ -85,7 +85,7 @@ async def test_evaluation_tasks_keep_their_sampling_and_get_the_environments_sto
         assert len(leased.leases) == 2
         stop = (await w.environment.get_environment("arithmetic")).stop
     assert stop
-    assert policy.asked == [SamplingParams(temperature=0.0, max_new_tokens=9, stop=stop)] * 2
+    assert policy.sampling_log == [SamplingParams(temperature=0.0, max_new_tokens=9, stop=stop)] * 2
 
 
 async def test_a_member_that_failed_is_played_again_and_its_first_play_is_counted_once():

@@ -92,7 +92,7 @@ async def test_both_environments_are_played():
         await place.allow(12)
         async with place.collecting(policy, page_size=12, environments=MIXED):
             await place.until(lambda counts: counts.num_groups_unscored >= 8)
-    stops = Counter(sampling.stop for sampling in policy.asked)
+    stops = Counter(sampling.stop for sampling in policy.sampling_log)
     assert set(stops) == {arithmetic().traits.stop, riddles().traits.stop}
 
 

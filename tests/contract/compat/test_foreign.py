@@ -16,8 +16,8 @@ from dialoop.environments.foreign.driver import (
 from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.trajectory import DoneReason, Owner
 
-from tests.support.environment_doors import at, opened, play, reason_of, say, texts
-from tests.support.patience import until
+from tests.support.environment_doors import at, open_session, play, reason_of, say, texts
+from tests.support.waiting import until
 
 DOORS = ("grpc", "rest", "sdk", "in_process")
 
@@ -63,7 +63,7 @@ async def test_an_episode_elsewhere_is_played_at_every_door(door):
     made = environment(driver, system_prompt="Be brief.")
     assert isinstance(made, OpensSlowly)
     async with at(door, made) as client:
-        opening = await opened(client, "elsewhere", split="heldout", task_key="1")
+        opening = await open_session(client, "elsewhere", split="heldout", task_key="1")
         assert texts(opening) == ["Be brief.", "seed 11"]
         first, last = await play(client, "hello", "end")
         assert texts(first) == ["Be brief.", "seed 11", "hello", "go on"]
@@ -129,7 +129,7 @@ async def test_an_opening_takes_no_longer_than_a_step_may():
 async def test_a_move_that_fails_is_the_environments_failure_and_ends_the_episode():
     driver = Counting()
     async with at("sdk", environment(driver)) as client:
-        await opened(client, "elsewhere", task_key="0")
+        await open_session(client, "elsewhere", task_key="0")
         (outcome,) = await play(client, "break")
         (failure,) = outcome.failures
         assert (failure.owner, failure.reason) == (Owner.ENVIRONMENT, "ENVIRONMENT_FAILED")
@@ -140,7 +140,7 @@ async def test_a_move_that_fails_is_the_environments_failure_and_ends_the_episod
 
 async def test_a_reward_that_is_no_number_is_a_failure_and_not_a_reward():
     async with at("sdk", environment(Counting())) as client:
-        await opened(client, "elsewhere", task_key="0")
+        await open_session(client, "elsewhere", task_key="0")
         _, last = await play(client, "nan", "end")
         assert [f.owner for f in last.failures] == [Owner.REWARD]
         assert last.rewards == ()
@@ -162,7 +162,7 @@ async def test_a_group_opens_one_task_in_places_of_its_own():
 async def test_a_retried_step_moves_once():
     driver = Counting()
     async with at("sdk", environment(driver, max_turns=1)) as client:
-        await opened(client, "elsewhere", task_key="0")
+        await open_session(client, "elsewhere", task_key="0")
         (first,) = await play(client, "hello")
         (again,) = await play(client, "hello")
         assert again.replayed

@@ -14,8 +14,8 @@ from dialoop.environments.foreign.openenv import _Connection, openenv
 from dialoop.errors import InvalidConfig
 from dialoop.trajectory import Owner
 
-from tests.support.environment_doors import at, opened, play, reason_of, say, texts
-from tests.support.patience import PATIENCE_S
+from tests.support.environment_doors import at, open_session, play, reason_of, say, texts
+from tests.support.waiting import PATIENCE_S
 
 REASON = "openenv-core brings gradio and fastmcp: see infra/test_compat.sh"
 
@@ -87,7 +87,7 @@ def echo(url: str, **options):
 @pytest.mark.parametrize("door", ["grpc", "in_process"])
 async def test_their_server_is_played_as_an_environment_of_ours(url, door):
     async with at(door, echo(url, system_prompt="Echo.")) as client:
-        opening = await opened(client, "echo", task_key="7")
+        opening = await open_session(client, "echo", task_key="7")
         assert texts(opening) == ["Echo.", "seed 7"]
         first, last = await play(client, "hello", "end")
         assert texts(first) == ["Echo.", "seed 7", "hello", "1:hello"]
@@ -99,7 +99,7 @@ async def test_their_server_is_played_as_an_environment_of_ours(url, door):
 async def test_episodes_have_sessions_of_their_own(url):
     async with at("sdk", echo(url)) as client:
         for session, key in (("a", "1"), ("b", "2")):
-            await opened(client, "echo", session, task_key=key)
+            await open_session(client, "echo", session, task_key=key)
         (a,) = await play(client, "x", session="a")
         (b,) = await play(client, "y", session="b")
         assert texts(a)[-1] == "1:x"
@@ -109,7 +109,7 @@ async def test_episodes_have_sessions_of_their_own(url):
 async def test_a_reply_that_comes_late_is_never_taken_for_another(url):
     """Their client after a timeout gives each step the reply of the one before, for ever."""
     async with at("sdk", echo(url, timeout_s=0.2)) as client:
-        await opened(client, "echo", task_key="1")
+        await open_session(client, "echo", task_key="1")
         (slow,) = await play(client, "sleep")
         assert [failure.owner for failure in slow.failures] == [Owner.ENVIRONMENT]
         assert not slow.rewards
@@ -124,7 +124,7 @@ async def test_a_reply_that_comes_late_is_never_taken_for_another(url):
 
 async def test_a_step_of_theirs_that_raises_is_a_failure_whose_text_stays_here(url):
     async with at("sdk", echo(url)) as client:
-        await opened(client, "echo", task_key="1")
+        await open_session(client, "echo", task_key="1")
         (outcome,) = await play(client, "break")
         (failure,) = outcome.failures
         assert failure.owner is Owner.ENVIRONMENT
@@ -134,7 +134,7 @@ async def test_a_step_of_theirs_that_raises_is_a_failure_whose_text_stays_here(u
 async def test_a_full_server_is_busy_and_has_room_again_afterwards():
     with serve(echo_app(places=1)) as url:
         async with at("sdk", echo(url)) as client:
-            await opened(client, "echo", "a", task_key="1")
+            await open_session(client, "echo", "a", task_key="1")
             await client.create_session("b", "echo")
             assert await reason_of(client.reset("b", episode=1, task_key="1")) == "CAPACITY"
             await client.close_session("a")

@@ -13,8 +13,8 @@ from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
 
-from tests.support.patience import PATIENCE_S
 from tests.support.rest_world import failing_environment
+from tests.support.waiting import PATIENCE_S
 
 REASON = "openenv-core brings gradio and fastmcp: see infra/test_compat.sh"
 

@@ -11,7 +11,7 @@ from dialoop.environments.foreign.torchrl import torchrl_environment
 from dialoop.errors import InvalidConfig
 from dialoop.trajectory import DoneReason, Owner
 
-from tests.support.environment_doors import at, opened, play, reason_of, roles, texts
+from tests.support.environment_doors import at, open_session, play, reason_of, roles, texts
 
 TASKS = RowTasks({"train": [{"question": "What is 3+4?", "answer": "7"}]})
 
@@ -58,7 +58,7 @@ def installation(request):
 @pytest.mark.parametrize("door", ["rest", "in_process"])
 async def test_their_environment_is_played_with_its_rewards(door):
     async with at(door, environment()) as client:
-        opening = await opened(client, "theirs", task_key="0")
+        opening = await open_session(client, "theirs", task_key="0")
         assert roles(opening) == ["system", "user"]
         assert texts(opening) == ["Be brief.", "What is 3+4?"]
         wrong, right = await play(client, "8", "It is 7.")
@@ -70,7 +70,7 @@ async def test_their_environment_is_played_with_its_rewards(door):
 
 async def test_their_step_limit_truncates():
     async with at("sdk", environment()) as client:
-        await opened(client, "theirs", task_key="0")
+        await open_session(client, "theirs", task_key="0")
         *_, last = await play(client, "1", "2", "3")
         assert last.truncated
         assert not last.terminated
@@ -81,7 +81,7 @@ async def test_episodes_have_environments_and_threads_of_their_own():
     before = threading.active_count()
     async with at("sdk", environment()) as client:
         for session in ("a", "b"):
-            await opened(client, "theirs", session, task_key="0")
+            await open_session(client, "theirs", session, task_key="0")
         (a,) = await play(client, "1", session="a")
         (b,) = await play(client, "2", session="b")
         assert (texts(a)[2], texts(b)[2]) == ("1", "2")
@@ -95,7 +95,7 @@ async def test_episodes_have_environments_and_threads_of_their_own():
 
 async def test_what_of_theirs_fails_is_a_failure_without_its_text():
     async with at("sdk", environment()) as client:
-        await opened(client, "theirs", task_key="0")
+        await open_session(client, "theirs", task_key="0")
         (outcome,) = await play(client, "break")
         (failure,) = outcome.failures
         assert failure.owner is Owner.ENVIRONMENT
@@ -108,7 +108,7 @@ async def test_what_of_theirs_fails_is_a_failure_without_its_text():
 async def test_a_callers_question_is_played_too():
     async with at("sdk", environment()) as client:
         question = Given(query="What is 1+1?", data={"answer": "2"})
-        assert texts(await opened(client, "theirs", question=question))[1] == "What is 1+1?"
+        assert texts(await open_session(client, "theirs", question=question))[1] == "What is 1+1?"
         (outcome,) = await play(client, "2")
         assert outcome.rewards[0].value == 1.0
 

@@ -20,8 +20,8 @@ from dialoop.environments import BrowserTools, ChatEnv, RowTasks
 from dialoop.errors import InvalidConfig
 from dialoop.trajectory import Owner
 
-from tests.support.environment_doors import DOORS, at, opened, play, say, texts
-from tests.support.patience import until
+from tests.support.environment_doors import DOORS, at, open_session, play, say, texts
+from tests.support.waiting import until
 
 TASK = {"split": "train", "task_key": "0"}
 TASKS = RowTasks([{"query": "What does the page say?"}])
@@ -140,7 +140,7 @@ async def test_60_a_browser_navigates_clicks_types_scrolls_and_extracts(door):
         info = await client.get_environment("web")
         assert info.tools == ("navigate", "click", "type", "scroll", "extract")
         assert info.spec.facts["browser_domains"] == "example.com"
-        await opened(client, "web", **TASK)
+        await open_session(client, "web", **TASK)
         answers = (
             call("navigate", url="https://www.example.com/")
             + call("type", selector="#q", text="owls")
@@ -163,7 +163,7 @@ async def test_60_a_browser_navigates_clicks_types_scrolls_and_extracts(door):
 @doors
 async def test_60_a_browser_stays_on_its_domains(door):
     async with serve_fake_browser(door) as (client, _):
-        await opened(client, "web", **TASK)
+        await open_session(client, "web", **TASK)
         foreign = (
             "https://evilexample.com",
             "https://example.com.evil.org",
@@ -185,7 +185,7 @@ async def test_60_a_browser_stays_on_its_domains(door):
 
 async def test_a_slow_page_is_told_and_a_browser_that_is_gone_is_a_failure_of_the_tool():
     async with serve_fake_browser("sdk") as (client, _):
-        await opened(client, "web", **TASK)
+        await open_session(client, "web", **TASK)
         page = call("navigate", url="https://example.com/")
         slow, gone = await play(
             client, page + call("click", selector="#missing"), call("click", selector="#crash")
@@ -198,7 +198,7 @@ async def test_a_slow_page_is_told_and_a_browser_that_is_gone_is_a_failure_of_th
 
 async def test_every_request_of_a_page_is_checked_and_foreign_names_are_not_resolved():
     async with serve_fake_browser("in_process") as (client, browser):
-        await opened(client, "web", **TASK)
+        await open_session(client, "web", **TASK)
         await play(client, call("navigate", url="https://example.com/"))
         went = []
         for url in ("https://cdn.example.com/a.js", "https://evil.org/a.js", "file:///etc/passwd"):
@@ -281,7 +281,7 @@ async def test_60_a_real_chromium_reads_pages_and_reaches_no_other_host(site):
         arguments=("--no-sandbox", "--no-zygote", "--single-process", "--headless=shell"),
     )
     async with at("rest", browsing(tools)) as client:
-        await opened(client, "web", **TASK)
+        await open_session(client, "web", **TASK)
         answers = (
             call("navigate", url=f"{url}/start")
             + call("extract", selector="h1")

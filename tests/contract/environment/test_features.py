@@ -42,7 +42,16 @@ from dialoop.environments import (
 from dialoop.testing import byte_tokenizer
 from dialoop.trajectory import DoneReason, Owner
 
-from tests.support.environment_doors import DOORS, at, opened, play, reason_of, roles, say, texts
+from tests.support.environment_doors import (
+    DOORS,
+    at,
+    open_session,
+    play,
+    reason_of,
+    roles,
+    say,
+    texts,
+)
 
 TASKS = ArithmeticTasks()
 KEY = TASKS.keys("train")[0]
@@ -67,7 +76,7 @@ def add(left: int, right: int) -> int:
 async def test_38_chat_env_is_a_blank_canvas_in_history_mode(door):
     environment = blank(system_prompt="Be brief.", tasks=TASKS, template_kwargs={"x": 1})
     async with at(door, environment) as client:
-        opening = await opened(client, "blank", **TASK)
+        opening = await open_session(client, "blank", **TASK)
         assert roles(opening) == ["system", "user"]
         outcomes = await play(client, "one", "two")
         assert roles(outcomes[-1]) == ["system", "user", "assistant", "assistant"]
@@ -78,7 +87,7 @@ async def test_38_chat_env_is_a_blank_canvas_in_history_mode(door):
 async def test_38_chat_env_in_text_mode(door):
     environment = blank(input_mode="text", tokenizer=BYTES)
     async with at(door, environment) as client:
-        opening = await opened(client, "blank", question=Given(query="hi"))
+        opening = await open_session(client, "blank", question=Given(query="hi"))
         prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
         assert opening.text == Text(prompt=prompt)
         assert opening.history == ChatHistory()
@@ -98,7 +107,7 @@ async def test_38_chat_env_in_text_mode(door):
 async def test_38_chat_env_in_tokens_mode(door):
     environment = blank(EndOnTag(), input_mode="tokens", tokenizer=BYTES)
     async with at(door, environment) as client:
-        opening = await opened(client, "blank", question=Given(query="hi"))
+        opening = await open_session(client, "blank", question=Given(query="hi"))
         prompt = opening.tokens.prompt
         assert BYTES.decode(prompt) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
         ids = (*BYTES.encode("é, <answer>3</answer>").ids, *BYTES.end_of_turn_ids[:1])
@@ -107,7 +116,7 @@ async def test_38_chat_env_in_tokens_mode(door):
         assert first.tokens.prompt == prompt + ids[:1]
         assert last.tokens.prompt == prompt + ids
         assert last.done_reason is DoneReason.CONTENT
-        other = await opened(client, "blank", "t", question=Given(query="hi"))
+        other = await open_session(client, "blank", "t", question=Given(query="hi"))
         refused = client.step("t", episode=1, step_index=0, history=Tokens(response=(9999,)))
         assert await reason_of(refused) == "TOKEN_OUT_OF_RANGE"
         assert other.tokens == opening.tokens
@@ -124,7 +133,7 @@ class Hint(Transform):
 @pytest.mark.parametrize("mode", ["text", "tokens"])
 async def test_38_what_the_environment_says_is_added_to_text_and_tokens(door, mode):
     async with at(door, blank(Hint(), input_mode=mode, tokenizer=BYTES)) as client:
-        await opened(client, "blank", question=Given(query="hi"))
+        await open_session(client, "blank", question=Given(query="hi"))
         text = "yes<|im_end|>"
         answer = Text(response=text)
         if mode == "tokens":
@@ -142,7 +151,7 @@ async def test_39_reset_semantics(door):
     environment = blank(system_prompt="S", data_key="question")
     async with at(door, environment) as client:
         row = Given(data={"question": "q", "answer": "7", "id": "r-1"})
-        opening = await opened(client, "blank", question=row)
+        opening = await open_session(client, "blank", question=row)
         assert texts(opening) == ["S", "q"]
         assert opening.info == {"question": "q", "answer": "7", "id": "r-1"}
         assert opening.history.response is None
@@ -163,7 +172,7 @@ async def test_39_reset_semantics(door):
 @doors
 async def test_40_step_semantics(door):
     async with at(door, blank(StepCounter(2), tasks=TASKS)) as client:
-        opening = await opened(client, "blank", **TASK)
+        opening = await open_session(client, "blank", **TASK)
         full = opening.history.respond(Message(role="assistant", content="a"))
         first = await client.step("s", episode=1, step_index=0, history=full)
         assert first.history.prompt == full.full
@@ -184,7 +193,7 @@ async def test_40_step_semantics(door):
 @doors
 async def test_40_a_step_and_the_next_reset_in_one_call(door):
     async with at(door, dataset_chat_env(ROWS, shuffle=False, max_steps=1)) as client:
-        opening = await opened(client, "dataset")
+        opening = await open_session(client, "dataset")
         item = StepItem(session_id="s", episode=1, step_index=0, history=say("x"))
         outcome, following = await client.step_and_reset(item, next_split="", next_task_key="")
         assert outcome.done
@@ -232,7 +241,7 @@ async def test_40_a_step_without_a_session(door):
 )
 async def test_41_done_state_management(door, transform, answer, reason, terminated):
     async with at(door, blank(transform, tasks=TASKS)) as client:
-        await opened(client, "blank", **TASK)
+        await open_session(client, "blank", **TASK)
         (outcome,) = await play(client, answer)
         assert outcome.done_reason is reason
         assert outcome.terminated is terminated
@@ -257,7 +266,7 @@ class PerToken(Transform):
 async def test_42_reward_shapes_sparse_per_turn_and_dense(door):
     turns = Rewards([NamedReward(lambda e: 0.5, name="half", weight=2.0)], every_turn=True)
     async with at(door, blank(turns, PerToken(), tasks=TASKS)) as client:
-        await opened(client, "blank", **TASK)
+        await open_session(client, "blank", **TASK)
         half, dense = (await play(client, "x"))[0].rewards
         assert dense.per_token == (0.5, -0.25)
         assert dense.value == 0.25
@@ -273,7 +282,7 @@ async def test_43_reward_aggregation_by_weights(door):
     )
     environment = blank(EndOnText(), rewards, tasks=TASKS)
     async with at(door, environment) as client:
-        await opened(client, "blank", **TASK)
+        await open_session(client, "blank", **TASK)
         (outcome,) = await play(client, f"Result={TRUTH}<submit>")
         rewards = {r.name: (r.value, round(r.weight, 6)) for r in outcome.rewards}
         assert rewards == {"result": (1.0, 2.0), "format": (1.0, 0.1)}
@@ -310,7 +319,7 @@ async def test_45_rewards_of_a_batch_of_sessions(door):
     environment = blank(EndOnTag(), AnswerTagReward(), tasks=RowTasks(ROWS))
     async with at(door, environment) as client:
         for number in range(3):
-            await opened(client, "blank", f"s{number}", split="train", task_key=str(number))
+            await open_session(client, "blank", f"s{number}", split="train", task_key=str(number))
         items = [
             StepItem(
                 session_id=f"s{number}",
@@ -344,7 +353,7 @@ async def test_46_rewards_can_be_computed_later_and_done_is_decided_at_once(door
 async def test_47_a_parse_failure_is_no_crash(door):
     environment = blank(EndOnTag(), AnswerTagReward(), MaxTurns(2), tasks=RowTasks(ROWS))
     async with at(door, environment) as client:
-        await opened(client, "blank", split="train", task_key="0")
+        await open_session(client, "blank", split="train", task_key="0")
         open_tag, last = await play(client, "<answer>1", "<think></answer><answer")
         assert not open_tag.done
         assert last.rewards[0].value == 0.0
@@ -356,7 +365,7 @@ async def test_47_a_failing_or_infinite_reward_is_absent_and_owned(door):
     functions = [NamedReward(lambda e: float("nan"), name="nan"), NamedReward(_boom, name="boom")]
     environment = blank(MaxTurns(1), Rewards(functions), tasks=TASKS)
     async with at(door, environment) as client:
-        await opened(client, "blank", **TASK)
+        await open_session(client, "blank", **TASK)
         (outcome,) = await play(client, "x")
         assert outcome.rewards == ()
         assert [f.owner for f in outcome.failures] == [Owner.REWARD, Owner.REWARD]

@@ -26,9 +26,9 @@ from dialoop.trajectory import DoneReason, Owner
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
 
-from tests.support.environment_doors import opened, play, reason_of, say
-from tests.support.patience import PATIENCE_S, until
+from tests.support.environment_doors import open_session, play, reason_of, say
 from tests.support.rest_world import http_of, refusal
+from tests.support.waiting import PATIENCE_S, until
 
 TASKS = ArithmeticTasks()
 KEY = TASKS.keys("train")[0]
@@ -86,7 +86,7 @@ async def test_an_episode_is_let_go_once_whether_it_ends_or_its_session_does():
     holds = Holds()
     environment = ChatEnv(name="held", tasks=TASKS, transforms=(holds, MaxTurns(2)))
     async with serve(environment, reap_interval_s=0.02) as (client, _):
-        await opened(client, "held", **TASK)
+        await open_session(client, "held", **TASK)
         await play(client, "a", "b")  # over: freed
         await until(lambda: holds.freed == ["episode 0"])
         await client.reset("s", episode=2, **TASK)
@@ -97,7 +97,7 @@ async def test_an_episode_is_let_go_once_whether_it_ends_or_its_session_does():
         await client.create_session("t", "held", ttl_s=2.0)
         await client.reset("t", episode=1, **TASK)  # expires: freed
         await until(lambda: len(holds.freed) == 4)
-        await opened(client, "held", "u", **TASK)  # the service stops: freed
+        await open_session(client, "held", "u", **TASK)  # the service stops: freed
     assert sorted(holds.freed) == sorted(holds.held)
 
 
@@ -105,7 +105,7 @@ async def test_a_step_that_nobody_comes_back_for_is_cancelled_with_its_tool():
     gate = Gate()
     environment = tool_environment(name="gated", tasks=TASKS, tools=[gate], rewards=[])
     async with serve(environment, abandon_s=0.2) as (client, _):
-        await opened(client, "gated", **TASK)
+        await open_session(client, "gated", **TASK)
         asking = asyncio.create_task(client.step("s", episode=1, step_index=0, history=say(CALL)))
         await gate.entered.wait()
         asking.cancel()
@@ -127,7 +127,7 @@ async def test_a_retry_in_time_keeps_the_step():
     gate = Gate()
     environment = tool_environment(name="gated", tasks=TASKS, tools=[gate], rewards=[])
     async with serve(environment, abandon_s=2.0) as (client, _):
-        await opened(client, "gated", **TASK)
+        await open_session(client, "gated", **TASK)
         asking = asyncio.create_task(client.step("s", episode=1, step_index=0, history=say(CALL)))
         await gate.entered.wait()
         asking.cancel()
@@ -142,8 +142,8 @@ async def test_two_steps_at_once_are_aborted_and_too_many_steps_are_refused_for_
     gate = Gate()
     environment = tool_environment(name="gated", tasks=TASKS, tools=[gate], rewards=[])
     async with serve(environment, max_working_steps=1) as (client, server):
-        await opened(client, "gated", "a", **TASK)
-        await opened(client, "gated", "b", **TASK)
+        await open_session(client, "gated", "a", **TASK)
+        await open_session(client, "gated", "b", **TASK)
         first = asyncio.create_task(client.step("a", episode=1, step_index=0, history=say(CALL)))
         await gate.entered.wait()
         second = client.step("a", episode=1, step_index=0, history=say("other"))
@@ -235,7 +235,7 @@ async def test_unknown_environments_and_questions_for_closed_ones_are_refused():
         choice = TaskChoice(question=Given(query="1+1"))
         group = client.create_group("g", "nope", num_sessions=1, choice=choice)
         assert await reason_of(group) == "ENVIRONMENT_NOT_FOUND"
-        opening = await opened(client, "arithmetic", question=Given(query="12+13"))
+        opening = await open_session(client, "arithmetic", question=Given(query="12+13"))
         # Any ChatEnv plays a question of its caller.
         assert opening.history.prompt[0].text == "12+13"
 
@@ -248,7 +248,7 @@ async def test_a_step_in_two_views_is_refused(views):
         "tokens": {"response": {"values": [1]}},
     }
     async with serve(ChatEnv(name="blank")) as (client, server), http_of(server) as http:
-        await opened(client, "blank", question=Given(query="q"))
+        await open_session(client, "blank", question=Given(query="q"))
         step = {"episode": 1, "step_index": 0, **{view: body[view] for view in views}}
         answer = await http.post("/v1/sessions/s/step", json=step)
         assert refusal(answer) == (400, "WRONG_MODE")

@@ -29,8 +29,8 @@ from dialoop.trajectory import DoneReason, Owner, Trajectory
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
 
-from tests.support.environment_doors import at, opened, reason_of
-from tests.support.patience import PATIENCE_S
+from tests.support.environment_doors import at, open_session, reason_of
+from tests.support.waiting import PATIENCE_S
 
 KEY = ArithmeticTasks().keys("train")[0]
 ANSWER = ArithmeticTasks().get("train", KEY).answer
@@ -247,11 +247,11 @@ async def serve_gate(door: str, **limits: float):
     environment = tool_environment(name="gated", tasks=ArithmeticTasks(), tools=[gate], rewards=[])
     if door == "in_process":
         async with LocalEnvironmentClient(environment, limits=SessionLimits(**limits)) as client:
-            await opened(client, "gated", split="train", task_key=KEY)
+            await open_session(client, "gated", split="train", task_key=KEY)
             yield client, gate
         return
     async with at(door, environment, **limits) as client:
-        await opened(client, "gated", split="train", task_key=KEY)
+        await open_session(client, "gated", split="train", task_key=KEY)
         yield client, gate
 
 
@@ -307,7 +307,7 @@ async def test_a_step_that_nobody_comes_back_for_is_cancelled_with_its_tool(door
 @pytest.mark.parametrize("door", ["in_process", "sdk"])
 async def test_the_same_step_with_another_answer_is_refused_by_its_digest(door):
     async with at(door, arithmetic()) as client:
-        opening = await opened(client, "arithmetic", split="train", task_key=KEY)
+        opening = await open_session(client, "arithmetic", split="train", task_key=KEY)
         spoken = Message(role="assistant", content=CALL)
         first = await client.step(
             "s", episode=1, step_index=0, history=opening.history.respond(spoken)
@@ -324,7 +324,7 @@ async def test_the_same_step_with_another_answer_is_refused_by_its_digest(door):
 
 async def test_an_answer_with_a_list_for_a_tuple_is_known_again_in_this_process():
     local = LocalEnvironmentClient(arithmetic())
-    await opened(local, "arithmetic", split="train", task_key=KEY)
+    await open_session(local, "arithmetic", split="train", task_key=KEY)
     results = []
     for _ in range(2):
         message = Message(role="assistant", content=CALL, tool_responses=["one"])  # type: ignore[arg-type]
@@ -347,6 +347,6 @@ async def test_leaving_this_process_client_lets_go_of_episodes_before_their_envi
     environment = ChatEnv(name="held", tasks=ArithmeticTasks(), transforms=(Holds(),))
     async with LocalEnvironmentClient(environment) as local:
         for session in "ab":
-            await opened(local, "held", session, split="train", task_key=KEY)
+            await open_session(local, "held", session, split="train", task_key=KEY)
         await local.close_session("a")
     assert events == ["closed", "closed", "released"]

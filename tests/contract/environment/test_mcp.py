@@ -18,8 +18,8 @@ from dialoop.trajectory import Owner
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
 
-from tests.support.environment_doors import at, opened, play, texts
-from tests.support.patience import PATIENCE_S
+from tests.support.environment_doors import at, open_session, play, texts
+from tests.support.waiting import PATIENCE_S
 
 PROGRAM = Path(__file__).parents[2] / "support" / "programs" / "mcp_program.py"
 STDIO = McpServer(command=sys.executable, args=(str(PROGRAM),))
@@ -42,7 +42,7 @@ async def test_59_mcp_tools_over_stdio(door):
         info = await client.get_environment("lab")
         assert "lab.add" in info.tools
         assert info.spec.tool_definitions[0].description == "Add two numbers."
-        await opened(client, "lab", **TASK)
+        await open_session(client, "lab", **TASK)
         two = call("lab.add", '{"left": 3, "right": 4}') + call("add", '{"left": 1, "right": 1}')
         (outcome,) = await play(client, two)
         assert texts(outcome)[-2:] == [
@@ -54,7 +54,7 @@ async def test_59_mcp_tools_over_stdio(door):
 
 async def test_what_the_policy_gets_wrong_is_told_to_it_and_a_picture_is_no_repr():
     async with at("sdk", environment()) as client:
-        await opened(client, "lab", **TASK)
+        await open_session(client, "lab", **TASK)
         answers = (
             call("lab.add", '{"left": "3"}')
             + call("lab.add", "{oops")
@@ -79,7 +79,7 @@ async def test_the_server_gets_no_variables_of_the_service(monkeypatch):
     monkeypatch.setenv("SECRET_KEY_OF_THE_SERVICE", "x")
     named = McpServer(command=sys.executable, args=(str(PROGRAM),), env={"GIVEN": "1"})
     async with at("sdk", environment(named)) as client:
-        await opened(client, "lab", **TASK)
+        await open_session(client, "lab", **TASK)
         (outcome,) = await play(client, call("lab.variables"))
         assert "GIVEN" in texts(outcome)[-1]
         assert "SECRET_KEY_OF_THE_SERVICE" not in texts(outcome)[-1]
@@ -87,8 +87,8 @@ async def test_the_server_gets_no_variables_of_the_service(monkeypatch):
 
 async def test_a_tool_that_never_answers_is_cut_off_and_the_next_call_works():
     async with at("sdk", environment(timeout_s=3.0)) as client:
-        await opened(client, "lab", "a", **TASK)
-        await opened(client, "lab", "b", **TASK)
+        await open_session(client, "lab", "a", **TASK)
+        await open_session(client, "lab", "b", **TASK)
         (outcome,) = await play(client, call("lab.sleep"), session="a")
         assert [(f.owner, f.reason) for f in outcome.failures] == [(Owner.TOOL, "TOOL_TIMEOUT")]
         assert outcome.truncated
@@ -98,7 +98,7 @@ async def test_a_tool_that_never_answers_is_cut_off_and_the_next_call_works():
 
 async def test_59_mcp_tools_without_a_server():
     async with Dialoop(environment=environment()) as dialoop:
-        await opened(dialoop.environment, "lab", **TASK)
+        await open_session(dialoop.environment, "lab", **TASK)
         (outcome,) = await play(dialoop.environment, call("add", '{"left": 3, "right": 4}'))
         assert texts(outcome)[-1].endswith("\n7")
 
@@ -158,7 +158,7 @@ async def test_59_mcp_tools_over_streamable_http():
     try:
         await _listening(port)
         async with at("sdk", environment(McpServer(url=f"http://127.0.0.1:{port}/mcp"))) as client:
-            await opened(client, "lab", **TASK)
+            await open_session(client, "lab", **TASK)
             (outcome,) = await play(client, call("lab.add", '{"left": 3, "right": 4}'))
             assert texts(outcome)[-1] == "Tool lab.add executed successfully:\n7"
     finally:

@@ -13,7 +13,7 @@ from dialoop.errors import InvalidConfig
 from dialoop.tasks.mlgym import mlgym
 from dialoop.trajectory import DoneReason, Owner
 
-from tests.support.environment_doors import DOORS, at, opened, play, reason_of, texts
+from tests.support.environment_doors import DOORS, at, open_session, play, reason_of, texts
 
 doors = pytest.mark.parametrize("door", DOORS)
 
@@ -78,7 +78,7 @@ def block(command: str) -> str:
 async def test_51_the_reward_is_the_evaluation_minus_the_baseline(door):
     environment, benches = make_environment()
     async with at(door, environment) as client:
-        opening = await opened(client, "mlgym", task_key="titanic", seed=7)
+        opening = await open_session(client, "mlgym", task_key="titanic", seed=7)
         assert texts(opening)[-1] == "Improve titanic."
         outcomes = await play(client, block("ls"), block("write 0.75"), block("submit"))
         assert texts(outcomes[0])[-1] == "ran ls\n(9 steps left)"
@@ -95,7 +95,7 @@ async def test_51_the_reward_is_the_evaluation_minus_the_baseline(door):
 async def test_51_ill_formed_answers_run_nothing_and_cost_what_was_said(door):
     environment, benches = make_environment(format_penalty=0.1)
     async with at(door, environment) as client:
-        await opened(client, "mlgym", task_key="titanic")
+        await open_session(client, "mlgym", task_key="titanic")
         outcomes = await play(
             client,
             "just ls",
@@ -114,12 +114,12 @@ async def test_51_ill_formed_answers_run_nothing_and_cost_what_was_said(door):
 async def test_51_ten_steps_end_it_and_what_was_validated_counts(door):
     environment, _ = make_environment()
     async with at(door, environment) as client:
-        await opened(client, "mlgym", task_key="titanic")
+        await open_session(client, "mlgym", task_key="titanic")
         answers = [block("write 1"), block("validate"), *[block("ls")] * 8]
         last = (await play(client, *answers))[-1]
         assert (last.truncated, last.done_reason) == (True, DoneReason.MAX_TURNS)
         assert [r.value for r in last.rewards] == [0.75]
-        await opened(client, "mlgym", "idle", task_key="titanic")
+        await open_session(client, "mlgym", "idle", task_key="titanic")
         last = (await play(client, *[block("ls")] * 10, session="idle"))[-1]
         assert [(r.value, r.success) for r in last.rewards] == [(0.0, False)]
 
@@ -131,7 +131,7 @@ async def test_51_ten_steps_end_it_and_what_was_validated_counts(door):
 async def test_51_what_mlgym_breaks_is_a_failure_and_no_reward(door, command, reason):
     environment, benches = make_environment()
     async with at(door, environment) as client:
-        await opened(client, "mlgym", task_key="titanic")
+        await open_session(client, "mlgym", task_key="titanic")
         (outcome,) = await play(client, block(command))
         assert not outcome.rewards
         (failure,) = outcome.failures

@@ -14,9 +14,9 @@ from dialoop.sandbox import Assessment, Sandbox, self_test
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentEntry, EnvironmentSettings
 
-from tests.support.environment_doors import DOORS, at, opened, play, roles, say, texts
-from tests.support.patience import PATIENCE_S
+from tests.support.environment_doors import DOORS, at, open_session, play, roles, say, texts
 from tests.support.sandbox_world import descendants
+from tests.support.waiting import PATIENCE_S
 
 TASKS = ArithmeticTasks()
 TASK = {"split": "train", "task_key": TASKS.keys("train")[0]}
@@ -37,7 +37,7 @@ async def test_58_python_interpreter(door):
         info = await client.get_environment("python")
         assert info.spec.facts["sandbox"] in ("bubblewrap", "landlock", "rlimits")
         assert "network" in info.spec.facts["sandbox_denies"]
-        await opened(client, "python", **TASK)
+        await open_session(client, "python", **TASK)
         both = block("x = 20; print(x)") + "\nand\n" + block("x.nope")
         first, second = await play(client, both, block("print(x + 1)"))
         assert roles(first)[-3:] == ["assistant", "tool", "tool"]
@@ -50,7 +50,7 @@ async def test_58_python_interpreter(door):
 
 async def test_a_retried_step_runs_its_code_once():
     async with at("sdk", environment(persistent=True)) as client:
-        await opened(client, "python", **TASK)
+        await open_session(client, "python", **TASK)
         await play(client, block("runs = 0"))
         again = {"episode": 1, "step_index": 1, "history": say(block("runs += 1"))}
         storm = [client.step("s", **again) for _ in range(8)]
@@ -61,8 +61,8 @@ async def test_a_retried_step_runs_its_code_once():
 
 async def test_sessions_do_not_share_and_a_reset_forgets():
     async with at("sdk", environment(persistent=True)) as client:
-        await opened(client, "python", "a", **TASK)
-        await opened(client, "python", "b", **TASK)
+        await open_session(client, "python", "a", **TASK)
+        await open_session(client, "python", "b", **TASK)
         await play(client, block("x = 'a'"), session="a")
         (other,) = await play(client, block("print(x)"), session="b")
         assert "NameError" in texts(other)[-1]
@@ -74,7 +74,7 @@ async def test_sessions_do_not_share_and_a_reset_forgets():
 async def test_closing_a_session_ends_its_interpreter():
     env = environment(persistent=True, sandbox=Sandbox(num_spares=0))
     async with at("sdk", env) as client:
-        await opened(client, "python", **TASK)
+        await open_session(client, "python", **TASK)
         await play(client, block("x = 1"))
         server = env.transforms[0].sandbox._pool.forkserver_pid
         assert descendants(server)
@@ -86,8 +86,8 @@ async def test_closing_a_session_ends_its_interpreter():
 
 async def test_others_are_answered_while_code_never_ends():
     async with at("sdk", environment(timeout_s=2.0)) as client:
-        await opened(client, "python", "slow", **TASK)
-        await opened(client, "python", "quick", **TASK)
+        await open_session(client, "python", "slow", **TASK)
+        await open_session(client, "python", "quick", **TASK)
         await play(client, block("print(0)"), session="quick")
         endless = asyncio.create_task(play(client, block("while True: pass"), session="slow"))
         times = []

@@ -25,7 +25,16 @@ from dialoop.tasks.ifeval import ifeval
 from dialoop.testing import byte_tokenizer
 from dialoop.trajectory import DoneReason
 
-from tests.support.environment_doors import DOORS, at, opened, play, reason_of, roles, say, texts
+from tests.support.environment_doors import (
+    DOORS,
+    at,
+    open_session,
+    play,
+    reason_of,
+    roles,
+    say,
+    texts,
+)
 
 TASKS = ArithmeticTasks()
 TASK = {"split": "train", "task_key": TASKS.keys("train")[0]}
@@ -37,7 +46,7 @@ doors = pytest.mark.parametrize("door", DOORS)
 @doors
 async def test_04_full_must_be_set_and_becomes_the_next_prompt(door):
     async with at(door, ChatEnv(name="blank", tasks=TASKS)) as client:
-        opening = await opened(client, "blank", **TASK)
+        opening = await open_session(client, "blank", **TASK)
         prompt = opening.history.require_prompt()
         neither = client.step("s", episode=1, step_index=0, history=ChatHistory(prompt=prompt))
         assert await reason_of(neither) == "FULL_MISSING"
@@ -78,7 +87,7 @@ async def test_28_every_input_mode_takes_a_response_alone(door, mode):
     environment = ChatEnv(name="blank", input_mode=mode, tokenizer=BYTES)
     async with at(door, environment) as client:
         assert (await client.get_environment("blank")).spec.input_mode is mode
-        opening = await opened(client, "blank", question=Given(query="hi"))
+        opening = await open_session(client, "blank", question=Given(query="hi"))
         (outcome,) = await play(client, ANSWERS[mode])
         assert text_of(opening, mode).startswith("<|im_start|>user\nhi<|im_end|>\n")
         prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -102,7 +111,7 @@ async def test_49_gsm8k(door, tmp_path: Path):
             ("<think>48+24</think><answer>72</answer>", "<answer>7</answer>", "72")
         ):
             session = f"s{number}"
-            opening = await opened(client, "gsm8k", session, split="train", task_key=key)
+            opening = await open_session(client, "gsm8k", session, split="train", task_key=key)
             assert roles(opening) == ["system", "user"]
             assert texts(opening)[-1] == row["question"]
             (outcome,) = await play(client, answer, session=session)
@@ -134,7 +143,7 @@ async def test_50_ifeval(door, tmp_path: Path):
             ("<think>so</think><answer>Fine without any</answer>", "<answer>Well, no</answer>", "x")
         ):
             session = f"s{number}"
-            await opened(client, "ifeval", session, split="train", task_key="1000")
+            await open_session(client, "ifeval", session, split="train", task_key="1000")
             (outcome,) = await play(client, answer, session=session)
             assert outcome.done
             assert outcome.failures == ()
@@ -151,7 +160,7 @@ async def test_52_prompt_and_action_are_concatenated_in_text_mode(door):
         name="text", input_mode="text", tokenizer=BYTES, transforms=(StepCounter(3),)
     )
     async with at(door, environment) as client:
-        opening = await opened(client, "text", question=Given(query="Once"))
+        opening = await open_session(client, "text", question=Given(query="Once"))
         outcomes = await play(client, *(Text(response=part) for part in (" upon", " a", " time")))
         shown = [outcome.text.prompt for outcome in outcomes]
         start = opening.text.prompt

@@ -43,8 +43,8 @@ from dialoop_services.runtime import GrpcServer, ServerSettings
 from dialoop_services.runtime.relay import Passage, listen
 
 from tests.support.environment_doors import RawChannel, reason_of
-from tests.support.patience import PATIENCE_S
 from tests.support.rest_world import MAIN_3, GrpcDoor, RestDoor, TwinEngine
+from tests.support.waiting import PATIENCE_S
 
 Script = Callable[[str], str]
 

@@ -33,7 +33,7 @@ from dialoop.environments import (
 from dialoop.templates.chat_template import ChatTemplate
 from dialoop.testing import byte_tokenizer
 
-from tests.support.environment_doors import DOORS, at, opened, play, say, texts
+from tests.support.environment_doors import DOORS, at, open_session, play, say, texts
 
 TASKS = ArithmeticTasks()
 KEY = TASKS.keys("train")[0]
@@ -84,7 +84,7 @@ async def test_62_add_thinking_prompt(door):
     unsure = AddThinkingPrompt(lambda episode: episode.step_index == 1, prompt="Wait.")
     environment = blank(EndOnTag(), unsure, AnswerTagReward(), tasks=RowTasks(ROWS))
     async with at(door, environment) as client:
-        await opened(client, "blank", split="train", task_key="0")
+        await open_session(client, "blank", split="train", task_key="0")
         first, last = await play(
             client, "<answer>9</answer> no <answer>2</answer><|im_end|>", "<answer>1</answer>"
         )
@@ -99,7 +99,7 @@ async def test_62_add_thinking_prompt(door):
 async def test_63_policy_version(door):
     versions = PolicyVersions(clock=lambda: 5.0)
     async with at(door, blank(PolicyVersionStamp(versions), tasks=TASKS)) as client:
-        opening = await opened(client, "blank", **TASK)
+        opening = await open_session(client, "blank", **TASK)
         assert opening.info["policy_version"] == "0"
         versions.advance()
         (outcome,) = await play(client, "x")
@@ -110,8 +110,8 @@ async def test_63_policy_version(door):
 @doors
 async def test_64_step_counter_counts_per_session(door):
     async with at(door, blank(StepCounter(2), tasks=TASKS)) as client:
-        await opened(client, "blank", "a", **TASK)
-        await opened(client, "blank", "b", **TASK)
+        await open_session(client, "blank", "a", **TASK)
+        await open_session(client, "blank", "b", **TASK)
         first, second = await play(client, "x", "y", session="a")
         assert [o.info["step_count"] for o in (first, second)] == ["1", "2"]
         assert (first.truncated, second.truncated) == (False, True)
@@ -123,7 +123,7 @@ async def test_64_step_counter_counts_per_session(door):
 async def test_65_and_66_template_and_tokenizer_show_the_prompt_beside_the_messages(door):
     shown = (TemplateTransform(ChatTemplate.of(BYTES)), TokenizeTransform(BYTES))
     async with at(door, blank(*shown, tasks=TASKS)) as client:
-        opening = await opened(client, "blank", **TASK)
+        opening = await open_session(client, "blank", **TASK)
         text = f"<|im_start|>user\n{KEY}<|im_end|>\n<|im_start|>assistant\n"
         assert opening.text == Text(prompt=text)
         assert BYTES.decode(opening.tokens.prompt) == text
@@ -136,7 +136,7 @@ async def test_65_and_66_template_and_tokenizer_show_the_prompt_beside_the_messa
 async def test_native_tool_calls_are_answered_by_id(door):
     use = ToolUse([add], syntax=NativeCalls())
     async with at(door, blank(use, tasks=TASKS)) as client:
-        await opened(client, "blank", **TASK)
+        await open_session(client, "blank", **TASK)
         calls = (
             ToolCall(id="1", name="add", arguments_json='{"left": 3, "right": 4}'),
             ToolCall(id="2", name="add", arguments_json='{"left": 3}'),
@@ -163,7 +163,7 @@ async def test_a_kl_reward_has_one_number_per_token(door):
 
     kl = KLReward(policy=policy, reference=reference, coefficient=2.0)
     async with at(door, blank(kl, input_mode="tokens", tokenizer=BYTES)) as client:
-        await opened(client, "blank", question=Given(query="hi"))
+        await open_session(client, "blank", question=Given(query="hi"))
         first, second = await play(client, Tokens(response=(65, 66)), Tokens(response=(67, 68, 69)))
         assert first.rewards[0].per_token == (-0.5, -0.5)
         assert second.rewards[0].per_token == (-0.5,) * 3
@@ -176,7 +176,7 @@ async def test_a_seed_reproduces_an_episode(door):
     async with at(door, blank(thinking, tasks=TASKS)) as client:
         runs = []
         for session, seed in (("a", 1), ("b", 1), ("c", 2), ("d", 3), ("e", 4)):
-            await opened(client, "blank", session, **TASK, seed=seed)
+            await open_session(client, "blank", session, **TASK, seed=seed)
             runs.append(texts((await play(client, *"xyz", session=session))[-1]))
         assert runs[0] == runs[1]
         assert any(run != runs[0] for run in runs[2:])

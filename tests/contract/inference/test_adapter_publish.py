@@ -27,8 +27,8 @@ from dialoop_services.trainer.settings import TrainerSettings
 from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
 
-from tests.support.inference_world import World, model_dir, refused, world  # noqa: F401
-from tests.support.patience import PATIENCE_S
+from tests.support.inference_world import World, assert_refused, model_dir, world  # noqa: F401
+from tests.support.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -190,7 +190,7 @@ async def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(model_di
         before = await served_logprobs(w)
         good, weights = trainer.manifest(tmp_path / "next" / "adapter_model.safetensors")
         for manifest, data, kind, reason in faulty(good, weights):
-            await refused(w.client.load_weights(manifest, [data]), kind, reason)
+            await assert_refused(w.client.load_weights(manifest, [data]), kind, reason)
             assert (await w.client.get_policy()).ready
             assert largest(await served_logprobs(w), before) == 0
         await w.client.load_weights(good, [weights.path.read_bytes()])

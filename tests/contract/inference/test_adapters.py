@@ -22,13 +22,13 @@ from dialoop_services.inference.weights.adapter_files import AdapterLimits
 
 from tests.support.inference_world import (  # noqa: F401
     QUESTION,
+    assert_refused,
     model_dir,
     publish,
-    refused,
     world,
 )
-from tests.support.patience import PATIENCE_S
-from tests.support.samples.adapter_samples import adapter_of, config_json, written
+from tests.support.samples.adapter_samples import adapter_of, config_json, write_tensors
+from tests.support.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +40,7 @@ LIMITS = AdapterLimits(max_adapters=1, max_rank=8)
 
 def manifest(root: Path, model_dir: Path, *, number: int = 1, **changes: object) -> WeightsManifest:
     path = root / f"adapter{number}.safetensors"
-    sha256, num_bytes = written(path, adapter_of(model_dir, seed=number))
+    sha256, num_bytes = write_tensors(path, adapter_of(model_dir, seed=number))
     return replace(
         WeightsManifest(
             policy_version=PolicyVersion(lineage="style", number=number),
@@ -92,7 +92,7 @@ async def test_an_unknown_adapter_is_not_found(model_dir, tmp_path):
             w.client.generate(QUESTION, adapter="style"),
             w.client.logprobs([[1, 2]], adapter="style"),
         ):
-            await refused(call, NotFound, "ADAPTER_NOT_FOUND")
+            await assert_refused(call, NotFound, "ADAPTER_NOT_FOUND")
 
 
 async def test_a_replica_without_adapters_says_which_setting_allows_them(model_dir, tmp_path):
@@ -133,7 +133,7 @@ async def test_adapters_that_do_not_fit_are_refused_and_change_nothing(model_dir
         ]
         before = (await w.client.logprobs([[1, 2, 3]], adapter="style")).logprobs[0]
         for changes, kind, reason in refusals:
-            await refused(w.client.load_adapter(replace(other, **changes)), kind, reason)
+            await assert_refused(w.client.load_adapter(replace(other, **changes)), kind, reason)
         policy = await w.client.get_policy()
         assert policy.ready
         assert policy.adapters == {"style": good.policy_version}
@@ -151,15 +151,17 @@ async def test_tensors_of_another_model_and_numbers_that_are_none_are_refused(mo
         }
         for reason, tensors in broken.items():
             announcement = manifest(tmp_path, model_dir)
-            sha256, num_bytes = written(tmp_path / announcement.path, tensors)
+            sha256, num_bytes = write_tensors(tmp_path / announcement.path, tensors)
             load = w.client.load_adapter(replace(announcement, sha256=sha256, num_bytes=num_bytes))
-            await refused(load, (InvalidInput, PreconditionFailed), reason)
+            await assert_refused(load, (InvalidInput, PreconditionFailed), reason)
         unknown = {"base_model.model.model.embed_tokens.lora_A.weight": good[name]}
-        sha256, num_bytes = written(tmp_path / "u.safetensors", unknown)
+        sha256, num_bytes = write_tensors(tmp_path / "u.safetensors", unknown)
         announcement = replace(
             announcement, path="u.safetensors", sha256=sha256, num_bytes=num_bytes
         )
-        await refused(w.client.load_adapter(announcement), PreconditionFailed, "ADAPTER_MISMATCH")
+        await assert_refused(
+            w.client.load_adapter(announcement), PreconditionFailed, "ADAPTER_MISMATCH"
+        )
         assert (await w.client.get_policy()).ready
 
 
@@ -168,5 +170,7 @@ async def test_a_new_policy_ends_adapters_over_the_wire_too(model_dir, tmp_path)
         await w.client.load_adapter(manifest(tmp_path, model_dir))
         await w.client.load_weights(publish(tmp_path, model_dir, number=1))
         assert (await w.client.get_policy()).adapters == {}
-        await refused(w.client.generate(QUESTION, adapter="style"), NotFound, "ADAPTER_NOT_FOUND")
+        await assert_refused(
+            w.client.generate(QUESTION, adapter="style"), NotFound, "ADAPTER_NOT_FOUND"
+        )
         assert (await asyncio.wait_for(w.client.generate(QUESTION), PATIENCE_S))[0].sequence

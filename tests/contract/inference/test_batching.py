@@ -22,8 +22,8 @@ from dialoop_services.runtime.in_process import InProcessNetwork
 from dialoop_services.runtime.settings import load
 
 from tests.support.inference_world import QUESTION, model_dir, world  # noqa: F401
-from tests.support.patience import PATIENCE_S
 from tests.support.rest_world import TwinEngine, http_of
+from tests.support.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -21,8 +21,8 @@ from dialoop_services.trainer.publish import publisher as publisher_module
 from dialoop_services.trainer.publish.publisher import Publisher
 from dialoop_services.trainer.settings import TrainerSettings
 
-from tests.support.inference_world import World, refused, world
-from tests.support.patience import PATIENCE_S
+from tests.support.inference_world import World, assert_refused, world
+from tests.support.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -110,7 +110,7 @@ async def test_a_path_is_refused_where_no_file_can_be_read_and_nothing_changes(m
     async with world(model_dir, tmp_path / "w", reads_root=False) as w:
         announcement, _ = Trainer(w, model_dir, tmp_path).manifest(tmp_path)
         load = w.client.load_weights(replace(announcement, path="next.safetensors"))
-        await refused(load, PreconditionFailed, "NO_WEIGHTS_ROOT")
+        await assert_refused(load, PreconditionFailed, "NO_WEIGHTS_ROOT")
         assert (await w.client.get_policy()).ready
 
 
@@ -148,10 +148,10 @@ async def test_wrong_bytes_take_the_replica_out_until_the_publisher_sends_again(
         announcement, data = trainer.manifest(tmp_path)
         if fault == "checksum":
             load = w.client.load_weights(replace(announcement, sha256="0" * 64), chunks_of(data))
-            await refused(load, DataLost, "CHECKSUM_MISMATCH")
+            await assert_refused(load, DataLost, "CHECKSUM_MISMATCH")
         else:
             load = w.client.load_weights(announcement, chunks_of(data[: 5 * CHUNK]))
-            await refused(load, InvalidInput, "MANIFEST_MISMATCH")
+            await assert_refused(load, InvalidInput, "MANIFEST_MISMATCH")
         policy = await w.client.get_policy()
         assert (policy.ready, policy.reason) == (False, "WEIGHTS_BAD")
         keeping_up = asyncio.create_task(trainer.publisher.keep_up())
@@ -186,7 +186,7 @@ async def test_vllms_own_transfer_is_refused_where_it_is_not_set_up(model_dir, t
             announcement = WeightsManifest(policy_version=version, data_plane=plane, num_bytes=1)
             steps = [TransferStep(phase=TransferPhase.START)]
             load = w.client.transfer_weights(announcement, steps)
-            await refused(load, PreconditionFailed, "DATA_PLANE_UNAVAILABLE")
+            await assert_refused(load, PreconditionFailed, "DATA_PLANE_UNAVAILABLE")
         assert (await w.client.get_policy()).ready
 
 

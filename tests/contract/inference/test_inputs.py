@@ -25,12 +25,12 @@ from dialoop_services.inference.engine import BASE_VERSION
 from tests.support.inference_world import (  # noqa: F401
     MAX_MODEL_LEN,
     QUESTION,
+    assert_refused,
     model_dir,
-    refused,
     world,
 )
-from tests.support.patience import PATIENCE_S
 from tests.support.rest_world import http_of
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -108,7 +108,7 @@ async def test_a_wrong_request_is_told_what_was_expected_and_found(
 async def test_an_unknown_template_is_named(model_dir, tmp_path):
     async with world(model_dir, tmp_path / "w") as w:
         call = w.client.generate(QUESTION, template_name="nonesuch")
-        await refused(call, NotFound, "TEMPLATE_NOT_FOUND")
+        await assert_refused(call, NotFound, "TEMPLATE_NOT_FOUND")
 
 
 async def test_template_tools_and_options_reach_the_rendering(model_dir, tmp_path):

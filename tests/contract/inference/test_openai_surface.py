@@ -18,7 +18,7 @@ from tests.support.agent_world import (
     call_text,
     make_tool_model,
 )
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 USER = {"role": "user", "content": "What is 3+4?"}
 CHAT = {"model": MODEL, "messages": [USER]}
@@ -335,7 +335,7 @@ async def test_the_guard_refuses_in_openais_words(directory):
 
 
 async def test_without_a_token_any_api_key_will_do(world):
-    client = await world.recorded(sampling=None)
+    client = await world.start_recording(sampling=None)
     assert (await client.chat.completions.create(**CHAT)).choices
     foreign = await world.post(
         "/recordings/r/v1/chat/completions", CHAT, headers={"origin": "http://evil.example"}

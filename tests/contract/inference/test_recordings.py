@@ -31,7 +31,7 @@ def directory(tmp_path_factory):
 async def test_a_conversation_is_one_sequence_with_the_ids_the_engine_saw(directory):
     engine = ScriptedEngine(directory, ["Seven.", "Fourteen."])
     async with agent_world(directory, engine) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         first = await answer_to(client, [USER])
         more = [USER, first, {"role": "user", "content": "Twice?"}]
         assert (await answer_to(client, more)).content == "Fourteen."
@@ -59,7 +59,7 @@ async def test_a_conversation_is_one_sequence_with_the_ids_the_engine_saw(direct
 async def test_tool_calls_that_come_back_respelled_continue_the_sampled_tokens(directory):
     engine = ScriptedEngine(directory, [call_text("add", a=3), "Seven."])
     async with agent_world(directory, engine) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         message = await answer_to(client, [USER], tools=[ADD])
         (call,) = message.tool_calls
         assert (call.function.name, call.function.arguments) == ("add", '{"a": 3}')
@@ -91,7 +91,7 @@ async def test_tool_calls_that_come_back_respelled_continue_the_sampled_tokens(d
 async def test_a_call_whose_arguments_were_changed_is_another_message(directory):
     engine = ScriptedEngine(directory, [call_text("add", a=3), "Eight."])
     async with agent_world(directory, engine) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         message = (await answer_to(client, [USER], tools=[ADD])).model_dump(exclude_none=True)
         message["tool_calls"][0]["function"]["arguments"] = '{"a": 4}'
         tool_message = {
@@ -109,7 +109,7 @@ async def test_a_call_whose_arguments_were_changed_is_another_message(directory)
 async def test_a_call_with_a_repetition_penalty_marks_the_whole_trajectory(directory):
     engine = ScriptedEngine(directory, ["Seven.", "Fourteen."])
     async with agent_world(directory, engine) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         first = await answer_to(client, [USER])
         more = [USER, first, {"role": "user", "content": "Twice?"}]
         await answer_to(client, more, extra_body={"repetition_penalty": 1.5})
@@ -121,7 +121,7 @@ async def test_a_call_with_a_repetition_penalty_marks_the_whole_trajectory(direc
 async def test_tool_call_ids_are_given_out_once(directory):
     engine = ScriptedEngine(directory, [call_text("add", a=1)] * 3)
     async with agent_world(directory, engine) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         answers = [await answer_to(client, [USER], tools=[ADD]) for _ in range(3)]
     assert len({answer.tool_calls[0].id for answer in answers}) == 3
 
@@ -129,7 +129,7 @@ async def test_tool_call_ids_are_given_out_once(directory):
 async def test_branches_share_their_prefix_as_context(directory):
     engine = ScriptedEngine(directory, ["Seven.", "Left.", "Right."])
     async with agent_world(directory, engine) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         first = await answer_to(client, [USER])
         for word in ("left", "right"):
             await answer_to(client, [USER, first, {"role": "user", "content": word}])
@@ -149,7 +149,7 @@ async def test_branches_share_their_prefix_as_context(directory):
 async def test_parallel_calls_and_retries_fork(directory):
     engine = ScriptedEngine(directory, ["One.", "Two.", "Three."])
     async with agent_world(directory, engine) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         answers = await asyncio.gather(*(answer_to(client, [USER]) for _ in range(3)))
         assert len({answer.content for answer in answers}) == 3
         trajectory = await world.recordings.close("r")
@@ -161,7 +161,7 @@ async def test_parallel_calls_and_retries_fork(directory):
 async def test_every_choice_is_owned(directory):
     engine = ScriptedEngine(directory, ["One.", "Two.", "Three.", "Four."])
     async with agent_world(directory, engine) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         answer = await ask(client, [USER], n=3)
         assert [choice.message.content for choice in answer.choices] == ["One.", "Two.", "Three."]
         second = answer.choices[1].message
@@ -176,7 +176,7 @@ async def test_every_choice_is_owned(directory):
 async def test_a_sub_agent_is_a_sequence_of_its_own(directory):
     engine = ScriptedEngine(directory, ["Ask another.", "Seven.", "It is seven."])
     async with agent_world(directory, engine) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         main = [{"role": "system", "content": "You lead."}, USER]
         first = await answer_to(client, main)
         await answer_to(client, [{"role": "developer", "content": "You count."}, USER])
@@ -196,7 +196,7 @@ async def test_a_sub_agent_is_a_sequence_of_its_own(directory):
 async def test_other_tools_are_another_prompt(directory):
     engine = ScriptedEngine(directory, ["One.", "Two."])
     async with agent_world(directory, engine) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         first = await answer_to(client, [USER], tools=[ADD])
         more = [USER, first, {"role": "user", "content": "On."}]
         await answer_to(client, more, tools=[ADD], tool_choice="none")
@@ -208,7 +208,7 @@ async def test_other_tools_are_another_prompt(directory):
 async def test_a_stop_string_is_cut_from_the_text_and_kept_in_the_tokens(directory):
     engine = ScriptedEngine(directory, ["Thought: go\nObservation: no", "Done."])
     async with agent_world(directory, engine) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         first = await answer_to(client, [USER], stop=["Observation:"])
         assert first.content == "Thought: go\n"
         await answer_to(client, [USER, first, {"role": "user", "content": "yes"}])
@@ -222,7 +222,7 @@ async def test_a_stop_string_is_cut_from_the_text_and_kept_in_the_tokens(directo
 async def test_plain_completions_continue_token_by_token(directory):
     engine = ScriptedEngine(directory, ["abc", "def"])
     async with agent_world(directory, engine) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         first = await client.completions.create(
             model="any", prompt=[5, 6, 7], extra_body={"return_token_ids": True}
         )
@@ -239,10 +239,10 @@ async def test_other_temperatures_than_asked_are_not_trained(directory):
     task = Task(task_id="t", environment="e", split="s", key="k", purpose=Purpose.TRAINING)
     async with agent_world(directory, engine) as world:
         sampling = SamplingParams(temperature=1.0)
-        client = await world.recorded(task=task, sampling=sampling)
+        client = await world.start_recording(task=task, sampling=sampling)
         await answer_to(client, [USER], temperature=0.5)
         trajectory = await world.recordings.close("r")
-        client = await world.recorded("s", task=task, sampling=sampling)
+        client = await world.start_recording("s", task=task, sampling=sampling)
         await answer_to(client, [USER])
         other = await world.recordings.close("s")
     assert [f.reason for f in trajectory.failures] == ["TEMPERATURE_DIFFERS"]
@@ -253,7 +253,7 @@ async def test_other_temperatures_than_asked_are_not_trained(directory):
 async def test_log_probs_and_versions_are_those_of_the_engine(directory):
     engine = ScriptedEngine(directory, ["Seven."])
     async with agent_world(directory, engine) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         answer = await ask(client, [USER], logprobs=True)
         trajectory = await world.recordings.close("r")
     (sequence,) = trajectory.sequences
@@ -273,7 +273,7 @@ async def test_a_template_that_drops_past_reasoning_forks_and_owns_once(tmp_path
     path.write_text(json.dumps(config), encoding="utf-8")
     engine = ScriptedEngine(directory, ["<think>\nhm\n</think>\n\nSeven.", "Fourteen."])
     async with agent_world(directory, engine) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         first = await answer_to(client, [USER])
         assert (first.content, first.reasoning_content) == ("Seven.", "hm")
         plain = {"role": "assistant", "content": "Seven."}

@@ -39,7 +39,7 @@ async def test_a_call_that_was_left_is_masked_and_marked(directory):
     gate = asyncio.Semaphore(3)
     engine = ScriptedEngine(directory, ["A long answer.", "Seven."], gate=gate)
     async with agent_world(directory, engine) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         asking = asyncio.create_task(ask(client, [USER]))
         while not gate.locked():
             await asyncio.sleep(0.01)
@@ -65,7 +65,7 @@ async def test_a_cut_call_that_was_asked_again_spoils_nothing(directory):
     gate = asyncio.Semaphore(3)
     engine = ScriptedEngine(directory, ["A long answer.", "Seven."], gate=gate)
     async with agent_world(directory, engine) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         stream = await ask(client, [USER], stream=True)
         async for _ in stream:
             break
@@ -93,7 +93,7 @@ async def test_a_deadline_and_a_dying_engine_are_failures_of_inference(directory
         fails=lambda number: died if number == 1 else None,
     )
     async with agent_world(directory, engine) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         late = {"x-request-timeout-s": "1.0"}
         with pytest.raises(openai.InternalServerError):
             await ask(client, [USER], extra_headers=late)
@@ -110,7 +110,7 @@ async def test_a_deadline_and_a_dying_engine_are_failures_of_inference(directory
 async def test_an_answer_of_all_its_length_is_whole(directory):
     engine = ScriptedEngine(directory, [40, "Seven."])
     async with agent_world(directory, engine) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         answer = await ask(client, [USER], max_tokens=6)
         assert answer.choices[0].finish_reason == "length"
         cut = answer.choices[0].message
@@ -124,7 +124,7 @@ async def test_an_answer_of_all_its_length_is_whole(directory):
 async def test_a_full_context_is_a_truncation(directory):
     engine = ScriptedEngine(directory, ["Seven."], max_model_len=60)
     async with agent_world(directory, engine) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         first = await answer_to(client, [USER])
         with pytest.raises(openai.BadRequestError) as caught:
             await ask(client, [USER, first, {"role": "user", "content": "x" * 90}])
@@ -139,7 +139,7 @@ async def test_a_full_context_is_a_truncation(directory):
 async def test_a_refused_call_leaves_no_trace(directory):
     engine = ScriptedEngine(directory, ["Seven."])
     async with agent_world(directory, engine) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         with pytest.raises(openai.BadRequestError):
             await ask(client, [USER], top_logprobs=3, logprobs=True)
         await answer_to(client, [USER])
@@ -150,7 +150,7 @@ async def test_a_refused_call_leaves_no_trace(directory):
 
 async def test_closing_twice_gives_the_same_trajectory(directory):
     async with agent_world(directory, ScriptedEngine(directory, ["One."])) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         await answer_to(client, [USER])
         first = await world.recordings.close("r", labels={"a": "b"})
         second = await world.recordings.close("r", rewards=[Reward(name="late", value=1.0)])
@@ -163,7 +163,7 @@ async def test_closing_twice_gives_the_same_trajectory(directory):
 
 async def test_an_empty_recording_has_no_trajectory(directory):
     async with agent_world(directory, ScriptedEngine(directory, [])) as world:
-        await world.recorded()
+        await world.start_recording()
         with pytest.raises(PreconditionFailed) as caught:
             await world.recordings.close("r")
     assert caught.value.reason == "RECORDING_EMPTY"
@@ -174,7 +174,7 @@ async def test_recordings_are_bounded_in_number_calls_and_time(directory):
     limits = RecordingLimits(max_recordings=2, max_calls=1, time_to_live_s=10)
     engine = ScriptedEngine(directory, ["One."])
     async with agent_world(directory, engine, limits=limits, clock=lambda: now[0]) as world:
-        client = await world.recorded("a")
+        client = await world.start_recording("a")
         await answer_to(client, [USER])
         with pytest.raises(openai.ConflictError) as full:
             await ask(client, [USER])
@@ -219,7 +219,7 @@ async def test_a_call_that_runs_when_the_recording_is_closed_is_marked(directory
     gate = asyncio.Semaphore(0)
     engine = ScriptedEngine(directory, ["One.", "Two."], gate=None)
     async with agent_world(directory, engine) as world:
-        client = await world.recorded()
+        client = await world.start_recording()
         await answer_to(client, [USER])
         engine.gate = gate
         running = asyncio.create_task(ask(client, [{"role": "user", "content": "Late."}]))

@@ -25,12 +25,12 @@ from dialoop_services.runtime import OwnProcess, load
 from tests.support.inference_world import (  # noqa: F401
     MAX_MODEL_LEN,
     QUESTION,
+    assert_refused,
     model_dir,
     publish,
-    refused,
     world,
 )
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -145,12 +145,12 @@ def test_streamed_text_waits_for_whole_characters(model_dir):
 async def test_wrong_requests_say_why(model_dir, tmp_path):
     async with world(model_dir, tmp_path / "w") as w:
         ask = w.client.generate
-        await refused(ask(History(())), InvalidInput, "PROMPT_MISSING")
-        await refused(ask(QUESTION, num_samples=-1), InvalidInput, "INVALID_SAMPLING")
+        await assert_refused(ask(History(())), InvalidInput, "PROMPT_MISSING")
+        await assert_refused(ask(QUESTION, num_samples=-1), InvalidInput, "INVALID_SAMPLING")
         for sampling in (SamplingParams(temperature=0.001), SamplingParams(stop=("",))):
-            await refused(ask(QUESTION, sampling=sampling), InvalidInput, "INVALID_SAMPLING")
-        await refused(w.client.logprobs([[10**6]]), InvalidInput, "TOKEN_OUT_OF_RANGE")
-        await refused(w.client.logprobs([[1] * 201]), InvalidInput, "CONTEXT_FULL")
+            await assert_refused(ask(QUESTION, sampling=sampling), InvalidInput, "INVALID_SAMPLING")
+        await assert_refused(w.client.logprobs([[10**6]]), InvalidInput, "TOKEN_OUT_OF_RANGE")
+        await assert_refused(w.client.logprobs([[1] * 201]), InvalidInput, "CONTEXT_FULL")
 
 
 async def test_versions_change_within_one_answer(model_dir, tmp_path):
@@ -192,7 +192,7 @@ async def test_a_dead_engine_is_not_ready_and_ends_the_service(model_dir, tmp_pa
         async with asyncio.timeout(PATIENCE_S):
             await watched
         assert await w.health() == "NOT_SERVING"
-        await refused(w.client.generate(QUESTION), Unavailable, "NOT_READY")
+        await assert_refused(w.client.generate(QUESTION), Unavailable, "NOT_READY")
 
 
 async def test_the_model_s_own_template_is_the_default_and_renders(model_dir, tmp_path):

@@ -22,13 +22,13 @@ from dialoop_services.runtime.device_lock import DeviceLock
 from tests.support.inference_world import (  # noqa: F401
     QUESTION,
     World,
+    assert_refused,
     model_dir,
     point_to,
     publish,
-    refused,
     world,
 )
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -59,9 +59,9 @@ async def test_asleep_it_gives_the_device_up_and_says_so(model_dir, tmp_path):
         status = await w.client.get_policy()
         assert (status.ready, status.reason) == (False, "ASLEEP")
         assert await w.health() == "NOT_SERVING"
-        await refused(w.client.generate(QUESTION), Unavailable, "ASLEEP")
-        await refused(w.client.logprobs([[1, 2]]), Unavailable, "ASLEEP")
-        await refused(w.client.wake(), Unavailable, "ASLEEP")
+        await assert_refused(w.client.generate(QUESTION), Unavailable, "ASLEEP")
+        await assert_refused(w.client.logprobs([[1, 2]]), Unavailable, "ASLEEP")
+        await assert_refused(w.client.wake(), Unavailable, "ASLEEP")
         trainer.release()
         await w.client.wake()
         await w.client.wake()
@@ -76,7 +76,7 @@ async def test_a_publish_wakes_it_once_the_trainer_has_left(model_dir, tmp_path)
         await w.client.sleep()
         assert trainer.try_own()
         manifest = publish(w.root, model_dir, number=1)
-        await refused(w.client.load_weights(manifest), Unavailable, "ASLEEP")
+        await assert_refused(w.client.load_weights(manifest), Unavailable, "ASLEEP")
         assert not w.replica.engine.policy_version.number
         trainer.release()
         await w.client.load_weights(manifest)
@@ -107,7 +107,7 @@ async def test_what_is_under_way_ends_first_and_what_is_late_is_asked_again(mode
         going = asyncio.create_task(w.client.sleep(drain_s=60.0))
         await asyncio.sleep(0.01)
         assert not trainer.try_own(), "an answer is under way"
-        await refused(w.client.generate(QUESTION), Unavailable, "ASLEEP")
+        await assert_refused(w.client.generate(QUESTION), Unavailable, "ASLEEP")
         await going
         assert (await answering)[0].sequence.num_model_tokens
         await w.client.wake()
@@ -117,7 +117,7 @@ async def test_what_is_under_way_ends_first_and_what_is_late_is_asked_again(mode
             await asyncio.sleep(0.002)
         await w.client.sleep(drain_s=0.05)
         assert trainer.try_own()
-        await refused(stuck, Unavailable, "ASLEEP")
+        await assert_refused(stuck, Unavailable, "ASLEEP")
         trainer.release()
         await w.client.wake()
         assert w.replica.engine.num_running == 0
@@ -133,7 +133,7 @@ async def test_a_caller_who_leaves_does_not_keep_it_half_awake(model_dir, tmp_pa
             await asyncio.sleep(0.002)
         with pytest.raises(Exception, match=r"(?i)deadline"):
             await w.client.sleep(drain_s=0.2, deadline_s=0.05)
-        await refused(stuck, Unavailable, "ASLEEP")
+        await assert_refused(stuck, Unavailable, "ASLEEP")
         async with asyncio.timeout(PATIENCE_S):
             while not trainer.try_own():
                 await asyncio.sleep(0.01)
@@ -187,7 +187,7 @@ async def test_one_that_cannot_fall_asleep_stays_awake(model_dir, tmp_path, monk
         *owner, name = broken.split(".")
         whose = w.replica._lease if owner else w.replica
         monkeypatch.setattr(whose, name, failing_once(getattr(whose, name)))
-        await refused(w.client.sleep(), InternalError, "INTERNAL")
+        await assert_refused(w.client.sleep(), InternalError, "INTERNAL")
         assert not trainer.try_own()
         assert await w.health() == "SERVING"
         assert await w.client.generate(QUESTION)
@@ -226,7 +226,7 @@ async def test_a_publish_that_would_wait_wakes_one_that_is_held(model_dir, tmp_p
     async with sharing(model_dir, tmp_path) as (w, trainer):
         waits = replace(publish(w.root, model_dir, number=1), update_mode=UpdateMode.WAIT)
         await w.client.pause()
-        await refused(w.client.load_weights(waits), PreconditionFailed, "PAUSED")
+        await assert_refused(w.client.load_weights(waits), PreconditionFailed, "PAUSED")
         await w.client.sleep()
         await w.client.load_weights(waits)
         assert not trainer.try_own()
@@ -267,12 +267,12 @@ async def test_a_wake_that_fails_leaves_the_device_to_the_trainer(model_dir, tmp
         await w.client.sleep()
         with monkeypatch.context() as patch:
             patch.setattr(engine, "wake", failing_once(engine.wake))
-            await refused(w.client.wake(), InternalError, "INTERNAL")
+            await assert_refused(w.client.wake(), InternalError, "INTERNAL")
             assert trainer.try_own()
             trainer.release()
             patch.setattr(engine, "wake", failing_once(engine.wake))
             manifest = publish(w.root, model_dir, number=1)
-            await refused(w.client.load_weights(manifest), InternalError, "INTERNAL")
+            await assert_refused(w.client.load_weights(manifest), InternalError, "INTERNAL")
             assert (await w.client.get_policy()).reason == "ASLEEP"
             assert trainer.try_own()
             trainer.release()
@@ -292,7 +292,7 @@ async def test_an_engine_that_dies_waking_ends_the_service(model_dir, tmp_path, 
             raise RuntimeError("CUDA out of memory")
 
         monkeypatch.setattr(w.replica.engine, "wake", dies)
-        await refused(w.client.wake(), InternalError, "INTERNAL")
+        await assert_refused(w.client.wake(), InternalError, "INTERNAL")
         async with asyncio.timeout(PATIENCE_S):
             await watched
         assert await w.health() == "NOT_SERVING"
@@ -322,6 +322,6 @@ async def test_who_could_not_wake_by_itself_tries_again(model_dir, tmp_path, mon
 
 async def test_one_with_a_device_of_its_own_does_not_sleep(model_dir, tmp_path):
     async with world(model_dir, tmp_path / "w") as w:
-        await refused(w.client.sleep(), PreconditionFailed, "SLEEP_DISABLED")
-        await refused(w.client.wake(), PreconditionFailed, "SLEEP_DISABLED")
+        await assert_refused(w.client.sleep(), PreconditionFailed, "SLEEP_DISABLED")
+        await assert_refused(w.client.wake(), PreconditionFailed, "SLEEP_DISABLED")
         assert (await w.client.get_policy()).ready

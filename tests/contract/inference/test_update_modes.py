@@ -14,9 +14,9 @@ from dialoop.trajectory import SamplingParams, StopReason
 from tests.support.inference_world import (  # noqa: F401
     QUESTION,
     World,
+    assert_refused,
     model_dir,
     publish,
-    refused,
     world,
 )
 
@@ -83,7 +83,7 @@ async def test_a_paused_replica_cannot_wait_and_stays_in_rotation(model_dir, tmp
         await w.client.pause()
         manifest = publish(w.root, model_dir, number=1)
         waiting = replace(manifest, update_mode=UpdateMode.WAIT)
-        await refused(w.client.load_weights(waiting), PreconditionFailed, "PAUSED")
+        await assert_refused(w.client.load_weights(waiting), PreconditionFailed, "PAUSED")
         assert (await w.client.get_policy()).ready
         await w.client.load_weights(manifest)
         await w.client.resume()

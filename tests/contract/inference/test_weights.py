@@ -22,13 +22,13 @@ from safetensors.torch import save_file
 from tests.support.inference_world import (  # noqa: F401
     MAX_MODEL_LEN,
     QUESTION,
+    assert_refused,
     model_dir,
     point_to,
     publish,
-    refused,
     world,
 )
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -60,7 +60,7 @@ async def test_an_old_version_is_refused_and_changes_nothing(model_dir, tmp_path
         for number in (4, 5):
             manifest = publish(root, model_dir, number=number)
             load = w.client.load_weights(manifest)
-            await refused(load, PreconditionFailed, "VERSION_NOT_NEWER")
+            await assert_refused(load, PreconditionFailed, "VERSION_NOT_NEWER")
         assert (await w.client.get_policy()).ready
         await w.client.load_weights(publish(root, model_dir, number=1, lineage="restored"))
         version = (await w.client.get_policy()).policy_version
@@ -76,7 +76,7 @@ async def test_paths_outside_the_weights_root_are_refused(model_dir, tmp_path):
         outside = ("../9.safetensors", str(tmp_path / "9.safetensors"), "link/9.safetensors", ".")
         for path in outside:
             load = w.client.load_weights(replace(manifest, path=path))
-            await refused(load, InvalidInput, "MANIFEST_MISMATCH")
+            await assert_refused(load, InvalidInput, "MANIFEST_MISMATCH")
         assert (await w.client.get_policy()).ready
 
 
@@ -90,7 +90,7 @@ async def test_a_stream_that_breaks_its_form_is_refused(model_dir, tmp_path):
             (replace(good, num_bytes=0), []),
         ):
             load = w.client.load_weights(manifest, chunks)
-            await refused(load, InvalidInput, "MANIFEST_MISMATCH")
+            await assert_refused(load, InvalidInput, "MANIFEST_MISMATCH")
         assert (await w.client.get_policy()).ready
 
 
@@ -100,10 +100,10 @@ async def test_a_failed_load_takes_the_replica_out_until_one_succeeds(model_dir,
         good = publish(root, model_dir, number=1)
         assert await w.health() == "SERVING"
         bad = replace(good, sha256="0" * 64)
-        await refused(w.client.load_weights(bad), DataLost, "CHECKSUM_MISMATCH")
+        await assert_refused(w.client.load_weights(bad), DataLost, "CHECKSUM_MISMATCH")
         assert await w.health() == "NOT_SERVING"
-        await refused(w.client.generate(QUESTION), Unavailable, "WEIGHTS_BAD")
-        await refused(w.client.logprobs([[1, 2]]), Unavailable, "WEIGHTS_BAD")
+        await assert_refused(w.client.generate(QUESTION), Unavailable, "WEIGHTS_BAD")
+        await assert_refused(w.client.logprobs([[1, 2]]), Unavailable, "WEIGHTS_BAD")
         policy = await w.client.get_policy()
         assert (policy.ready, policy.reason) == (False, "WEIGHTS_BAD")
         assert policy.policy_version == BASE_VERSION
@@ -125,7 +125,7 @@ async def test_weights_of_another_model_are_refused(model_dir, tmp_path):
             num_bytes=len(data),
             sha256=hashlib.sha256(data).hexdigest(),
         )
-        await refused(w.client.load_weights(bad), PreconditionFailed, "UNKNOWN_PARAMETERS")
+        await assert_refused(w.client.load_weights(bad), PreconditionFailed, "UNKNOWN_PARAMETERS")
         assert await w.health() == "NOT_SERVING"
 
 

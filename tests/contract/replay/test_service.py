@@ -27,9 +27,9 @@ from dialoop_services.runtime import GrpcServer, ServerSettings
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from tests.support.patience import PATIENCE_S
 from tests.support.redis_server import new_run, redis_url  # noqa: F401
-from tests.support.samples.replay_samples import make_group, make_task, scored
+from tests.support.samples.replay_samples import make_group, make_task, with_advantages
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest_asyncio.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
@@ -115,7 +115,7 @@ async def test_a_task_goes_through_the_whole_loop(replay: ReplayServiceStub, run
     assert outcome.status == pb.APPEND_STATUS_APPENDED
     (to_score,) = (await lease_groups(replay, run, pb_stage("UNSCORED"))).leases
     assert to_score.group == group
-    done = scored(group)
+    done = with_advantages(group)
     await append(replay, run, pb_stage("SCORED"), done, to_score.lease_id)
     assert await acknowledge(replay, run, to_score.lease_id)
     peeked = await replay.Peek(pb.PeekRequest(run=run, stage=2))  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ from tests.support.rest_world import (
 )
 from tests.support.samples import scorer_samples
 from tests.support.samples.congruence_templates import template_script
-from tests.support.samples.replay_samples import make_group, make_task, scored
+from tests.support.samples.replay_samples import make_group, make_task, with_advantages
 
 Call = Callable[[str, Proto], Awaitable[Any]]
 
@@ -166,7 +166,7 @@ async def replay_script(call: Call) -> None:
     leased = await of(
         "LeaseGroups", rep.LeaseGroupsRequest(run="r", stage=unscored, worker="w", max_groups=1)
     )
-    item = rep.AppendItem(group=scored(group), lease_id=leased.leases[0].lease_id)
+    item = rep.AppendItem(group=with_advantages(group), lease_id=leased.leases[0].lease_id)
     await of("AppendGroups", rep.AppendGroupsRequest(run="r", stage=to_train, items=[item]))
     for staleness in (None, 2):
         await of(

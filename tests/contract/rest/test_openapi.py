@@ -19,8 +19,8 @@ from openapi_spec_validator import validate
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
 
-from tests.support.patience import PATIENCE_S
-from tests.support.rest_world import routes, served
+from tests.support.rest_world import routes, service_url
+from tests.support.waiting import PATIENCE_S
 
 SERVICES = ("environment", "replay", "inference", "scorer", "trainer")
 TOKEN = {"authorization": "Bearer right"}
@@ -61,7 +61,7 @@ schemathesis.openapi.format("binary", st.text())
 
 @pytest.fixture(params=SERVICES)
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
-    with served(request.param, token="right") as url:
+    with service_url(request.param, token="right") as url:
         yield url
 
 

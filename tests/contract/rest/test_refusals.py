@@ -14,8 +14,8 @@ import httpx
 import pytest
 from dialoop.v1 import environment_service_pb2 as pb
 
-from tests.support.patience import PATIENCE_S
-from tests.support.rest_world import http_of, refusal, served, service
+from tests.support.rest_world import http_of, refusal, service, service_url
+from tests.support.waiting import PATIENCE_S
 
 TOKEN = "right"
 SESSION = {"session_id": "s", "environment": "arithmetic"}
@@ -30,7 +30,7 @@ async def environment(**settings):
 
 @pytest.fixture(scope="module")
 def shared_url() -> Iterator[str]:
-    with served("environment", token=TOKEN) as url:
+    with service_url("environment", token=TOKEN) as url:
         yield url
 
 

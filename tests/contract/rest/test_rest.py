@@ -21,8 +21,8 @@ from dialoop_services.rest import bodies
 from dialoop_services.runtime import GrpcServer, ServerSettings, load
 from google.protobuf.proto import parse_length_prefixed
 
-from tests.support.patience import PATIENCE_S
 from tests.support.rest_world import http_of, refusal, service
+from tests.support.waiting import PATIENCE_S
 
 SESSION = {"session_id": "s", "environment": "arithmetic"}
 

@@ -24,7 +24,7 @@ from dialoop_services.runtime import GrpcServer, Server, ServerSettings, load
 from dialoop_services.runtime.in_process import InProcessNetwork
 from dialoop_services.runtime.logs import log_fields
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 NAME = "dialoop.v1.EnvironmentService"
 INTERACT: Rpc[Any, Any] = Rpc(f"/{NAME}/Interact", pb.InteractRequest, pb.InteractResponse)

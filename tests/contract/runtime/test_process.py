@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 SERVICE = """

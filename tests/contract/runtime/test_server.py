@@ -17,8 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
-from tests.support.patience import PATIENCE_S
 from tests.support.rest_world import http_of, refusal
+from tests.support.waiting import PATIENCE_S
 
 NAME = "dialoop.v1.EnvironmentService"
 KINDS = sorted({*errors.ERRORS_BY_STATUS.values()} - {errors.InternalError}, key=lambda k: k.status)

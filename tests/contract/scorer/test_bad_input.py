@@ -25,8 +25,8 @@ from dialoop_services.scorer.settings import ScorerSettings
 from dialoop_services.scorer.worker import ScorerWorker
 
 from tests.support.collector_world import RUN, World, adds_up, world
-from tests.support.patience import PATIENCE_S
 from tests.support.samples.scorer_samples import make_group, make_sequence
+from tests.support.waiting import PATIENCE_S
 
 
 class Flat:

@@ -26,8 +26,8 @@ from dialoop_services.scorer.settings import ScorerSettings
 from dialoop_services.scorer.worker import ScorerWorker
 
 from tests.support.collector_world import RUN, ScriptedPolicy, World, adds_up, make_tasks, world
-from tests.support.patience import PATIENCE_S
 from tests.support.samples.scorer_samples import make_group, make_sequence
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 

@@ -27,8 +27,8 @@ from tests.support.engine_world import (
 )
 from tests.support.samples.adapter_samples import (
     adapter_tensors,
-    announced,
     config_json,
+    make_announcement,
     merged_model,
     scores,
 )
@@ -75,7 +75,7 @@ class World:
     async def load(self, name: str, *, seed: int, **manifest: object) -> WeightsManifest:
         tensors = adapter_tensors(seed=seed, tied=self.tied)
         self.number += 1
-        announcement = announced(
+        announcement = make_announcement(
             self.root / f"a{self.number}.safetensors",
             tensors,
             number=self.number,
@@ -228,7 +228,7 @@ async def test_samples_under_way_end_with_the_adapter_they_began_with(w: World) 
 
 async def test_an_adapter_that_adds_nothing_loads_and_scores_as_the_policy(w: World) -> None:
     tensors = adapter_tensors(seed=1, tied=w.tied, std=0.0)
-    announcement = announced(w.root / "zero.safetensors", tensors, number=1, name="zero")
+    announcement = make_announcement(w.root / "zero.safetensors", tensors, number=1, name="zero")
     await w.replica.load(announcement, _no_chunks())
     (scored,) = await w.replica.logprobs([[5, 6, 7, 8]], adapter="zero")
     assert np.abs(scored.logprobs - w.expected_logprobs("", [5, 6, 7, 8])).max() < TOLERANCE
@@ -280,7 +280,7 @@ async def test_a_refused_adapter_leaves_the_one_that_had_the_name(w: World) -> N
     ids = [3, 1, 4, 1, 5, 9]
     wrong = Probe(token_ids=tuple(ids), logprobs=np.full(5, -1.0, dtype=np.float32))
     tensors = adapter_tensors(seed=2, tied=w.tied)
-    other = announced(w.root / "x.safetensors", tensors, number=50, name="style")
+    other = make_announcement(w.root / "x.safetensors", tensors, number=50, name="style")
     refusals: list[tuple[WeightsManifest, type[DialoopError], str]] = [
         (replace(other, probes=(wrong,)), PreconditionFailed, "PROBE_MISMATCH"),
         (

@@ -15,9 +15,9 @@ import pytest_asyncio
 from dialoop.episode import UpdateMode
 from dialoop.trajectory import SamplingParams
 
-from tests.support.engine_gates import GATE_KINDS, Gated, Setup, gated
+from tests.support.engine_gates import GATE_KINDS, Gated, Setup, gated_engine
 from tests.support.engine_world import NO_STOP, prompts
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -38,7 +38,7 @@ async def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Gated]:
     setup: Setup = request.param
-    async with gated(setup, tmp_path_factory.mktemp("gate")) as made:
+    async with gated_engine(setup, tmp_path_factory.mktemp("gate")) as made:
         yield made
 
 
@@ -78,7 +78,9 @@ async def test_three_agree_before_and_after_ten_publishes(world: Gated) -> None:
     for _ in range(NUM_PUBLISHES):
         await world.publish()
         now = world.trainer_logprobs([probe])[0]
-        assert np.abs(now - last).max() > world.moved  # else a wrong update would show as noise
+        assert (
+            np.abs(now - last).max() > world.version_gap
+        )  # else a wrong update would show as noise
         world.require_close(now, (await world.engine.logprobs(probe)).logprobs)
         last = now
     await require_agreement(world)
@@ -146,7 +148,7 @@ async def test_kept_keys_are_for_those_under_way_alone(world: Gated) -> None:
     after = sampled.versions[-1]
     assert after.policy_version == loaded
     got = np.array(sampled.logprobs[after.start :])
-    assert np.abs(mine[1][len(prompt) - 1 + after.start :] - got).max() > world.moved / 5
+    assert np.abs(mine[1][len(prompt) - 1 + after.start :] - got).max() > world.version_gap / 5
     await world.publish()
 
 

@@ -16,7 +16,7 @@ from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.learning.packing.rows import TokenRow, pack_rows
 from torch.nn.functional import linear
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 def watch_shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:

@@ -27,8 +27,8 @@ from dialoop_services.trainer.learner.ranks import (
 )
 from safetensors.torch import load_file
 
-from tests.support.patience import PATIENCE_S
-from tests.support.programs.parallel_learner_worker import lesson, settings_of
+from tests.support.programs.parallel_learner_worker import settings_of, take_steps
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(200)  # processes start slowly on a busy machine
 
@@ -45,7 +45,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> tuple[Path, list[Any]]:
     """What a learner without any ranks exported and said."""
     out = tmp_path_factory.mktemp("alone")
-    return out, plain(lesson(Learner(settings_of(model_dir)), out))
+    return out, plain(take_steps(Learner(settings_of(model_dir)), out))
 
 
 def plain(values: list[Any]) -> list[Any]:
@@ -62,7 +62,7 @@ def test_one_process_learns_as_without_ranks_and_encodes_nothing(
     for name in ("encode", "decode"):
         monkeypatch.delattr(group_commands, name)
     learner = make_learner(settings_of(model_dir), learners_of(ALONE))
-    assert plain(lesson(learner, tmp_path)) == alone[1]
+    assert plain(take_steps(learner, tmp_path)) == alone[1]
     names = [out / "model.safetensors" for out in (tmp_path, alone[0])]
     assert names[0].read_bytes() == names[1].read_bytes()
 
@@ -89,7 +89,7 @@ def test_two_processes_learn_as_one_and_a_refusal_leaves_them_in_step(
 ) -> None:
     assert alone[1].count("SEQUENCE_TOO_LONG") == alone[1].count("LOSS_INPUT_MISSING") == 1
     assert launch([str(WORKER), str(model_dir), str(tmp_path)], 2) == (0, "")
-    results = json.loads((tmp_path / "told.json").read_text())
+    results = json.loads((tmp_path / "results.json").read_text())
     for actual, expected in zip(results, alone[1], strict=True):
         assert actual == (expected if isinstance(expected, str) else pytest.approx(expected, 1e-4))
     weights, expected = (load_file(out / "model.safetensors") for out in (tmp_path, alone[0]))

@@ -52,14 +52,14 @@ def sequences(seed: int, *, longest: int = 9) -> list[TrainedSequence]:
 
 def without_advantages(rows: list[TrainedSequence]) -> list[TrainedSequence]:
     """The same as nobody has scored them."""
-    return [replace(one, sequence=replace(one.sequence, advantage=None)) for one in rows]
+    return [replace(row, sequence=replace(row.sequence, advantage=None)) for row in rows]
 
 
-def lesson(learner: Learner, out: Path) -> list[Any]:
+def take_steps(learner: Learner, out: Path) -> list[Any]:
     """Steps of each kind, with three that are refused; what was answered, as JSON."""
-    told: list[Any] = []
-    shown = [one.sequence for one in sequences(7)]
-    told.append(learner.warm_start_step(learner.rows_to_imitate(shown)).loss)
+    results: list[Any] = []
+    shown = [row.sequence for row in sequences(7)]
+    results.append(learner.warm_start_step(learner.rows_to_imitate(shown)).loss)
     for rows in (
         sequences(1),
         sequences(2, longest=100),
@@ -69,19 +69,19 @@ def lesson(learner: Learner, out: Path) -> list[Any]:
         try:
             report = learner.train_step(learner.rows_to_train(rows, current=VERSION))
         except DialoopError as error:
-            told.append(error.reason)
+            results.append(error.reason)
         else:
-            told.append([report.loss, report.grad_norm, report.num_trained_tokens])
+            results.append([report.loss, report.grad_norm, report.num_trained_tokens])
     try:
         learner.restore(out / "nothing")
     except DialoopError as error:
-        told.append(error.reason)
-    told.append(learner.sft_step(learner.rows_to_imitate(shown)).loss)
-    told.append(learner.heldout_loss(learner.rows_to_imitate(shown)))
-    told.append([float(one.sum()) for one in learner.logprobs([[5, 6, 7], [8, 9]])])
-    told.append(learner.num_parameters)
-    told.append(learner.export(out / "model.safetensors").num_bytes)
-    return told
+        results.append(error.reason)
+    results.append(learner.sft_step(learner.rows_to_imitate(shown)).loss)
+    results.append(learner.heldout_loss(learner.rows_to_imitate(shown)))
+    results.append([float(row.sum()) for row in learner.logprobs([[5, 6, 7], [8, 9]])])
+    results.append(learner.num_parameters)
+    results.append(learner.export(out / "model.safetensors").num_bytes)
+    return results
 
 
 def main() -> None:
@@ -94,7 +94,7 @@ def main() -> None:
             return
         with closing(learners):
             learner = make_learner(settings, learners)
-            (out / "told.json").write_text(json.dumps(lesson(learner, out)), "utf-8")
+            (out / "results.json").write_text(json.dumps(take_steps(learner, out)), "utf-8")
 
 
 if __name__ == "__main__":

@@ -108,8 +108,8 @@ def run(job: Job, ranks: Ranks = ALONE) -> list[dict[str, Any]]:
         if ranks.rank == job.failing_rank and step == 2:
             raise InvalidInput("Trajectory t-17 has no tokens.", remedy="Leave it out.")
         report = _step(job, step, policy, optimizer, ranks)
-        told = [report.loss, report.step.applied, report.step.grad_norm, report.metrics]
-        curve.append(dict(zip(("loss", "applied", "grad_norm", "metrics"), told, strict=True)))
+        values = [report.loss, report.step.applied, report.step.grad_norm, report.metrics]
+        curve.append(dict(zip(("loss", "applied", "grad_norm", "metrics"), values, strict=True)))
     if any(json.dumps(other) != json.dumps(curve) for other in ranks.gather(curve)):
         raise InvalidInput("The ranks tell different curves.")
     if job.save:
@@ -117,8 +117,8 @@ def run(job: Job, ranks: Ranks = ALONE) -> list[dict[str, Any]]:
     if ranks.is_first:
         Path(job.out).mkdir(parents=True, exist_ok=True)
         Path(job.out, f"{job.name}.json").write_text(json.dumps(curve), "utf-8")
-    told: list[dict[str, Any]] = json.loads(json.dumps(curve))
-    return told
+    rows: list[dict[str, Any]] = json.loads(json.dumps(curve))
+    return rows
 
 
 def _step(

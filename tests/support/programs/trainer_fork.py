@@ -20,10 +20,10 @@ def main() -> None:
     """Fork a trainer per line until there are no more lines."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps them
     for line in sys.stdin:
-        given = json.loads(line)
+        request = json.loads(line)
         pid = os.fork()
         if not pid:
-            _become_trainer(given["environment"], given["log"])
+            _become_trainer(request["environment"], request["log"])
         print(pid, flush=True)  # noqa: T201
 
 

@@ -64,8 +64,8 @@ class CallingHarness(vf.Harness[CallingHarnessConfig]):
                 if not message.get("tool_calls"):
                     break
                 for call in message["tool_calls"]:
-                    given = json.loads(call["function"]["arguments"])
-                    content = str(given["a"] + given["b"])
+                    arguments = json.loads(call["function"]["arguments"])
+                    content = str(arguments["a"] + arguments["b"])
                     messages.append(
                         {"role": "tool", "tool_call_id": call["id"], "content": content}
                     )

@@ -62,14 +62,14 @@ def _random(
     return tensors
 
 
-def written(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[str, int]:
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[str, int]:
     """The sha256 and size of the file they make."""
     save_file(tensors, path)
     data = path.read_bytes()
     return hashlib.sha256(data).hexdigest(), len(data)
 
 
-def announced(
+def make_announcement(
     path: Path,
     tensors: dict[str, torch.Tensor],
     *,
@@ -78,7 +78,7 @@ def announced(
     **manifest: Any,
 ) -> WeightsManifest:
     """Write the tensors, and say so."""
-    sha256, num_bytes = written(path, tensors)
+    sha256, num_bytes = write_tensors(path, tensors)
     return WeightsManifest(
         policy_version=PolicyVersion(lineage=name, number=number),
         sha256=sha256,

@@ -23,14 +23,14 @@ def inputs_of(
         "num_sequences": 1,
         "inference_logprobs": inference,
     }
-    given = {
+    fields = {
         name: torch.tensor(value, dtype=dtype if isinstance(value[0], float) else None)
         if isinstance(value, list)
         else value
         for name, value in (defaults | fields).items()
     }
     logprobs = torch.tensor(policy, dtype=dtype, requires_grad=True)
-    return LossInputs(policy_logprobs=logprobs, **given)
+    return LossInputs(policy_logprobs=logprobs, **fields)
 
 
 def log(*probabilities: float) -> list[float]:

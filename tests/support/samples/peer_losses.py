@@ -40,7 +40,7 @@ def peer_inputs(golden: dict[str, Any], name: str, **fields: Any) -> LossInputs:
         return torch.tensor(tensors[key], dtype=torch.float64).flatten()
 
     is_sampler_known = settings.get("use_vllm", False)
-    given: dict[str, Any] = {
+    tensors_of_all: dict[str, Any] = {
         "sequence_index": torch.arange(rows).repeat_interleave(width),
         "loss_mask": trained.flatten(),
         "num_tokens": int(trained.sum()),
@@ -54,7 +54,7 @@ def peer_inputs(golden: dict[str, Any], name: str, **fields: Any) -> LossInputs:
         "entropy": flat("entropy").requires_grad_(),
     }
     policy = flat("policy").requires_grad_()
-    return LossInputs(policy_logprobs=policy, **(given | fields))
+    return LossInputs(policy_logprobs=policy, **(tensors_of_all | fields))
 
 
 def of_sequences(inputs: LossInputs, kept: list[int]) -> LossInputs:

@@ -79,7 +79,7 @@ def make_group(
     )
 
 
-def scored(group: pb.Group, *, advantage: float = 0.5) -> pb.Group:
+def with_advantages(group: pb.Group, *, advantage: float = 0.5) -> pb.Group:
     copy = pb.Group()
     copy.CopyFrom(group)
     for trajectory in copy.trajectories:

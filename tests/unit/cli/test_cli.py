@@ -21,7 +21,7 @@ from dialoop.cli.running_stacks import (
 )
 from dialoop.errors import DialoopError
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 

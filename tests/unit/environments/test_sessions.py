@@ -23,7 +23,7 @@ from dialoop.trajectory import Owner
 from dialoop_services.environment.settings import EnvironmentEntry, EnvironmentSettings
 from dialoop_services.runtime import load
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 TASKS = ArithmeticTasks()
 KEY, OTHER_KEY = TASKS.keys("train")[:2]

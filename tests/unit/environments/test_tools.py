@@ -18,7 +18,7 @@ from dialoop.environments.tools.text_tools import cut
 from dialoop.errors import InvalidConfig
 from dialoop.trajectory import DoneReason, Owner
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 TASK = TaskData(key="k", question="q", answer="1")
 

@@ -30,7 +30,7 @@ from dialoop_services.runtime.settings import load
 from dialoop_services.stack import preflight
 
 from tests.support.inference_world import model_dir, publish  # noqa: F401
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 QUESTION = History((Message(role="user", content="35+40"),))
 

@@ -17,7 +17,7 @@ from dialoop.sequences import PolicyVersion
 from dialoop_services.inference.engine import Engine, LoadTimes
 from dialoop_services.inference.replica.replica import Replica
 
-from tests.support.patience import until
+from tests.support.waiting import until
 
 
 class FakeEngine:

@@ -45,7 +45,7 @@ def test_a_tidy_house_has_no_findings(tmp_path: Path) -> None:
     files = {
         "client/dialoop/chat.py": "import dialoop.tokens.texts\n" + LONG,
         "client/dialoop/tokens/texts.py": "class Texts:\n    pass\n" + LONG,
-        "tests/unit/test_chat.py": "def test_chat(found): ...\n",
+        "tests/unit/test_chat.py": "def test_chat(history): ...\n",
     }
     assert keys(tmp_path, files) == set()
 
@@ -130,8 +130,8 @@ def test_a_class_name_defined_twice_is_found(tmp_path: Path) -> None:
 
 
 WORDS = {
-    "client/dialoop/tokens/spelling.py": "",
-    "client/dialoop/tokens/names.py": """
+    "spelling.py": "",
+    "names.py": """
 class RecordingBook: ...
 class Ordered: ...
 def doubts_about_losses(): ...
@@ -144,7 +144,7 @@ class Stream:
     @property
     def closed(self): ...
 """,
-    "client/dialoop/tokens/values.py": """
+    "values.py": """
 for one in ():
     found = one
 def read(given, *, name): return {name: known for known in ()}
@@ -153,15 +153,22 @@ kept.said = 1
 }
 
 
-def test_old_words_are_found_in_cleaned_folders_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(check_rooms, "CLEANED", ())
-    assert keys(tmp_path, WORDS) == set()
-    monkeypatch.setattr(check_rooms, "CLEANED", ("client/dialoop/tokens",))
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "client/dialoop",
+        "client/dialoop/tokens",
+        "client/examples",
+        "services/dialoop_services",
+        "tests",
+        "tests/support/programs",
+        "benchmarks",
+        "infra",
+    ],
+)
+def test_old_words_are_found_in_every_folder_and_at_its_root(tmp_path: Path, folder: str) -> None:
     names = ("RecordingBook", "doubts_about_losses", "_redo_steps", "opened", "_told")
-    folder = "client/dialoop/tokens"
-    assert keys(tmp_path, {}) == {
+    assert keys(tmp_path, {f"{folder}/{name}": text for name, text in WORDS.items()}) == {
         f"word {folder}/spelling.py",
         *(f"word {folder}/names.py:{name}" for name in names),
         *(f"binding {folder}/values.py:{name}" for name in ("one", "found", "given", "known")),

@@ -19,8 +19,8 @@ from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.servicer import ReplayServicer
 from dialoop_services.replay.store import QueueLimits
 
-from tests.support.patience import PATIENCE_S
 from tests.support.samples.replay_samples import announce, make_group, make_task, offer, stats_of
+from tests.support.waiting import PATIENCE_S
 
 RUN = "run"
 CONTEXT: Any = None

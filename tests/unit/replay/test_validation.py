@@ -10,7 +10,12 @@ from dialoop.v1 import trajectory_pb2 as pb
 from dialoop_services.replay.store import group_facts
 from dialoop_services.replay.validation import check_group
 
-from tests.support.samples.replay_samples import make_group, make_sequence, make_task, scored
+from tests.support.samples.replay_samples import (
+    make_group,
+    make_sequence,
+    make_task,
+    with_advantages,
+)
 
 TASK = make_task("a")
 
@@ -109,7 +114,7 @@ def test_a_group_without_sampled_tokens_trains_nothing_but_can_be_evaluated() ->
 
 def test_a_scored_group_needs_an_advantage_on_every_sampled_sequence() -> None:
     assert reason_of(make_group(TASK), Stage.SCORED) == "NO_ADVANTAGE"
-    group = scored(make_group(TASK))
+    group = with_advantages(make_group(TASK))
     assert reason_of(group, Stage.SCORED) == ""
     first_sequence(group).ClearField("advantage")
     assert reason_of(group, Stage.SCORED) == "NO_ADVANTAGE"
@@ -120,7 +125,7 @@ def test_a_scored_group_needs_an_advantage_on_every_sampled_sequence() -> None:
 def test_scoring_keeps_the_digest_and_any_other_change_breaks_it() -> None:
     group = make_group(TASK)
     digest = group_facts(group).digest
-    assert group_facts(scored(group)).digest == digest
+    assert group_facts(with_advantages(group)).digest == digest
     first_sequence(group).token_ids[0] = 6
     assert group_facts(group).digest != digest
 

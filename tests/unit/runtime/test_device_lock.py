@@ -15,7 +15,7 @@ import pytest
 from dialoop.errors import InvalidConfig
 from dialoop_services.runtime.device_lock import DeviceLock, is_owned
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ import pytest
 from dialoop.errors import DeadlineExceeded, InternalError, InvalidConfig, InvalidInput
 from dialoop.sandbox import KillableFunction, run_killable
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 HERE = "tests.unit.sandbox.test_killable"
 

@@ -15,7 +15,7 @@ from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.sandbox import Sandbox
 from dialoop.trajectory import DoneReason, Owner
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 TASK = TaskData(key="1", question="Compute.")
 

@@ -20,7 +20,7 @@ from dialoop.sandbox import Assessment, Level, Limits, Sandbox, self_test
 from dialoop.sandbox.confined import syscall_numbers
 from dialoop.sandbox.programs import _outermost, rules_of
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 SUM = "print(sum(range(10)))"
 

@@ -26,8 +26,8 @@ from dialoop_services.scorer.rewards import (
 from dialoop_services.scorer.scoring import Scoring
 from dialoop_services.scorer.settings import ScorerSettings
 
-from tests.support.patience import PATIENCE_S
 from tests.support.samples.scorer_samples import MAIN_0, make_group, make_sequence
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 

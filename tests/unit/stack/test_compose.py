@@ -24,7 +24,7 @@ from dialoop_services.stack.processes.child import ServiceSpec
 from dialoop_services.stack.run_dir import RunDir
 from dialoop_services.trainer.settings import TrainerSettings
 
-from tests.support.containers import ROOT, MissingVariable, compose_file, interpolated, targets
+from tests.support.containers import ROOT, MissingVariable, compose_file, interpolate, targets
 
 SETTINGS: dict[str, type[ServerSettings]] = {
     "environment": EnvironmentSettings,
@@ -275,8 +275,8 @@ def test_the_tiny_model_is_made_only_where_none_is_given(
 
 
 def test_variables_are_read_as_compose_reads_them() -> None:
-    assert interpolated("${A:-x}/$${A}", {}) == "x/${A}"
-    assert interpolated("${A:-${B:-x}}", {"B": "b"}) == "b"
-    assert interpolated("${A:-${B:-x}}", {"A": "a"}) == "a"
+    assert interpolate("${A:-x}/$${A}", {}) == "x/${A}"
+    assert interpolate("${A:-${B:-x}}", {"B": "b"}) == "b"
+    assert interpolate("${A:-${B:-x}}", {"A": "a"}) == "a"
     with pytest.raises(MissingVariable, match="A: say it"):
-        interpolated("${A:?say it}", {"A": ""})
+        interpolate("${A:?say it}", {"A": ""})

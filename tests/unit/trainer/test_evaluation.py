@@ -18,7 +18,7 @@ from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, Task
 from dialoop_services.trainer.job.evaluation import EvaluationPlan, EvaluationResult, Evaluator
 from dialoop_services.trainer.records.records import RunRecords
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 class FakeEnvironment:

@@ -18,8 +18,8 @@ from dialoop_services.trainer.publish.export import RunPolicies, export_policy, 
 from dialoop_services.trainer.settings import TrainerSettings
 from safetensors.torch import load_file, save_file
 
-from tests.support.patience import PATIENCE_S
 from tests.support.samples.adapter_samples import ALPHA, RANK, adapter_of, config_json
+from tests.support.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path

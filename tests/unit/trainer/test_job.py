@@ -12,8 +12,8 @@ import pytest
 from dialoop.sequences import PolicyVersion
 from dialoop_services.trainer.job.state import JobState
 
-from tests.support.patience import until
 from tests.support.trainer_world import World, until_extended, worlds
+from tests.support.waiting import until
 
 
 def version(number: int, lineage: str = "main") -> PolicyVersion:

@@ -17,7 +17,7 @@ from dialoop_services.trainer.job.placement import Shared, Split
 from dialoop_services.trainer.learner.learner import policy_of
 from dialoop_services.trainer.settings import TrainerSettings
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable

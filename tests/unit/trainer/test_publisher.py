@@ -22,7 +22,7 @@ from dialoop_services.trainer.publish import publisher as module
 from dialoop_services.trainer.publish.publisher import Publisher
 from dialoop_services.trainer.settings import TrainerSettings
 
-from tests.support.patience import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 class FakeLearner:

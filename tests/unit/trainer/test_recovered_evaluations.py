@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from dialoop_services.stack.report.plot import read_metrics
 
-from tests.support.patience import PATIENCE_S
 from tests.support.trainer_world import Killed, World, after, killed_after, worlds
+from tests.support.waiting import PATIENCE_S
 
 EVALUATING: dict[str, Any] = {"num_steps": 3, "evaluation": {"every": 2, "num_tasks": 1}}
 

@@ -20,8 +20,8 @@ from dialoop_services.trainer.job.checkpointer import DEAD_LETTERS_FORGOTTEN
 from dialoop_services.trainer.job.status import StatusBoard
 from dialoop_services.trainer.job.train_steps import FRESH_MISMATCH, GROUPS_SET_ASIDE
 
-from tests.support.patience import PATIENCE_S, until
 from tests.support.trainer_world import World, lease, worlds
+from tests.support.waiting import PATIENCE_S, until
 
 FIRST = PolicyVersion(lineage="main", number=1)
 
