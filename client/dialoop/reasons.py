@@ -163,6 +163,8 @@ class Reason(_Named):
     )
     EPISODE_DONE = "EPISODE_DONE", "The episode is over."
     EPISODE_MISSING = "EPISODE_MISSING", "The step names no episode."
+    ESTIMATOR_FAILED = "ESTIMATOR_FAILED", "The advantage estimator failed."
+    ESTIMATOR_NOT_FOUND = "ESTIMATOR_NOT_FOUND", "The advantage estimator cannot be imported."
     EVENT_LOOP_RUNNING = (
         "EVENT_LOOP_RUNNING",
         "A blocking client would stop the running event loop.",

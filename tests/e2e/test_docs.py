@@ -28,8 +28,12 @@ from dialoop.testing import ScriptedPolicy
 from dialoop_services.config.file import parse_config
 from dialoop_services.learning.loss.loss_loading import load_loss
 from dialoop_services.learning.loss.losses import LossInputs
+from dialoop_services.runtime import load
+from dialoop_services.scorer.__main__ import make_scorer
+from dialoop_services.scorer.settings import ScorerSettings
 from dialoop_services.stack.__main__ import FIXED_PORTS
 
+from tests.support.samples.scorer_samples import make_group
 from tests.support.stack_jobs import Job, wait_for
 from tests.support.waiting import PATIENCE_S
 
@@ -44,7 +48,17 @@ PAGES = (
 )
 BLOCK = re.compile(r"(?:<!-- (test|not run|output): (.*?) -->\n)?^```(\w*)\n(.*?)^```", re.M | re.S)
 TESTED_HERE = frozenset(
-    {"agent", "capitals", "curl", "in_process", "loss", "python_environment", "sdk", "template"}
+    {
+        "agent",
+        "capitals",
+        "curl",
+        "estimator",
+        "in_process",
+        "loss",
+        "python_environment",
+        "sdk",
+        "template",
+    }
 )
 TESTED_ELSEWHERE = {
     "grpo_by_hand": "tests/e2e/test_grpo_by_hand.py",
@@ -255,6 +269,16 @@ def test_the_loss_of_the_docs_is_loaded_by_name_and_points_uphill(
     output.loss.backward()  # type: ignore[no-untyped-call]
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [-0.5, 0.5]
+
+
+async def test_the_estimator_of_the_docs_is_loaded_by_name_and_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_advantages.py").write_text(snippet("estimator"))
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = load(ScorerSettings, advantage_estimator="my_advantages:above_median")
+    scored = await make_scorer(settings).score(make_group(0.0, 1.0, 4.0))
+    assert [t.sequences[0].advantage for t in scored.trajectories] == [-1.0, 0.0, 3.0]
 
 
 def test_the_template_snippet_holds_as_printed() -> None:

@@ -5,7 +5,7 @@ engine = "vllm"
 num_steps = 50
 
 The tables that services read stand in `dialoop_services.config.tables`. This module has the tables
-of the stack, and the checks that concern two tables.
+of the stack and of what is measured, and the checks that concern two tables.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from dialoop_services.config.tables import (
     CollectorSection,
     Dtype,
     EnvironmentSection,
-    EvaluationSection,
     InferenceSection,
     ModelSection,
     ScorerSection,
     Section,
     SftSettings,
-    TrackerSettings,
     TrainSection,
     WarmStartSection,
 )
@@ -37,6 +35,35 @@ SCHEMA = 1
 _HALF = "bfloat16"
 _ROUNDING = 1e-2
 """Nats: in bfloat16, log-probs of engine and trainer differ by more than this."""
+
+
+class EvaluationSection(Section):
+    """Held-out evaluation through the same services."""
+
+    num_tasks: int = Field(default=256, ge=0)
+    """Number of tasks before and after training, greedy and sampled; 0: no evaluation."""
+    every: int = Field(default=10, ge=0)
+    """Number of train steps between evaluations during training; 0: none."""
+    num_running_tasks: int = Field(default=64, ge=1)
+    """Number of tasks in an evaluation during training."""
+    stop_at: float | None = None
+    """Reward in an evaluation during training at which training stops; absent: never. With mode
+    "sft" it is the negative of the held-out loss."""
+    stop_without_gain: int = Field(default=0, ge=0)
+    """Number of evaluations in a row without a new best after which training stops; 0: never."""
+
+
+class TrackerSettings(Section):
+    """Trackers that get the rows of metrics.jsonl too; each needs its package."""
+
+    trackio: bool = False
+    """Whether trackio gets the metrics."""
+    wandb: bool = False
+    """Whether Weights & Biases gets the metrics."""
+    tensorboard: bool = False
+    """Whether tensorboardX writes TensorBoard event files under the run's directory."""
+    project: str = "dialoop"
+    """Name of the project in which trackio and Weights & Biases file the run."""
 
 
 class GatesSection(Section):
@@ -271,7 +298,8 @@ def warnings_for_advantages(config: JobConfig) -> tuple[str, ...]:
     loss, baseline = config.train.loss, config.scorer.baseline_for(config.train.loss)
     facts, default = facts_of(loss), LossFacts()
     needed = {name: getattr(facts, name) for name in baseline}
-    if all(needed[name] == getattr(default, name) for name in needed):
+    is_own = bool(config.scorer.advantage_estimator)
+    if is_own or all(needed[name] == getattr(default, name) for name in needed):
         needed = {}
     differing = {name: value for name, value in needed.items() if value != baseline[name]}
     if facts.drop_uniform and not config.scorer.drop_uniform:

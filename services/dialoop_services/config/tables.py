@@ -247,6 +247,9 @@ class ScorerFields(Section):
     """Divide advantages by the standard deviation of rewards; absent: as the loss needs."""
     leave_one_out: bool | None = None
     """Compare each trajectory with the mean of the others; absent: as the loss needs."""
+    advantage_estimator: str = ""
+    """Function of your own that computes the advantages of a group from its rewards, as
+    "module:function"; empty: the built-in formula."""
     advantages_of: Literal["trajectory", "turn"] = "trajectory"
     """What gets an advantage: each "trajectory", or each "turn" among all turns of the group."""
     advantage_aggregate: Literal["sum", "max", "mean"] = "sum"
@@ -291,6 +294,18 @@ class ScorerFields(Section):
             name: getattr(facts, name) if getattr(self, name) is None else getattr(self, name)
             for name in ("divide_by_std", "leave_one_out")
         }
+
+    @model_validator(mode="after")
+    def _require_one_estimator(self) -> Self:
+        fields = ScorerFields.model_fields
+        names = ("divide_by_std", "leave_one_out", "advantages_of", "advantage_eps", "top_k")
+        changed = [name for name in names if getattr(self, name) != fields[name].default]
+        if self.advantage_estimator and changed:
+            raise ValueError(
+                f"advantage_estimator is {self.advantage_estimator}, which computes the "
+                f"advantages, so {', '.join(changed)} would have no effect: leave that out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _require_something_to_aggregate(self) -> Self:
@@ -567,32 +582,3 @@ class TrainSection(TrainFields):
 
     num_processes: int = Field(default=1, ge=1, le=64)
     """Number of processes that share the model (FSDP2), up to 64; on CUDA each has its own GPU."""
-
-
-class EvaluationSection(Section):
-    """Held-out evaluation through the same services."""
-
-    num_tasks: int = Field(default=256, ge=0)
-    """Number of tasks before and after training, greedy and sampled; 0: no evaluation."""
-    every: int = Field(default=10, ge=0)
-    """Number of train steps between evaluations during training; 0: none."""
-    num_running_tasks: int = Field(default=64, ge=1)
-    """Number of tasks in an evaluation during training."""
-    stop_at: float | None = None
-    """Reward in an evaluation during training at which training stops; absent: never. With mode
-    "sft" it is the negative of the held-out loss."""
-    stop_without_gain: int = Field(default=0, ge=0)
-    """Number of evaluations in a row without a new best after which training stops; 0: never."""
-
-
-class TrackerSettings(Section):
-    """Trackers that get the rows of metrics.jsonl too; each needs its package."""
-
-    trackio: bool = False
-    """Whether trackio gets the metrics."""
-    wandb: bool = False
-    """Whether Weights & Biases gets the metrics."""
-    tensorboard: bool = False
-    """Whether tensorboardX writes TensorBoard event files under the run's directory."""
-    project: str = "dialoop"
-    """Name of the project in which trackio and Weights & Biases file the run."""

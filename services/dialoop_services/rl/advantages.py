@@ -97,12 +97,25 @@ def with_advantages(
     """
     require_complete(group, group_size)
     settings = settings or AdvantageSettings()
-    returns = [
-        return_of([turn.reward for turn in t.turns], settings.aggregate) for t in group.trajectories
-    ]
-    advantages = group_advantages(returns, settings)
-    scored = map(_with_advantage, group.trajectories, advantages.values)
-    return replace(group, trajectories=tuple(scored))
+    advantages = group_advantages(returns_of(group, settings.aggregate), settings)
+    return with_values(group, advantages.values)
+
+
+def with_values(group: Group, advantages: Sequence[float]) -> Group:
+    """Return the group with the n advantages on the sequences of its n trajectories."""
+    pairs = zip(group.trajectories, advantages, strict=True)
+    return replace(group, trajectories=tuple(_with_advantage(t, value) for t, value in pairs))
+
+
+def returns_of(group: Group, aggregate: Aggregate = "sum") -> list[float]:
+    """Return one number for each trajectory: `return_of` the rewards of its turns.
+
+    Raises InvalidInput (NON_FINITE_REWARD, GROUP_TOO_SMALL) as `group_advantages` does.
+    """
+    rewards = ([turn.reward for turn in t.turns] for t in group.trajectories)
+    returns = [return_of(values, aggregate) for values in rewards]
+    _require_rewards(returns)
+    return returns
 
 
 def return_of(rewards: Sequence[float], aggregate: Aggregate = "sum") -> float:

@@ -9,6 +9,7 @@ from dialoop.clients.replay import ReplayClient
 from dialoop.v1.scorer_service_pb2_grpc import add_ScorerServiceServicer_to_server
 
 from dialoop_services.runtime import Host, OwnProcess, load, run
+from dialoop_services.scorer.estimator import load_estimator
 from dialoop_services.scorer.reference_batches import ReferenceBatches
 from dialoop_services.scorer.rewards import KlPenalty, load_rewards
 from dialoop_services.scorer.scoring import Scoring
@@ -57,6 +58,7 @@ def make_scorer(settings: ScorerSettings) -> Scorer:
         drop_uniform=settings.drop_uniform,
         per_turn=settings.advantages_of == "turn",
         top_k=settings.top_k,
+        estimator=load_estimator(settings.advantage_estimator),
     )
     return Scorer(scoring, reference, max_groups=settings.max_groups)
 

@@ -87,10 +87,8 @@ async def with_reward(group: Group, reward: GroupReward) -> Group:
     Raise PreconditionFailed (REWARD_FAILED) when the function fails, because a missing reward is
     not a reward of 0.
     """
-    calling = call(reward.function, group, timeout_s=reward.timeout_s)
     try:
-        running = asyncio.run_coroutine_threadsafe(calling, _reward_loop())
-        values = await asyncio.wrap_future(running)
+        values = await call_apart(reward.function, group, timeout_s=reward.timeout_s)
         rewards = [_reward_of(value, reward) for value in values]
     except TimeoutError as error:
         raise _reward_failed(reward.name, f"took more than {reward.timeout_s:g} s") from error
@@ -106,9 +104,17 @@ async def with_reward(group: Group, reward: GroupReward) -> Group:
     return _with_rewards(group, rewards)
 
 
+async def call_apart(function: Callable[[Any], Any], argument: Any, *, timeout_s: float) -> Any:
+    """Return what a user's function returns; raise TimeoutError after `timeout_s`.
+
+    It runs on an event loop of all such functions, so that one that blocks stops no lease or probe.
+    """
+    calling = call(function, argument, timeout_s=timeout_s)
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(calling, _loop_of_users()))
+
+
 @functools.cache
-def _reward_loop() -> asyncio.AbstractEventLoop:
-    """Start the event loop of all rewards, in a thread: one that blocks stops no lease or probe."""
+def _loop_of_users() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
     return loop

@@ -9,9 +9,15 @@ from dialoop.errors import InvalidInput, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason
 
-from dialoop_services.rl.advantages import AdvantageSettings, with_advantages
+from dialoop_services.rl.advantages import (
+    AdvantageSettings,
+    returns_of,
+    with_advantages,
+    with_values,
+)
 from dialoop_services.rl.monte_carlo import with_turn_advantages
 from dialoop_services.rl.selection import with_best_alone
+from dialoop_services.scorer.estimator import Estimator
 from dialoop_services.scorer.rewards import GroupReward, KlPenalty, with_kl_penalty, with_reward
 
 if TYPE_CHECKING:
@@ -22,7 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """How groups are scored; `reference` is None where neither its log-probs nor KL are needed."""
+    """How groups are scored; `reference` is None where neither its log-probs nor KL are needed.
+
+    `estimator` computes the advantages; None: `advantages` says how.
+    """
 
     rewards: tuple[GroupReward, ...] = ()
     advantages: AdvantageSettings = AdvantageSettings()  # noqa: RUF009  (frozen)
@@ -31,13 +40,14 @@ class Scoring:
     drop_uniform: bool = False
     per_turn: bool = False
     top_k: int = 0
+    estimator: Estimator | None = None
 
     async def score(self, group: Group) -> Group:
         """Return the scored group. The same group gives the same scores when it is delivered again.
 
         Raise InvalidInput (GROUP_INCOMPLETE, GROUP_TOO_SMALL, UNSCORABLE_TRAJECTORY,
-        TRAJECTORY_NOT_DONE, ...) or PreconditionFailed (REWARD_FAILED, UNIFORM_REWARD). The worker
-        drops or sets aside the group under that reason.
+        TRAJECTORY_NOT_DONE, ...) or PreconditionFailed (REWARD_FAILED, ESTIMATOR_FAILED,
+        UNIFORM_REWARD). The worker drops or sets aside the group under that reason.
         """
         require_scorable(group)
         for reward in self.rewards:
@@ -46,7 +56,7 @@ class Scoring:
             group = await with_reference(group, self.reference)
         if self.kl_penalty is not None:
             group = with_kl_penalty(group, self.kl_penalty)
-        scored = self._with_advantages(group)
+        scored = await self._with_advantages(group)
         if self.drop_uniform and not _has_advantage(scored):
             raise PreconditionFailed(
                 f"All advantages of {group.group_id} are 0.",
@@ -55,9 +65,12 @@ class Scoring:
             )
         return scored
 
-    def _with_advantages(self, group: Group) -> Group:
+    async def _with_advantages(self, group: Group) -> Group:
         if self.top_k:
             return with_best_alone(group, k=self.top_k, aggregate=self.advantages.aggregate)
+        if self.estimator is not None:
+            returns = returns_of(group, self.advantages.aggregate)
+            return with_values(group, await self.estimator.estimate(returns))
         compute = with_turn_advantages if self.per_turn else with_advantages
         return compute(group, self.advantages, group_size=group.task.num_trajectories)
 

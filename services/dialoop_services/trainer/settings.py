@@ -9,16 +9,14 @@ from typing import Any
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from dialoop_services.config.job import JobConfig
+from dialoop_services.config.job import EvaluationSection, JobConfig, TrackerSettings
 from dialoop_services.config.settings import JobSettings, job_key
 from dialoop_services.config.tables import (
     DataPlane,
     Dtype,
     EnvironmentSection,
-    EvaluationSection,
     ModelSection,
     SftSettings,
-    TrackerSettings,
     TrainFields,
     UpdateMode,
     WarmStartSection,

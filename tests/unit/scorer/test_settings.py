@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dialoop.errors import InvalidInput
+from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
 from dialoop.sequences import Source, sequence_of
 from dialoop.trajectory import Group, Reward, Turn
 from dialoop_services.config.job import JobConfig
@@ -95,6 +95,9 @@ async def test_a_trajectorys_reward_is_the_sum_the_largest_or_the_mean_of_its_tu
         ({"advantages_of": "turn", "advantage_aggregate": "max"}, "advantage_aggregate is max"),
         ({"advantages_of": "turn", "top_k": 1}, "top_k chooses whole trajectories"),
         ({"kl_coefficient": 0.1, "advantage_aggregate": "mean"}, "shrink the KL penalty"),
+        ({"advantage_estimator": "m:f", "advantages_of": "turn"}, "so advantages_of would have no"),
+        ({"advantage_estimator": "m:f", "divide_by_std": False}, "so divide_by_std would have no"),
+        ({"advantage_estimator": "m:f", "top_k": 1}, "so top_k would have no"),
     ],
 )
 def test_settings_of_which_one_would_undo_the_other_are_refused(
@@ -154,3 +157,70 @@ def test_a_job_says_where_its_reference_model_is_and_in_which_format(
 def test_a_device_that_is_none_is_refused(device: str) -> None:
     with pytest.raises(ValidationError, match=r"scorer\.device"):
         JobConfig.model_validate({"scorer": {"device": device}})
+
+
+ESTIMATORS = """
+import asyncio
+
+async def ranked(rewards):
+    await asyncio.sleep(0)
+    best_last = sorted(range(len(rewards)), key=rewards.__getitem__)
+    return [float(best_last.index(place)) for place in range(len(rewards))]
+
+def greedy(rewards):
+    rewards[:] = [float("nan")] * len(rewards)       # its own list, and nobody else's
+    return [1.0] * 3
+
+def short(rewards): return rewards[1:]
+def not_a_number(rewards): return [float("nan")] * len(rewards)
+def nothing(rewards): return None
+def raises(rewards): raise KeyError("a secret of the function")
+constant = 1.0
+"""
+
+
+@pytest.fixture
+def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_estimators.py").write_text(ESTIMATORS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("own_file")
+async def test_an_estimator_of_ones_own_gets_whole_groups_and_gives_each_trajectory_one() -> None:
+    group = group_of((2.0, 1.0), (0.5,), (1.0,))
+    path = "own_estimators:ranked"
+    assert await advantages_of(group, advantage_estimator=path) == [2.0, 0.0, 1.0]
+    largest = await advantages_of(
+        group_of((2.0, 1.0), (2.5,), (1.0,)), advantage_estimator=path, advantage_aggregate="max"
+    )
+    assert largest == [1.0, 2.0, 0.0]
+    path = "own_estimators:greedy"
+    assert await advantages_of(group, advantage_estimator=path) == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.usefixtures("own_file")
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("short", "gave 1 advantages for 2 rewards"),
+        ("not_a_number", "gave an advantage that is not finite"),
+        ("nothing", "raised TypeError"),
+        ("raises", "raised KeyError"),
+    ],
+)
+async def test_an_estimators_mistake_is_an_error_with_its_name(name: str, how: str) -> None:
+    with pytest.raises(PreconditionFailed, match=f"own_estimators:{name} {how}") as caught:
+        await advantages_of(group_of((0.0,), (1.0,)), advantage_estimator=f"own_estimators:{name}")
+    assert caught.value.reason == "ESTIMATOR_FAILED"
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("own_file")
+@pytest.mark.parametrize(
+    "path", ["median", "no_such_module:f", "own_estimators:missing", "own_estimators:constant"]
+)
+def test_an_estimator_that_is_none_is_refused_at_the_start(path: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"advantage estimator '{path}'") as caught:
+        make_scorer(ScorerSettings(advantage_estimator=path))
+    assert caught.value.reason == "ESTIMATOR_NOT_FOUND"
+    assert caught.value.remedy

@@ -90,6 +90,7 @@ def test_a_loss_with_others_advantages_is_warned_of() -> None:
     assert "drop_uniform = true" in warning
     assert not warnings_for_advantages(JobConfig())
     assert not warnings_for_advantages(config_of("grpo", divide_by_std=False))
+    assert not warnings_for_advantages(config_of("rloo", advantage_estimator="mine:rloo"))
 
 
 def summary(gain: float | None = 0.5, **changes: Any) -> dict[str, Any]:
