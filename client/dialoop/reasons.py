@@ -148,6 +148,10 @@ class Reason(_Named):
     DATA_PLANE_UNAVAILABLE = "DATA_PLANE_UNAVAILABLE", "The engine does not take weights that way."
     DATA_UNREADABLE = "DATA_UNREADABLE", "The path holds no data set that can be read."
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED", "The answer did not come in time."
+    DENSE_REWARD_NOT_SUMMED = (
+        "DENSE_REWARD_NOT_SUMMED",
+        "A reward has one number for each token, and rewards are not summed.",
+    )
     DIGEST_MISMATCH = "DIGEST_MISMATCH", "A group of that id has other content."
     EMPTY_BATCH = "EMPTY_BATCH", "There is no sequence to pack."
     EMPTY_PROMPT = "EMPTY_PROMPT", "A sequence must begin with a token that is not trained."

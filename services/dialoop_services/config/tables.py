@@ -263,7 +263,7 @@ class ScorerFields(Section):
     reference_logprobs: bool = False
     """Whether sampled tokens get log-probs of the reference model, for KL or distillation."""
     kl_coefficient: float = Field(default=0.0, ge=0)
-    """Coefficient c of the reward -c * KL(policy, reference model) of each trajectory; 0: none."""
+    """Coefficient c of the reward -c * KL(policy, reference model) of each token; 0: none."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """How the KL in the reward is estimated from sampled tokens: "k1", "k2" or "k3"."""
     dtype: Dtype = "float32"
@@ -276,6 +276,8 @@ class ScorerFields(Section):
     """Rewards added to the environment's: {name, use = "module:function", weight, timeout_s}."""
     advantage_eps: float = Field(default=1e-6, gt=0)
     """Smallest divisor of advantages, and largest spread of rewards that counts as uniform."""
+    advantage_divisor: Literal["max", "sum"] = "max"
+    """Divisor of advantages: "max" is max(std, advantage_eps), "sum" is std + advantage_eps."""
     max_row_tokens: int = Field(default=4096, ge=16)
     """Largest number of tokens in a packed row; a longer sequence has a row of its own."""
     max_groups: int = Field(default=16, ge=1)

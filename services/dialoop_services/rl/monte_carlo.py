@@ -20,8 +20,10 @@ from dialoop_services.rl.advantages import (
     AdvantageSettings,
     Aggregate,
     group_advantages,
+    has_dense_rewards,
     require_complete,
     return_of,
+    with_token_advantages,
 )
 
 if TYPE_CHECKING:
@@ -68,10 +70,13 @@ def with_turn_advantages(
 ) -> Group:
     """Return the group with `token_advantages` set: float32 [M] for the M sampled tokens.
 
-    Each token gets the `step_advantages` of its turn. Raises PreconditionFailed (GROUP_INCOMPLETE)
-    as `with_advantages` does.
+    Each token gets the `step_advantages` of its turn. A dense reward counts from its token to the
+    end of the turn. Raises PreconditionFailed (GROUP_INCOMPLETE) as `with_advantages` does.
     """
     require_complete(group, group_size)
+    if has_dense_rewards(group):
+        plain = replace(settings or AdvantageSettings(), leave_one_out=False)
+        return with_token_advantages(group, plain, per_turn=True)
     rewards = [[turn.reward for turn in t.turns] for t in group.trajectories]
     pairs = zip(group.trajectories, step_advantages(rewards, settings), strict=True)
     return replace(group, trajectories=tuple(_spread(t, values) for t, values in pairs))

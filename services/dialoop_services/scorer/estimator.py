@@ -26,6 +26,7 @@ EstimatorFunction = Callable[[list[float]], Any]
 """Returns n finite advantages for the n rewards of one whole group, in their order; may be async.
 
 A reward is one number of each trajectory, as `advantage_aggregate` makes it of the turns' rewards.
+A dense reward, with one number for each token, counts with its sum.
 The same rewards must always give the same advantages, because a group may be scored twice.
 """
 

@@ -25,6 +25,8 @@ from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop.trajectory import Group, Reward, Trajectory
 
+from dialoop_services.rl.turn_tokens import TurnTokens
+
 if TYPE_CHECKING:
     from dialoop.sequences import Floats
 
@@ -39,6 +41,8 @@ one in a thread of its own.
 
 A value is a number, a bool (which is also the success) or a Reward. Of a Reward the value, success
 and values per token are kept; its weight is multiplied with the setting's, whose name it gets.
+A Reward with values per token has one for each token that the policy sampled in the trajectory,
+turn by turn. They become a reward of each turn.
 """
 
 
@@ -101,7 +105,15 @@ async def with_reward(group: Group, reward: GroupReward) -> Group:
         )
     if not all(map(_is_finite, rewards)):
         raise _reward_failed(reward.name, "gave a value that is not finite")
-    return _with_rewards(group, rewards)
+    pairs = list(zip(group.trajectories, rewards, strict=True))
+    for trajectory, given in pairs:
+        if given.per_token and len(given.per_token) != trajectory.num_model_tokens:
+            raise _reward_failed(
+                reward.name,
+                f"gave {len(given.per_token)} values per token for the "
+                f"{trajectory.num_model_tokens} sampled tokens of {trajectory.trajectory_id}",
+            )
+    return replace(group, trajectories=tuple(_with(t, given) for t, given in pairs))
 
 
 async def call_apart(function: Callable[[Any], Any], argument: Any, *, timeout_s: float) -> Any:
@@ -121,10 +133,18 @@ def _loop_of_users() -> asyncio.AbstractEventLoop:
 
 
 def with_kl_penalty(group: Group, penalty: KlPenalty) -> Group:
-    """Return the group with the reward "kl" on last turns: minus the sum of the tokens' KL."""
-    values = [-_kl_of(trajectory, penalty.estimator) for trajectory in group.trajectories]
-    weight = penalty.coefficient
-    return _with_rewards(group, [Reward(name="kl", value=value, weight=weight) for value in values])
+    """Return the group with the dense reward "kl": minus the KL of each sampled token."""
+    trajectories = []
+    for trajectory in group.trajectories:
+        kl = [
+            token_kl(s.inference_logprobs, s.ref_logprobs, penalty.estimator)
+            for s in trajectory.sequences
+        ]
+        values = (-np.concatenate(TurnTokens.of(trajectory).gather(kl))).tolist()
+        trajectories.append(
+            _with(trajectory, Reward.dense("kl", values, weight=penalty.coefficient))
+        )
+    return replace(group, trajectories=tuple(trajectories))
 
 
 def token_kl(policy: Floats, reference: Floats, estimator: str = "k1") -> Floats:
@@ -151,13 +171,6 @@ def token_kl(policy: Floats, reference: Floats, estimator: str = "k1") -> Floats
     return np.asarray(values, dtype=np.float32)
 
 
-def _kl_of(trajectory: Trajectory, estimator: str) -> float:
-    return sum(
-        float(token_kl(s.inference_logprobs, s.ref_logprobs, estimator).sum())
-        for s in trajectory.sequences
-    )
-
-
 def _reward_of(value: Any, setting: GroupReward) -> Reward:
     if isinstance(value, Reward):
         return replace(value, name=setting.name, weight=setting.weight * value.weight)
@@ -169,21 +182,27 @@ def _is_finite(reward: Reward) -> bool:
     return all(map(math.isfinite, (reward.value, reward.weight, *reward.per_token)))
 
 
-def _with_rewards(group: Group, rewards: Sequence[Reward]) -> Group:
-    pairs = zip(group.trajectories, rewards, strict=True)
-    return replace(group, trajectories=tuple(_with(t, reward) for t, reward in pairs))
-
-
 def _with(trajectory: Trajectory, reward: Reward) -> Trajectory:
+    """Return the trajectory with the reward on its last turn, or its tokens' part on each turn."""
     if not trajectory.turns:
         raise InvalidInput(
             f"Trajectory {trajectory.trajectory_id} has no turn to reward.",
             reason=Reason.UNSCORABLE_TRAJECTORY,
             remedy="Record at least one turn.",
         )
-    last = trajectory.turns[-1]
-    turn = replace(last, rewards=(*last.rewards, reward))
-    return replace(trajectory, turns=(*trajectory.turns[:-1], turn))
+    rewards: list[tuple[Reward, ...]] = [() for _ in trajectory.turns]
+    rewards[-1] = (reward,)
+    if reward.per_token:
+        start = 0
+        for number, count in enumerate(TurnTokens.of(trajectory).counts):
+            part = reward.per_token[start : start + count]
+            start += count
+            if part:
+                rewards[number] = (Reward.dense(reward.name, part, weight=reward.weight),)
+        rewards[-1] = tuple(replace(own, success=reward.success) for own in rewards[-1])
+    pairs = zip(trajectory.turns, rewards, strict=True)
+    turns = tuple(replace(turn, rewards=(*turn.rewards, *own)) for turn, own in pairs)
+    return replace(trajectory, turns=turns)
 
 
 def _reward_failed(name: str, how: str) -> PreconditionFailed:

@@ -54,6 +54,7 @@ class ScorerSettings(JobSettings, ScorerFields):
         return AdvantageSettings(
             **self.baseline_for(self.loss),
             eps=self.advantage_eps,
+            divisor=self.advantage_divisor,
             aggregate=self.advantage_aggregate,
         )
 

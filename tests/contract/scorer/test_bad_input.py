@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from dialoop.clients.replay import Appended
 from dialoop.trajectory import (
     Failure,
     Group,
     Owner,
     SamplingParams,
-    Stage,
 )
 from dialoop_services.scorer.reference_batches import ReferenceBatches
 from dialoop_services.scorer.scoring import Scoring
 from dialoop_services.scorer.servicer import Scorer
-from dialoop_services.scorer.settings import ScorerSettings
-from dialoop_services.scorer.worker import ScorerWorker
 
-from tests.support.collector_world import RUN, World, adds_up, world
+from tests.support.collector_world import RUN, adds_up, world
 from tests.support.samples.scorer_samples import make_group, make_sequence
-from tests.support.waiting import PATIENCE_S
+from tests.support.scorer_world import append, scoring, with_names
 
 
 class Flat:
@@ -39,45 +32,11 @@ class Flat:
         raise NotImplementedError
 
 
-def with_names(group: Group) -> Group:
-    """The group with trajectories that are named after its task."""
-    task_id = group.task.task_id
-    members = (
-        replace(t, trajectory_id=f"{task_id}.{n}", group_id=group.group_id)
-        for n, t in enumerate(group.trajectories)
-    )
-    return replace(group, trajectories=tuple(members))
-
-
 def with_failure(group: Group) -> Group:
     """The second member ended by a failure that is not the policy's."""
     first, second = group.trajectories
     failure = Failure(owner=Owner.ENVIRONMENT, reason="DOWN", message="")
     return replace(group, trajectories=(first, replace(second, failures=(failure,))))
-
-
-async def append(w: World, *groups: Group) -> list[Appended]:
-    """What the queue says to each of the groups."""
-    await w.allow(len(groups))
-    await w.replay.offer_tasks(RUN, [group.task for group in groups])
-    leased = await w.replay.lease_tasks(RUN, worker="c", max_tasks=len(groups))
-    leases = {lease.task.task_id: lease.lease_id for lease in leased.leases}
-    return [
-        await w.replay.append_group(RUN, Stage.UNSCORED, group, lease_id=leases[group.task.task_id])
-        for group in groups
-    ]
-
-
-@asynccontextmanager
-async def scoring(w: World, scorer: Scorer) -> AsyncIterator[None]:
-    settings = ScorerSettings(run=RUN, worker="s", wait_s=0.2)
-    stopping = asyncio.Event()
-    running = asyncio.create_task(ScorerWorker(settings, w.replay, scorer).run(stopping))
-    try:
-        yield
-    finally:
-        stopping.set()
-        await asyncio.wait_for(running, PATIENCE_S)
 
 
 async def test_what_cannot_be_scored_is_a_dead_letter_that_says_why_and_the_rest_is_scored(

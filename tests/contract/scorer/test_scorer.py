@@ -22,11 +22,10 @@ from dialoop_services.scorer.reference_batches import ReferenceBatches
 from dialoop_services.scorer.rewards import GroupReward
 from dialoop_services.scorer.scoring import Scoring
 from dialoop_services.scorer.servicer import Scorer, ScorerServicer
-from dialoop_services.scorer.settings import ScorerSettings
-from dialoop_services.scorer.worker import ScorerWorker
 
 from tests.support.collector_world import RUN, ScriptedPolicy, World, adds_up, make_tasks, world
 from tests.support.samples.scorer_samples import make_group, make_sequence
+from tests.support.scorer_world import scoring
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
@@ -37,19 +36,6 @@ async def collect(w: World, count: int) -> None:
     await w.allow(count)
     async with w.collecting(ScriptedPolicy()):
         await w.until(lambda c: c.num_groups_unscored == count)
-
-
-@asynccontextmanager
-async def scoring(w: World, scorer: Scorer | None = None, **options):
-    settings = ScorerSettings(**{"run": RUN, "worker": "s", "wait_s": 0.2} | options)
-    stopping = asyncio.Event()
-    worker = ScorerWorker(settings, w.replay, scorer or Scorer(Scoring()))
-    running = asyncio.create_task(worker.run(stopping))
-    try:
-        yield
-    finally:
-        stopping.set()
-        await asyncio.wait_for(running, PATIENCE_S)
 
 
 async def test_every_unscored_group_is_scored_whole_and_once():

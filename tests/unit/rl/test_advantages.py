@@ -80,3 +80,16 @@ def test_group_with_an_infrastructure_failure_is_refused() -> None:
     failed = _trajectory(0.0, failures=(Failure(owner=Owner.TOOL, reason="KILLED", message=""),))
     with pytest.raises(PreconditionFailed):
         with_advantages(testing.group(_trajectory(1.0), failed))
+
+
+def test_dividing_by_std_plus_eps_is_torchtunes_and_trls_way() -> None:
+    # (r - mean) / (std + 1e-4): -0.5 / 0.70720678, and nothing counts as uniform but equal rewards
+    settings = AdvantageSettings(divisor="sum", eps=1e-4)
+    assert group_advantages([0.0, 1.0], settings).values == pytest.approx(
+        (-0.5 / (math.sqrt(0.5) + 1e-4), 0.5 / (math.sqrt(0.5) + 1e-4)), abs=1e-12
+    )
+    close = group_advantages([0.0, 1e-5], settings)
+    assert not close.is_uniform
+    half = 5e-6 / (1e-5 * math.sqrt(0.5) + 1e-4)
+    assert close.values == pytest.approx((-half, half))
+    assert group_advantages([0.1, 0.1], settings).values == (0.0, 0.0)

@@ -234,6 +234,7 @@ def _sequence_row(sequence: Sequence) -> dict[str, Any]:
         ],
         "inference_logprobs": sequence.inference_logprobs.tolist(),
         "advantage": sequence.advantage,
+        "token_advantages": sequence.token_advantages.tolist(),
         "fork_cause": sequence.fork_cause.name,
     }
 
