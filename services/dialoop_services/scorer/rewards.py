@@ -106,14 +106,14 @@ async def with_reward(group: Group, reward: GroupReward) -> Group:
     if not all(map(_is_finite, rewards)):
         raise _reward_failed(reward.name, "gave a value that is not finite")
     pairs = list(zip(group.trajectories, rewards, strict=True))
-    for trajectory, given in pairs:
-        if given.per_token and len(given.per_token) != trajectory.num_model_tokens:
+    for trajectory, own in pairs:
+        if own.per_token and len(own.per_token) != trajectory.num_model_tokens:
             raise _reward_failed(
                 reward.name,
-                f"gave {len(given.per_token)} values per token for the "
+                f"gave {len(own.per_token)} values per token for the "
                 f"{trajectory.num_model_tokens} sampled tokens of {trajectory.trajectory_id}",
             )
-    return replace(group, trajectories=tuple(_with(t, given) for t, given in pairs))
+    return replace(group, trajectories=tuple(_with(t, own) for t, own in pairs))
 
 
 async def call_apart(function: Callable[[Any], Any], argument: Any, *, timeout_s: float) -> Any:
