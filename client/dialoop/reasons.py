@@ -395,6 +395,7 @@ class Reason(_Named):
     TOO_MANY_RECORDINGS = "TOO_MANY_RECORDINGS", "The replica holds no more recordings."
     TOP_K_TOO_LARGE = "TOP_K_TOO_LARGE", "More are asked for than there are."
     TRACKER_MISSING = "TRACKER_MISSING", "The tracker's package is missing."
+    TRACKER_NOT_FOUND = "TRACKER_NOT_FOUND", "The tracker cannot be imported, or is none."
     TRACKER_REFUSED = "TRACKER_REFUSED", "The tracker cannot begin a run."
     TRAJECTORY_NOT_DONE = "TRAJECTORY_NOT_DONE", "The trajectory is not finished."
     TRANSFORM_FAILED = "TRANSFORM_FAILED", "A transform of the environment failed."

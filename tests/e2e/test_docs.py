@@ -32,6 +32,9 @@ from dialoop_services.runtime import load
 from dialoop_services.scorer.__main__ import make_scorer
 from dialoop_services.scorer.settings import ScorerSettings
 from dialoop_services.stack.__main__ import FIXED_PORTS
+from dialoop_services.trainer.records.records import RunRecords
+from dialoop_services.trainer.records.trackers import trackers_of
+from dialoop_services.trainer.settings import TrainerSettings
 
 from tests.support.samples.scorer_samples import make_group
 from tests.support.stack_jobs import Job, wait_for
@@ -58,6 +61,7 @@ TESTED_HERE = frozenset(
         "python_environment",
         "sdk",
         "template",
+        "tracker",
     }
 )
 TESTED_ELSEWHERE = {
@@ -279,6 +283,18 @@ async def test_the_estimator_of_the_docs_is_loaded_by_name_and_scores(
     settings = load(ScorerSettings, advantage_estimator="my_advantages:above_median")
     scored = await make_scorer(settings).score(make_group(0.0, 1.0, 4.0))
     assert [t.sequences[0].advantage for t in scored.trajectories] == [-1.0, 0.0, 3.0]
+
+
+def test_the_tracker_of_the_docs_gets_the_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_tracker.py").write_text(snippet("tracker"))
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = load(TrainerSettings, run_dir=tmp_path, trackers={"use": ["my_tracker:Lines"]})
+    records = RunRecords(tmp_path, trackers=trackers_of(settings))
+    records.metric("train", train_step=3, policy_version=None, reward=0.25)
+    records.close()
+    assert (tmp_path / "numbers.txt").read_text("utf-8") == "3 {'train/reward': 0.25}\n"
 
 
 def test_the_template_snippet_holds_as_printed() -> None:

@@ -62,8 +62,10 @@ class TrackerSettings(Section):
     """Whether Weights & Biases gets the metrics."""
     tensorboard: bool = False
     """Whether tensorboardX writes TensorBoard event files under the run's directory."""
+    use: tuple[str, ...] = ()
+    """Trackers of your own, as ["module:Class"]."""
     project: str = "dialoop"
-    """Name of the project in which trackio and Weights & Biases file the run."""
+    """Name of the project in which trackers file the run."""
 
 
 class GatesSection(Section):

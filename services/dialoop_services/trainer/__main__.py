@@ -92,11 +92,12 @@ async def serve_in(
     supervised = demonstration_set(settings, builder) if settings.mode == "sft" else None
     if supervised is not None:
         settings = with_steps_of(settings, supervised)
+    trackers = trackers_of(settings)  # before the model is loaded, since one may be refused
     learner = await asyncio.to_thread(make_learner, settings, learners)
     records = RunRecords(
         settings.run_dir,
         max_trajectory_bytes=settings.max_trajectories_mb * 1_000_000,
-        trackers=trackers_of(settings),
+        trackers=trackers,
     )
     board = StatusBoard()
     async with AsyncExitStack() as exits:

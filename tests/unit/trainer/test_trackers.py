@@ -127,7 +127,7 @@ def test_a_tracker_that_lets_nobody_in_is_named(
 
     monkeypatch.setitem(sys.modules, package, SimpleNamespace(init=init))
     settings = TrainerSettings(run_dir=tmp_path, trackers={package: True})
-    with pytest.raises(InvalidConfig, match=rf"trackers\.{package} is true") as caught:
+    with pytest.raises(InvalidConfig, match=rf"{package} in \[trackers\]") as caught:
         trackers_of(settings)
     assert caught.value.reason == "TRACKER_REFUSED"
     assert package in caught.value.remedy
@@ -142,3 +142,76 @@ def test_a_tracker_without_its_package_is_refused(
     settings = TrainerSettings(run_dir=tmp_path, trackers={package: True})
     with pytest.raises(InvalidConfig, match=f"pip install {name}"):
         trackers_of(settings)
+
+
+OWN = """
+import json
+
+class Lines:
+    def __init__(self, run):
+        self._file = open(run.directory / "own.jsonl", "w", encoding="utf-8")
+        self._file.write(json.dumps([run.project, run.name, run.settings["learning_rate"]]) + "\\n")
+
+    def log(self, row):
+        self._file.write(json.dumps([row["kind"], row["train_step"]]) + "\\n")
+
+    def close(self):
+        self._file.close()
+
+def opened(run): return Lines(run)
+
+class Unfinished:
+    def __init__(self, run): pass
+    def log(self, row): pass
+
+class Asynchronous(Unfinished):
+    async def log(self, row): pass
+    def close(self): pass
+
+def refusing(run): raise PermissionError("a secret of the tracker")
+nothing = None
+"""
+
+
+@pytest.fixture
+def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_trackers.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("own_file")
+@pytest.mark.parametrize("name", ["Lines", "opened"])
+def test_a_tracker_of_ones_own_is_named_by_its_import_path(name: str, tmp_path: Path) -> None:
+    settings = TrainerSettings(
+        run_dir=tmp_path, run="mine", trackers={"use": [f"own_trackers:{name}"]}
+    )
+    write(RunRecords(tmp_path, trackers=trackers_of(settings)))
+    lines = (tmp_path / "own.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [
+        ["dialoop", "mine", settings.learning_rate],
+        ["train", 1],
+        ["evaluation", 2],
+    ]
+
+
+@pytest.mark.usefixtures("own_file")
+@pytest.mark.parametrize(
+    ("path", "problem", "reason"),
+    [
+        ("tensorbord", "no tracker 'tensorbord'", "TRACKER_NOT_FOUND"),
+        ("no_such_module:T", "tracker 'no_such_module:T' cannot be loaded", "TRACKER_NOT_FOUND"),
+        ("own_trackers:Unfinished", "has no plain .* `close`", "TRACKER_NOT_FOUND"),
+        ("own_trackers:Asynchronous", "async. method `log`", "TRACKER_NOT_FOUND"),
+        ("own_trackers:nothing", r"cannot start a run \(TypeError\)", "TRACKER_REFUSED"),
+        ("own_trackers:refusing", r"cannot start a run \(PermissionError\)", "TRACKER_REFUSED"),
+    ],
+)
+def test_what_is_no_tracker_is_refused_at_the_start(
+    path: str, problem: str, reason: str, tmp_path: Path
+) -> None:
+    settings = TrainerSettings(run_dir=tmp_path, trackers={"use": [path]})
+    with pytest.raises(InvalidConfig, match=problem) as caught:
+        trackers_of(settings)
+    assert caught.value.reason == reason
+    assert caught.value.remedy
+    assert "secret" not in str(caught.value)

@@ -1,15 +1,25 @@
 """Trackers: other places that get the rows of metrics.jsonl.
 
 The trainer always writes metrics.jsonl; `[trackers] tensorboard = true` and the like add others.
+
+class Printed:                                   # [trackers] use = ["my_tracker:Printed"]
+    def __init__(self, run: TrackedRun) -> None: ...
+    def log(self, row: Mapping[str, Any]) -> None: print(row["train_step"], numbers_of(row))
+    def close(self) -> None: ...
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dialoop.errors import InvalidConfig
+from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
@@ -21,22 +31,40 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """What a tracker is made with.
+
+    project, name: of the run. A job that is started again has the same, and continues the run.
+    directory: the run's folder. settings: the trainer's, without the token and addresses.
+    """
+
+    project: str
+    name: str
+    directory: Path
+    settings: Mapping[str, Any]
+
+
 class Tracker(Protocol):
-    """A receiver of every row of metrics.jsonl: kind, train_step, policy_version, values."""
+    """A receiver of every row of metrics.jsonl: kind, train_step, policy_version, values.
+
+    The config names a class or function that takes a TrackedRun and returns one.
+    """
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Log a row."""
+        """Log a row. The trainer waits for it."""
 
     def close(self) -> None:
         """Write what is left."""
 
 
 class TensorBoard:
-    """Event files in `directory`, which `tensorboard --logdir` shows."""
+    """Event files in the run's folder, which `tensorboard --logdir` shows."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         module = _import_tracker("tensorboardX", setting="tensorboard")
-        self._writer = module.SummaryWriter(logdir=str(directory), flush_secs=5)
+        folder = str(run.directory / "tensorboard")
+        self._writer = module.SummaryWriter(logdir=folder, flush_secs=5)
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Log every number of the row under the train step."""
@@ -54,25 +82,12 @@ class HostedRun:
     A resumed job continues its run: Weights & Biases finds it by id, trackio by name.
     """
 
-    def __init__(self, package: str, settings: TrainerSettings) -> None:
+    def __init__(self, package: str, run: TrackedRun) -> None:
         module = _import_tracker(package, setting=package)
-        by_id = {"id": settings.run} if package == "wandb" else {}
-        try:
-            self._run = module.init(
-                project=settings.trackers.project,
-                name=settings.run,
-                config=_public_settings(settings),
-                resume="allow",
-                **by_id,
-            )
-        except Exception as error:
-            log.exception("The tracker %s cannot start.", package)
-            raise InvalidConfig(
-                f"trackers.{package} is true, and {package} cannot start a run "
-                f"({type(error).__name__}).",
-                reason=Reason.TRACKER_REFUSED,
-                remedy=f"Log in to {package}, or set trackers.{package} to false.",
-            ) from error
+        by_id = {"id": run.name} if package == "wandb" else {}
+        self._run = module.init(
+            project=run.project, name=run.name, config=run.settings, resume="allow", **by_id
+        )
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Log every number and the step as one more, because a resumed run goes back in steps."""
@@ -108,21 +123,56 @@ class Careful:
             log.exception("A tracker could not be closed.")
 
 
+_BUILT_IN: Mapping[str, Callable[[TrackedRun], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "trackio": partial(HostedRun, "trackio"),
+    "wandb": partial(HostedRun, "wandb"),
+}
+"""The trackers that [trackers] switches on by a key of their own."""
+
+
 def trackers_of(settings: TrainerSettings) -> tuple[Tracker, ...]:
     """Return the trackers that the settings name.
 
-    Raises InvalidConfig (TRACKER_MISSING) for a package that is not installed, and
-    (TRACKER_REFUSED) for a tracker that does not start a run.
+    Raises InvalidConfig: TRACKER_NOT_FOUND for one of the user's own that cannot be used,
+    TRACKER_MISSING for a package that is not installed, TRACKER_REFUSED for a tracker that does not
+    start a run.
     """
-    trackers = []
-    if settings.trackers.tensorboard:
-        trackers.append(Careful(TensorBoard(settings.run_dir / "tensorboard")))
-    trackers += [
-        Careful(HostedRun(package, settings))
-        for package in ("trackio", "wandb")
-        if getattr(settings.trackers, package)
-    ]
-    return tuple(trackers)
+    run = TrackedRun(
+        project=settings.trackers.project,
+        name=settings.run,
+        directory=settings.run_dir,
+        settings=_public_settings(settings),
+    )
+    chosen = settings.trackers
+    makers = {name: maker for name, maker in _BUILT_IN.items() if getattr(chosen, name)}
+    for path in chosen.use:
+        makers[path] = load_attribute(path, what="tracker", reason=Reason.TRACKER_NOT_FOUND)
+    return tuple(Careful(_start(name, maker, run)) for name, maker in makers.items())
+
+
+def _start(name: str, maker: Callable[[TrackedRun], Tracker], run: TrackedRun) -> Tracker:
+    try:
+        tracker = maker(run)
+    except DialoopError:
+        raise
+    except Exception as error:
+        log.exception("The tracker %s cannot start.", name)
+        raise InvalidConfig(
+            f"The tracker {name} in [trackers] cannot start a run ({type(error).__name__}).",
+            reason=Reason.TRACKER_REFUSED,
+            remedy=f"Correct what the log shows, as by logging in, or leave {name} out.",
+        ) from error
+    for method in ("log", "close"):
+        function = getattr(tracker, method, None)
+        if not callable(function) or inspect.iscoroutinefunction(function):
+            raise InvalidConfig(
+                f"The tracker {name} has no plain (not async) method `{method}`.",
+                reason=Reason.TRACKER_NOT_FOUND,
+                remedy="Give it log(row) and close(), as Tracker in "
+                "dialoop_services.trainer.records.trackers says.",
+            )
+    return tracker
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
