@@ -175,7 +175,7 @@ class Unsupported(DialoopError):
 
 
 class Unavailable(DialoopError):
-    """The service (or one behind it) is not there at the moment."""
+    """The service (or one behind it) cannot be reached, or is not ready."""
 
     status = Status.UNAVAILABLE
     http_status = 503

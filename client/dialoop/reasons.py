@@ -48,7 +48,7 @@ class DropReason(_Named):
     ABANDONED = "abandoned", "The evaluation that the group belongs to was given up."
     BATCH_REFUSED = "batch_refused", "Another group of its batch could not be trained."
     COLLECTOR_FAILED = "collector_failed", "The collector failed while it played the group."
-    DEAD_LETTER = "dead_letter", "The group was delivered too often, or set aside."
+    DEAD_LETTER = "dead_letter", "The group was delivered too often, or could not be used."
     DEAD_LETTER_FORGOTTEN = (
         "dead_letter_forgotten",
         "A dead letter that was dropped to make room for newer ones.",
@@ -112,13 +112,16 @@ class Reason(_Named):
     BAD_ROW = "BAD_ROW", "A row of the data set is no mapping."
     BAD_RUN = "BAD_RUN", "The run's name is empty, too long or has other characters."
     BAD_SANDBOX_LEVEL = "BAD_SANDBOX_LEVEL", "No sandbox level has that name."
-    BASE_MISMATCH = "BASE_MISMATCH", "The adapter was trained on other weights."
-    BATCH_OF_HISTORIES = "BATCH_OF_HISTORIES", "A batch of histories stands where one is expected."
+    BASE_MISMATCH = "BASE_MISMATCH", "The adapter was trained on other weights than the replica's."
+    BATCH_OF_HISTORIES = (
+        "BATCH_OF_HISTORIES",
+        "A batch of histories was given where one is expected.",
+    )
     BATCH_SIZE = "BATCH_SIZE", "The TorchRL environment is a batch."
     BEAMS_UNSUPPORTED = "BEAMS_UNSUPPORTED", "Beam search gives no sample of the policy."
     BROWSER_MISSING = "BROWSER_MISSING", "A browser needs the package playwright."
     BUSY = "BUSY", "Another request is at work on the same thing."
-    CALLER_LEFT = "CALLER_LEFT", "The caller hung up."
+    CALLER_LEFT = "CALLER_LEFT", "The caller ended the call."
     CANCELLED = "CANCELLED", "The call was cancelled."
     CANNOT_LISTEN = "CANNOT_LISTEN", "The address cannot be listened on."
     CAPACITY = "CAPACITY", "There is no room now."
@@ -136,7 +139,7 @@ class Reason(_Named):
     )
     CORRECTION_AGAINST_REFERENCE = (
         "CORRECTION_AGAINST_REFERENCE",
-        "The correction is of the sampler's mismatch only.",
+        "This correction compares with the sampler only.",
     )
     CORRECTION_WITHOUT_ADVANTAGES = (
         "CORRECTION_WITHOUT_ADVANTAGES",
@@ -272,7 +275,7 @@ class Reason(_Named):
     NO_VLLM = "NO_VLLM", "vLLM is not installed."
     NO_WEIGHTS_ROOT = "NO_WEIGHTS_ROOT", "The replica has no weights root to read from."
     NO_WEIGHTS = "NO_WEIGHTS", "The model directory has no .safetensors file."
-    OPENS_SLOWLY = "OPENS_SLOWLY", "Episodes of the environment begin elsewhere."
+    OPENS_SLOWLY = "OPENS_SLOWLY", "Beginning an episode takes a call to another program."
     OPEN_FAILED = "OPEN_FAILED", "The environment failed while it opened."
     OPEN_TIMEOUT = "OPEN_TIMEOUT", "The environment did not open in time."
     OPTIMIZER_MISMATCH = "OPTIMIZER_MISMATCH", "The checkpoint is of another optimiser."
@@ -349,7 +352,7 @@ class Reason(_Named):
     STEP_FAILED = "STEP_FAILED", "The environment failed in a step."
     STEP_GAP = "STEP_GAP", "The step comes too early."
     STEP_TIMEOUT = "STEP_TIMEOUT", "The step took too long."
-    STILL_RUNNING = "STILL_RUNNING", "The program still ran when its time was over."
+    STILL_RUNNING = "STILL_RUNNING", "The program was still running when its time ran out."
     STILL_STOPPING = "STILL_STOPPING", "The stack is still stopping."
     STOPPING = "STOPPING", "The service is stopping."
     STORE_FULL = "STORE_FULL", "The queue's store is out of memory."
@@ -393,7 +396,7 @@ class Reason(_Named):
     TOO_LARGE = "TOO_LARGE", "The groups do not fit one message."
     TOO_MANY_ADAPTERS = "TOO_MANY_ADAPTERS", "The replica holds no more adapters."
     TOO_MANY_RECORDINGS = "TOO_MANY_RECORDINGS", "The replica holds no more recordings."
-    TOP_K_TOO_LARGE = "TOP_K_TOO_LARGE", "More are asked for than there are."
+    TOP_K_TOO_LARGE = "TOP_K_TOO_LARGE", "k is less than 1, or more than there are to choose from."
     TRACKER_MISSING = "TRACKER_MISSING", "The tracker's package is missing."
     TRACKER_NOT_FOUND = "TRACKER_NOT_FOUND", "The tracker cannot be imported, or is none."
     TRACKER_REFUSED = "TRACKER_REFUSED", "The tracker cannot begin a run."
@@ -402,7 +405,7 @@ class Reason(_Named):
     TRIAL_FAILED = "TRIAL_FAILED", "The trial failed."
     TURN_NOT_FOUND = "TURN_NOT_FOUND", "Nothing was sampled in that turn."
     UNAUTHENTICATED = "UNAUTHENTICATED", "The bearer token is missing or wrong."
-    UNAVAILABLE = "UNAVAILABLE", "The service is not there at the moment."
+    UNAVAILABLE = "UNAVAILABLE", "The service cannot be reached, or is not ready."
     UNIFORM_REWARD = "UNIFORM_REWARD", "No advantage of the group differs from 0."
     UNKNOWN_CONFIG = "UNKNOWN_CONFIG", "The data set has no such config."
     UNKNOWN_FIELD = "UNKNOWN_FIELD", "A message has a field that is not known."
@@ -418,14 +421,14 @@ class Reason(_Named):
     UNSUPPORTED_LOGPROBS = "UNSUPPORTED_LOGPROBS", "Log-probs cannot be given that way."
     UNSUPPORTED_MEDIA_TYPE = "UNSUPPORTED_MEDIA_TYPE", "The body's media type is not read."
     UNSUPPORTED_TOOL_CHOICE = "UNSUPPORTED_TOOL_CHOICE", "tool_choice cannot be forced."
-    UNSUPPORTED = "UNSUPPORTED", "It cannot be done here."
+    UNSUPPORTED = "UNSUPPORTED", "The service does not support this."
     VALUE_NOT_FINITE = "VALUE_NOT_FINITE", "A value is not finite."
     VERSION_NOT_NEWER = "VERSION_NOT_NEWER", "The policy version is not newer than the present one."
     VLLM_MISSING = "VLLM_MISSING", "vLLM does not import."
-    WEIGHTS_BAD = "WEIGHTS_BAD", "The replica's weights are bad."
+    WEIGHTS_BAD = "WEIGHTS_BAD", "The last load of weights failed, so the replica serves nothing."
     WEIGHTS_BROKEN = "WEIGHTS_BROKEN", "A file is not a safetensors file."
     WEIGHTS_MISMATCH = "WEIGHTS_MISMATCH", "The checkpoint's adapter is of another shape."
     WHICH_STACK = "WHICH_STACK", "There are several stacks: name one."
     WRONG_MODE = "WRONG_MODE", "The environment reads another input mode."
-    WRONG_SIZE = "WRONG_SIZE", "The group has another number of trajectories than its task."
-    WRONG_TYPE = "WRONG_TYPE", "A field has another type than expected."
+    WRONG_SIZE = "WRONG_SIZE", "The number of trajectories is not the one that the task asks for."
+    WRONG_TYPE = "WRONG_TYPE", "A field does not have the expected type."

@@ -1,4 +1,4 @@
-"""Run `dialoop env`: write an environment, check it, or list the environments there are."""
+"""Run `dialoop env`: write an environment, check it, or list environments."""
 
 from __future__ import annotations
 

@@ -57,7 +57,9 @@ def parser() -> argparse.ArgumentParser:
     _add_play(commands)
     _add_env(commands)
     _add_show(commands)
-    doctor = commands.add_parser("doctor", help="what this machine can run and what is missing")
+    doctor = commands.add_parser(
+        "doctor", help="show what this machine can run and what is missing"
+    )
     doctor.set_defaults(module="doctor", function="doctor")
     _add_export(commands)
     _add_config(commands)
@@ -77,25 +79,33 @@ def _add_stack_commands(commands: Commands) -> None:
     down = commands.add_parser("down", help="stop the stack of a run and wait for its end")
     down.add_argument("--timeout", type=float, default=120.0, help="seconds to wait (120)")
     down.set_defaults(module="stack", function="down")
-    status = commands.add_parser("status", help="health of a stack, its training and its queue")
+    status = commands.add_parser(
+        "status", help="show the health of a stack, its training and its queue"
+    )
     status.set_defaults(module="status", function="status")
     down.add_argument("run", nargs="?", default="", help="name of the run (default)")
-    status.add_argument("run", nargs="?", default="", help="of several stacks, which one")
+    status.add_argument(
+        "run", nargs="?", default="", help="name of the run, if there are several stacks"
+    )
     for command in (up, train, down, status):
         command.set_defaults(root=ROOT)
 
 
 def _add_play(commands: Commands) -> None:
     play = commands.add_parser("play", help="play one episode in the terminal")
-    play.add_argument("environment", help="arithmetic, jsonl or module:attribute; or its name")
-    play.add_argument("--by", choices=("hand", "policy"), help="who answers (hand)")
+    play.add_argument(
+        "environment", help="arithmetic, jsonl or module:attribute; with an address, its name there"
+    )
+    play.add_argument(
+        "--by", choices=("hand", "policy"), help="who answers: you or the policy (hand)"
+    )
     play.add_argument("--task", default="", help="key of the task (the first of the split)")
     play.add_argument("--split", default="train", help="split of the task (train)")
     play.add_argument("--address", default="", help="host:port of an environment service")
     play.add_argument("--inference", default="", help="host:port of an inference service")
     play.add_argument("--run", default="", help="take both addresses from this run's stack")
-    play.add_argument("--temperature", type=float, help="of the policy (1)")
-    play.add_argument("--max-new-tokens", type=int, help="of one answer of the policy")
+    play.add_argument("--temperature", type=float, help="sampling temperature of the policy (1)")
+    play.add_argument("--max-new-tokens", type=int, help="longest answer of the policy, in tokens")
     _add_options(play)
     play.set_defaults(module="play", function="play", root=ROOT)
 
@@ -116,34 +126,42 @@ def _add_env(commands: Commands) -> None:
         dest="action", required=True, metavar="ACTION", parser_class=_Parser
     )
     new = actions.add_parser("new", help="write a small environment to start from")
-    new.add_argument("name", help="its name; NAME.py is written into the current folder")
+    new.add_argument(
+        "name", help="name of the environment; NAME.py is written into the current folder"
+    )
     new.set_defaults(module="env", function="new")
-    check = actions.add_parser("check", help="whether an environment does all it must")
+    check = actions.add_parser("check", help="check that an environment keeps the rules")
     check.add_argument("environment", help="arithmetic, jsonl or module:attribute")
     check.add_argument(
-        "--say", action="append", default=[], metavar="TEXT", help="a further answer to try"
+        "--say", action="append", default=[], metavar="TEXT", help="another answer to try"
     )
     check.add_argument("--tasks", type=int, default=3, help="tasks of each split to play (3)")
     _add_options(check)
     check.set_defaults(module="env", function="check")
     _add_play(actions)
-    listed = actions.add_parser("list", help="the environments there are")
+    listed = actions.add_parser("list", help="list the environments")
     listed.add_argument("--address", default="", help="host:port of an environment service")
-    listed.add_argument("--run", default="", help="those of this run's stack")
+    listed.add_argument("--run", default="", help="list those of this run's stack")
     listed.set_defaults(module="env", function="list_environments", root=ROOT)
 
 
 def _add_show(commands: Commands) -> None:
     show = commands.add_parser("show", help="print a trajectory in colour by who wrote what")
     show.add_argument("path", type=Path, help="a run's directory or a trajectories.jsonl")
-    show.add_argument("--task", default="", help="of this task key")
-    show.add_argument("--id", default="", help="whose trajectory id begins with this")
-    show.add_argument("--label", default="", help="with this label, as after_greedy")
-    show.add_argument("--outcome", default="", help="with this outcome: trained, evaluation, ...")
+    show.add_argument("--task", default="", help="only trajectories of this task key")
+    show.add_argument("--id", default="", help="only those whose id begins with this")
+    show.add_argument(
+        "--label", default="", help="only those with this label, such as after_greedy"
+    )
+    show.add_argument(
+        "--outcome", default="", help="only those with this outcome: trained, evaluation, ..."
+    )
     which = show.add_mutually_exclusive_group()
-    which.add_argument("--index", type=int, default=-1, help="of those the n-th (-1, the newest)")
-    which.add_argument("--best", action="store_true", help="of those the one with most reward")
-    which.add_argument("--worst", action="store_true", help="of those the one with least reward")
+    which.add_argument(
+        "--index", type=int, default=-1, help="show the n-th of those (-1, the newest)"
+    )
+    which.add_argument("--best", action="store_true", help="show the one with the highest reward")
+    which.add_argument("--worst", action="store_true", help="show the one with the lowest reward")
     show.add_argument("--tokens", action="store_true", help="add a line for each token")
     show.set_defaults(module="show", function="show")
 
@@ -153,13 +171,17 @@ def _add_export(commands: Commands) -> None:
         "export", help="write a published policy as a Hugging Face model directory"
     )
     export.add_argument("run", help="name of the run, or its directory")
-    export.add_argument("version", help="as main-7, a number that one lineage has, or latest")
-    export.add_argument("directory", type=Path, help="what to make; it must not exist")
     export.add_argument(
-        "--merged", action="store_true", help="add a LoRA adapter into the weights it is for"
+        "version", help="main-7, or its number if only one lineage has it, or latest"
+    )
+    export.add_argument("directory", type=Path, help="directory to write; it must not exist")
+    export.add_argument(
+        "--merged",
+        action="store_true",
+        help="add a LoRA adapter into the weights it was trained on",
     )
     export.add_argument(
-        "--base", default="", help="version whose weights the adapter is for (the run's own model)"
+        "--base", default="", help="version that the adapter was trained on (the run's own model)"
     )
     export.set_defaults(module="stack", function="export", root=ROOT)
 

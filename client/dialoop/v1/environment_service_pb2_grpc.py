@@ -129,48 +129,51 @@ class EnvironmentServiceServicer(object):
     """
 
     def ListEnvironments(self, request, context):
-        """OK.
+        """The environments of this service. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetEnvironment(self, request, context):
-        """OK, NOT_FOUND (ENVIRONMENT_NOT_FOUND).
+        """One environment. OK, NOT_FOUND (ENVIRONMENT_NOT_FOUND).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListTasks(self, request, context):
-        """OK, NOT_FOUND (ENVIRONMENT_NOT_FOUND, SPLIT_NOT_FOUND), INVALID_ARGUMENT (BAD_PAGE_TOKEN).
+        """A page of a split's tasks. OK, NOT_FOUND (ENVIRONMENT_NOT_FOUND, SPLIT_NOT_FOUND),
+        INVALID_ARGUMENT (BAD_PAGE_TOKEN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreateSession(self, request, context):
-        """Idempotent by session_id. OK, NOT_FOUND (ENVIRONMENT_NOT_FOUND), ALREADY_EXISTS
-        (SESSION_CONFLICT: same id, other environment), RESOURCE_EXHAUSTED (CAPACITY).
+        """Start a session, in which episodes are played. Idempotent by session_id. OK, NOT_FOUND
+        (ENVIRONMENT_NOT_FOUND), ALREADY_EXISTS (SESSION_CONFLICT: same id, other environment),
+        RESOURCE_EXHAUSTED (CAPACITY).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reset(self, request, context):
-        """Idempotent by (session_id, episode). OK, NOT_FOUND (SESSION_LOST, SESSION_EXPIRED,
-        TASK_NOT_FOUND), INVALID_ARGUMENT (DATA_MISSING: neither a task nor a query), ABORTED (SESSION_BUSY), FAILED_PRECONDITION (STEP_CONFLICT,
-        STEP_GAP: an episode number was left out).
+        """Start an episode. Idempotent by (session_id, episode). OK, NOT_FOUND (SESSION_LOST,
+        SESSION_EXPIRED, TASK_NOT_FOUND), INVALID_ARGUMENT (DATA_MISSING: neither a task nor a query),
+        ABORTED (SESSION_BUSY), FAILED_PRECONDITION (STEP_CONFLICT, STEP_GAP: an episode number was
+        left out).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Step(self, request, context):
-        """Idempotent by (episode, step_index): a retry gets the first answer and runs no tool twice.
-        OK, INVALID_ARGUMENT (FULL_MISSING, bad history), NOT_FOUND (SESSION_LOST, SESSION_EXPIRED),
-        FAILED_PRECONDITION (HISTORY_REWRITTEN, EPISODE_DONE, STEP_GAP, STEP_CONFLICT),
-        ABORTED (SESSION_BUSY).
+        """Answer the policy's message. Idempotent by (episode, step_index): a retry gets the first answer
+        and runs no tool twice. OK, INVALID_ARGUMENT (FULL_MISSING, bad history), NOT_FOUND
+        (SESSION_LOST, SESSION_EXPIRED), FAILED_PRECONDITION (HISTORY_REWRITTEN, EPISODE_DONE,
+        STEP_GAP, STEP_CONFLICT), ABORTED (SESSION_BUSY).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -185,14 +188,14 @@ class EnvironmentServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def BatchReset(self, request, context):
-        """One status per item. OK.
+        """Reset of many sessions, with a status per item. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def BatchStep(self, request, context):
-        """One status per item. OK.
+        """Step of many sessions, with a status per item. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -209,7 +212,7 @@ class EnvironmentServiceServicer(object):
         """A step without a session: the caller sends the whole history and the server keeps nothing, so
         that a retry runs its tools again. OK, NOT_FOUND (ENVIRONMENT_NOT_FOUND, TASK_NOT_FOUND),
         INVALID_ARGUMENT (FULL_MISSING, bad history), FAILED_PRECONDITION (HISTORY_REWRITTEN),
-        UNIMPLEMENTED (NEEDS_SESSION: something of this environment remembers).
+        UNIMPLEMENTED (NEEDS_SESSION: this environment remembers more than the messages).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -224,14 +227,14 @@ class EnvironmentServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetSession(self, request, context):
-        """OK, NOT_FOUND (SESSION_LOST, SESSION_EXPIRED).
+        """The state of a session. OK, NOT_FOUND (SESSION_LOST, SESSION_EXPIRED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
-        """Idempotent. OK.
+        """End a session. Idempotent. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -248,7 +251,8 @@ class EnvironmentServiceServicer(object):
     def RunText(self, request, context):
         """Plays one text environment on the service's own policy, all queries at the same time. OK,
         NOT_FOUND (ENVIRONMENT_NOT_FOUND), INVALID_ARGUMENT (QUERIES_MISSING, BAD_COMPAT, BAD_EXTRA,
-        OUT_OF_RANGE, bad sampling), FAILED_PRECONDITION (NO_INFERENCE, TOKENIZER_MISMATCH), UNAVAILABLE.
+        OUT_OF_RANGE, bad sampling), FAILED_PRECONDITION (NO_INFERENCE, TOKENIZER_MISMATCH),
+        UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -257,7 +261,8 @@ class EnvironmentServiceServicer(object):
     def RunTrial(self, request, context):
         """Plays several episodes of each hidden task on the service's own policy. OK, NOT_FOUND
         (ENVIRONMENT_NOT_FOUND), INVALID_ARGUMENT (a bad input, OUT_OF_RANGE, bad sampling),
-        UNIMPLEMENTED (NOT_A_GAME), FAILED_PRECONDITION (NO_INFERENCE, TOKENIZER_MISMATCH), UNAVAILABLE.
+        UNIMPLEMENTED (NOT_A_GAME), FAILED_PRECONDITION (NO_INFERENCE, TOKENIZER_MISMATCH),
+        UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -110,16 +110,16 @@ class InferenceServiceServicer(object):
 
     def Generate(self, request, context):
         """A prompt that fills the context is answered with an empty sample and CONTEXT_FULL. A caller who
-        leaves, or whose deadline passes, frees its place. OK, INVALID_ARGUMENT (bad history, sampling or
-        context), NOT_FOUND (TEMPLATE_NOT_FOUND, ADAPTER_NOT_FOUND), UNAVAILABLE (NOT_READY, WEIGHTS_BAD,
-        ASLEEP, ADAPTER_LOST), UNIMPLEMENTED (PARTS_UNSUPPORTED).
+        leaves, or whose deadline passes, frees its place. OK, INVALID_ARGUMENT (bad history, sampling
+        or context), NOT_FOUND (TEMPLATE_NOT_FOUND, ADAPTER_NOT_FOUND), UNAVAILABLE (NOT_READY,
+        WEIGHTS_BAD, ASLEEP, ADAPTER_LOST), UNIMPLEMENTED (PARTS_UNSUPPORTED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """As Generate, tokens as they come; the last message carries the whole sample.
+        """Generate, with tokens as they are sampled; the last message carries the whole sample.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -134,7 +134,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetPolicy(self, request, context):
-        """OK.
+        """Which policy the replica serves, and how. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,9 +142,9 @@ class InferenceServiceServicer(object):
 
     def LoadWeights(self, request_iterator, context):
         """One manifest, then chunks unless the manifest names a path, then the stream ends. Generation
-        pauses, and what is under way goes on as the manifest's update mode says. A failed load leaves
-        the replica out of rotation until a later load succeeds; one of an adapter changes nothing.
-        Weights of the policy end all named adapters. OK, INVALID_ARGUMENT (MANIFEST_MISMATCH,
+        pauses, and the manifest's update mode decides what happens to requests in flight. A failed
+        load leaves the replica out of rotation until a later load succeeds; one of an adapter changes
+        nothing. Weights of the policy end all named adapters. OK, INVALID_ARGUMENT (MANIFEST_MISMATCH,
         INVALID_ADAPTER_NAME, INVALID_ADAPTER_CONFIG, ADAPTER_NOT_FINITE), FAILED_PRECONDITION
         (VERSION_NOT_NEWER, UNKNOWN_PARAMETERS, PAUSED, NO_WEIGHTS_ROOT, DATA_PLANE_UNAVAILABLE,
         BASE_MISMATCH, ADAPTERS_DISABLED, ADAPTER_MISMATCH, ADAPTER_REFUSED, ADAPTER_NOT_IN_USE,
@@ -157,7 +157,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """In-flight requests keep their place. Idempotent. OK.
+        """Stop generation for a while; requests in flight keep their place. Idempotent. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -171,31 +171,32 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Gives the device up to the trainer that shares it: begins nothing new, waits for what is under
-        way (what is late ends as ASLEEP, to be asked again), and takes no traffic until a load of the
-        policy or Wake. Idempotent. OK, FAILED_PRECONDITION (SLEEP_DISABLED).
+        """Give the device to the trainer that shares it: refuse new requests, wait for those in flight
+        (late ones end as ASLEEP; ask again), and refuse requests until a load of the policy or Wake.
+        Idempotent. OK, FAILED_PRECONDITION (SLEEP_DISABLED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Wake(self, request, context):
-        """Takes the device again, with the policy it had. A replica does so by itself when nobody has the
-        device for a while. Idempotent. OK, UNAVAILABLE (ASLEEP: the trainer has the device).
+        """Take the device again, with the same policy. A replica wakes by itself when the device has been
+        free for a while. Idempotent. OK, UNAVAILABLE (ASLEEP: the trainer has the device).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """A LoRA adapter is loaded by LoadWeights with a manifest that names it. Idempotent. OK.
+        """Unload a LoRA adapter; one is loaded by LoadWeights with a manifest that names it. Idempotent.
+        OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreateRecording(self, request, context):
-        """Keeps every OpenAI-compatible call under /recordings/{recording_id}/v1 until it is closed.
+        """Record every OpenAI-compatible call under /recordings/{recording_id}/v1 until it is closed.
         Idempotent by id. OK, INVALID_ARGUMENT, ALREADY_EXISTS (RECORDING_EXISTS, with other fields),
         RESOURCE_EXHAUSTED (TOO_MANY_RECORDINGS).
         """
@@ -204,14 +205,14 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetRecording(self, request, context):
-        """OK, NOT_FOUND (RECORDING_NOT_FOUND).
+        """The calls of a recording so far. OK, NOT_FOUND (RECORDING_NOT_FOUND).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseRecording(self, request, context):
-        """Ends the recording and yields its trajectory; a second close gives the same answer until the
+        """End the recording and return its trajectory; a second close gives the same answer until the
         recording expires. Its history is the branch with the most messages, the latest among equals;
         the rewards stand on the last turn. OK, NOT_FOUND (RECORDING_NOT_FOUND), FAILED_PRECONDITION
         (RECORDING_EMPTY: no call was answered).

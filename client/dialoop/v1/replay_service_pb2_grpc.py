@@ -126,35 +126,38 @@ class ReplayServiceServicer(object):
     """
 
     def OfferTasks(self, request, context):
-        """Idempotent by task_id. OK, ABORTED (CURSOR_MOVED: another collector offered that page).
+        """Offer a page of tasks. Idempotent by task_id. OK, ABORTED (CURSOR_MOVED: another collector
+        offered that page).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LeaseTasks(self, request, context):
-        """Evaluation tasks first; training tasks against credits. Waits up to wait_s. OK.
+        """Lease tasks: evaluation tasks first, training tasks against credits. Waits up to wait_s. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AppendGroups(self, request, context):
-        """Idempotent by (group_id, stage) and digest; one status per item. OK.
+        """Append played or scored groups. Idempotent by (group_id, stage) and digest; a status per item.
+        OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LeaseGroups(self, request, context):
-        """Waits up to wait_s for min_groups. OK.
+        """Lease groups of a stage. Waits up to wait_s for min_groups. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Acknowledge(self, request, context):
-        """Idempotent. A lease that expired meanwhile and went to another is reported, not acknowledged. OK.
+        """Say that leased work is done. A lease that expired and went to another worker is reported, not
+        acknowledged. Idempotent. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -164,11 +167,11 @@ class ReplayServiceServicer(object):
         """Give leases back: tasks are re-issued as a new attempt, groups redelivered. OK.
 
         A group becomes a dead letter after max_deliveries failed deliveries: those returned as failed,
-        and leases that ran out, for who held them may have died of the group. A lease that ran out does
-        not count once its holder is back (Extend, ReopenLeases), nor when its work had been done by
-        then: AdvancePolicy named it, or it was reopened.
+        and leases that ran out, because the group may have killed their holder. A lease that ran out
+        does not count once its holder is back (Extend, ReopenLeases), nor when its work was done
+        before: AdvancePolicy named it, or it was reopened.
 
-        A run keeps max_dead_letters of them. Then the oldest are forgotten: they stay dropped, under
+        A run keeps max_dead_letters of them and forgets the oldest: those stay dropped, under
         dead_letter_forgotten instead of dead_letter, and can no longer be put back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -176,31 +179,31 @@ class ReplayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Extend(self, request, context):
-        """OK.
+        """Extend leases. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListLeases(self, request, context):
-        """Which groups a worker holds, oldest first: so that one that was killed and started again knows
-        what it had. OK.
+        """Which groups a worker holds, oldest first. A worker that was killed and started again reads
+        here what it had. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReopenLeases(self, request, context):
-        """Hand the groups of leases out once more, in that order and under the same leases, which are
-        extended; all or none. For work that is known to have been done before: a reopened lease that
-        runs out is no failed delivery. OK, RESOURCE_EXHAUSTED (TOO_LARGE).
+        """Hand the groups of leases out once more, in that order and under the same leases, and extend
+        the leases; all or none. For work that has been done before: a reopened lease that runs out is
+        no failed delivery. OK, RESOURCE_EXHAUSTED (TOO_LARGE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AdvancePolicy(self, request, context):
-        """The trainer's word on which policy is live, which groups are in it, and how many groups may be
+        """The trainer says which policy is live, which groups are in it, and how many groups may be
         outstanding. OK, FAILED_PRECONDITION (VERSION_NOT_NEWER).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -208,28 +211,28 @@ class ReplayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """A stats snapshot at once and after every change, at most every interval_s. OK.
+        """Stats, at once and after every change, at most every interval_s. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """OK.
+        """Counts of tasks, groups and trajectories, and the live policy. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Peek(self, request, context):
-        """Look without leasing. OK.
+        """Read groups without leasing them. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListDeadLetters(self, request, context):
-        """OK.
+        """Groups that were given up after too many deliveries. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

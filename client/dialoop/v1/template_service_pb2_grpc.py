@@ -62,7 +62,7 @@ class TemplateServiceServicer(object):
     """
 
     def RegisterTemplate(self, request, context):
-        """Registering the same again changes nothing. OK, INVALID_ARGUMENT (TEMPLATE_INVALID),
+        """Register a template; the same again changes nothing. OK, INVALID_ARGUMENT (TEMPLATE_INVALID),
         ALREADY_EXISTS (TEMPLATE_CONFLICT: other content under this name, without `replace`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -70,7 +70,7 @@ class TemplateServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListTemplates(self, request, context):
-        """OK.
+        """The templates of this service. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

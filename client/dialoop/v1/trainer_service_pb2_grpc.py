@@ -77,7 +77,7 @@ class TrainerServiceServicer(object):
     """
 
     def GetStatus(self, request, context):
-        """OK.
+        """Where the job is, with its newest metrics. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,21 +98,21 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Checkpoint(self, request, context):
-        """OK.
+        """Save a checkpoint now. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Takes effect between train steps. Idempotent. OK.
+        """Pause training between train steps. Idempotent. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Idempotent. OK.
+        """Go on after Pause. Idempotent. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -84,7 +84,7 @@ async def test_a_lease_whose_work_was_done_may_run_out_whatever_its_group_was_bl
     (held,) = (await lease(store, run, Stage.SCORED)).leases
     if how == "trained":
         await announce(store, run, 1, held.lease_id, credits=4)
-    for _ in range(3):  # its trainer is away, comes back to it, and is killed in the redo
+    for _ in range(3):  # its trainer is away, comes back to it, and is killed in the recovery
         if how == "reopened":
             (again,) = (await reopen(store, run, held.lease_id)).leases
             assert again == held
