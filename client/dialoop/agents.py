@@ -23,13 +23,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from dialoop.chat import History
 from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.failures import error_of, failure_of
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason, Failure, Owner, Reward, SamplingParams, Task, Trajectory
+from dialoop.user_functions import call, name_of
 
 if TYPE_CHECKING:
     from dialoop.environments.episode import Score
-    from dialoop.episode import Sessions
+    from dialoop.episode import ResetResult, Sessions
 
 _CLOSE_S = 2.0
 _MAX_CAUSES = 16
@@ -67,8 +69,13 @@ class AgentOutcome:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-Agent = Callable[[AgentTask, AgentConnection], Awaitable[AgentOutcome | float | None]]
-"""An agent returns its reward, a whole outcome, or None where its environment rewards it."""
+AgentAnswer = AgentOutcome | float | None
+Agent = Callable[[AgentTask, AgentConnection], AgentAnswer | Awaitable[AgentAnswer]]
+"""An agent returns its reward, a whole outcome, or None where its environment rewards it.
+
+It may be async. A sync agent runs in a thread of its own, which goes on after the time limit,
+because Python cannot end it.
+"""
 
 
 class Recordings(Protocol):
@@ -136,7 +143,8 @@ async def play_agent(
     recording_id = uuid.uuid4().hex
     run = _Run(task=task, group_id=group_id, sampling=sampling or task.sampling)
     try:
-        base_url = await host.recordings.create(
+        base_url = await call(
+            host.recordings.create,
             recording_id,
             group_id=group_id,
             task=task,
@@ -144,17 +152,18 @@ async def play_agent(
             time_to_live_s=2 * host.time_limit_s,
         )
     except Exception as error:
-        return run.without_recording(_failure_of(Owner.INFERENCE, error))
+        return run.without_recording(error_of(error, Owner.INFERENCE))
     connection = AgentConnection(base_url=base_url, api_key=host.api_key)
     try:
         outcome = await _run_agent(task, agent, host, connection)
     except BaseException:
         with contextlib.suppress(Exception):
             async with asyncio.timeout(_CLOSE_S):
-                await host.recordings.close(recording_id)
+                await call(host.recordings.close, recording_id)
         raise
     try:
-        trajectory = await host.recordings.close(
+        trajectory: Trajectory = await call(
+            host.recordings.close,
             recording_id,
             rewards=outcome.rewards,
             failures=outcome.failures,
@@ -162,22 +171,23 @@ async def play_agent(
         )
     except Exception as error:
         if isinstance(error, DialoopError) and error.reason == Reason.RECORDING_EMPTY:
-            never_asked = _failure_of(Owner.ENVIRONMENT, error)
+            never_asked = error_of(error, Owner.AGENT)
             return run.without_recording(*(outcome.failures or (never_asked,)))
-        return run.without_recording(*outcome.failures, _failure_of(Owner.INFERENCE, error))
+        return run.without_recording(*outcome.failures, error_of(error, Owner.INFERENCE))
     return await _add_scores(trajectory, task, host, outcome)
 
 
 def load_agent(use: str) -> Agent:
-    """Load the async function `module:function`; raise InvalidConfig where it is none."""
+    """Load the function `module:function`; raise InvalidConfig where it is none."""
     agent: Agent = load_attribute(use, what="agent", reason=Reason.AGENT_NOT_FOUND)
-    call = agent if inspect.isroutine(agent) else getattr(agent, "__call__", None)  # noqa: B004
-    if not inspect.iscoroutinefunction(call):
+    try:
+        inspect.signature(agent).bind("task", "connection")
+    except (TypeError, ValueError):
         raise InvalidConfig(
-            f"The agent '{use}' is not an async function.",
+            f"The agent '{use}' is not a function of a task and a connection.",
             reason=Reason.NOT_AN_AGENT,
-            remedy="Write `async def run(task, connection)`.",
-        )
+            remedy="Write `def run(task, connection)`; it may be async.",
+        ) from None
     return agent
 
 
@@ -215,27 +225,32 @@ async def _run_agent(
     try:
         agent_task = AgentTask(task=task, prompt=await _first_messages(task, host))
     except Exception as error:
-        return AgentOutcome(failures=(_failure_of(Owner.ENVIRONMENT, error),))
+        return AgentOutcome(failures=(error_of(error, Owner.ENVIRONMENT),))
     try:
         async with asyncio.timeout(host.time_limit_s) as limit:
-            answer = await agent(agent_task, connection)
+            answer = await call(agent, agent_task, connection)
     except Exception as error:
         if isinstance(error, TimeoutError) and limit.expired():
             text = f"The agent took longer than {host.time_limit_s:g} s."
             return AgentOutcome(
-                failures=(
-                    Failure(owner=Owner.ENVIRONMENT, reason=Reason.AGENT_TIMED_OUT, message=text),
-                )
+                failures=(Failure(owner=Owner.AGENT, reason=Reason.AGENT_TIMED_OUT, message=text),)
             )
         if _is_context_full(error):  # the recording marks the episode as cut off; nothing failed
             return AgentOutcome()
-        return AgentOutcome(failures=(_failure_of(Owner.ENVIRONMENT, error),))
+        what = f"The agent {name_of(agent)}"
+        failure = failure_of(error, owner=Owner.AGENT, reason=Reason.AGENT_FAILED, what=what)
+        return AgentOutcome(failures=(failure,))
     if answer is None or isinstance(answer, AgentOutcome):
         return answer or AgentOutcome()
     try:
         return AgentOutcome(rewards=(Reward(name="agent", value=float(answer)),))
-    except (TypeError, ValueError) as error:
-        return AgentOutcome(failures=(_failure_of(Owner.REWARD, error),))
+    except (TypeError, ValueError):
+        text = (
+            f"The agent {name_of(agent)} returned a {type(answer).__name__}. Return its reward, an "
+            "AgentOutcome or None."
+        )
+        failure = Failure(owner=Owner.AGENT, reason=Reason.AGENT_FAILED, message=text)
+        return AgentOutcome(failures=(failure,))
 
 
 async def _first_messages(task: Task, host: AgentHost) -> History:
@@ -243,15 +258,20 @@ async def _first_messages(task: Task, host: AgentHost) -> History:
     if host.sessions is None:
         return History()
     session_id = uuid.uuid4().hex
-    await host.sessions.create_session(session_id, task.environment)
+    await call(host.sessions.create_session, session_id, task.environment)
     try:
-        reset = await host.sessions.reset(
-            session_id, episode=1, split=task.split, task_key=task.key, seed=task.seed
+        reset: ResetResult = await call(
+            host.sessions.reset,
+            session_id,
+            episode=1,
+            split=task.split,
+            task_key=task.key,
+            seed=task.seed,
         )
         return reset.history.require_prompt()
     finally:
         with contextlib.suppress(Exception):
-            await host.sessions.close_session(session_id)
+            await call(host.sessions.close_session, session_id)
 
 
 async def _add_scores(
@@ -261,22 +281,15 @@ async def _add_scores(
     if host.scores is None or outcome.rewards or trajectory.failures:
         return trajectory
     try:
-        scores = await host.scores.score(trajectory, split=task.split)
+        scores = await call(host.scores.score, trajectory, split=task.split)
     except Exception as error:
-        return replace(trajectory, failures=(_failure_of(Owner.REWARD, error),))
+        return replace(trajectory, failures=(error_of(error, Owner.REWARD),))
     turns = tuple(
         replace(turn, rewards=turn.rewards + score.rewards)
         for turn, score in zip(trajectory.turns, scores, strict=True)
     )
     failures = tuple(failure for score in scores for failure in score.failures)
     return replace(trajectory, turns=turns, failures=failures)
-
-
-def _failure_of(owner: Owner, error: Exception) -> Failure:
-    """Return a failure with its owner; of an unforeseen error it holds the type alone."""
-    if isinstance(error, DialoopError):
-        return Failure(owner=owner, reason=error.reason, message=str(error))
-    return Failure(owner=owner, reason=type(error).__name__, message="unexpected error")
 
 
 def _is_context_full(error: BaseException) -> bool:

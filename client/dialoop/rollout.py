@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.chat import History
 from dialoop.episode import UpdateMode
-from dialoop.errors import DialoopError
+from dialoop.failures import error_of
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Sequence
 from dialoop.trajectory import (
@@ -30,6 +30,7 @@ from dialoop.trajectory import (
     Trajectory,
     Turn,
 )
+from dialoop.user_functions import call
 
 if TYPE_CHECKING:
     from dialoop.episode import Policy, ResetResult, Sample, Sessions, StepResult
@@ -114,11 +115,8 @@ class _Recorder:
         self.outcome = outcome
 
     def add_failure(self, owner: Owner, error: Exception) -> None:
-        """Keep a failure with its owner; an unforeseen error gives its type only."""
-        is_ours = isinstance(error, DialoopError)
-        reason = error.reason if isinstance(error, DialoopError) else type(error).__name__
-        message = str(error) if is_ours else "unexpected error"
-        self.failures.append(Failure(owner=owner, reason=reason, message=message))
+        """Keep a failure with its owner."""
+        self.failures.append(error_of(error, owner))
 
 
 async def play(
@@ -150,9 +148,14 @@ async def play(
 async def _open(task: Task, sessions: Sessions, session_id: str, recorder: _Recorder) -> bool:
     """Open the episode; return False where it did not begin."""
     try:
-        await sessions.create_session(session_id, task.environment)
-        opening = await sessions.reset(
-            session_id, episode=1, split=task.split, task_key=task.key, seed=task.seed
+        await call(sessions.create_session, session_id, task.environment)
+        opening = await call(
+            sessions.reset,
+            session_id,
+            episode=1,
+            split=task.split,
+            task_key=task.key,
+            seed=task.seed,
         )
         recorder.begin(opening)
     except Exception as error:
@@ -171,7 +174,8 @@ async def _turn(
 ) -> bool:
     """Play one turn (generate, then step); return whether the episode goes on."""
     try:
-        (sample,) = await policy.generate(
+        (sample,) = await call(
+            policy.generate,
             recorder.history,
             context=recorder.context,
             num_context_messages=recorder.num_covered_messages,
@@ -191,8 +195,8 @@ async def _turn(
         return False
     started = time.perf_counter()
     try:
-        outcome = await sessions.step(
-            session_id, episode=1, step_index=turn, history=sample.history
+        outcome = await call(
+            sessions.step, session_id, episode=1, step_index=turn, history=sample.history
         )
         recorder.add_step(outcome, time.perf_counter() - started)
     except Exception as error:
@@ -204,8 +208,7 @@ async def _turn(
 async def _close(sessions: Sessions, session_id: str) -> None:
     # Whatever goes wrong here, the trajectory is whole, and the environment's reaper closes it.
     with contextlib.suppress(Exception):
-        async with asyncio.timeout(_CLOSE_S):
-            await sessions.close_session(session_id)
+        await call(sessions.close_session, session_id, timeout_s=_CLOSE_S)
 
 
 def _trajectory_of(

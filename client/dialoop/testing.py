@@ -11,7 +11,7 @@ whatever is built on it runs in a notebook or a test.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +37,12 @@ from dialoop.trajectory import (
     Trajectory,
     Turn,
 )
+from dialoop.user_functions import call
 
 if TYPE_CHECKING:
     from dialoop.sequences import Sequence as TokenSequence
 
-Script = Sequence[str] | Callable[[History], str]
+Script = Sequence[str] | Callable[[History], str | Awaitable[str]]
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -108,7 +109,7 @@ class ScriptedPolicy:
         prompt = self._builder.prompt(
             history, context=context, num_context_messages=num_context_messages, turn=turn
         )
-        ids, stop_reason, stop_string = self._sample_ids(self._text(history, turn), sampling)
+        ids, stop_reason, stop_string = self._sample_ids(await self._text(history, turn), sampling)
         answer = self._builder.answer(
             prompt,
             ids,
@@ -127,9 +128,9 @@ class ScriptedPolicy:
         )
         return (sample,) * num_samples
 
-    def _text(self, history: History, turn: int) -> str:
+    async def _text(self, history: History, turn: int) -> str:
         if callable(self._script):
-            return self._script(history)
+            return str(await call(self._script, history))
         if turn >= len(self._script):
             raise InvalidInput(
                 f"The script has {len(self._script)} answers and none for turn {turn}.",

@@ -55,6 +55,7 @@ class Owner(IntEnum):
     REWARD = 5
     REPLAY = 6
     COLLECTOR = 7
+    AGENT = 8
 
 
 class Distribution(IntEnum):

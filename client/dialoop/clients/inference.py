@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from dialoop.chat import ChatHistory
 from dialoop.clients.channel import Rpc, tell_warnings
@@ -47,15 +48,27 @@ class SampleChunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyLogProbs:
+class PolicyLogProbs(AnySequence["Floats"]):
     """Log-probs in nats, float32 [L - 1] per row: of the tokens from position 1 on.
 
-    `sequences` is what was scored, where the service made the tokens.
+    It is a sequence of these rows, from the inference service and from the scorer alike.
+    `sequences` is what was scored, where the service made the tokens. `policy_version` is None for
+    the scorer's reference model, which has none.
     """
 
     logprobs: tuple[Floats, ...]
-    policy_version: PolicyVersion
+    policy_version: PolicyVersion | None = None
     sequences: tuple[Sequence, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    @overload
+    def __getitem__(self, index: int) -> Floats: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Floats, ...]: ...
+    def __getitem__(self, index: int | slice) -> Floats | tuple[Floats, ...]:
+        return self.logprobs[index]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.channel import Rpc
+from dialoop.clients.inference import PolicyLogProbs
 from dialoop.v1 import scorer_service_pb2 as pb
 from dialoop.wire import group_from_proto, group_to_proto, logprobs_from_proto, token_ids_to_proto
 
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dialoop.clients.channel import Channel
-    from dialoop.sequences import Floats
     from dialoop.trajectory import Group
 
 LOG_PROB: Rpc[Any, Any] = Rpc(
@@ -37,10 +37,11 @@ class ScorerClient:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    async def logprobs(self, rows: Iterable[Iterable[int]]) -> tuple[Floats, ...]:
-        """Return log-probs in nats under the reference model, float32 [L - 1] per row."""
+    async def logprobs(self, rows: Iterable[Iterable[int]]) -> PolicyLogProbs:
+        """Return log-probs of token ids under the reference model."""
         request = pb.ScorerServiceLogProbRequest(token_ids=token_ids_to_proto(rows))
-        return logprobs_from_proto((await self._channel.call(LOG_PROB, request)).logprobs)
+        answer = await self._channel.call(LOG_PROB, request)
+        return PolicyLogProbs(logprobs=logprobs_from_proto(answer.logprobs))
 
     async def score(self, group: Group) -> Group:
         """Score a group: return it with rewards, reference log-probs and advantages."""

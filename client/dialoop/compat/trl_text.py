@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.blocking.loop import BackgroundLoop
 from dialoop.environments.tools.call_syntax import parse_call
-from dialoop.environments.tools.calling import call
 from dialoop.text_environment.environment import TextEnvironment, TextRun
 from dialoop.text_environment.tools import TextTools
+from dialoop.user_functions import call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

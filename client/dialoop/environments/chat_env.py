@@ -19,7 +19,6 @@ from typing import Any
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.environments.environment import Demonstrate, Given
 from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData
-from dialoop.environments.failures import failure_of
 from dialoop.environments.modes import Answered, InputMode, RewardShape
 from dialoop.environments.rewards.functions import drop_non_finite
 from dialoop.environments.rewards.rescoring import episodes_of
@@ -34,9 +33,11 @@ from dialoop.errors import (
     PreconditionFailed,
     Unsupported,
 )
+from dialoop.failures import failure_of
 from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import Failure, Owner, Trajectory
+from dialoop.user_functions import call_now, settle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +203,8 @@ class ChatEnv:
                 f"Environment {self.name} has no demonstrations.",
                 remedy="Give ChatEnv a `demonstrate` function, or start from a trained model.",
             )
-        return self.reset(task, 0).episode.history.extend(self.demonstrate(task, rng))
+        shown = call_now(self.demonstrate, task, rng)
+        return self.reset(task, 0).episode.history.extend(shown)
 
     @property
     def holds_episodes(self) -> bool:
@@ -213,7 +215,7 @@ class ChatEnv:
         """Start the transforms in order; when one fails, stop those that have started."""
         for number, transform in enumerate(self.transforms):
             try:
-                await transform.acquire()
+                await settle(transform.acquire())
             except BaseException:
                 await self._release(self.transforms[:number])
                 raise
@@ -226,7 +228,7 @@ class ChatEnv:
         """Let each transform free what the episode holds."""
         for transform in self.transforms:
             try:
-                await transform.close(episode)
+                await settle(transform.close(episode))
             except Exception as error:
                 _failure_of(error, transform)
 
@@ -237,7 +239,7 @@ class ChatEnv:
     async def _release(self, transforms: tuple[Transform, ...]) -> None:
         for transform in reversed(transforms):
             try:
-                await transform.release()
+                await settle(transform.release())
             except Exception as error:
                 _failure_of(error, transform)
 
@@ -327,7 +329,7 @@ class ChatEnv:
     async def _apply_transforms(self, outcome: Outcome) -> Outcome:
         for transform in self.transforms:
             try:
-                outcome = await transform.step(outcome)
+                outcome = await settle(transform.step(outcome))
             except Exception as error:
                 return outcome.fail(_failure_of(error, transform))
         return outcome
@@ -336,7 +338,7 @@ class ChatEnv:
         score = Score()
         for transform in self.transforms:
             try:
-                part = drop_non_finite(await transform.score(episode))
+                part = drop_non_finite(await settle(transform.score(episode)))
                 part = _require_shape(part, transform, episode)
             except Exception as error:
                 part = Score(failures=(_failure_of(error, transform, Owner.REWARD),))

@@ -9,7 +9,7 @@ Demonstrations is for supervised training.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -20,7 +20,9 @@ from dialoop.environments.tasks.source import TaskSource
 from dialoop.environments.transform import Traits
 from dialoop.trajectory import Trajectory
 
-Demonstrate = Callable[[TaskData, random.Random], tuple[Message, ...]]
+Shown = tuple[Message, ...]
+Demonstrate = Callable[[TaskData, random.Random], Shown | Awaitable[Shown]]
+"""A function, sync or async, of a task that returns the messages of a solution."""
 
 
 class Environment(Protocol):

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dialoop.environments.environment import Environment
+from dialoop.environments.games import twenty_questions
 from dialoop.environments.standard import arithmetic, chat, jsonl
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
-from dialoop.trials.game_environment import twenty_questions
+from dialoop.user_functions import call_now
 
 _REQUIRED = ("name", "version", "description", "tasks", "traits", "reset", "step", "score")
 
@@ -52,7 +53,7 @@ def make_environment(target: Any, options: dict[str, Any], use: str) -> Any:
             )
         return target
     try:
-        return target(**options)
+        return call_now(target, **options)
     except DialoopError:
         raise
     except TypeError as error:

@@ -9,13 +9,14 @@ Place it after the transforms that end the episode and before the rewards.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from dialoop.chat import History, Message
 from dialoop.environments.episode import Episode, Outcome
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
+from dialoop.user_functions import call
 
 _ANSWER = re.compile(r"<answer>(?:(?!<answer>).)*?</answer>", re.DOTALL)
 _PROMPTS = {
@@ -39,12 +40,12 @@ class AddThinkingPrompt(Transform):
     by the prompt, or appends the prompt when there is no block. The policy did not sample the
     edited message, so its tokens fork into a new sequence in which none of it is trained. With
     `zero_reward` (default: when editing) this step gets no reward. `undo_done` reopens the episode.
-    It asks at most `max_times` per episode.
+    It asks at most `max_times` per episode. `condition` may be async, and has `timeout_s` seconds.
     """
 
     def __init__(  # noqa: PLR0913 - the options are the interface
         self,
-        condition: Callable[[Episode], bool],
+        condition: Callable[[Episode], bool | Awaitable[bool]],
         *,
         prompt: str | Sequence[str] = "",
         role: str = "assistant",
@@ -53,6 +54,7 @@ class AddThinkingPrompt(Transform):
         zero_reward: bool | None = None,
         undo_done: bool = True,
         max_times: int = 1,
+        timeout_s: float = 30.0,
     ) -> None:
         if role not in _PROMPTS:
             raise InvalidConfig(f"role is '{role}'.", remedy="Choose 'assistant' or 'user'.")
@@ -77,6 +79,7 @@ class AddThinkingPrompt(Transform):
         self._zero_reward = edits if zero_reward is None else zero_reward
         self._undo_done = undo_done
         self._max_times = max_times
+        self._timeout_s = timeout_s
 
     @property
     def traits(self) -> Traits:
@@ -90,7 +93,7 @@ class AddThinkingPrompt(Transform):
         num_prompts = episode.state.get("num_thinking_prompts", 0)
         if not outcome.is_scorable or num_prompts >= self._max_times or episode.answer is None:
             return outcome
-        if not self._condition(episode):
+        if not await call(self._condition, episode, timeout_s=self._timeout_s):
             return outcome
         outcome = self._add_prompt(outcome, self._prompt(episode))
         outcome = outcome.remember(num_thinking_prompts=num_prompts + 1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -20,13 +20,14 @@ from dialoop.chat import History, Message
 from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.endings import EndWhenIncomplete, MaxTurns
 from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData
-from dialoop.environments.failures import failure_of
 from dialoop.environments.tasks.row_tasks import RowTasks
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig, Unavailable
+from dialoop.failures import failure_of
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason, Failure, Owner, Reward
+from dialoop.user_functions import call_now
 
 SYSTEM_PROMPT = (
     "You improve machine learning code in a shell. Answer with your thoughts and one command in a "
@@ -55,7 +56,7 @@ class MlgymBench(Protocol):
         ...
 
 
-Make = Callable[[str], MlgymBench]
+Make = Callable[[str], MlgymBench | Awaitable[MlgymBench]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +183,7 @@ class MlgymEnv(ChatEnv):
         return opening.remember(**{_BENCH: bench, _BASELINE: baseline})
 
     def _make_bench(self, task: str, seed: int) -> tuple[MlgymBench, str, float]:
-        bench = self.make(task)
+        bench = call_now(self.make, task)
         try:
             bench.reset(seed=seed)
             baseline = self.commands.number(bench.task.args.baseline_scores[0])

@@ -12,13 +12,14 @@ What a format does not write (ids of tool calls, names) comes back empty.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from dialoop.errors import DialoopError, InvalidInput
 from dialoop.messages import Message, ToolCall
 from dialoop.reasons import Reason
+from dialoop.user_functions import call_now
 
 if TYPE_CHECKING:
     from dialoop.tokens.tokenizer import Tokenizer
@@ -40,15 +41,19 @@ class Parser(Protocol):
         ...
 
 
+ParserFunction = Callable[[str], Iterable[Message] | Awaitable[Iterable[Message]]]
+"""A function, sync or async, that reads a rendered conversation."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionParser:
     """A parser of the user's own, in this process only."""
 
-    function: Callable[[str], Iterable[Message]]
+    function: ParserFunction
 
     def parse(self, text: str, special_tokens: SpecialTokens) -> tuple[Message, ...]:
         """Return what the function finds."""
-        return tuple(self.function(text))
+        return tuple(call_now(self.function, text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

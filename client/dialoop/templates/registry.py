@@ -18,10 +18,9 @@ from dialoop.templates.chat_template import ChatTemplate
 from dialoop.templates.parsing import CHATML, DEEPSEEK, FALCON, LLAMA, QWEN, FunctionParser
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
-    from dialoop.messages import Message
-    from dialoop.templates.parsing import Parser
+    from dialoop.templates.parsing import Parser, ParserFunction
     from dialoop.tokens.tokenizer import Tokenizer
 
 _PARSERS: Mapping[str, Parser | None] = {
@@ -80,7 +79,7 @@ class TemplateRegistry:
         self,
         name: str,
         template: str,
-        parser: Parser | Callable[[str], Iterable[Message]] | None = None,
+        parser: Parser | ParserFunction | None = None,
         model_family_keywords: Iterable[str] = (),
         *,
         replace: bool = False,
@@ -187,7 +186,7 @@ def _builtin_entry(name: str) -> _Entry | None:
     return _Entry(template=template, parser=_PARSERS[name], keywords=(), version=1)
 
 
-def _parser(parser: Parser | Callable[[str], Iterable[Message]] | None) -> Parser | None:
+def _parser(parser: Parser | ParserFunction | None) -> Parser | None:
     if parser is None or hasattr(parser, "parse"):
         return parser
     return FunctionParser(function=parser)

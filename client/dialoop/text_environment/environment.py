@@ -12,21 +12,21 @@ Only the model's own text can call, submit or end an episode.
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dialoop.environments.failures import failure_of
 from dialoop.environments.tools.call_syntax import CallSyntax
-from dialoop.environments.tools.calling import name_of
 from dialoop.environments.tools.text_tools import ToolFunction
-from dialoop.errors import DialoopError, InvalidConfig, InvalidInput
+from dialoop.errors import InvalidConfig, InvalidInput
+from dialoop.failures import error_of, failure_of
 from dialoop.reasons import Reason
 from dialoop.sequences import Source
 from dialoop.text_environment.history import TextHistory
 from dialoop.text_environment.tools import TextTools
-from dialoop.trajectory import Failure, Owner, SamplingParams, StopReason
+from dialoop.trajectory import Owner, SamplingParams, StopReason
+from dialoop.user_functions import call, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -188,9 +188,11 @@ class TextEnvironment:
         sampling = replace(self.sampling, stop=tuple(dict.fromkeys((*self.sampling.stop, *stop))))
         tokens = history.tokens
         try:
-            (sample,) = await self.policy.generate(token_ids=tokens, sampling=sampling, turn=turn)
-        except DialoopError as error:
-            failure = Failure(owner=Owner.INFERENCE, reason=error.reason, message=str(error))
+            (sample,) = await call(
+                self.policy.generate, token_ids=tokens, sampling=sampling, turn=turn
+            )
+        except Exception as error:
+            failure = error_of(error, Owner.INFERENCE)
             return replace(history, failures=(*history.failures, failure)).complete(truncated=True)
         sampled = sample.sequence.token_ids[len(tokens) :].tolist()
         if not sampled:
@@ -247,9 +249,7 @@ class TextEnvironment:
             return histories
         texts = [self.rewarded_text(history) for history in histories]
         try:
-            values = self.reward(texts, **extra)
-            results = list(await values if inspect.isawaitable(values) else values)
-            rewards = [float(value) for value in results]
+            rewards = [float(value) for value in await call(partial(self.reward, texts, **extra))]
         except Exception as error:
             what = f"The reward {name_of(self.reward)}"
             failure = failure_of(error, owner=Owner.REWARD, reason=Reason.REWARD_FAILED, what=what)
@@ -266,20 +266,23 @@ class TextEnvironment:
         ]
 
 
-def each(function: Callable[..., float]) -> Reward:
+def each(function: Callable[..., float | Awaitable[float]]) -> Reward:
     """Make a reward of lists from a function of one text; it passes list arguments one by one.
 
-    each(lambda text, answer: float(text == answer))(["a", "b"], answer=["a", "c"])   # [1.0, 0.0]
+    The function may be async.
+
+    right = each(lambda text, answer: float(text == answer))
+    await right(["a", "b"], answer=["a", "c"])    # [1.0, 0.0]
     """
 
-    def rewards(texts: Sequence[str], **extra: Any) -> list[float]:
+    async def rewards(texts: Sequence[str], **extra: Any) -> list[float]:
         values = []
         for index, text in enumerate(texts):
             own = {
                 name: value[index] if isinstance(value, (list, tuple)) else value
                 for name, value in extra.items()
             }
-            values.append(float(function(text, **own)))
+            values.append(float(await call(partial(function, text, **own))))
         return values
 
     return rewards

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dialoop.trajectory import SamplingParams
 from dialoop.trials.trial import Action
+from dialoop.user_functions import call
 
 if TYPE_CHECKING:
     from dialoop.chat import History
@@ -39,8 +40,8 @@ class DirectOutputAgent:
         memory = state if isinstance(state, _Memory) and len(messages) > 1 else _Memory()
         new_text = "".join(message.text for message in messages[memory.num_messages :])
         prompt = (*memory.token_ids, *self.tokenizer.encode(new_text).ids)
-        (sample,) = await self.policy.generate(
-            token_ids=prompt, sampling=self.sampling, turn=len(messages) // 2
+        (sample,) = await call(
+            self.policy.generate, token_ids=prompt, sampling=self.sampling, turn=len(messages) // 2
         )
         sampled = tuple(sample.sequence.token_ids[len(prompt) :].tolist())
         ends = bool(sampled) and sampled[-1] in self.tokenizer.end_of_turn_ids
@@ -61,11 +62,11 @@ class DirectOutputAgent:
 class ScriptedAgent:
     """An agent that answers with a script's lines in order, or with a function's results."""
 
-    script: Sequence[str] | Callable[[History], str]
+    script: Sequence[str] | Callable[[History], str | Awaitable[str]]
 
     async def get_action(self, messages: History, state: Any) -> tuple[str, Any]:
         """Return the next line, or the last one again when the script is over."""
         if callable(self.script):
-            return self.script(messages), state
+            return await call(self.script, messages), state
         number = state if isinstance(state, int) else 0
         return self.script[min(number, len(self.script) - 1)], number + 1

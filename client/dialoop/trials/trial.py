@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.chat import History, Message
-from dialoop.environments.failures import failure_of
 from dialoop.errors import DialoopError, InvalidInput
+from dialoop.failures import failure_of
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.sequences import Sequence as TokenSequence
 from dialoop.trajectory import Owner
+from dialoop.user_functions import call, settle
 
 if TYPE_CHECKING:
     from dialoop.tokens.tokenizer import Tokenizer
@@ -46,9 +47,14 @@ class Action:
 
 
 class Agent(Protocol):
-    """A player. Its state begins as None and lasts through the episodes of a trial."""
+    """A player, sync or async. Its state begins as None and lasts through a trial's episodes.
 
-    async def get_action(self, messages: History, state: Any) -> Action | tuple[str, Any]:
+    A sync `get_action` runs in a thread of its own, so trials do not wait for each other.
+    """
+
+    def get_action(
+        self, messages: History, state: Any
+    ) -> Action | tuple[str, Any] | Awaitable[Action | tuple[str, Any]]:
         """Return the next action: an Action, or (text, state)."""
         ...
 
@@ -227,7 +233,7 @@ async def _trial(
     memory: Any = None
     for number in range(options.episodes_per_trial):
         try:
-            state = game.begin(task, seed=options.seed + index)
+            state = await settle(game.begin(task, seed=options.seed + index))
         except DialoopError:
             raise
         except Exception as error:
@@ -248,18 +254,16 @@ async def _episode(
 ) -> tuple[PlayedEpisode, Any]:
     episode = PlayedEpisode()
     for step in range(game.max_steps):
-        prompt = game.prompt(state, step)
-        messages = episode.messages.append(Message(role="user", content=prompt))
-        owner = Owner.POLICY
+        owner = Owner.ENVIRONMENT
         try:
-            action = _as_action(await agent.get_action(messages, memory), tokenizer)
+            prompt = await settle(game.prompt(state, step))
+            messages = episode.messages.append(Message(role="user", content=prompt))
+            owner = Owner.AGENT
+            action = _as_action(await call(agent.get_action, messages, memory), tokenizer)
             owner = Owner.ENVIRONMENT
-            move = await game.play(state, action.text)
+            move = await call(game.play, state, action.text)
         except Exception as error:
-            who = "The agent" if owner is Owner.POLICY else "The game"
-            owner = Owner.INFERENCE if owner is Owner.POLICY else owner
-            failure = failure_of(error, owner=owner, reason=Reason.TRIAL_FAILED, what=who)
-            return replace(episode, failures=(failure,)), memory
+            return replace(episode, failures=(_failure_of(error, owner),)), memory
         memory, state = action.state, move.state
         played = PlayedStep(
             prompt=prompt,
@@ -280,8 +284,24 @@ async def _episode(
     return episode, memory
 
 
+def _failure_of(error: Exception, owner: Owner) -> Failure:
+    """Return the failure of the agent or the game; a DialoopError in the agent is its policy's."""
+    what = "The agent" if owner is Owner.AGENT else "The game"
+    is_policys = isinstance(error, DialoopError) and not isinstance(error, InvalidInput)
+    if owner is Owner.AGENT and is_policys:
+        owner = Owner.INFERENCE
+    return failure_of(error, owner=owner, reason=Reason.TRIAL_FAILED, what=what)
+
+
 def _as_action(answer: Action | tuple[str, Any], tokenizer: Tokenizer | None) -> Action:
-    action = answer if isinstance(answer, Action) else Action(text=answer[0], state=answer[1])
+    if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], str):
+        answer = Action(text=answer[0], state=answer[1])
+    if not isinstance(answer, Action):
+        raise InvalidInput(
+            f"The agent returned {answer!r:.40}.",
+            remedy="Return an Action, or a tuple (text, state), from get_action.",
+        )
+    action = answer
     if tokenizer is None:
         return replace(action, token_ids=(), logprobs=(), versions=())
     if action.token_ids:

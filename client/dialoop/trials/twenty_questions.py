@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.errors import InvalidInput
 from dialoop.trials.game import Move
 from dialoop.trials.words import WORDS, answer_from_table
+from dialoop.user_functions import call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,9 +33,9 @@ _RULES = (
 
 
 class Gamemaster(Protocol):
-    """Answers questions about the word."""
+    """Answers questions about the word. It may be async."""
 
-    async def answer(self, word: str, question: str) -> str:
+    def answer(self, word: str, question: str) -> str | Awaitable[str]:
         """Return Yes, No or I don't know; after anything else the player has to ask again."""
         ...
 
@@ -108,7 +109,7 @@ class TwentyQuestions:
             return self._guess(state, guess.group(1))
         if "?" not in action:
             return self._invalid(state, "Ask a question that ends with ?, or guess as [thing].")
-        answer = (await self.gamemaster.answer(state.word, action)).strip()
+        answer = str(await call(self.gamemaster.answer, state.word, action)).strip()
         if answer not in ANSWERS:
             reply = "That cannot be answered with yes or no. Ask otherwise."
             return Move(state=replace(state, reply=reply), info={"move": "unanswered"})

@@ -55,6 +55,7 @@ class Owner(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OWNER_REWARD: _ClassVar[Owner]
     OWNER_REPLAY: _ClassVar[Owner]
     OWNER_COLLECTOR: _ClassVar[Owner]
+    OWNER_AGENT: _ClassVar[Owner]
 
 class Purpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -101,6 +102,7 @@ OWNER_INFERENCE: Owner
 OWNER_REWARD: Owner
 OWNER_REPLAY: Owner
 OWNER_COLLECTOR: Owner
+OWNER_AGENT: Owner
 PURPOSE_UNSPECIFIED: Purpose
 PURPOSE_TRAINING: Purpose
 PURPOSE_EVALUATION: Purpose

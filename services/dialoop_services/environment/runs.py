@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.compat.trl_text import TrlTextEnvironment
 from dialoop.environments import refusals
+from dialoop.environments.games import game_of
 from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
 from dialoop.local.runs import no_inference
 from dialoop.reasons import Reason
@@ -17,7 +18,6 @@ from dialoop.text_environment.environment import TextEnvironment
 from dialoop.text_environment.setups import load_text_setup
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trials.agents import DirectOutputAgent
-from dialoop.trials.game_environment import game_of
 from dialoop.trials.trial import run_trial
 
 if TYPE_CHECKING:

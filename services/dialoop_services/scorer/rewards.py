@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from dialoop.environments.tools.calling import call
 from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop.trajectory import Group, Reward, Trajectory
+from dialoop.user_functions import call
 
 from dialoop_services.rl.turn_tokens import TurnTokens
 

@@ -12,8 +12,9 @@ from dialoop.clients.channel import Channel
 from dialoop.clients.inference import InferenceClient, WeightsManifest
 from dialoop.clients.scorer import ScorerClient
 from dialoop.clients.trainer import Phase, TrainerClient
+from dialoop.environments import ChatEnv, KLReward, TaskData, Tokens
 from dialoop.sequences import PolicyVersion
-from dialoop.testing import ScriptedPolicy
+from dialoop.testing import ScriptedPolicy, byte_tokenizer
 from dialoop.trajectory import Group, SamplingParams, StopReason, Task
 from dialoop.v1 import chat_pb2
 from dialoop.v1 import inference_service_pb2 as inference_pb
@@ -37,7 +38,16 @@ V3 = PolicyVersion(lineage="main", number=3)
 POLICY = ScriptedPolicy(["12<call>", "7"], policy_version=V3)
 PROMPT = History((Message(role="user", content="3+4"),))
 SAMPLING = SamplingParams(temperature=0.5, stop=("<call>",))
-ROW = chat_pb2.LogProbValues(values=[-0.5, -1.5], start=1)
+
+
+def rows_of(request, *, shift=0.0):
+    """Return -0.5, -1.5, ... for the tokens of each row from the second one on."""
+    return [
+        chat_pb2.LogProbValues(
+            values=[-0.5 - i - shift for i in range(len(row.values) - 1)], start=1
+        )
+        for row in request.token_ids
+    ]
 
 
 class Inference(inference_grpc.InferenceServiceServicer):
@@ -82,7 +92,7 @@ class Inference(inference_grpc.InferenceServiceServicer):
     async def LogProb(self, request, context):  # noqa: N802
         self.received = [list(row.values) for row in request.token_ids]
         version = policy_version_to_proto(V3)
-        return inference_pb.LogProbResponse(logprobs=[ROW], policy_version=version)
+        return inference_pb.LogProbResponse(logprobs=rows_of(request), policy_version=version)
 
     async def GetPolicy(self, request, context):  # noqa: N802
         return inference_pb.GetPolicyResponse(engine="scripted", reason="LOADING")
@@ -102,7 +112,7 @@ class Scorer(scorer_grpc.ScorerServiceServicer):
     """Returns what it gets."""
 
     async def LogProb(self, request, context):  # noqa: N802
-        return scorer_pb.ScorerServiceLogProbResponse(logprobs=[ROW])
+        return scorer_pb.ScorerServiceLogProbResponse(logprobs=rows_of(request, shift=0.25))
 
     async def Score(self, request, context):  # noqa: N802
         return scorer_pb.ScorerServiceScoreResponse(group=request.group)
@@ -232,7 +242,22 @@ async def test_a_scorer_scores_groups_and_gives_logprobs():
         client = ScorerClient(channel)
         assert await client.score(group) == group
         (row,) = await client.logprobs([[1, 2, 3]])
-    assert row.tolist() == [-0.5, -1.5]
+    assert row.tolist() == [-0.75, -1.75]
+
+
+async def test_a_kl_reward_takes_both_clients_as_they_are():
+    register = scorer_grpc.add_ScorerServiceServicer_to_server
+    async with inference() as (_, policy), connect(register, Scorer()) as channel:
+        reference = ScorerClient(channel)
+        kl = KLReward(policy=policy.logprobs, reference=reference.logprobs, coefficient=2.0)
+        environment = ChatEnv(
+            name="kl", transforms=(kl,), input_mode="tokens", tokenizer=byte_tokenizer()
+        )
+        opening = environment.reset(TaskData(key="k", question="hi"), 0)
+        outcome = await environment.step(opening.episode, Tokens(response=(65, 66)))
+        assert type(await policy.logprobs([[1]])) is type(await reference.logprobs([[1]]))
+    assert not outcome.failures
+    assert outcome.rewards[0].per_token == (-0.5, -0.5)
 
 
 async def test_a_trainer_says_how_far_it_is():

@@ -79,6 +79,29 @@ async def test_a_notebook_records_through_the_sdk(directory):
         assert (await play_agent(TASK, agent=ask_once, host=host)).reward == 1.0
 
 
+def message_of(trajectory):
+    return trajectory.failures[0].message
+
+
+async def test_a_sync_agent_plays_and_its_error_is_named(directory):
+    def ask(task, connection):
+        client = openai.OpenAI(base_url=connection.base_url, api_key=connection.api_key)
+        message = {"role": "user", "content": task.key}
+        answer = client.chat.completions.create(model=connection.model, messages=[message])
+        return float("75" in answer.choices[0].message.content)
+
+    def broken(task, connection):
+        ask(task, connection)
+        raise KeyError("a secret")
+
+    async with agent_world(directory, ScriptedEngine(directory, ["75"] * 2)) as world:
+        host = AgentHost(recordings=world.recordings)
+        right, wrong = [await play_agent(TASK, agent=a, host=host) for a in (ask, broken)]
+    assert right.reward == 1.0
+    assert wrong.failures[0].owner is Owner.AGENT
+    assert "agent broken failed: KeyError at test_agents.py, line" in message_of(wrong)
+
+
 async def test_an_agent_that_fails_is_nobodys_reward_of_zero(directory):
     async def broken(task, connection):
         await ask_once(task, connection)
@@ -97,10 +120,12 @@ async def test_an_agent_that_fails_is_nobodys_reward_of_zero(directory):
         played = [await play_agent(TASK, agent=a, host=host) for a in (broken, slow, talkative)]
     failures = [(t.failures[0].owner, t.failures[0].reason) for t in played]
     assert failures == [
-        (Owner.ENVIRONMENT, "RuntimeError"),
-        (Owner.ENVIRONMENT, "AGENT_TIMED_OUT"),
-        (Owner.REWARD, "ValueError"),
+        (Owner.AGENT, "AGENT_FAILED"),
+        (Owner.AGENT, "AGENT_TIMED_OUT"),
+        (Owner.AGENT, "AGENT_FAILED"),
     ]
+    assert "agent broken failed: RuntimeError at test_agents.py, line" in message_of(played[0])
+    assert "agent talkative returned a str" in message_of(played[2])
     assert not any(t.is_scorable for t in played)
     assert "secret" not in str(played)
     assert all(t.num_model_tokens for t in played)  # what was sampled is kept all the same
@@ -118,7 +143,7 @@ async def test_an_agent_that_never_asked_and_a_replica_that_is_away_are_failures
         unasked = await play_agent(TASK, agent=idle, host=AgentHost(recordings=world.recordings))
         away = await play_agent(TASK, agent=idle, host=AgentHost(recordings=Away()))
     failures = [(f.owner, f.reason) for f in unasked.failures]
-    assert failures == [(Owner.ENVIRONMENT, "RECORDING_EMPTY")]
+    assert failures == [(Owner.AGENT, "RECORDING_EMPTY")]
     assert [(f.owner, f.reason) for f in away.failures] == [(Owner.INFERENCE, "NOT_READY")]
 
 
@@ -253,6 +278,6 @@ async def test_a_member_whose_agent_fails_is_played_again(directory):
         async with w.collecting(None, agents=agents, group_size=2) as counters:
             await w.until(lambda c: c.num_groups_unscored == 1)
         counts = await w.training()
-    assert counters.to_json()["num_failures"] == {"environment/runtimeerror": 1}
+    assert counters.to_json()["num_failures"] == {"agent/agent_failed": 1}
     assert collector_world.adds_up(counts)
     assert counts.num_trajectories_generated == 3

@@ -19,6 +19,7 @@ from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.retry import RetryPolicy
 from dialoop.compat.trials import trial_keys
 from dialoop.environments import arithmetic
+from dialoop.environments.games import twenty_questions
 from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop.errors import InvalidConfig
 from dialoop.local.client import LocalEnvironmentClient
@@ -28,7 +29,6 @@ from dialoop.text_environment.environment import TextLimits, each
 from dialoop.text_environment.setups import TextSetup, exact_result, load_text_setup
 from dialoop.trajectory import Owner, SamplingParams, StopReason
 from dialoop.trials.agents import ScriptedAgent
-from dialoop.trials.game_environment import twenty_questions
 from dialoop.trials.trial import MaskScope, TrialOptions, run_trial
 from dialoop.trials.twenty_questions import TwentyQuestions
 from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server

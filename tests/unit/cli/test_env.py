@@ -28,10 +28,10 @@ from dialoop.environments import (
     arithmetic,
     tool_environment,
 )
+from dialoop.environments.games import twenty_questions
 from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop.testing import byte_tokenizer
 from dialoop.trajectory import Reward
-from dialoop.trials.game_environment import twenty_questions
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
 

@@ -11,6 +11,7 @@ from dialoop.compat.trials import trial_keys
 from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.endings import EndOnText
 from dialoop.environments.episode import Episode, Score, TaskData
+from dialoop.environments.games import Play, twenty_questions
 from dialoop.environments.tasks.row_tasks import RowTasks
 from dialoop.environments.transform import Transform
 from dialoop.episode import Sample
@@ -29,7 +30,6 @@ from dialoop.trajectory import (
 )
 from dialoop.trials.agents import DirectOutputAgent, ScriptedAgent
 from dialoop.trials.game import Move
-from dialoop.trials.game_environment import Play, twenty_questions
 from dialoop.trials.trial import Action, MaskScope, TrialOptions, run_trial, split_reward
 from dialoop.trials.twenty_questions import Hidden, TwentyQuestions
 
@@ -130,8 +130,20 @@ async def test_an_agent_that_fails_is_a_failure_and_no_reward() -> None:
     result = await run_trial(Count(), [{}], Broken())
     assert result.rewards == [None]
     failure = result.trials[0].final.failures[0]
-    assert failure.owner is Owner.INFERENCE
+    assert failure.owner is Owner.AGENT
     assert "secret" not in failure.message
+
+
+@pytest.mark.parametrize("answer", ["1", ("1",), ("1", None, 3), None])
+async def test_an_agent_that_returns_something_else_is_told_what_to_return(answer: Any) -> None:
+    class Odd:
+        def get_action(self, messages: History, state: Any) -> Any:
+            return answer
+
+    result = await run_trial(Count(), [{}], Odd())
+    failure = result.trials[0].final.failures[0]
+    assert failure.owner is Owner.AGENT
+    assert "(text, state)" in failure.message
 
 
 async def test_a_games_own_limit_ends_an_episode_that_is_never_done() -> None:

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dialoop.clients.blocking.loop import BackgroundLoop
+    from dialoop.clients.inference import PolicyLogProbs
     from dialoop.clients.scorer import ScorerClient
-    from dialoop.sequences import Floats
     from dialoop.trajectory import Group
 
 
@@ -20,8 +20,8 @@ class BlockingScorerClient:
         self._client = client
         self._loop = loop
 
-    def logprobs(self, rows: Iterable[Iterable[int]]) -> tuple[Floats, ...]:
-        """Return log-probs in nats under the reference model, float32 [L - 1] per row."""
+    def logprobs(self, rows: Iterable[Iterable[int]]) -> PolicyLogProbs:
+        """Return log-probs of token ids under the reference model."""
         return self._loop.run(self._client.logprobs(rows))
 
     def score(self, group: Group) -> Group:

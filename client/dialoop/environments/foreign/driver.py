@@ -16,7 +16,6 @@ from typing import Any, Protocol
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.environments.environment import Given
 from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData
-from dialoop.environments.failures import failure_of
 from dialoop.environments.modes import Answered, RewardShape
 from dialoop.environments.tasks.source import NoTasks, TaskSource, task_not_found
 from dialoop.environments.transform import Traits
@@ -28,6 +27,7 @@ from dialoop.errors import (
     Unavailable,
     Unsupported,
 )
+from dialoop.failures import failure_of
 from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason, Failure, Owner, Reward, Trajectory
 

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,9 @@ from dialoop.environments.foreign.driver import (
 from dialoop.environments.tasks.source import TaskSource
 from dialoop.errors import CapacityExhausted, InvalidConfig
 from dialoop.reasons import Reason
+from dialoop.user_functions import settle
 
-ToAction = Callable[[str], Mapping[str, Any]]
+ToAction = Callable[[str], Mapping[str, Any] | Awaitable[Mapping[str, Any]]]
 
 _CLOSE_S = 1.0
 _CAPACITY = "CAPACITY_REACHED"
@@ -110,7 +111,7 @@ class OpenEnvDriver:
 
     async def move(self, place: _Connection, history: History) -> ForeignStep:
         """Step with the action made from the policy's text."""
-        action = dict(self.to_action(history[-1].text))
+        action = dict(await settle(self.to_action(history[-1].text)))
         result = await place.ask("step", action)
         reward = None if result.reward is None else float(result.reward)
         if result.done:

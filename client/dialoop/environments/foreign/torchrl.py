@@ -23,6 +23,7 @@ from dialoop.environments.foreign.driver import ForeignEnvironment, ForeignReset
 from dialoop.environments.tasks.source import NoTasks, TaskSource
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
+from dialoop.user_functions import call_now
 
 T = TypeVar("T")
 
@@ -90,7 +91,7 @@ class _Place:
     def reset(self, make: Callable[[], Any], task: TaskData, seed: int) -> History:
         """Make and reset the environment, and return its prompt."""
         torchrl, tensordict = _libraries()
-        self.environment = make()
+        self.environment = call_now(make)
         if getattr(self.environment, "input_mode", "history") != "history":
             raise InvalidConfig(
                 "The TorchRL environment is not in history mode.",

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dialoop.environments.episode import Episode, Score
-from dialoop.environments.failures import failure_of
 from dialoop.environments.modes import RewardShape
-from dialoop.environments.tools.calling import call, name_of
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
+from dialoop.failures import failure_of
 from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason, Failure, Owner, Reward
+from dialoop.user_functions import call, name_of
 
 
 class RewardFunction(Protocol):

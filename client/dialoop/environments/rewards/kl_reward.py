@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,15 +20,16 @@ from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
 from dialoop.sequences import Source
 from dialoop.trajectory import Reward
+from dialoop.user_functions import call
 
 
 class LogProbFunction(Protocol):
     """A function of rows of ids: L - 1 log-probs in nats for a row of L ids, from its second on.
 
-    `ScorerClient.logprobs` is one.
+    `ScorerClient.logprobs` and `InferenceClient.logprobs` are such functions. It may be async.
     """
 
-    async def __call__(self, rows: Iterable[Iterable[int]]) -> Sequence[Any]:
+    def __call__(self, rows: list[list[int]]) -> Sequence[Any] | Awaitable[Sequence[Any]]:
         """Return one list of numbers per row."""
         ...
 
@@ -65,10 +66,10 @@ class KLReward(Transform):
         segments = [s for s in sequence.segments if s.source is Source.MODEL]
         last = [s for s in segments if s.turn == segments[-1].turn]
         row = sequence.token_ids[: last[-1].end].tolist()
-        async with asyncio.timeout(self.timeout_s):
-            (policy,), (reference,) = await asyncio.gather(
-                self.policy([row]), self.reference([row])
-            )
+        (policy,), (reference,) = await asyncio.gather(
+            call(self.policy, [row], timeout_s=self.timeout_s),
+            call(self.reference, [row], timeout_s=self.timeout_s),
+        )
         if not len(policy) == len(reference) == len(row) - 1:
             raise ValueError("a model returned a wrong number of log-probs")
         # The log-prob of the token at position p is number p - 1.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from dialoop.chat import ChatHistory, History
 from dialoop.environments.environment import Environment, Managed, OpensSlowly
 from dialoop.environments.episode import Episode, Opening, Outcome, TaskData
-from dialoop.environments.failures import failure_of
 from dialoop.errors import DialoopError, Unavailable
+from dialoop.failures import failure_of
 from dialoop.reasons import Reason
 from dialoop.trajectory import Failure, Owner
 

@@ -10,13 +10,14 @@ position, and its resets name their task.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 from dialoop.environments.episode import TaskData
 from dialoop.environments.tasks.source import TaskRef, TaskSource
 from dialoop.environments.transform import Transform
 from dialoop.errors import InvalidConfig
+from dialoop.user_functions import call_now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +116,7 @@ class DataLoadingPrimer(Transform):
         self,
         tasks: TaskSource | None = None,
         *,
-        factory: Callable[[], TaskSource] | None = None,
+        factory: Callable[[], TaskSource | Awaitable[TaskSource]] | None = None,
         split: str = "",
         shuffle_seed: int = 0,
         repeats: int = 1,
@@ -126,7 +127,7 @@ class DataLoadingPrimer(Transform):
                 "DataLoadingPrimer needs exactly one of tasks and factory.",
                 remedy="Give a TaskSource, or a function that makes one.",
             )
-        source = tasks if tasks is not None else factory() if factory is not None else None
+        source = tasks if tasks is not None else call_now(factory) if factory is not None else None
         if not isinstance(source, TaskSource):
             raise InvalidConfig(
                 f"A {type(source).__name__} is not a TaskSource.",

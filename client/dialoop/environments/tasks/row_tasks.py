@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dialoop.environments.chat_env import ChatEnv
@@ -19,9 +19,11 @@ from dialoop.environments.tasks.source import TaskSource, task_not_found
 from dialoop.environments.transform import Transform
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
+from dialoop.user_functions import call_now
 
 Rows = Iterable[Mapping[str, Any]]
-Collate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+Row = Mapping[str, Any]
+Collate = Callable[[Row], Row | Awaitable[Row]]
 
 
 def text_to_query(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -105,7 +107,7 @@ def _tasks(split: str, rows: Rows, collate: Collate) -> dict[str, TaskData]:
                 reason=Reason.BAD_ROW,
                 remedy='Give rows as {"query": "...", "answer": "..."}.',
             )
-        fields = dict(collate(row))
+        fields = dict(call_now(collate, row))
         query = fields.pop("query", None)
         if not isinstance(query, str) or not query:
             columns = ", ".join(map(str, row))[:200]

@@ -7,13 +7,14 @@ tag_text("<answer>75", "answer")                   # None: the block is not clos
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from dialoop.environments.episode import Episode, Score
 from dialoop.environments.rewards.functions import normalise, truth_of
 from dialoop.environments.transform import Traits, Transform
 from dialoop.trajectory import Reward
+from dialoop.user_functions import settle
 
 
 def tag_text(text: str, tag: str) -> str | None:
@@ -43,7 +44,8 @@ class AnswerTagReward(Transform):
     absent: float = 0.0
     think: float = 0.0
     weight: float = 1.0
-    equal: Callable[[str, str], bool] = same_number
+    # Whether the answer is the truth: a quick function, sync or async.
+    equal: Callable[[str, str], bool | Awaitable[bool]] = same_number
 
     @property
     def traits(self) -> Traits:
@@ -59,7 +61,7 @@ class AnswerTagReward(Transform):
         if not truth:
             raise ValueError(f"task {episode.task.key} has no answer to compare with")
         content = tag_text(episode.answer_text, self.tag)
-        is_right = content is not None and self.equal(content, truth)
+        is_right = content is not None and bool(await settle(self.equal(content, truth)))
         value = self.absent if content is None else self.right if is_right else self.wrong
         rewards = [Reward(name=self.name, value=value, weight=self.weight, success=is_right)]
         if self.think:

@@ -25,6 +25,7 @@ from dialoop.environments.tools.tool_use import ToolUse
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
+from dialoop.user_functions import settle
 
 _STATE = "browser_tab"
 _ACTIONS = ("navigate", "click", "type", "scroll", "extract")
@@ -32,7 +33,7 @@ _ACTIONS = ("navigate", "click", "type", "scroll", "extract")
 _PAGE_SHARE = 0.8
 _BLANK = "about:blank"
 
-Launch = Callable[[Mapping[str, Any]], Awaitable[Any]]
+Launch = Callable[[Mapping[str, Any]], Any]
 
 
 class BrowserTools(Transform):
@@ -96,7 +97,7 @@ class BrowserTools(Transform):
     async def acquire(self) -> None:
         """Start the browser; InvalidConfig (BROWSER_MISSING) when there is none."""
         try:
-            self._browser = await self._launch(self._launch_options)
+            self._browser = await settle(self._launch(self._launch_options))
         except InvalidConfig:
             raise
         except Exception as error:

@@ -16,10 +16,10 @@ from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 from typing_extensions import TypedDict
 
-from dialoop.environments.tools.calling import name_of
 from dialoop.environments.tools.text_tools import ToolInputError
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
+from dialoop.user_functions import name_of
 
 
 class Arguments:

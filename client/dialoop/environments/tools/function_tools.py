@@ -15,13 +15,14 @@ from __future__ import annotations
 import inspect
 import json
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.chat import ToolDefinition
-from dialoop.environments.tools.calling import call, name_of
 from dialoop.environments.tools.text_tools import ToolInputError
+from dialoop.user_functions import call, name_of
 
 if TYPE_CHECKING:
     from dialoop.environments.tools.function_schema import Arguments
@@ -47,8 +48,11 @@ class ArgumentTool(Protocol):
         """Return name, description and JSON schema of the arguments."""
         ...
 
-    async def run(self, arguments: Mapping[str, Any], *, timeout_s: float) -> str:
-        """Return the answer; ToolInputError for bad arguments, TimeoutError after `timeout_s`."""
+    def run(self, arguments: Mapping[str, Any], *, timeout_s: float) -> str | Awaitable[str]:
+        """Return the answer; ToolInputError for bad arguments, TimeoutError after `timeout_s`.
+
+        It may be async. A sync one has to be quick: everything else waits for it.
+        """
         ...
 
 
@@ -90,16 +94,10 @@ class FunctionTool:
         check_arguments(arguments, self._arguments.schema)
         converted = self._arguments.convert(arguments)
 
-        def call_sync(converted: Mapping[str, Any]) -> Any:
-            return self.function(**converted)
-
         limit_s = timeout_s if self.timeout_s is None else self.timeout_s
-        if _is_async(self.function):
-            return _text(await call(self._call_async, converted, timeout_s=limit_s))
-        return _text(await call(call_sync, converted, timeout_s=limit_s))
-
-    async def _call_async(self, converted: Mapping[str, Any]) -> Any:
-        return await self.function(**converted)
+        # An argument may have any name, so it must not meet those of `call`.
+        function = partial(self.function, **converted)
+        return _text(await call(function, timeout_s=limit_s))
 
 
 def check_arguments(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
@@ -140,12 +138,6 @@ def _describe_type(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(_describe_type(option) for option in schema["anyOf"])
     return str(schema.get("type", "different"))
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(type(function), "__call__", None)  # noqa: B004 - the method itself is inspected
-    )
 
 
 def _text(result: Any) -> str:

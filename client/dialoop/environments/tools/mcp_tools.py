@@ -19,13 +19,13 @@ from typing import Any
 
 from dialoop.chat import ToolDefinition
 from dialoop.environments.episode import Outcome
-from dialoop.environments.failures import failure_of
 from dialoop.environments.tools.function_tools import ArgumentTool, check_arguments
 from dialoop.environments.tools.text_tools import ToolInputError
 from dialoop.environments.tools.tool_syntaxes import BlockCalls, ToolSyntax
 from dialoop.environments.tools.tool_use import ToolFailures, ToolUse
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
+from dialoop.failures import failure_of
 from dialoop.reasons import Reason
 from dialoop.trajectory import Owner
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from dialoop.chat import Message
 from dialoop.environments.episode import Episode, Opening, Outcome
-from dialoop.environments.failures import failure_of
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.failures import failure_of
 from dialoop.sandbox import Execution, PersistentInterpreter, Sandbox
 from dialoop.trajectory import Owner
 

@@ -16,13 +16,13 @@ from typing import Any, Protocol
 
 from dialoop.chat import Message
 from dialoop.environments.episode import Outcome
-from dialoop.environments.failures import failure_of
 from dialoop.environments.tools.call_syntax import CallSyntax, parse_span
-from dialoop.environments.tools.calling import call, name_of
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
+from dialoop.failures import failure_of
 from dialoop.reasons import Reason
 from dialoop.trajectory import Failure, Owner
+from dialoop.user_functions import call, name_of
 
 
 class ToolInputError(Exception):

@@ -11,14 +11,15 @@ from typing import Any, Literal
 
 from dialoop.chat import Message
 from dialoop.environments.episode import Outcome
-from dialoop.environments.failures import failure_of
 from dialoop.environments.tools.function_tools import ArgumentTool, FunctionTool
 from dialoop.environments.tools.text_tools import ToolInputError, cut
 from dialoop.environments.tools.tool_syntaxes import NativeCalls, ParsedCall, ToolSyntax
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
+from dialoop.failures import failure_of
 from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason, Failure, Owner
+from dialoop.user_functions import settle
 
 ToolFailures = Literal["end", "tell"]
 
@@ -108,14 +109,16 @@ class ToolUse(Transform):
             return self._answer(outcome, parsed, problem, worked=False), False, None
         outcome = replace(outcome, num_tool_calls=outcome.num_tool_calls + 1)
         try:
-            text = await tool.run(parsed.arguments, timeout_s=self._timeout_s)
+            text = str(await settle(tool.run(parsed.arguments, timeout_s=self._timeout_s)))
         except ToolInputError as error:
             return self._answer(outcome, parsed, str(error), worked=False), False, None
         except Exception as error:
             reason = Reason.TOOL_TIMEOUT if isinstance(error, TimeoutError) else Reason.TOOL_FAILED
             what = f"Tool {parsed.name}"
             failure = failure_of(error, owner=Owner.TOOL, reason=reason, what=what)
-            problem_text = "it took too long." if reason == Reason.TOOL_TIMEOUT else failure.message
+            problem_text = (
+                "it took too long." if reason == Reason.TOOL_TIMEOUT else f"{what} failed."
+            )
             return self._answer(outcome, parsed, problem_text, worked=False), False, failure
         return self._answer(outcome, parsed, text, worked=True), True, None
 

@@ -20,6 +20,7 @@ from dialoop.errors import Unsupported
 from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason, Reward
 from dialoop.trials.twenty_questions import TwentyQuestions
+from dialoop.user_functions import call, call_now, settle
 
 if TYPE_CHECKING:
     from dialoop.trials.game import Game
@@ -53,9 +54,9 @@ class Play(Transform):
     def reset(self, opening: Opening) -> Opening:
         """Begin the game, and replace the question by its first prompt."""
         episode = opening.episode
-        state = self.game.begin(_task_of(episode.task), seed=episode.seed)
+        state = call_now(self.game.begin, _task_of(episode.task), seed=episode.seed)
         kept = tuple(message for message in episode.history if message.role == "system")
-        shown = Message(role="user", content=self.game.prompt(state, 0))
+        shown = Message(role="user", content=call_now(self.game.prompt, state, 0))
         episode = replace(episode, history=History((*kept, shown)))
         return replace(opening, episode=episode).remember(**{_STATE: state})
 
@@ -64,7 +65,7 @@ class Play(Transform):
         episode = outcome.episode
         if episode.done:
             return outcome
-        move = await self.game.play(episode.state[_STATE], episode.answer_text)
+        move = await call(self.game.play, episode.state[_STATE], episode.answer_text)
         earned = {**episode.state.get(_EARNED, {}), episode.step_index: float(move.reward)}
         outcome = outcome.remember(**{_STATE: move.state, _EARNED: earned}).tell(**move.info)
         if move.done:
@@ -72,7 +73,7 @@ class Play(Transform):
             return outcome.terminate(DoneReason.SUBMITTED if has_earned else DoneReason.CONTENT)
         if episode.step_index >= self.game.max_steps:
             return outcome.truncate(DoneReason.MAX_TURNS)
-        prompt = self.game.prompt(move.state, episode.step_index)
+        prompt = await settle(self.game.prompt(move.state, episode.step_index))
         return outcome.append(Message(role="user", content=prompt))
 
     async def score(self, episode: Episode) -> Score:

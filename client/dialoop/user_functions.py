@@ -1,0 +1,132 @@
+"""Functions that users write: called whether they are sync or async, and named when they fail.
+
+await call(reward, episode, timeout_s=30.0)    # async: awaited; sync: run in a thread of its own
+await settle(equal(answer, truth))             # quick ones, which run where they are
+call_now(collate, row)                         # where nobody can await
+raised_at(error)                               # "KeyError at capitals.py, line 9"
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+    from types import TracebackType
+
+_OUR_PACKAGES = frozenset({"dialoop", "dialoop_services", "asyncio", "concurrent", "threading"})
+
+
+async def call(
+    function: Callable[..., Any], *arguments: Any, timeout_s: float | None = None, **options: Any
+) -> Any:
+    """Return the function's result; raise TimeoutError after `timeout_s`.
+
+    A sync function runs in its own daemon thread, since hanging calls would fill a pool and delay
+    the shutdown. A thread that hangs stays behind, because Python cannot end it.
+    """
+    async with asyncio.timeout(timeout_s):
+        try:
+            if is_async(function):
+                return await function(*arguments, **options)
+            result = await _in_thread(function, partial(function, *arguments, **options))
+            return await settle(result)
+        except SystemExit as error:  # must not end the service
+            raise RuntimeError("The function called exit.") from error
+
+
+async def settle(result: Any) -> Any:
+    """Return the result of a call, awaited if it has to be."""
+    return await result if inspect.isawaitable(result) else result
+
+
+def call_now(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return the function's result; an async one runs in an event loop of its own meanwhile."""
+    result = function(*arguments, **options)
+    if not inspect.isawaitable(result):
+        return result
+    with ThreadPoolExecutor(1, thread_name_prefix="call-now") as thread:
+        return thread.submit(copy_context().run, asyncio.run, _awaited(result)).result()
+
+
+def name_of(function: object) -> str:
+    """Return the object's `name` if it has one, else the function's or the class's name."""
+    name = getattr(function, "name", None) or getattr(function, "__name__", None)
+    return str(name or type(function).__name__)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether calling it gives a coroutine; also for objects with an async `__call__`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(type(function), "__call__", None)  # noqa: B004 - the method itself is inspected
+    )
+
+
+def raised_at(error: BaseException) -> str:
+    """Return the error's type and the line of the user's code: "KeyError at my.py, line 9".
+
+    The error may come from deep in a library: the line is the last one of the file that Dialoop
+    called. Without such a file it is the type alone. The error's text is never part of it.
+    """
+    places = _places(error.__traceback__)
+    own = [place for place in places if place[0] == places[0][0]]
+    if not own:
+        return type(error).__name__
+    file, line = own[-1]
+    return f"{type(error).__name__} at {PurePath(file).name}, line {line}"
+
+
+def _places(traceback: TracebackType | None) -> list[tuple[str, int]]:
+    """Return file and line of each frame, from the first that is not Dialoop's own."""
+    places: list[tuple[str, int]] = []
+    while traceback is not None:
+        frame = traceback.tb_frame
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if places or package not in _OUR_PACKAGES:
+            places.append((frame.f_code.co_filename, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return places
+
+
+async def _awaited(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+async def _in_thread(function: Callable[..., Any], call_it: Callable[[], Any]) -> Any:
+    loop = asyncio.get_running_loop()
+    answered: asyncio.Future[Any] = loop.create_future()
+    context = copy_context()
+
+    def set_result_once(result: Any, error: BaseException | None) -> None:
+        if answered.done():
+            return
+        if error is None:
+            answered.set_result(result)
+        else:
+            answered.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = context.run(call_it)
+        except Exception as raised:
+            error = raised
+            if isinstance(raised, StopIteration):  # a future cannot hold one
+                error = RuntimeError(repr(raised)).with_traceback(raised.__traceback__)
+        except BaseException as raised:
+            error = RuntimeError(repr(raised)).with_traceback(raised.__traceback__)
+        try:
+            loop.call_soon_threadsafe(set_result_once, result, error)
+        except RuntimeError:  # the loop has ended, so nobody waits any more
+            return
+
+    threading.Thread(target=run, name=f"call-{name_of(function)}", daemon=True).start()
+    return await answered
