@@ -23,7 +23,7 @@ from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop.trajectory import Group, Reward, Trajectory
-from dialoop.user_functions import call
+from dialoop.user_functions import call, raised_at
 
 from dialoop_services.rl.turn_tokens import TurnTokens
 
@@ -98,7 +98,7 @@ async def with_reward(group: Group, reward: GroupReward) -> Group:
         raise _reward_failed(reward.name, f"took more than {reward.timeout_s:g} s") from error
     except Exception as error:
         log.exception("Reward %s failed.", reward.name, extra={"group_id": group.group_id})
-        raise _reward_failed(reward.name, f"raised {type(error).__name__}") from error
+        raise _reward_failed(reward.name, f"raised {raised_at(error)}") from error
     if len(rewards) != group.num_trajectories:
         raise _reward_failed(
             reward.name, f"gave {len(rewards)} values for {group.num_trajectories}"
