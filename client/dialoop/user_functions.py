@@ -1,7 +1,7 @@
 """Functions that users write: called whether they are sync or async, and named when they fail.
 
 await call(reward, episode, timeout_s=30.0)    # async: awaited; sync: run in a thread of its own
-await settle(equal(answer, truth))             # quick ones, which run where they are
+await resolve(equal(answer, truth))             # quick ones, which run where they are
 call_now(collate, row)                         # where nobody can await
 raised_at(error)                               # "KeyError at capitals.py, line 9"
 """
@@ -38,12 +38,12 @@ async def call(
             if is_async(function):
                 return await function(*arguments, **options)
             result = await _in_thread(function, partial(function, *arguments, **options))
-            return await settle(result)
+            return await resolve(result)
         except SystemExit as error:  # must not end the service
             raise RuntimeError("The function called exit.") from error
 
 
-async def settle(result: Any) -> Any:
+async def resolve(result: Any) -> Any:
     """Return the result of a call, awaited if it has to be."""
     return await result if inspect.isawaitable(result) else result
 
@@ -54,7 +54,7 @@ def call_now(function: Callable[..., Any], *arguments: Any, **options: Any) -> A
     if not inspect.isawaitable(result):
         return result
     with ThreadPoolExecutor(1, thread_name_prefix="call-now") as thread:
-        return thread.submit(copy_context().run, asyncio.run, _awaited(result)).result()
+        return thread.submit(copy_context().run, asyncio.run, _wait_for(result)).result()
 
 
 def name_of(function: object) -> str:
@@ -96,7 +96,7 @@ def _places(traceback: TracebackType | None) -> list[tuple[str, int]]:
     return places
 
 
-async def _awaited(awaitable: Awaitable[Any]) -> Any:
+async def _wait_for(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
 
 

@@ -37,7 +37,7 @@ from dialoop.failures import failure_of
 from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import Failure, Owner, Trajectory
-from dialoop.user_functions import call_now, settle
+from dialoop.user_functions import call_now, resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +215,7 @@ class ChatEnv:
         """Start the transforms in order; when one fails, stop those that have started."""
         for number, transform in enumerate(self.transforms):
             try:
-                await settle(transform.acquire())
+                await resolve(transform.acquire())
             except BaseException:
                 await self._release(self.transforms[:number])
                 raise
@@ -228,7 +228,7 @@ class ChatEnv:
         """Let each transform free what the episode holds."""
         for transform in self.transforms:
             try:
-                await settle(transform.close(episode))
+                await resolve(transform.close(episode))
             except Exception as error:
                 _failure_of(error, transform)
 
@@ -239,7 +239,7 @@ class ChatEnv:
     async def _release(self, transforms: tuple[Transform, ...]) -> None:
         for transform in reversed(transforms):
             try:
-                await settle(transform.release())
+                await resolve(transform.release())
             except Exception as error:
                 _failure_of(error, transform)
 
@@ -329,7 +329,7 @@ class ChatEnv:
     async def _apply_transforms(self, outcome: Outcome) -> Outcome:
         for transform in self.transforms:
             try:
-                outcome = await settle(transform.step(outcome))
+                outcome = await resolve(transform.step(outcome))
             except Exception as error:
                 return outcome.fail(_failure_of(error, transform))
         return outcome
@@ -338,7 +338,7 @@ class ChatEnv:
         score = Score()
         for transform in self.transforms:
             try:
-                part = drop_non_finite(await settle(transform.score(episode)))
+                part = drop_non_finite(await resolve(transform.score(episode)))
                 part = _require_shape(part, transform, episode)
             except Exception as error:
                 part = Score(failures=(_failure_of(error, transform, Owner.REWARD),))

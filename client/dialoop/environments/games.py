@@ -20,7 +20,7 @@ from dialoop.errors import Unsupported
 from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason, Reward
 from dialoop.trials.twenty_questions import TwentyQuestions
-from dialoop.user_functions import call, call_now, settle
+from dialoop.user_functions import call, call_now, resolve
 
 if TYPE_CHECKING:
     from dialoop.trials.game import Game
@@ -73,7 +73,7 @@ class Play(Transform):
             return outcome.terminate(DoneReason.SUBMITTED if has_earned else DoneReason.CONTENT)
         if episode.step_index >= self.game.max_steps:
             return outcome.truncate(DoneReason.MAX_TURNS)
-        prompt = await settle(self.game.prompt(move.state, episode.step_index))
+        prompt = await resolve(self.game.prompt(move.state, episode.step_index))
         return outcome.append(Message(role="user", content=prompt))
 
     async def score(self, episode: Episode) -> Score:

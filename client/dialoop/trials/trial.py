@@ -23,7 +23,7 @@ from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.sequences import Sequence as TokenSequence
 from dialoop.trajectory import Owner
-from dialoop.user_functions import call, settle
+from dialoop.user_functions import call, resolve
 
 if TYPE_CHECKING:
     from dialoop.tokens.tokenizer import Tokenizer
@@ -233,7 +233,7 @@ async def _trial(
     memory: Any = None
     for number in range(options.episodes_per_trial):
         try:
-            state = await settle(game.begin(task, seed=options.seed + index))
+            state = await resolve(game.begin(task, seed=options.seed + index))
         except DialoopError:
             raise
         except Exception as error:
@@ -256,7 +256,7 @@ async def _episode(
     for step in range(game.max_steps):
         owner = Owner.ENVIRONMENT
         try:
-            prompt = await settle(game.prompt(state, step))
+            prompt = await resolve(game.prompt(state, step))
             messages = episode.messages.append(Message(role="user", content=prompt))
             owner = Owner.AGENT
             action = _as_action(await call(agent.get_action, messages, memory), tokenizer)

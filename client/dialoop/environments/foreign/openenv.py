@@ -29,7 +29,7 @@ from dialoop.environments.foreign.driver import (
 from dialoop.environments.tasks.source import TaskSource
 from dialoop.errors import CapacityExhausted, InvalidConfig
 from dialoop.reasons import Reason
-from dialoop.user_functions import settle
+from dialoop.user_functions import resolve
 
 ToAction = Callable[[str], Mapping[str, Any] | Awaitable[Mapping[str, Any]]]
 
@@ -111,7 +111,7 @@ class OpenEnvDriver:
 
     async def move(self, place: _Connection, history: History) -> ForeignStep:
         """Step with the action made from the policy's text."""
-        action = dict(await settle(self.to_action(history[-1].text)))
+        action = dict(await resolve(self.to_action(history[-1].text)))
         result = await place.ask("step", action)
         reward = None if result.reward is None else float(result.reward)
         if result.done:

@@ -14,7 +14,7 @@ from dialoop.environments.episode import Episode, Score
 from dialoop.environments.rewards.functions import normalise, truth_of
 from dialoop.environments.transform import Traits, Transform
 from dialoop.trajectory import Reward
-from dialoop.user_functions import settle
+from dialoop.user_functions import resolve
 
 
 def tag_text(text: str, tag: str) -> str | None:
@@ -61,7 +61,7 @@ class AnswerTagReward(Transform):
         if not truth:
             raise ValueError(f"task {episode.task.key} has no answer to compare with")
         content = tag_text(episode.answer_text, self.tag)
-        is_right = content is not None and bool(await settle(self.equal(content, truth)))
+        is_right = content is not None and bool(await resolve(self.equal(content, truth)))
         value = self.absent if content is None else self.right if is_right else self.wrong
         rewards = [Reward(name=self.name, value=value, weight=self.weight, success=is_right)]
         if self.think:

@@ -19,7 +19,7 @@ from dialoop.errors import InvalidConfig
 from dialoop.failures import failure_of
 from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason, Failure, Owner
-from dialoop.user_functions import settle
+from dialoop.user_functions import resolve
 
 ToolFailures = Literal["end", "tell"]
 
@@ -109,7 +109,7 @@ class ToolUse(Transform):
             return self._answer(outcome, parsed, problem, worked=False), False, None
         outcome = replace(outcome, num_tool_calls=outcome.num_tool_calls + 1)
         try:
-            text = str(await settle(tool.run(parsed.arguments, timeout_s=self._timeout_s)))
+            text = str(await resolve(tool.run(parsed.arguments, timeout_s=self._timeout_s)))
         except ToolInputError as error:
             return self._answer(outcome, parsed, str(error), worked=False), False, None
         except Exception as error:
