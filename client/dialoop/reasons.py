@@ -430,6 +430,7 @@ class Reason(_Named):
     WEIGHTS_BROKEN = "WEIGHTS_BROKEN", "A file is not a safetensors file."
     WEIGHTS_MISMATCH = "WEIGHTS_MISMATCH", "The checkpoint's adapter is of another shape."
     WHICH_STACK = "WHICH_STACK", "There are several stacks: name one."
+    WRITE_FAILED = "WRITE_FAILED", "A file of the run could not be written; nothing has changed."
     WRONG_MODE = "WRONG_MODE", "The environment reads another input mode."
     WRONG_SIZE = "WRONG_SIZE", "The number of trajectories is not the one that the task asks for."
     WRONG_TYPE = "WRONG_TYPE", "A field does not have the expected type."

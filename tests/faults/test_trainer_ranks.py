@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -15,10 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+from dialoop.clients.channel import Channel
+from dialoop.clients.trainer import Phase, TrainerClient
+from dialoop.errors import DialoopError
 from dialoop.trajectory import Group
 from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.store import QueueLimits
+from dialoop_services.runtime.exit_reason import EXIT_REASON_VARIABLE
 from safetensors.torch import load_file
 
 from tests.support.recorded_world import ROOT, Recorded, record_groups, recorded_world
@@ -49,6 +55,7 @@ class Trainer:
     def __init__(
         self, world: Recorded, *, size: int, under_torchrun: bool = False, **settings: Any
     ):
+        reason = {EXIT_REASON_VARIABLE: str(settings.pop("reason", ""))}
         module = ["dialoop_services.trainer"]
         if under_torchrun:
             module = ["torch.distributed.run", "--standalone", f"--nproc-per-node={size}", "-m"]
@@ -62,7 +69,7 @@ class Trainer:
         with self.log.open("a") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *module],
-                env=inherited | paths | world.environment(**{**SETTINGS, **settings}),
+                env=inherited | paths | reason | world.environment(**{**SETTINGS, **settings}),
                 cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -228,3 +235,28 @@ async def test_torchrun_starts_it_too(tmp_path: Path, model_dir: Path, groups: l
         assert "terminate called" not in log
         assert "exitcode: -9" not in log
         assert len(curve(world)) == 3
+
+
+async def test_ranks_that_are_out_of_step_after_a_failed_write_end_with_its_reason(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    """The first rank cannot write, so the others wait for it in vain: all end, and say why."""
+    async with recorded_world(tmp_path, model_dir, MemoryStore(QueueLimits()), []) as world:
+        reason = tmp_path / "reason.json"
+        trainer = Trainer(world, size=2, num_steps=0, reason=reason)
+        try:
+            await trainer.until(lambda: "Serving." in trainer.log.read_text())
+            address = re.search(r"Serving\..*address=([\d.:]+)", trainer.log.read_text())
+            assert address is not None
+            async with Channel(address[1]) as channel:
+                client = TrainerClient(channel)
+                while (await client.get_status()).phase is not Phase.DONE:
+                    await asyncio.sleep(0.05)
+                limit = (1_000_000, resource.RLIM_INFINITY)
+                resource.prlimit(trainer.ranks()[0], resource.RLIMIT_FSIZE, limit)
+                with pytest.raises(DialoopError):
+                    await client.publish()
+            assert await trainer.end() == 1
+        finally:
+            trainer.process.kill()
+    assert "File too large" in json.loads(reason.read_text())["message"]

@@ -123,15 +123,24 @@ async def _until_over(server: Server, replica: Replica, *, wake_after_s: float) 
     dying.add_done_callback(lambda _: server.stop())
     following = asyncio.create_task(replica.follow_latest())
     waking = asyncio.create_task(replica.wake_when_left(after_s=wake_after_s))
+    for task in (following, waking):
+        task.add_done_callback(lambda task: server.stop() if _has_failed(task) else None)
     try:
         await server.wait_until_stopped()
         if dying.done():
             raise engine_stopped()
+        for task in (following, waking):
+            if task.done():
+                task.result()
     finally:
         replica.release()  # else requests that wait for a batch would block the server's drain
         dying.cancel()
         following.cancel()
         waking.cancel()
+
+
+def _has_failed(task: asyncio.Task[None]) -> bool:
+    return not task.cancelled() and task.exception() is not None
 
 
 @asynccontextmanager

@@ -51,6 +51,8 @@ from dialoop_services.trainer.servicer import TrainerServicer
 from dialoop_services.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from dialoop.clients.channel import Channel
 
     from dialoop_services.learning.parallel.group_commands import RankGroup
@@ -129,26 +131,44 @@ async def serve_in(
         server.add(add_TrainerServiceServicer_to_server, servicer, "dialoop.v1.TrainerService")
         keeping_up = asyncio.create_task(publisher.keep_up())
         exits.callback(keeping_up.cancel)
+        unforeseen = (learner.group.failed, job.broken)
         async with server:
-            await _run_until_stopped(server, job, board, drain_s=settings.drain_s)
+            await _run_until_stopped(
+                server,
+                job,
+                board,
+                drain_s=settings.drain_s,
+                failures=(keeping_up, *map(asyncio.wrap_future, unforeseen)),
+            )
 
 
 async def _run_until_stopped(
-    server: Server, job: TrainingJob, board: StatusBoard, *, drain_s: float
+    server: Server,
+    job: TrainingJob,
+    board: StatusBoard,
+    *,
+    drain_s: float,
+    failures: Collection[asyncio.Future[None]] = (),
 ) -> None:
     """Run the job beside the server; a failed job ends the process, so that it is restarted.
 
-    A stopped job ends its train step, saves, and gives its leases back, within `drain_s` seconds.
+    So does an error in one of `failures`, also after the job's end: what the process holds may then
+    be wrong, and a process that says it serves must be able to. A stopped job ends its train step,
+    saves, and gives its leases back, within `drain_s` seconds.
     """
     running = asyncio.ensure_future(job.run())
     stopping = asyncio.ensure_future(server.wait_until_stopped())
-    await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    if running.done() and running.exception() is not None:
-        board.fail(running.exception())
-        stopping.cancel()
-        await running
+    open_tasks = {running, stopping, *failures}
+    while not stopping.done():
+        done, open_tasks = await asyncio.wait(open_tasks, return_when=asyncio.FIRST_COMPLETED)
+        error = next((task.exception() for task in done if task.exception()), None)
+        if error is not None:
+            board.fail(error)
+            for task in (running, stopping):
+                task.cancel()
+            await asyncio.wait({running, stopping})
+            raise error
     if not running.done():
-        await stopping
         board.stop()
         await asyncio.wait({running}, timeout=drain_s)
     if not running.done():
@@ -157,7 +177,6 @@ async def _run_until_stopped(
         await asyncio.wait({running})
     elif running.exception() is not None:
         log.error("The job failed while it stopped.", exc_info=running.exception())
-    await stopping
 
 
 def with_steps_of(settings: TrainerSettings, supervised: DemonstrationSet) -> TrainerSettings:

@@ -40,8 +40,20 @@ class FakeServer:
         await self.told.wait()
 
 
-async def run_until_stopped(here: World, server: FakeServer, *, drain_s: float = 5.0) -> None:
-    await _run_until_stopped(server, here.job, here.board, drain_s=drain_s)  # type: ignore[arg-type]
+async def run_until_stopped(
+    here: World,
+    server: FakeServer,
+    *,
+    drain_s: float = 5.0,
+    failures: tuple[asyncio.Future[None], ...] = (),
+) -> None:
+    await _run_until_stopped(
+        server,  # type: ignore[arg-type]
+        here.job,
+        here.board,
+        drain_s=drain_s,
+        failures=failures,
+    )
 
 
 def uniform(*names: str) -> list[GroupLease]:
@@ -355,3 +367,38 @@ async def test_training_stops_early_as_the_settings_say(
     assert num_steps - 1 <= result["num_train_steps"] <= num_steps
     assert reason in result["stopped_early"]
     assert bool(reason) == bool(result["stopped_early"])
+
+
+async def test_an_unforeseen_error_of_a_request_ends_a_job_that_is_done(
+    world: Callable[..., World],
+) -> None:
+    """What the process holds may be wrong after it, so it does not go on serving."""
+    here, server = world(num_steps=0), FakeServer()
+    broken = asyncio.wrap_future(here.job.broken)
+    running = asyncio.create_task(run_until_stopped(here, server, failures=(broken,)))
+    await until(lambda: here.board.phase is Phase.DONE)
+    here.learner.snapshot = lambda _: 1 // 0  # type: ignore[assignment, return-value]
+    with pytest.raises(ZeroDivisionError):
+        await here.job.checkpoint()
+    with pytest.raises(ZeroDivisionError):
+        await running
+    assert here.board.phase is Phase.FAILED
+
+
+async def test_a_request_that_is_refused_leaves_the_job_as_it_is(
+    world: Callable[..., World],
+) -> None:
+    here, server = world(num_steps=0), FakeServer()
+    broken = asyncio.wrap_future(here.job.broken)
+    running = asyncio.create_task(run_until_stopped(here, server, failures=(broken,)))
+    await until(lambda: here.board.phase is Phase.DONE)
+
+    def refuse(directory: Path) -> None:
+        raise DataLost("The disk is full.")
+
+    here.learner.snapshot = refuse  # type: ignore[method-assign]
+    with pytest.raises(DataLost):
+        await here.job.checkpoint()
+    server.told.set()
+    await running
+    assert here.board.phase is Phase.DONE

@@ -32,6 +32,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -112,7 +113,9 @@ def collective_methods(kind: type) -> frozenset[str]:
 class RankGroup(Generic[T]):
     """One rank's end of the collective calls; one object per `join_ranks`.
 
-    Ranks wait for the next call without a limit; the timeout of a collective does not count.
+    Ranks wait for the next call without a limit; the timeout of a collective does not count. An
+    error other than a refusal leaves them out of step for good: then `failed` gets that error, and
+    the process should end.
     """
 
     def __init__(
@@ -127,6 +130,7 @@ class RankGroup(Generic[T]):
         self._inside: int | None = None
         self._num_calls = 0
         self._is_open = True
+        self.failed: Future[None] = Future()
 
     def ask_before_computing(self, ask: Callable[[], None]) -> None:
         """Call `ask` before every method that computes, from now on; it may block."""
@@ -199,6 +203,10 @@ class RankGroup(Generic[T]):
         except _Refusal as refusal:
             self._is_open = True
             raise refusal.error from None
+        except BaseException as error:
+            if not self.failed.done():
+                self.failed.set_exception(error)
+            raise
         if store is not None:
             store.delete_key(key)  # all ranks have read it, since they took part
         self._is_open = True

@@ -45,12 +45,10 @@ class HeldLeases:
     @asynccontextmanager
     async def keep(self) -> AsyncIterator[None]:
         """Extend the held leases regularly, inside the context."""
-        extending = asyncio.create_task(self._extend_forever())
-        try:
+        async with asyncio.TaskGroup() as tasks:
+            extending = tasks.create_task(self._extend_forever())
             yield
-        finally:
             extending.cancel()
-            await asyncio.wait([extending])
 
     async def extend(self) -> None:
         """Extend the held leases, and release lost ones; only warn if the queue does not answer.

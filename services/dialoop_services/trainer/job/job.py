@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -78,6 +79,8 @@ class TrainingJob:
             supervised = SupervisedSteps(settings, parts, self.state, demonstrations)
             self._steps = self._supervised = supervised
         self._requests: set[asyncio.Task[Any]] = set()
+        self.broken: Future[None] = Future()
+        """Gets the unforeseen error of a request, after which the process should end."""
 
     async def run(self) -> None:
         """Run to the end and write trainer.json, or to the next step once the job is stopped."""
@@ -105,7 +108,14 @@ class TrainingJob:
 
         async def act_alone() -> T:
             async with self._between_steps:
-                return await act()
+                try:
+                    return await act()
+                except DialoopError:
+                    raise  # it has changed nothing
+                except Exception as error:
+                    if not self.broken.done():
+                        self.broken.set_exception(error)
+                    raise
 
         acting = asyncio.create_task(act_alone())
         self._requests.add(acting)

@@ -18,6 +18,7 @@ import torch
 from dialoop.clients.weights import WeightsKind
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dialoop_services.learning.lora.base_weights import BASE_DIGEST, BaseWeights, require_base
@@ -41,6 +42,7 @@ from dialoop_services.learning.parallel.parallel_state import (
     save_sharded,
 )
 from dialoop_services.learning.parallel.ranks import ALONE, Ranks, reshard
+from dialoop_services.runtime.durable import whole_file
 
 if TYPE_CHECKING:
     import random
@@ -96,13 +98,12 @@ class LearnerState:
         tensors = self._adapter() if is_adapter else self._whole_weights()
         facts = b""
         if self._ranks.is_first:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            adapter = self._write_adapter_config(path.parent) if is_adapter else {}
-            temporary = path.with_suffix(".tmp")
-            # One entry only: safetensors writes several in any order, so the bytes would differ.
-            metadata = {BASE_DIGEST: adapter["base_digest"]} if is_adapter else {"format": "pt"}
-            save_file(tensors, temporary, metadata=metadata)
-            temporary.replace(path)
+            # The caller brings it to the disk, where something relies on that.
+            with whole_file(path, sync=False, errors=(SafetensorError,)) as temporary:
+                adapter = self._write_adapter_config(path.parent) if is_adapter else {}
+                # One entry only: safetensors writes several in any order, so bytes would differ.
+                metadata = {BASE_DIGEST: adapter["base_digest"]} if is_adapter else {"format": "pt"}
+                save_file(tensors, temporary, metadata=metadata)
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             facts = json.dumps(
@@ -131,7 +132,8 @@ class LearnerState:
             }
             if has_lora(self.policy.causal_lm):
                 facts[BASE_DIGEST] = self._digest_of_base()
-            torch.save({**state, **facts}, directory / _STATE)
+            with whole_file(directory / _STATE, sync=False, errors=(RuntimeError,)) as temporary:
+                torch.save({**state, **facts}, temporary)
         self._ranks.gather(None)  # wait: afterwards every rank may rely on the files
 
     def read(self, directory: Path) -> None:

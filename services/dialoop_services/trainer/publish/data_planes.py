@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.clients.weights import WeightsKind
 
-from dialoop_services.trainer.records.records import write_json
+from dialoop_services.runtime.durable import write_json
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

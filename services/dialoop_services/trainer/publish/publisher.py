@@ -19,10 +19,10 @@ from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 
 from dialoop_services.learning.lora.layers import ADAPTER
+from dialoop_services.runtime.durable import write_json
 from dialoop_services.trainer.job.placement import Split
 from dialoop_services.trainer.learner.learner_state import WEIGHTS
 from dialoop_services.trainer.publish.data_planes import pointer_of, weights_sender_of
-from dialoop_services.trainer.records.records import write_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 from dialoop.episode import UpdateMode
 from dialoop.views.run_files import TRAJECTORIES, number_of, trajectory_files
 
+from dialoop_services.runtime.durable import write_json
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -177,14 +179,6 @@ def _end_of_last_line(file: BinaryIO) -> int:
             return start + newline + 1
         position = start
     return 0
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file so that a reader sees the old one or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
 
 
 def as_row(trajectory: Trajectory) -> dict[str, Any]:

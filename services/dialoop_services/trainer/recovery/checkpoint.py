@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from dialoop.sequences import PolicyVersion
 
+from dialoop_services.runtime.durable import named_failures, sync_tree, write_json
 from dialoop_services.trainer.job.state import JobState
-from dialoop_services.trainer.records.records import write_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,11 +35,20 @@ class Checkpoints:
         return self._root / str(json.loads(pointer.read_text("utf-8"))["name"])
 
     def save(self, learner: Learner, state: JobState) -> Path:
-        """Write a checkpoint and return its folder; it counts once latest.json names it."""
+        """Write a checkpoint and return its folder; it counts once latest.json names it.
+
+        When this returns, a power loss does not lose it. After an error nothing has changed.
+        """
         directory = self._fresh_directory(f"{state.policy_version}-{state.num_train_steps:06d}")
-        learner.snapshot(directory)
-        write_json(directory / "progress.json", state.to_json())
-        write_json(self._root / "latest.json", {"name": directory.name})
+        try:
+            learner.snapshot(directory)
+            write_json(directory / "progress.json", state.to_json())
+            with named_failures(directory):
+                sync_tree(directory)
+            write_json(self._root / "latest.json", {"name": directory.name})
+        except Exception:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
         self._delete_old(directory.name)
         return directory
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from dialoop.sequences import PolicyVersion
 
+from dialoop_services.runtime.durable import named_failures, sync_file
 from dialoop_services.trainer.records.records import open_lines
 
 if TYPE_CHECKING:
@@ -77,12 +78,17 @@ class Journal:
         self._checkpoints = checkpoints
 
     def add(self, entry: JournalEntry) -> None:
-        """Add a line; when this returns, a kill of the process does not lose it."""
+        """Add a line; when this returns, neither a kill nor a power loss loses it."""
         path = self._path
         if path is None:  # before its first checkpoint a run has nothing to recover from
             return
-        with open_lines(path) as file:
+        is_new = not path.exists()
+        with named_failures(path), open_lines(path) as file:
             file.write(json.dumps(entry.to_json()) + "\n")
+            file.flush()
+            sync_file(path)
+            if is_new:
+                sync_file(path.parent)
 
     def entries(self) -> tuple[JournalEntry, ...]:
         """Return the entries since the checkpoint, without a line that a kill cut short."""

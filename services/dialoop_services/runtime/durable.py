@@ -1,0 +1,80 @@
+"""Write files that survive a power loss, and that appear whole or not at all.
+
+A checkpoint, a journal line and a pointer are on the disk before the queue is told that groups are
+trained. A write that fails (a full disk, a quota) leaves everything as it was and is a
+PreconditionFailed (WRITE_FAILED), so the trainer goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from dialoop.errors import PreconditionFailed
+from dialoop.reasons import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@contextmanager
+def whole_file(
+    path: Path, *, sync: bool = True, errors: tuple[type[Exception], ...] = ()
+) -> Iterator[Path]:
+    """Yield a path to write to; afterwards the content is at `path`, and with `sync` on the disk.
+
+    An error inside leaves `path` as it was. `errors` are those that a library raises, beside
+    OSError, when it cannot write.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with named_failures(path, *errors):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+            if sync:
+                sync_file(temporary)
+            temporary.replace(path)
+            if sync:
+                sync_file(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def named_failures(path: Path, *errors: type[Exception]) -> Iterator[None]:
+    """Raise PreconditionFailed (WRITE_FAILED) for a failed write inside."""
+    kinds: tuple[type[Exception], ...] = (OSError, *errors)
+    try:
+        yield
+    except kinds as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise PreconditionFailed(
+            f"{path.parent.name}/{path.name} could not be written: {why}.",
+            reason=Reason.WRITE_FAILED,
+            remedy="Make room on the disk of the run's directory, and allow the trainer to write "
+            "there.",
+        ) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file; a reader sees the old one or the new one, never a part."""
+    with whole_file(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def sync_file(path: Path) -> None:
+    """Bring a file, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(directory: Path) -> None:
+    """Bring a directory with all that is in it to the disk."""
+    for path in (*directory.rglob("*"), directory, directory.parent):
+        sync_file(path)
