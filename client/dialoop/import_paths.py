@@ -5,6 +5,7 @@ load_attribute("my_env:make", what="environment", reason="ENVIRONMENT_NOT_FOUND"
 
 from __future__ import annotations
 
+import difflib
 import pkgutil
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -27,14 +28,17 @@ def load_attribute(
     Raises InvalidConfig with `reason`. Its message says whether the path, the module or the
     attribute is wrong, or where the module itself raised.
     """
+    built_in = tuple(built_in)
     names = ", ".join(built_in)
     remedy = (
-        f"Use {names and f'{names} or '}module:attribute; the module's folder must be the current "
-        "one or on PYTHONPATH."
+        f"Use {names and f'{names} or '}module:attribute; the module must lie beside the config, "
+        "in the current folder or on PYTHONPATH."
     )
     module, _, attribute = path.partition(":")
     if not module or not attribute:
-        raise InvalidConfig(f"There is no {what} '{path}'.", reason=reason, remedy=remedy)
+        near = difflib.get_close_matches(path, built_in, n=1)
+        hint = f"Did you mean '{near[0]}'? " if near else ""
+        raise InvalidConfig(f"There is no {what} '{path}'.", reason=reason, remedy=hint + remedy)
     try:
         return pkgutil.resolve_name(path)
     except DialoopError:

@@ -187,7 +187,7 @@ def _add_export(commands: Commands) -> None:
 
 
 def _add_config(commands: Commands) -> None:
-    config = commands.add_parser("config", help="look at a job config")
+    config = commands.add_parser("config", help="print or check a job config")
     actions = config.add_subparsers(
         dest="action", required=True, metavar="ACTION", parser_class=_Parser
     )
@@ -195,6 +195,9 @@ def _add_config(commands: Commands) -> None:
     shown.add_argument("config", nargs="?", type=Path, help="TOML job config")
     shown.add_argument("--origins", action="store_true", help="say where each value is from")
     shown.set_defaults(module="stack", function="print_config")
+    check = actions.add_parser("check", help="say what is wrong in it, without starting anything")
+    check.add_argument("config", type=Path, help="TOML job config")
+    check.set_defaults(module="stack", function="check_config")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run `dialoop up`, `down`, `train`, `export`, `config print`: commands with their own process."""
+"""Run `dialoop up`, `down`, `train`, `export`, `config`: commands with their own process."""
 
 from __future__ import annotations
 
@@ -44,6 +44,11 @@ def print_config(arguments: argparse.Namespace) -> int:
     """Print the effective config."""
     words = [str(arguments.config)] if arguments.config else []
     return _become(["config", *words, *(["--origins"] if arguments.origins else [])])
+
+
+def check_config(arguments: argparse.Namespace) -> int:
+    """Say what is wrong in a config, without starting anything."""
+    return _become(["check", str(arguments.config)])
 
 
 def export(arguments: argparse.Namespace) -> int:

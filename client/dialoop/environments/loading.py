@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from dialoop.environments.standard import arithmetic, chat, jsonl
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
-from dialoop.user_functions import call_now
+from dialoop.user_functions import call_now, raised_at
 
 _REQUIRED = ("name", "version", "description", "tasks", "traits", "reset", "step", "score")
 
@@ -53,12 +54,22 @@ def make_environment(target: Any, options: dict[str, Any], use: str) -> Any:
             )
         return target
     try:
-        return call_now(target, **options)
-    except DialoopError:
-        raise
+        inspect.signature(target).bind(**options)
+    except ValueError:
+        pass  # a callable without a signature
     except TypeError as error:
         raise InvalidConfig(
             f"The environment '{use}' does not take these options: {error}.",
             reason=Reason.BAD_OPTIONS,
             remedy="Use the parameters of the function as options.",
+        ) from error
+    try:
+        return call_now(target, **options)
+    except DialoopError:
+        raise
+    except Exception as error:
+        raise InvalidConfig(
+            f"The environment '{use}' cannot be made: {raised_at(error)}: {error}.",
+            reason=Reason.ENVIRONMENT_NOT_FOUND,
+            remedy="Correct that line.",
         ) from error

@@ -8,7 +8,6 @@ A new built-in engine is an entry here and a package of its own. Nothing here im
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
@@ -16,8 +15,14 @@ from typing import TYPE_CHECKING, Annotated
 from dialoop.reasons import Reason
 from pydantic import AfterValidator
 
+from dialoop_services.config.values import NameOf
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+TINY_MODEL_POSITIONS = 512
+"""Number of tokens that the demo's tiny model has positions for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +32,7 @@ class EngineFacts:
     path: its class, as module:Class. packages: each package it imports, with the names under which
     it is distributed. install, reason: what to do, and what the preflight refuses with, where one
     is missing. cpu_only: it never computes on a CUDA device. in_process: it can share a process
-    with the other services.
+    with the other services. num_spare_positions: so many of the model's positions it keeps free.
     """
 
     path: str = ""
@@ -36,6 +41,7 @@ class EngineFacts:
     reason: Reason = Reason.ENGINE_NOT_FOUND
     cpu_only: bool = False
     in_process: bool = True
+    num_spare_positions: int = 0
 
 
 ENGINES: Mapping[str, EngineFacts] = MappingProxyType(
@@ -46,6 +52,7 @@ ENGINES: Mapping[str, EngineFacts] = MappingProxyType(
             install='Run `make setup`, or set engine = "transformers".',
             reason=Reason.NO_VLLM,
             in_process=False,
+            num_spare_positions=1,
         ),
         "transformers": EngineFacts(
             path="dialoop_services.inference.transformers_engine.engine:TransformersEngine",
@@ -63,17 +70,5 @@ def facts_of_engine(name: str) -> EngineFacts:
     return ENGINES.get(name) or EngineFacts(path=name)
 
 
-def _require_engine(name: str) -> str:
-    module, _, attribute = name.partition(":")
-    if name in ENGINES or (module and attribute):
-        return name
-    near = difflib.get_close_matches(name, ENGINES, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(
-        f"there is no such engine; {hint}Use {', '.join(ENGINES)} or the import path of an engine "
-        "of your own, module:Class"
-    )
-
-
-EngineName = Annotated[str, AfterValidator(_require_engine)]
+EngineName = Annotated[str, AfterValidator(NameOf("engine", ENGINES, "module:Class"))]
 """A built-in engine, or the import path of one."""

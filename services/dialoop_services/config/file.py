@@ -1,36 +1,36 @@
 """Read and print a job config. A mistake in it becomes one sentence with the file and the key.
 
 config = load_config(Path("job.toml"), environment=os.environ)
-print(toml_of(config))       # engine = "vllm"  # Engine that samples: "vllm" or "transformers".
+print(toml_of(config))       # num_steps = 50  # Number of train steps; ... Allowed: at least 0.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
+import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from pydantic import BaseModel, ValidationError
 
 from dialoop_services.config.job import SCHEMA, JobConfig
+from dialoop_services.config.values import (
+    allowed_values,
+    did_you_mean,
+    resolve_paths,
+    table_of,
+)
 from dialoop_services.runtime.settings import old_import_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from pydantic.fields import FieldInfo
     from pydantic_core import ErrorDetails
-
-_PATHS = {
-    "model": ("directory",),
-    "environment": ("task_file", "heldout_file"),
-    "warm_start": ("file",),
-    "scorer": ("reference_model",),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +44,14 @@ class Override:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig:
-    """A config, and where keys not at their default are from: {"train.loss": "job.toml"}."""
+    """A config, and where keys not at their default are from: {"train.loss": "job.toml"}.
+
+    Relative paths in the config, and modules that it names, are looked up from `folder`.
+    """
 
     config: JobConfig
     origins: Mapping[str, str]
+    folder: Path
 
 
 def load_config(path: Path, *, environment: Mapping[str, str], run: str = "") -> JobConfig:
@@ -67,10 +71,15 @@ def load_with_origins(
 ) -> LoadedConfig:
     """Return the config of a file, or all defaults, under `overrides`, and where values are from.
 
-    SEED and `run` override everything else.
+    SEED and `run` override everything else. The path "-" reads the standard input. Relative paths
+    in an override, or in a config from the standard input, are relative to the current folder.
     """
+    here = Path.cwd()
+    is_file = path is not None and str(path) != "-"
+    folder = here / path.parent if path is not None and is_file else here
     values = {} if path is None else _read(path)
-    source = "the command line" if path is None else str(path)
+    resolve_paths(values, JobConfig, folder)
+    source = str(path) if is_file else "the command line" if path is None else "standard input"
     origins = dict.fromkeys(_leaves(values), source)
     last = [
         Override(path="seed", value=environment.get("SEED"), origin="SEED"),
@@ -79,7 +88,9 @@ def load_with_origins(
     for override in (*overrides, *(override for override in last if override.value)):
         override_in(values, override)
         origins[override.path] = override.origin
-    return LoadedConfig(config=parse_config(values, source=source), origins=origins)
+    resolve_paths(values, JobConfig, here)
+    config = parse_config(values, source=source)
+    return LoadedConfig(config=config, origins=origins, folder=folder)
 
 
 def override_in(values: dict[str, Any], override: Override) -> None:
@@ -112,7 +123,7 @@ def toml_of(config: JobConfig, origins: Mapping[str, str] | None = None) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(sys.stdin.read() if str(path) == "-" else path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(
             f"The config {path} cannot be read: {getattr(error, 'strerror', None) or error}.",
@@ -122,17 +133,6 @@ def _read(path: Path) -> dict[str, Any]:
         raise InvalidConfig(
             f"{path} is not valid TOML: {error}.", remedy="Correct that line."
         ) from None
-    for section, keys in _PATHS.items():
-        for table in (*_tables([values.get(section)]), *_tables(values.get(f"{section}s"))):
-            for key in keys:
-                if table.get(key):
-                    table[key] = str(path.parent / str(table[key]))
-    return values
-
-
-def _tables(value: Any) -> list[dict[str, Any]]:
-    """Return the tables of an array; JobConfig refuses anything else in that place."""
-    return [t for t in value if isinstance(t, dict)] if isinstance(value, list) else []
 
 
 def _leaves(values: Mapping[str, Any], path: str = "") -> list[str]:
@@ -162,14 +162,12 @@ def _unknown_key(source: str, location: list[str]) -> InvalidConfig:
     *sections, key = [part for part in location if not part.isdecimal()]
     kind: type[BaseModel] = JobConfig
     for section in sections:
-        annotation = kind.model_fields[section].annotation
-        if get_origin(annotation) is tuple:  # an array of tables
-            annotation = get_args(annotation)[0]
-        assert isinstance(annotation, type)
-        kind = annotation
+        inner = table_of(kind.model_fields[section])
+        assert inner is not None
+        kind = inner
     keys = list(kind.model_fields)
-    near = difflib.get_close_matches(key, keys, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
+    near = did_you_mean(key, keys).strip()
+    hint = f"; {near}" if near else "."
     where = f" in [{'.'.join(sections)}]" if sections else ""
     return InvalidConfig(
         f"{source} has an unknown key {key!r}{where}{hint}",
@@ -183,7 +181,7 @@ def _lines(section: BaseModel, path: str, origins: Mapping[str, str] | None) -> 
     lines, inside = [], []
     for name, field in type(section).model_fields.items():
         value, inner = getattr(section, name), f"{path}.{name}" if path else name
-        meaning = " ".join((field.description or "").split())
+        meaning = _meaning_of(field)
         if isinstance(value, BaseModel):
             title = f"[{inner}]  # {(type(value).__doc__ or '').strip().splitlines()[0]}"
             inside += ["", title, *_lines(value, inner, origins)]
@@ -195,6 +193,13 @@ def _lines(section: BaseModel, path: str, origins: Mapping[str, str] | None) -> 
             comment = meaning if origins is None else _origin_of(inner, origins)
             lines.append(f"{assignment}  # {comment}")
     return lines + inside
+
+
+def _meaning_of(field: FieldInfo) -> str:
+    """Return the meaning of a key, and what it may be."""
+    meaning = " ".join((field.description or "").split())
+    allowed = allowed_values(field)
+    return f"{meaning} Allowed: {allowed}." if allowed else meaning
 
 
 def _origin_of(path: str, origins: Mapping[str, str]) -> str:

@@ -23,11 +23,11 @@ from dialoop_services.config.tables import (
     InferenceSection,
     ModelSection,
     ScorerSection,
-    Section,
     SftSettings,
     TrainSection,
     WarmStartSection,
 )
+from dialoop_services.config.values import Section
 
 SCHEMA = 1
 """Version of the job file that this package reads."""
@@ -226,6 +226,17 @@ class JobConfig(Section):
                 f"max_row_tokens is {row_tokens}, below max_model_len {longest} in [inference], so "
                 "the longest sequences could not be trained: leave it out, raise it, or set "
                 "oversize to drop or truncate"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _require_room_for_a_prompt(self) -> JobConfig:
+        longest, answer = self.inference.max_model_len, self.collector.max_new_tokens
+        if self.train.mode == "rl" and answer >= longest:
+            raise ValueError(
+                f"max_new_tokens is {answer} in [collector] and max_model_len is {longest} in "
+                "[inference], which leaves no token for the prompt: set max_model_len to the "
+                "longest prompt plus max_new_tokens, or max_new_tokens to less"
             )
         return self
 

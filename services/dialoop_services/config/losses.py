@@ -10,7 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import AfterValidator
+
+from dialoop_services.config.values import NameOf
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,6 +84,9 @@ LOSSES: Mapping[str, LossFacts] = MappingProxyType(
     }
 )
 """The built-in losses by name."""
+
+LossName = Annotated[str, AfterValidator(NameOf("loss", LOSSES))]
+"""A built-in loss, or the import path of one."""
 
 DEFAULT_LOSS = "dppo_mask"
 """The loss that RL trains with unless the config names another."""

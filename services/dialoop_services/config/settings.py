@@ -16,13 +16,14 @@ import json
 import os
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from dialoop_services.config.file import Override, load_config
 from dialoop_services.config.job import JobConfig
+from dialoop_services.config.values import table_of
 from dialoop_services.runtime.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -38,18 +39,15 @@ def field_at(path: str) -> FieldInfo:
     *tables, key = path.split(".")
     model: type[BaseModel] = JobConfig
     for table in tables:
-        annotation = model.model_fields[table].annotation
-        assert isinstance(annotation, type)
-        model = annotation
+        inner = table_of(model.model_fields[table])
+        assert inner is not None
+        model = inner
     return model.model_fields[key]
 
 
 def is_table(path: str) -> bool:
     """Return whether a key of the job file is a table, or an array of tables."""
-    annotation = field_at(path).annotation
-    if get_origin(annotation) is tuple:
-        annotation = get_args(annotation)[0]
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return table_of(field_at(path)) is not None
 
 
 def job_key(path: str) -> Any:

@@ -10,9 +10,16 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from dialoop_services.config.losses import DEFAULT_LOSS, DEMONSTRATION_LOSS, LOSSES, facts_of
+from dialoop_services.config.losses import (
+    DEFAULT_LOSS,
+    DEMONSTRATION_LOSS,
+    LOSSES,
+    LossName,
+    facts_of,
+)
+from dialoop_services.config.values import FilePath, Section
 
 DataPlane = Literal["shared_memory", "chunks", "nccl", "ipc"]
 Dtype = Literal["float32", "bfloat16"]
@@ -27,18 +34,10 @@ _MIN_BAD_BATCHES = 3
 _MIN_ROW_TOKENS = 1024
 
 
-class Section(BaseModel):
-    """A table of the job file."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
-
-
 class ModelSection(Section):
     """The model that training starts from."""
 
-    directory: str = ""
+    directory: FilePath = ""
     """Hugging Face model directory with its tokenizer; empty: the demo's tiny model is made."""
     lora_rank: int = Field(default=0, ge=0)
     """Rank of the LoRA adapters to train; 0: the model's own weights are trained instead."""
@@ -73,9 +72,9 @@ class EnvironmentSection(Section):
     """Environment to load: "arithmetic", "jsonl", or your own as "module:attribute"."""
     name: str = ""
     """Name of the environment in tasks; empty: `use`, or "jsonl" with a task_file."""
-    task_file: str = ""
+    task_file: FilePath = ""
     """JSONL file of question and answer pairs; sets `use` to "jsonl"."""
-    heldout_file: str = ""
+    heldout_file: FilePath = ""
     """JSONL file of tasks for evaluation; empty: heldout_fraction of `task_file` is held out."""
     heldout_fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of `task_file` that is held out for evaluation, below 1."""
@@ -83,7 +82,7 @@ class EnvironmentSection(Section):
     """Name of the split whose tasks are trained on."""
     heldout_split: str = "heldout"
     """Name of the split whose tasks are evaluated on."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the function that makes the environment."""
     text_environments: tuple[str, ...] = ("calculator",)
     """Text environments to serve too: "calculator", or "module:attribute" of a TextSetup."""
@@ -338,7 +337,7 @@ class ScorerFields(Section):
 class ScorerSection(ScorerFields):
     """How groups are scored."""
 
-    reference_model: str = ""
+    reference_model: FilePath = ""
     """Directory of the reference or teacher model; empty: the model that training starts from."""
 
 
@@ -355,7 +354,7 @@ class WarmStartSection(Section):
     """Number of steps in which the warm start's learning rate rises from 0."""
     checkpoint_every: int = Field(default=100, ge=1)
     """Number of warm-start steps between checkpoints."""
-    file: str = ""
+    file: FilePath = ""
     """JSONL file of demonstrations, {"messages": [...]}; empty: the environment's own."""
 
 
@@ -411,10 +410,10 @@ class ObjectiveSettings(Section):
 class SftSettings(Section):
     """Supervised fine-tuning, for `mode = "sft"`; steps, rates and schedules are in [train]."""
 
-    file: str = ""
+    file: FilePath = ""
     """JSONL file of demonstrations, {"messages": [...]}. Empty: what the environment demonstrates
     for the tasks of its train split."""
-    heldout_file: str = ""
+    heldout_file: FilePath = ""
     """JSONL file of demonstrations for the held-out loss; empty: heldout_fraction of `file`."""
     heldout_fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of `file` that is kept for the held-out loss, below 1."""
@@ -459,10 +458,10 @@ class TrainFields(Section):
     """Weight decay, decoupled from the gradient; 0: none."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Norm above which gradients are scaled down."""
-    loss: str = DEFAULT_LOSS
+    loss: LossName = DEFAULT_LOSS
     """Loss: the name of a built-in one, or your own as "module:function". With mode "sft" it is
     "sft" or "minor_sft"."""
-    loss_options: dict[str, float] = {}
+    loss_options: dict[str, float] = Field(default_factory=dict)
     """Options of the loss, as {clip_low = 0.2, clip_high = 0.28}."""
     objective: ObjectiveSettings = ObjectiveSettings()
     """What goes with any loss: aggregation, KL, entropy, corrections, epochs."""

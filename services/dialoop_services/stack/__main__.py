@@ -1,6 +1,6 @@
 """Run a stack. `python -m dialoop_services.stack [CONFIG]` serves; `... train CONFIG` runs a job.
 
-`python -m dialoop_services.stack config [CONFIG]` prints the config with all defaults.
+`... config [CONFIG]` prints the config with all defaults; `... check CONFIG` says what is wrong.
 """
 
 from __future__ import annotations
@@ -56,10 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "config":
             sys.stdout.write(toml_of(config, loaded.origins if options.origins else None))
             return 0
-        preflight.check(config)
+        if options.command == "check":
+            return _check(loaded, options.config)
+        config = preflight.check(config, folder=loaded.folder)
         is_job = options.command == "train"
         with open_run(ROOT, config, fresh=options.fresh, reuse=not is_job) as run_dir:
-            return _run(config, run_dir, is_job=is_job)
+            return _run(config, run_dir, loaded.folder, is_job=is_job)
     except (DialoopError, BaseExceptionGroup) as error:
         return _fail(error)
 
@@ -71,9 +73,10 @@ def _parser() -> argparse.ArgumentParser:
         ("serve", "start every service and stay (the default)"),
         ("train", "run a job to its end and sum it up"),
         ("config", "print the config with all defaults, as TOML"),
+        ("check", "say what is wrong in a config, without starting anything"),
     ):
         command = commands.add_parser(name, help=text)
-        count = None if name == "train" else "?"
+        count = None if name in ("train", "check") else "?"
         command.add_argument("config", type=Path, nargs=count, help="TOML job config")
         command.add_argument("--run", default="", help="name of the run, instead of the config's")
         command.add_argument("--fresh", action="store_true", help="replace an existing run")
@@ -87,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 def _with_command(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with `serve` in front when they name no command."""
     words = list(arguments)
-    if words[:1] and words[0] in ("serve", "train", "config", "-h", "--help"):
+    if words[:1] and words[0] in ("serve", "train", "config", "check", "-h", "--help"):
         return words
     return ["serve", *words]
 
@@ -112,13 +115,28 @@ def _serving_alone() -> list[Override]:
     return [Override(path=path, value=value, origin=origin) for path, value in values.items()]
 
 
-def _run(config: JobConfig, run_dir: RunDir, *, is_job: bool) -> int:
+def _check(loaded: LoadedConfig, path: Path) -> int:
+    """Print every mistake, or that there is none; what only deserves a warning comes with that."""
+    mistakes = preflight.mistakes_in(loaded.config, folder=loaded.folder)
+    for mistake in mistakes:
+        _fail(mistake)
+    if mistakes:
+        return 2
+    for warning in job.warnings_for(loaded.config):
+        sys.stdout.write(f"Warning: {warning}.\n")
+    sys.stdout.write(f"{path}: no mistake found.\n")
+    return 0
+
+
+def _run(config: JobConfig, run_dir: RunDir, folder: Path, *, is_job: bool) -> int:
     console = Console()
     adopt_orphans()
     log = LogStream(console, run_dir.logs, least="WARNING" if is_job else "INFO")
     if run_dir.is_resumed:
         log.say("stack", f"resuming {run_dir.path}")
-    plan = plan_stack(config, run_dir)
+        for change in run_dir.changes:
+            log.say("stack", f"the config has changed: {change}", style="yellow")
+    plan = plan_stack(config, run_dir, folder)
     work = job.train(plan, log, console) if is_job else _serve(plan, log)
     try:
         return asyncio.run(_until_stopped(work))

@@ -224,8 +224,7 @@ def _job(config: Mapping[str, Any]) -> JobConfig:
     for override in variables_of_tables(os.environ):
         override_in(values, override)
     job = parse_config(values, source="the config")
-    preflight.check(job)
-    return job
+    return preflight.check(job)
 
 
 def _make_model(layout: Layout) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dialoop.clients.replay import ReplayStats
     from rich.console import Console
 
+    from dialoop_services.config.job import JobConfig
     from dialoop_services.stack.processes.log_stream import LogStream
     from dialoop_services.stack.processes.supervisor import Supervisor
     from dialoop_services.stack.report.observer import Observer, Snapshot
@@ -35,7 +36,7 @@ async def train(plan: Plan, log: LogStream, console: Console) -> int:
     clock = PhaseClock()
     config = plan.layout.config
     log.say("stack", f"run {config.run}, engine {config.engine}")
-    for warning in (*warnings_for_advantages(config), *warnings_for_formats(config)):
+    for warning in warnings_for(config):
         log.say("stack", warning, style="yellow")
     async with running_stack(plan, log) as stack:
         log.say("stack", "all services are ready")
@@ -49,6 +50,11 @@ async def train(plan: Plan, log: LogStream, console: Console) -> int:
         restarts = {s.spec.name: s.num_restarts for s in stack.supervisor.services}
     findings = _findings(plan, stats, last, clock, rescoring, restarts)
     return _conclude(findings, plan, console)
+
+
+def warnings_for(config: JobConfig) -> tuple[str, ...]:
+    """Return a warning for each setting that works and may not be meant."""
+    return (*warnings_for_advantages(config), *warnings_for_formats(config))
 
 
 async def _until_done(

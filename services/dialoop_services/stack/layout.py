@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +51,9 @@ class Layout:
     redis_url: str = ""
     token: str = ""
     memory: Path | None = None
+    folder: Path | None = None
+    """Where the services work, so where relative paths and modules of the config are; None: here.
+    """
 
     @property
     def replicas(self) -> tuple[str, ...]:
@@ -78,12 +82,17 @@ class Layout:
             "DIALOOP_RUN": self.run_dir.run_id,
             CONFIG_VARIABLE: "",  # the variables already hold all values of the file
         }
+        if self.folder is not None:
+            # Modules are looked up in the config's folder first, then where the command started.
+            path = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # noqa: PTH109
+            variables["PYTHONPATH"] = os.pathsep.join(str(Path(p).resolve()) for p in path if p)
         if service == "trainer":  # replace the variables of a torchrun that may run this stack
             variables |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         return ServiceSpec(
             name=name,
             command=(sys.executable, "-m", *self._program(service)),
             environment=variables,
+            folder=self.folder,
             address=self.address(name),
             rest_address=self.rest_address(name),
             is_ready=grpc_ready(self.address(name)),

@@ -1,41 +1,129 @@
-"""Check what can be checked before anything starts: engine, model, tasks, Redis, ports."""
+"""Check a config in seconds before anything starts: all that it names is there and fits.
+
+check(config, folder=Path("."))            # InvalidConfig for the first mistake
+mistakes_in(config, folder=Path("."))      # all of them
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import shutil
+import socket
+import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from dialoop.agents import load_agent
-from dialoop.environments import load_environment
-from dialoop.errors import InvalidConfig
+from dialoop.chat import History
+from dialoop.errors import DialoopError, InvalidConfig, PreconditionFailed
+from dialoop.messages import Message
 from dialoop.reasons import Reason
+from dialoop.templates.registry import TemplateRegistry
 from dialoop.tokens.tokenizer import Tokenizer
 
-from dialoop_services.config.engines import ENGINES, facts_of_engine
+from dialoop_services.config.engines import ENGINES, TINY_MODEL_POSITIONS, facts_of_engine
+from dialoop_services.config.tables import DEVICE_PLANES
+from dialoop_services.inference.weights.parameters import num_parameters
 from dialoop_services.stack.layout import ports_of
 from dialoop_services.stack.processes.redis_server import FoundRedis, find_redis
+from dialoop_services.stack.user_code import (
+    check_demonstrations,
+    check_functions,
+    check_loss,
+    load_environments,
+    working_in,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from dialoop_services.config.job import JobConfig
-    from dialoop_services.config.tables import EnvironmentSection
 
-_BUILT_IN = ("arithmetic", "jsonl")
+_ANSWERS_IN_S = 2.0
+_BYTES_TO_TRAIN = 16
+"""Of a parameter that is trained: its weight, its gradient and two moments, in float32."""
+_BYTES_OF = {"float32": 4, "bfloat16": 2}
 
 
-def check(config: JobConfig) -> None:
-    """Raise InvalidConfig for the first thing that would stop the job later."""
-    _check_engine(config)
-    if config.model.directory:
-        check_model(Path(config.model.directory))
-    for section in config.all_environments:
-        _check_tasks(config, section)
-        if section.agent:
-            load_agent(section.agent)
+def check(config: JobConfig, *, folder: Path | None = None) -> JobConfig:
+    """Return the config with the name of each environment; InvalidConfig for the first mistake.
+
+    `folder` is where modules and relative paths of the config are looked up; None: as in this
+    process.
+    """
+    checks = _Checks(config)
+    for error in checks.run(folder):
+        raise error
+    return checks.config
+
+
+def mistakes_in(config: JobConfig, *, folder: Path | None = None) -> list[InvalidConfig]:
+    """Return every mistake in the config, each a sentence with a remedy."""
+    return list(_Checks(config).run(folder))
+
+
+class _Checks:
+    """The checks of a config, which they complete with the names of its environments."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self.config = config
+
+    def run(self, folder: Path | None) -> Iterator[InvalidConfig]:
+        """Run one check after the other and yield what is wrong."""
+        config = self.config
+        for step in (
+            _check_engine,
+            _check_models,
+            self._check_environments,
+            check_functions,
+            check_loss,
+            _check_packages,
+            _check_devices,
+            _check_memory,
+            _check_queue_and_ports,
+        ):
+            try:
+                with working_in(folder):
+                    step(config)
+            except InvalidConfig as error:
+                yield error
+            except DialoopError as error:  # of a file that the config names
+                yield InvalidConfig(error.message, reason=error.reason, remedy=error.remedy)
+
+    def _check_environments(self, config: JobConfig) -> None:
+        environments = load_environments(config)
+        first, *others = (
+            section.model_copy(update={"name": environment.name})
+            for section, environment in zip(config.all_environments, environments, strict=True)
+        )
+        named = {"environment": first, "environments": tuple(others)}
+        self.config = config.model_copy(update=named)
+        check_demonstrations(config, environments[0])
+
+
+def _check_queue_and_ports(config: JobConfig) -> None:
     # The stack looks for both again when it starts. By then it may have deleted an old run.
     redis = find_redis(os.environ) if config.store == "redis" else FoundRedis()
+    if redis.url and not _answers(redis.url):
+        raise InvalidConfig(
+            "No server answers at REDIS_URL.",
+            reason=Reason.NO_REDIS,
+            remedy='Start it, unset REDIS_URL, or set store = "memory".',
+        )
     ports_of(config, with_redis=bool(redis.program))
+
+
+def _answers(url: str) -> bool:
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return Path(parts.path).exists()
+    try:
+        with socket.create_connection((parts.hostname, parts.port or 6379), timeout=_ANSWERS_IN_S):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def _check_engine(config: JobConfig) -> None:
@@ -53,8 +141,8 @@ def _check_engine(config: JobConfig) -> None:
         raise InvalidConfig(
             f'engine is "{config.engine}", and there is no module {module}.',
             reason=facts.reason,
-            remedy="Write module:Class; the module's folder must be the current one or on "
-            "PYTHONPATH.",
+            remedy="Write module:Class; the module must lie beside the config, in the current "
+            "folder or on PYTHONPATH.",
         )
 
 
@@ -65,13 +153,30 @@ def _find_module(name: str) -> object:
         return None
 
 
-def check_model(directory: Path) -> None:
-    """Raise InvalidConfig unless a model directory has configuration, weights and tokenizer."""
+def _check_models(config: JobConfig) -> None:
+    directory, reference = config.model.directory, config.scorer.reference_model
+    positions: int | None = TINY_MODEL_POSITIONS
+    if directory:
+        check_model(Path(directory))
+        positions = _model_config(Path(directory)).get("max_position_embeddings")
+    if reference:
+        check_model(Path(reference), key="scorer.reference_model")
+    longest = config.inference.max_model_len
+    most = positions and positions - facts_of_engine(config.engine).num_spare_positions
+    if most and longest > most:
+        raise InvalidConfig(
+            f"max_model_len is {longest} in [inference], and the model has {positions} positions.",
+            remedy=f"Set max_model_len to {most} or less.",
+        )
+
+
+def check_model(directory: Path, *, key: str = "model.directory") -> None:
+    """Raise InvalidConfig unless a directory has configuration, weights, tokenizer, template."""
     if not directory.is_dir():
         raise InvalidConfig(
             f"There is no model directory {directory}.",
             reason=Reason.MODEL_MISSING,
-            remedy="Set model.directory to a Hugging Face model directory, or leave it empty.",
+            remedy=f"Set {key} to a Hugging Face model directory, or leave it empty.",
         )
     for pattern, what in (("config.json", "config.json"), ("*.safetensors", "safetensors file")):
         if not any(directory.glob(pattern)):
@@ -80,22 +185,120 @@ def check_model(directory: Path) -> None:
                 reason=Reason.MODEL_INCOMPLETE,
                 remedy="Save the model there with model.save_pretrained(directory).",
             )
-    Tokenizer.from_directory(directory)
+    _model_config(directory)
+    tokenizer = Tokenizer.from_directory(directory)
+    try:
+        template = TemplateRegistry().choose(tokenizer)
+        template.render(History((Message(role="user", content="Hello"),)))
+    except DialoopError as error:
+        raise InvalidConfig(
+            f"The chat template of {directory} does not render a message: {error.message}",
+            reason=Reason.TEMPLATE_INVALID,
+            remedy="Correct chat_template.jinja or tokenizer_config.json there.",
+        ) from error
 
 
-def _check_tasks(config: JobConfig, section: EnvironmentSection) -> None:
-    """Check the splits of a built-in environment; a user's own is checked by its service."""
-    if section.kind not in _BUILT_IN:
-        return
-    environment = load_environment(section.kind, section.arguments)
-    wanted = [section.train_split] if config.train.num_steps else []
-    if config.evaluation.num_tasks and section is config.environment:
-        wanted.append(section.heldout_split)
-    for split in wanted:
-        if split not in environment.tasks.splits:
+def _model_config(directory: Path) -> dict[str, Any]:
+    """Return the config.json of a model; of one that reads images too, the part about text."""
+    try:
+        content = json.loads((directory / "config.json").read_text("utf-8"))
+        text_config: dict[str, Any] = content.get("text_config", content)
+    except (ValueError, AttributeError) as error:
+        raise InvalidConfig(
+            f"config.json of the model directory {directory} is no JSON object.",
+            reason=Reason.MODEL_INCOMPLETE,
+            remedy="Save the model there with model.save_pretrained(directory).",
+        ) from error
+    return text_config
+
+
+def _check_packages(config: JobConfig) -> None:
+    """Raise InvalidConfig for a switch whose package is not installed."""
+    needed = (
+        ("trackers.trackio", config.trackers.trackio, "trackio", "trackio"),
+        ("trackers.wandb", config.trackers.wandb, "wandb", "wandb"),
+        ("trackers.tensorboard", config.trackers.tensorboard, "tensorboardX", "tensorboard"),
+        ("logprob_kernel cut", config.train.logprob_kernel == "cut", "cut_cross_entropy", "gpu"),
+    )
+    for what, is_on, package, extra in needed:
+        if is_on and importlib.util.find_spec(package) is None:
             raise InvalidConfig(
-                f"The environment {environment.name} has no split {split!r}.",
-                reason=Reason.SPLIT_NOT_FOUND,
-                remedy=f"Choose one of {', '.join(environment.tasks.splits)}, or set "
-                "heldout_file, or set evaluation.num_tasks to 0.",
+                f"{what} needs the package {package}, which is not installed.",
+                reason=Reason.TRACKER_MISSING if what.startswith("trackers") else None,
+                remedy=f"Install it with `pip install 'dialoop-services[{extra}]'`, or leave that "
+                "out of the config.",
             )
+
+
+def _check_devices(config: JobConfig) -> None:
+    """Raise InvalidConfig where the config names more GPUs than this machine has."""
+    train = config.train
+    wanted = {
+        "scorer.device": int(config.scorer.device != "cpu"),
+        "train.device": train.num_processes if train.device == "cuda" else 0,
+        "inference.data_plane": int(config.inference.data_plane in DEVICE_PLANES),
+    }
+    if not any(wanted.values()):
+        return
+    num_gpus = _num_gpus()
+    for key, number in wanted.items():
+        if number > num_gpus:
+            raise InvalidConfig(
+                f"{key} needs {number} GPU{'s' if number > 1 else ''}, and this machine has "
+                f"{num_gpus or 'none'}.",
+                reason=Reason.NEEDS_CUDA,
+                remedy=f"Leave {key} out to use the CPU, or run the job on a machine with an "
+                "NVIDIA driver.",
+            )
+
+
+def _num_gpus() -> int:
+    """Return how many NVIDIA GPUs a process of this machine sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    devices = len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdecimal()])
+    if devices or not shutil.which("nvidia-smi"):
+        return devices
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=3, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def _check_memory(config: JobConfig) -> None:
+    """Raise InvalidConfig where the weights alone do not fit into this machine's memory."""
+    directory = Path(config.model.directory)
+    is_complete = (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
+    if not config.model.directory or not is_complete:
+        return  # the tiny model, or one that is refused already
+    train, inference, scorer = config.train, config.inference, config.scorer
+    try:
+        num_numbers = num_parameters(directory)
+    except PreconditionFailed as error:
+        raise InvalidConfig(
+            f"{error.message} It is in the model directory {directory}.",
+            reason=Reason.MODEL_INCOMPLETE,
+            remedy="Save the model there with model.save_pretrained(directory).",
+        ) from error
+    bytes_each = 0
+    if train.device == "cpu":
+        bytes_each += _BYTES_OF[config.dtype] if config.model.lora_rank else _BYTES_TO_TRAIN
+        if train.mode == "rl":
+            engine = _BYTES_OF[inference.dtype or config.dtype]
+            bytes_each += engine * inference.num_replicas
+    if scorer.reference_logprobs and scorer.device == "cpu":
+        bytes_each += _BYTES_OF[scorer.dtype]
+    needed = num_numbers * bytes_each
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise InvalidConfig(
+            f"The model has {num_numbers / 1e9:.1f} billion parameters, for which trainer and "
+            f"engine need {needed / 2**30:.0f} GiB of memory, and this machine has "
+            f"{memory / 2**30:.0f}.",
+            remedy="Take a smaller model or a larger machine, or train adapters with lora_rank in "
+            "[model].",
+        )

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from dialoop_services.config.job import JobConfig
 
 _MARK = "run.json"
+_MAPPINGS = ("options", "loss_options")
+"""Keys whose values are mappings with names of the user's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,8 @@ class RunDir:
     path: Path
     run_id: str
     is_resumed: bool = False
+    changes: tuple[str, ...] = ()
+    """What the config of a resumed run says otherwise than before: "train.loss: grpo, now dapo"."""
 
     @property
     def logs(self) -> Path:
@@ -68,17 +72,19 @@ def _prepare(path: Path, config: JobConfig, *, fresh: bool, reuse: bool) -> RunD
         _require_ours(path)
         # A run without metrics ended before it learned anything, so nothing is lost.
         if not fresh and (path / "metrics.jsonl").is_file():
-            return _resume(path, reuse=reuse)
+            return _resume(path, config, reuse=reuse)
         shutil.rmtree(path)
     path.mkdir(parents=True, exist_ok=True)
     run_id = f"{config.run}-{uuid.uuid4().hex[:8]}"
-    mark: dict[str, Any] = {
-        "run_id": run_id,
-        "started": time.time(),
-        "config": config.model_dump(mode="json"),
-    }
-    (path / _MARK).write_text(json.dumps(mark, indent=2) + "\n", encoding="utf-8")
+    _write_mark(path, {"run_id": run_id, "started": time.time()}, config)
     return RunDir(path=path, run_id=run_id)
+
+
+def _write_mark(path: Path, mark: Mapping[str, Any], config: JobConfig) -> None:
+    content = {**mark, "config": config.model_dump(mode="json")}
+    fresh = path / f"{_MARK}.tmp"
+    fresh.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    fresh.replace(path / _MARK)
 
 
 def _require_ours(path: Path) -> None:
@@ -90,7 +96,7 @@ def _require_ours(path: Path) -> None:
         )
 
 
-def _resume(path: Path, *, reuse: bool) -> RunDir:
+def _resume(path: Path, config: JobConfig, *, reuse: bool) -> RunDir:
     if not (reuse or (path / "checkpoints" / "latest.json").is_file()):
         raise InvalidConfig(
             f"{path} exists and has no checkpoint to resume from.",
@@ -98,7 +104,22 @@ def _resume(path: Path, *, reuse: bool) -> RunDir:
             remedy="Choose another name with --run, or replace it with --fresh.",
         )
     mark = json.loads((path / _MARK).read_text("utf-8"))
-    return RunDir(path=path, run_id=mark["run_id"], is_resumed=True)
+    changes = _changes(mark.get("config", {}), config.model_dump(mode="json"))
+    _write_mark(path, mark, config)
+    return RunDir(path=path, run_id=mark["run_id"], is_resumed=True, changes=changes)
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any], table: str = "") -> tuple[str, ...]:
+    """Return a sentence part for each key whose value differs; ports do not count."""
+    changes: list[str] = []
+    for key in (key for key in now if key != "ports"):
+        old, new = before.get(key), now[key]
+        path = f"{table}.{key}" if table else key
+        if isinstance(old, dict) and isinstance(new, dict) and key not in _MAPPINGS:
+            changes += _changes(old, new, path)
+        elif key in before and old != new:
+            changes.append(f"{path}: {json.dumps(old)}, now {json.dumps(new)}")
+    return tuple(changes)
 
 
 @contextmanager

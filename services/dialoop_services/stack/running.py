@@ -31,6 +31,8 @@ from dialoop_services.stack.processes.shared_memory import fill_with_latest, mem
 from dialoop_services.stack.processes.supervisor import Supervisor, supervise
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from dialoop_services.config.job import JobConfig
     from dialoop_services.stack.processes.log_stream import LogStream
     from dialoop_services.stack.run_dir import RunDir
@@ -62,8 +64,11 @@ class RunningStack:
         return self.plan.layout
 
 
-def plan_stack(config: JobConfig, run_dir: RunDir) -> Plan:
-    """Find Redis and choose ports; InvalidConfig when there is no Redis or a port is taken."""
+def plan_stack(config: JobConfig, run_dir: RunDir, folder: Path | None = None) -> Plan:
+    """Find Redis and choose ports; InvalidConfig when there is no Redis or a port is taken.
+
+    The services work in `folder`; None: in the current one.
+    """
     redis = find_redis(os.environ) if config.store == "redis" else FoundRedis()
     ports = ports_of(config, with_redis=bool(redis.program))
     url = f"redis://{HOST}:{ports['redis']}/0" if redis.program else redis.url
@@ -71,6 +76,7 @@ def plan_stack(config: JobConfig, run_dir: RunDir) -> Plan:
     layout = Layout(
         config=config,
         run_dir=run_dir,
+        folder=folder,
         ports=ports,
         redis_url=url,
         token=token,

@@ -30,7 +30,7 @@ weight = 0.5
 options = { max_turns = 2 }
 [[environments]]
 use = "twenty_questions"
-text_environments = ["calculator", "mine:setup"]
+text_environments = ["calculator", "mixed_setup:setup"]
 """
 
 
@@ -62,7 +62,10 @@ def test_every_environment_is_served_and_offered_by_its_weight(config, tmp_path,
         "heldout_fraction": 0.5,
         "max_turns": 2,
     }
-    assert [entry.use for entry in served.text_environments] == ["calculator", "mine:setup"]
+    assert [entry.use for entry in served.text_environments] == [
+        "calculator",
+        "mixed_setup:setup",
+    ]
     assert load(CollectorSettings).mixture.streams == (
         TaskStream(environment="arithmetic", weight=2.0),
         TaskStream(environment="jsonl", weight=0.5),
@@ -76,7 +79,11 @@ def test_the_first_environment_alone_is_evaluated_and_demonstrates(config, tmp_p
 
 
 def test_each_environment_is_checked_before_anything_starts(config, tmp_path):
-    preflight.check(config)
+    with pytest.raises(InvalidConfig, match="No module named 'mixed_setup'"):
+        preflight.check(config, folder=tmp_path)
+    setup = "from dialoop.text_environment.setups import calculator as setup\n"
+    (tmp_path / "mixed_setup.py").write_text(setup)
+    preflight.check(config, folder=tmp_path)
     (tmp_path / "words.jsonl").write_text("{")
     with pytest.raises(InvalidConfig, match="Line 1"):
         preflight.check(config)

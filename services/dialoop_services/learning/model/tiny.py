@@ -17,6 +17,8 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from dialoop_services.config.engines import TINY_MODEL_POSITIONS
+
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Tokens of the chat template. They are special, so they never count as content."""
 
@@ -71,7 +73,7 @@ def tiny_config() -> Qwen2Config:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=TINY_MODEL_POSITIONS,
         initializer_range=INITIALIZER_RANGE,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -126,7 +128,7 @@ def _tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": 512,
+        "model_max_length": TINY_MODEL_POSITIONS,
         "chat_template": CHAT_TEMPLATE,
     }
 

@@ -35,6 +35,7 @@ class ServiceSpec:
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    folder: Path | None = None
     address: str = ""
     rest_address: str = ""
     is_ready: Callable[[], Awaitable[bool]]
@@ -62,8 +63,9 @@ class Child:
         environment: Mapping[str, str],
         log: Path,
         guardian: Guardian,
+        folder: Path | None = None,
     ) -> Self:
-        """Start a command whose output goes to `log`.
+        """Start a command whose output goes to `log`, in `folder` or the current one.
 
         The child writes to the file itself. With a pipe, a killed stack would break the output of
         children that are still shutting down.
@@ -77,6 +79,7 @@ class Child:
                 stderr=asyncio.subprocess.STDOUT,
                 env=os.environ | dict(environment) | {PARENT_VARIABLE: str(os.getpid())},
                 start_new_session=True,
+                cwd=folder,
             )
         return cls(process, guardian)
 

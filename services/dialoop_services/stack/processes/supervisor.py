@@ -186,6 +186,7 @@ class Supervisor:
             environment={**spec.environment, EXIT_REASON_VARIABLE: str(reason_file.resolve())},
             log=self._log.path_of(spec.name),
             guardian=self._guardian,
+            folder=spec.folder,
         )
         killed = ""
         if await self._becomes_ready(service, child):

@@ -1,0 +1,111 @@
+"""Say what a key of the job file may be, for its check and for `dialoop config print`.
+
+loss: Annotated[str, AfterValidator(NameOf("loss", LOSSES))]       # "grop": did you mean 'grpo'?
+file: FilePath = ""                                                # relative to the config's folder
+allowed_values(TrainSection.model_fields["optimizer"])             # 'one of "adamw", "muon"'
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+    from pydantic.fields import FieldInfo
+
+_BOUNDS = ((Ge, "ge", "at least"), (Gt, "gt", "above"), (Le, "le", "at most"), (Lt, "lt", "below"))
+
+
+class Section(BaseModel):
+    """A table of the job file."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NameOf:
+    """Accept the name of something built in, or the import path of the user's own."""
+
+    what: str
+    built_in: Collection[str]
+    own: str = "module:function"
+
+    def __call__(self, name: str) -> str:
+        """Return the name; ValueError with the nearest built-in one if it is neither."""
+        module, _, attribute = name.partition(":")
+        if name in self.built_in or (module and attribute):
+            return name
+        raise ValueError(
+            f"there is no such {self.what}; {did_you_mean(name, self.built_in)}"
+            f"Use {', '.join(self.built_in)} or the import path of your own, {self.own}"
+        )
+
+    def __str__(self) -> str:
+        names = ", ".join(map(json.dumps, self.built_in))
+        return f'one of {names}, or your own as "{self.own}"'
+
+
+def did_you_mean(name: str, names: Collection[str]) -> str:
+    """Return "did you mean 'grpo'? " where one of the names is near, else an empty text."""
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _IsPath:
+    """Marks a key whose value is a file or a folder."""
+
+
+FilePath = Annotated[str, _IsPath()]
+"""A file or a folder; a relative one is looked up from the folder of the config."""
+
+
+def resolve_paths(values: dict[str, Any], model: type[BaseModel], folder: Path) -> None:
+    """Make the relative paths in the values of a table, and of tables in it, absolute."""
+    for name, field in model.model_fields.items():
+        value = values.get(name)
+        if value and isinstance(value, str) and any(isinstance(m, _IsPath) for m in field.metadata):
+            values[name] = str(folder / value)
+        inner = table_of(field)
+        if inner is None:
+            continue
+        for table in value if isinstance(value, list) else [value]:
+            if isinstance(table, dict):
+                resolve_paths(table, inner, folder)
+
+
+def table_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the model of a key that is a table or an array of tables, else None."""
+    annotation = field.annotation
+    if get_origin(annotation) is tuple:
+        annotation = get_args(annotation)[0]
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return None
+
+
+def allowed_values(field: FieldInfo) -> str:
+    """Return what a key may be besides its type: its choices or bounds; empty if anything."""
+    for extra in field.metadata:
+        if isinstance(extra, AfterValidator) and isinstance(extra.func, NameOf):
+            return str(extra.func)
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    if choices:
+        return f"one of {', '.join(map(json.dumps, choices))}"
+    bounds = [
+        f"{words} {getattr(extra, name):g}"
+        for kind, name, words in _BOUNDS
+        for extra in field.metadata
+        if isinstance(extra, kind)
+    ]
+    return " and ".join(bounds)

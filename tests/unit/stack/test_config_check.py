@@ -1,0 +1,264 @@
+"""`dialoop config check`: every typical mistake is one sentence with a remedy, within seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from dialoop.errors import InvalidConfig
+from dialoop_services.config.file import load_with_origins, toml_of
+from dialoop_services.config.job import JobConfig
+from dialoop_services.config.losses import LOSSES
+from dialoop_services.stack import preflight
+from dialoop_services.stack.__main__ import main
+from dialoop_services.stack.run_dir import open_run
+
+ROOT = Path(__file__).parents[3]
+HEAD = 'run = "checked"\nengine = "transformers"\nstore = "memory"\n'
+
+MODULE = """
+from dialoop.environments import ArithmeticTasks, ExactResult, JsonlTasks, tool_environment
+
+def shout(text: str) -> str:
+    return text.upper()
+
+def make(loud: bool = True):
+    return tool_environment(
+        name="loud", tasks=ArithmeticTasks(), tools=[shout], rewards=[ExactResult()]
+    )
+
+def beside():
+    return tool_environment(
+        name="beside", tasks=JsonlTasks("beside.jsonl"), tools=[shout], rewards=[ExactResult()]
+    )
+
+def broken():
+    return 1 / 0
+
+def alone(task):
+    return 0.0
+
+def mine(inputs, *, cap: float = 1.0):
+    raise AssertionError("a check does not call a loss")
+"""
+
+MISTAKES = {
+    "unknown table": ("[trian]\nnum_steps = 3\n", "did you mean 'train'?"),
+    "unknown key": ("[train]\nlearning_rat = 3\n", "did you mean 'learning_rate'?"),
+    "wrong type": ('[train]\nnum_steps = "many"\n', "train.num_steps is 'many'"),
+    "out of range": ("[collector]\ntemperature = 0\n", "collector.temperature is 0"),
+    "not TOML": ("[train\n", "line"),
+    "engine": ('@engine = "vlm"\n', "did you mean 'vllm'?"),
+    "loss": ('[train]\nloss = "grop"\n', "did you mean 'grpo'?"),
+    "loss option": ("[train]\nloss = 'grpo'\nloss_options = { clip_hi = 0.3 }\n", "'clip_high'?"),
+    "loss of one's own": ('[train]\nloss = "checked_code:mime"\n', "Did you mean 'mine'?"),
+    "option of one's own": (
+        '[train]\nloss = "checked_code:mine"\nloss_options = { caps = 1.0 }\n',
+        "'cap'?",
+    ),
+    "loss module": ('[train]\nloss = "no_such_losses:mine"\n', "no module no_such_losses"),
+    "environment": ('[environment]\nuse = "arithmetics"\n', "Did you mean 'arithmetic'?"),
+    "environment attribute": ('[environment]\nuse = "checked_code:maker"\n', "maker"),
+    "environment options": (
+        '[environment]\nuse = "checked_code:make"\noptions = { loudness = 3 }\n',
+        "loudness",
+    ),
+    "environment raises": (
+        '[environment]\nuse = "checked_code:broken"\n',
+        "ZeroDivisionError at checked_code.py, line 18",
+    ),
+    "environment name": ('[environment]\nuse = "checked_code:make"\nname = "quiet"\n', "'loud'"),
+    "task file": ('[environment]\ntask_file = "none.jsonl"\n', "none.jsonl"),
+    "task line": ('[environment]\ntask_file = "broken.jsonl"\n', "Line 2 of"),
+    "held-out split": (
+        '[environment]\ntask_file = "tasks.jsonl"\nheldout_fraction = 0.0\n',
+        "no split 'heldout'",
+    ),
+    "agent": ('[environment]\nagent = "checked_code:nobody"\n', "The agent 'checked_code:nobody'"),
+    "agent alone": ('[environment]\nagent = "checked_code:alone"\n', "a task and a connection"),
+    "reward": ("[[scorer.rewards]]\nname = 'a'\nuse = 'checked_code:brief'\n", "reward function"),
+    "lengths": (
+        "[collector]\nmax_new_tokens = 128\n[inference]\nmax_model_len = 64\n",
+        "max_new_tokens is 128",
+    ),
+    "positions": ("[inference]\nmax_model_len = 4096\n", "the model has 512 positions"),
+    "model": ('[model]\ndirectory = "no-model"\n', "There is no model directory"),
+    "model without weights": ('[model]\ndirectory = "empty"\n', "has no safetensors file"),
+    "model without tokenizer": ('[model]\ndirectory = "model"\n', "has no tokenizer.json"),
+    "demonstrations": ('[warm_start]\nnum_steps = 3\nfile = "none.jsonl"\n', "none.jsonl"),
+    "group of one": ("[collector]\ngroup_size = 1\n", "set it to 2 or more"),
+    "no GPU": ('[train]\ndevice = "cuda"\n', "train.device needs 1 GPU"),
+    "tracker": ("[trackers]\nno_such_tracker = true\n", "no_such_tracker"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "checked_code.py").write_text(MODULE)
+    (tmp_path / "tasks.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    (tmp_path / "broken.jsonl").write_text('{"question": "1+1", "answer": "2"}\nnot json\n')
+    for name in ("empty", "model"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"max_position_embeddings": 600}')
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delitem(sys.modules, "checked_code", raising=False)
+    return tmp_path
+
+
+def check(folder: Path, text: str) -> int:
+    if text.startswith("@"):
+        text = HEAD.replace('engine = "transformers"\n', "") + text[1:]
+    else:
+        text = HEAD + text
+    (folder / "job.toml").write_text(text)
+    try:
+        return main(["check", str(folder / "job.toml")])
+    finally:
+        sys.modules.pop("checked_code", None)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_each_mistake_is_one_sentence_with_a_remedy(
+    mistake: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, words = MISTAKES[mistake]
+    started = time.process_time()
+    assert check(folder, text) == 2
+    assert time.process_time() - started < 5.0
+    output = capsys.readouterr()
+    (line,) = output.err.strip().splitlines()
+    assert line.startswith("dialoop stack: ")
+    assert words in line, line
+    assert line.endswith(".")
+    assert re.search(r"[.?] [A-Z]", line), f"no remedy: {line}"
+    assert "Traceback" not in output.err
+
+
+def test_several_mistakes_are_all_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (
+        '[environment]\nuse = "checked_code:maker"\n[model]\ndirectory = "no-model"\n'
+        '[train]\nloss = "checked_code:mime"\n'
+    )
+    assert check(folder, text) == 2
+    output = capsys.readouterr().err
+    assert len(output.splitlines()) == 3, output
+
+
+def test_a_config_without_a_mistake_says_so_and_starts_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = '[environment]\nuse = "checked_code:make"\n[train]\nloss = "checked_code:mine"\n'
+    assert check(folder, f"{text}loss_options = {{ cap = 2.0 }}\n") == 0
+    assert "job.toml: no mistake found." in capsys.readouterr().out
+    assert not (folder / "runs").exists()
+
+
+def test_what_deserves_a_warning_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(folder, '[train]\nloss = "dapo"\n') == 0
+    assert "Warning: loss dapo is meant for drop_uniform = true" in capsys.readouterr().out
+
+
+def test_a_port_that_is_taken_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert check(folder, f"[ports]\ntrainer = {port}\n") == 2
+    assert f"Port {port} of trainer is taken" in capsys.readouterr().err
+
+
+def test_a_redis_that_does_not_answer_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDIS_URL", "redis://:secret@127.0.0.1:9/0")
+    (folder / "job.toml").write_text('engine = "transformers"\n')
+    assert main(["check", str(folder / "job.toml")]) == 2
+    error = capsys.readouterr().err
+    assert "No server answers at REDIS_URL" in error
+    assert "secret" not in error
+
+
+def test_the_command_checks_without_importing_torch(folder: Path) -> None:
+    (folder / "job.toml").write_text(f'{HEAD}[train]\nloss = "grop"\n')
+    code = (
+        "import sys\nfrom dialoop_services.stack.__main__ import main\n"
+        "code = main(sys.argv[1:])\nassert 'torch' not in sys.modules\nsys.exit(code)\n"
+    )
+    path = f"{ROOT / 'client'}{os.pathsep}{ROOT / 'services'}"
+    for text, expected in (('loss = "grop"', 2), ('loss = "grpo"', 0)):
+        (folder / "job.toml").write_text(f"{HEAD}[train]\n{text}\n")
+        ended = subprocess.run(
+            [sys.executable, "-c", code, "check", "job.toml"],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == expected, ended.stderr
+
+
+def test_relative_paths_and_modules_are_those_of_the_configs_folder(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "beside.jsonl").write_text('{"question": "1+1", "answer": "2"}\n' * 2)
+    (folder / "job.toml").write_text(
+        f'{HEAD}[environment]\nuse = "checked_code:beside"\n[evaluation]\nnum_tasks = 0\n'
+        '[sft]\nfile = "chats.jsonl"\n[warm_start]\nfile = "chats.jsonl"\n'
+    )
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    before = list(sys.path)
+    loaded = load_with_origins(folder / "job.toml", environment={})
+    config = preflight.check(loaded.config, folder=loaded.folder)
+    assert config.environment.served_name == "beside"
+    chats = str(folder / "chats.jsonl")
+    assert (config.sft.file, config.warm_start.file) == (chats, chats)
+    assert (Path.cwd() != folder, sys.path) == (True, before)
+
+
+def test_config_print_lists_what_a_key_may_be() -> None:
+    lines = {line.partition(" = ")[0]: line for line in toml_of(JobConfig()).splitlines()}
+    for name in LOSSES:
+        assert json.dumps(name) in lines["loss"].partition("Allowed: ")[2]
+    assert 'Allowed: one of "adamw", "muon".' in lines["optimizer"]
+    assert (
+        'Allowed: one of "vllm", "transformers", or your own as "module:Class".'
+        in (lines["engine"])
+    )
+    assert lines["train_split"].count("Allowed") == 0
+    assert "Allowed: at least 0 and below 1." in lines["heldout_fraction"]
+
+
+def test_a_resumed_run_says_what_its_config_says_otherwise(tmp_path: Path) -> None:
+    first = JobConfig.model_validate({"run": "again", "train": {"loss": "grpo"}})
+    with open_run(tmp_path, first, fresh=False) as run_dir:
+        assert run_dir.changes == ()
+    (run_dir.path / "metrics.jsonl").touch()
+    second = JobConfig.model_validate(
+        {"run": "again", "train": {"loss": "dapo"}, "ports": {"replay": 7003}}
+    )
+    with open_run(tmp_path, second, fresh=False, reuse=True) as resumed:
+        assert resumed.changes == ('train.loss: "grpo", now "dapo"',)
+    with open_run(tmp_path, second, fresh=False, reuse=True) as unchanged:
+        assert (unchanged.changes, unchanged.run_id) == ((), run_dir.run_id)
+
+
+def test_a_broken_template_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = folder / "model"
+    vocabulary = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None}
+    words = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    (model / "tokenizer.json").write_text(
+        json.dumps({**vocabulary, "post_processor": None, "decoder": None, "model": words})
+    )
+    for source in ("{% for m in messages %}", "{{ raise_exception('no users') }}"):
+        (model / "chat_template.jinja").write_text(source)
+        with pytest.raises(InvalidConfig, match="template"):
+            preflight.check_model(model)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    preflight.check_model(model)
