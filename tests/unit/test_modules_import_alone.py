@@ -1,7 +1,4 @@
-"""Every module can be the first that a process imports: no order of imports is asked of anybody.
-
-Of the services only packages: nothing but a package's own imports could ask for an order there.
-"""
+"""Every module can be the first that a process imports: no order of imports is asked of anybody."""
 
 from __future__ import annotations
 
@@ -59,33 +56,66 @@ import_in_forks("")
 """
 
 
-def modules() -> list[str]:
-    """List the SDK's modules and the services' packages; leave out what only a sandbox runs."""
-    paths = [
-        path.relative_to(ROOT / folder).with_suffix("")
-        for folder, pattern in (("client", "dialoop/**/*.py"), ("services", "**/__init__.py"))
-        for path in sorted((ROOT / folder).glob(pattern))
-    ]
-    named = [p for p in paths if p.name != "__main__" and "confined" not in p.parts]
-    return [".".join(p.parts).removesuffix(".__init__") for p in named]
+# A service's module is imported after everything of its room was forgotten. Other rooms stay: the
+# import contracts and `infra/check_rooms.py` let none of them lead back. So torch is loaded once.
+IMPORT_EACH_IN_ITS_ROOM = """
+import importlib, json, sys
+names = sys.stdin.read().split()
+sys.modules["vllm"] = None
+
+def import_module(name):
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as failure:
+        if failure.name.partition(".")[0] in ("dialoop", "dialoop_services"):
+            return f"There is no {failure.name}.", ""
+        return "", failure.name
+    except BaseException as failure:
+        return f"{type(failure).__name__}: {failure}", ""
+    return "", ""
+
+for name in names:
+    import_module(name)
+for name in names:
+    package, _, rest = name.partition(".")
+    room = rest.partition(".")[0]
+    for other in [*sys.modules]:
+        if f"{other}.".startswith(f"{package}.{room}."):
+            del sys.modules[other]
+    vars(sys.modules[package]).pop(room, None)
+    print(json.dumps([name, *import_module(name)]))
+"""
+
+
+def modules(folder: str) -> list[str]:
+    """List the modules of a source folder; leave out what only a sandbox runs."""
+    paths = [path.relative_to(ROOT / folder) for path in (ROOT / folder).glob("dialoop*/**/*.py")]
+    named = [p for p in sorted(paths) if p.name != "__main__.py" and "confined" not in p.parts]
+    return [".".join(p.with_suffix("").parts).removesuffix(".__init__") for p in named]
 
 
 @pytest.fixture(scope="module")
 def import_results() -> dict[str, tuple[str, str]]:
     """Return per module the error, and the package that is not installed or shut out."""
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_EACH],
-        input="\n".join(modules()),
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
-    rows = map(json.loads, done.stdout.splitlines())
-    return {name: (error, missing) for name, error, missing in rows}
+    results = {}
+    for program, folder in ((IMPORT_EACH, "client"), (IMPORT_EACH_IN_ITS_ROOM, "services")):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            input="\n".join(modules(folder)),
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=ROOT,
+        )
+        for name, error, missing in map(json.loads, done.stdout.splitlines()):
+            results[name] = error, missing
+    return results
 
 
-@pytest.mark.parametrize("module", [name for name in modules() if ".v1" not in name])
+@pytest.mark.parametrize(
+    "module",
+    [name for folder in ("client", "services") for name in modules(folder) if ".v1" not in name],
+)
 def test_a_process_can_import_it_first(module, import_results):
     error, missing = import_results[module]
     assert not error
