@@ -69,7 +69,8 @@ class StrictSettings(BaseSettings):
     """Base of all settings: set `model_config = SettingsConfigDict(env_prefix="DIALOOP_X_")`."""
 
     SUCCESSORS: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Variables of earlier versions and their names now, both without the prefix."""
+    """Variables of earlier versions and their names now, both without the prefix. A key inside a
+    variable, `old__key`, keeps its name unless it has a line of its own."""
 
     model_config = SettingsConfigDict(
         extra="forbid",
@@ -170,8 +171,10 @@ def _sentence(kind: type[StrictSettings], detail: ErrorDetails) -> str:
     name = field if field.isupper() else (prefix + field).upper()
     if detail["type"] != "extra_forbidden":
         return f"{name}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
-    if field in kind.SUCCESSORS:
-        return f"{name} is now {(prefix + kind.SUCCESSORS[field]).upper()}"
+    outer, *inner = field.split("__", maxsplit=1)
+    if field in kind.SUCCESSORS or outer in kind.SUCCESSORS:
+        new = kind.SUCCESSORS.get(field) or "__".join((kind.SUCCESSORS[outer], *inner))
+        return f"{name} is now {(prefix + new).upper()}"
     near = difflib.get_close_matches(field, kind.model_fields, n=1)
     hint = f", did you mean {(prefix + near[0]).upper()}?" if near else ""
     return f"{name} is not a setting{hint}"

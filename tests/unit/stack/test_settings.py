@@ -102,11 +102,21 @@ def test_a_successor_is_a_variable_that_is_read(service: str) -> None:
         assert not inner or inner[0] in table.model_fields  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("WARM_START_STEPS", "WARM_START__NUM_STEPS"),
+        ("LORA", "MODEL__LORA_RANK"),
+        ("LORA__RANK", "MODEL__LORA_RANK"),
+        ("LORA__PUBLISH", "MODEL__PUBLISH"),
+        ("ENVIRONMENT_OPTIONS__PATH", "ENVIRONMENT__OPTIONS__PATH"),
+    ],
+)
 def test_a_variable_of_an_earlier_version_is_refused_with_its_successor(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, old: str, new: str
 ) -> None:
-    monkeypatch.setenv("DIALOOP_TRAINER_WARM_START_STEPS", "3")
-    with pytest.raises(InvalidConfig, match="_STEPS is now DIALOOP_TRAINER_WARM_START__NUM_STEPS"):
+    monkeypatch.setenv(f"DIALOOP_TRAINER_{old}", "3")
+    with pytest.raises(InvalidConfig, match=f"_TRAINER_{old} is now DIALOOP_TRAINER_{new}[.]"):
         load(TrainerSettings)
 
 
