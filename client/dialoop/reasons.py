@@ -304,6 +304,7 @@ class Reason(_Named):
     PROMPT_NOT_PREFIX = "PROMPT_NOT_PREFIX", "The chat template rewrites earlier messages."
     QUERIES_MISSING = "QUERIES_MISSING", "There is no query."
     QUERY_UNSUPPORTED = "QUERY_UNSUPPORTED", "The environment plays its own tasks only."
+    PUBLISH_TIMED_OUT = "PUBLISH_TIMED_OUT", "No replica loaded the policy in time."
     RAGGED = "RAGGED", "Lists that belong together differ in length."
     RANKS_DIFFER = "RANKS_DIFFER", "The ranks hold different policies."
     RANKS_OUT_OF_STEP = "RANKS_OUT_OF_STEP", "The ranks are closed or out of step."

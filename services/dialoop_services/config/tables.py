@@ -480,8 +480,8 @@ class TrainFields(Section):
     lease_s: float = Field(default=120.0, gt=0)
     """Seconds after which the queue takes the trainer's groups back unless it extends the lease."""
     publish_deadline_s: float = Field(default=120.0, gt=0)
-    """Seconds that a replica has to load a policy and pass its check. After that the job goes on
-    with the other replicas."""
+    """Seconds in which a replica must load a policy and pass its check. After that the job goes on
+    with the other replicas. Without any it waits with an alarm, and a requested publish fails."""
     sleep_drain_s: float = Field(default=30.0, gt=0)
     """Seconds that a replica's running answers have to end before it is put to sleep."""
     autocast: Literal["", "bfloat16"] = ""

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from dialoop.clients.channel import Channel
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.replay import ReplayClient
 from dialoop.episode import UpdateMode
 from dialoop.errors import DeadlineExceeded, DialoopError, PreconditionFailed, Unavailable
+from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.learner.learner_state import ExportedWeights
@@ -22,7 +26,7 @@ from dialoop_services.trainer.publish import publisher as module
 from dialoop_services.trainer.publish.publisher import Publisher
 from dialoop_services.trainer.settings import TrainerSettings
 
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, until
 
 
 class FakeLearner:
@@ -44,7 +48,7 @@ class FakeReplica:
 
     def __init__(self, *answers: float | DialoopError) -> None:
         self._answers = list(answers)
-        self._version: PolicyVersion | None = None
+        self.version: PolicyVersion | None = None
         self.on_load: Callable[[], None] = lambda: None
         self.hangs = False
         self.fault = ""
@@ -56,19 +60,17 @@ class FakeReplica:
         if self.hangs:
             await asyncio.sleep(deadline_s)
             raise DeadlineExceeded("It hangs.")
-        self._version = manifest.policy_version
+        self.version = manifest.policy_version
 
     async def get_policy(self) -> Any:
-        return SimpleNamespace(
-            policy_version=self._version, ready=not self.fault, reason=self.fault
-        )
+        return SimpleNamespace(policy_version=self.version, ready=not self.fault, reason=self.fault)
 
     async def logprobs(self, rows: list[list[int]], *, deadline_s: float) -> Any:
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if isinstance(answer, DialoopError):
             raise answer
         values = [np.full(len(row) - 1, answer, dtype=np.float32) for row in rows]
-        return SimpleNamespace(policy_version=self._version, logprobs=values)
+        return SimpleNamespace(policy_version=self.version, logprobs=values)
 
 
 class FakeReplay:
@@ -81,13 +83,25 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_RETRY_S", 0.0)
 
 
-def publisher(run_dir: Path, *replicas: FakeReplica, **settings: Any) -> Publisher:
+def publisher(
+    run_dir: Path, *replicas: FakeReplica | InferenceClient, **settings: Any
+) -> Publisher:
     return Publisher(
         TrainerSettings(run_dir=run_dir, **settings),
         cast("Learner", FakeLearner()),
         cast("tuple[InferenceClient, ...]", replicas),
         cast("ReplayClient", FakeReplay()),
     )
+
+
+@asynccontextmanager
+async def running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run a coroutine until the context is left."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
 
 
 def version(number: int, lineage: str = "main") -> PolicyVersion:
@@ -145,6 +159,46 @@ async def test_a_replica_that_hangs_holds_a_publish_for_its_deadline_only(tmp_pa
     assert published.max_logprob_difference == 0.0
 
 
+@contextmanager
+def deaf_server() -> Iterator[str]:
+    """The address of a process that is stopped: the system takes connections, nobody answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+async def test_a_hung_replica_holds_up_one_publish_and_later_ones_not_until_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.01)
+    well = FakeReplica(-1.0)
+    with deaf_server() as address:
+        async with Channel(address) as channel:
+            hung = InferenceClient(channel)
+            publishing = publisher(tmp_path, hung, well, publish_deadline_s=0.5)
+            seconds = [(await publishing.publish(version(n))).publish_s for n in (1, 2, 3)]
+            assert seconds[0] >= 0.5
+            assert max(seconds[1:]) < 0.5
+            # It goes on, loads the newest policy by itself, and is waited for again.
+            back = FakeReplica(-1.0)
+            monkeypatch.setattr(hung, "get_policy", back.get_policy)
+            monkeypatch.setattr(hung, "load_weights", back.load_weights)
+            monkeypatch.setattr(hung, "logprobs", back.logprobs)
+            back.version = version(3)
+            async with running(publishing.keep_up()):
+                await until(lambda: not publishing._behind)
+            assert (await publishing.publish(version(4))).num_replicas == 2
+
+
+async def test_a_publish_without_any_replica_ends_at_its_deadline(tmp_path: Path) -> None:
+    with deaf_server() as address:
+        async with Channel(address) as channel:
+            publish = publisher(tmp_path, InferenceClient(channel), publish_deadline_s=0.3).publish
+            async with asyncio.timeout(PATIENCE_S):
+                with pytest.raises(DeadlineExceeded, match=r"policy main-1 within 0.3 s") as caught:
+                    await publish(version(1))
+    assert caught.value.reason is Reason.PUBLISH_TIMED_OUT
+
+
 async def test_a_publish_says_what_becomes_of_answers_under_way(tmp_path: Path) -> None:
     replica = FakeReplica(-1.0)
     await publisher(tmp_path, replica, update_mode="wait").publish(version(1))
@@ -175,7 +229,7 @@ async def test_a_policy_is_sent_again_to_whoever_lacks_it_and_not_to_whoever_sle
     await publishing.publish(version(1))
     replica.fault = fault
     if has_restarted:
-        replica._version = None
+        replica.version = None
     keeping = asyncio.create_task(publishing.keep_up())
     async with asyncio.timeout(PATIENCE_S):
         while is_sent and len(replica.manifests) < 2:

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 from dialoop.clients.replay import GroupLease
 from dialoop.clients.trainer import Phase
-from dialoop.errors import DataLost, InvalidInput
+from dialoop.errors import DataLost, DeadlineExceeded, InvalidInput
+from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from dialoop_services.stack.report.plot import draw_learning, read_metrics
 from dialoop_services.trainer.__main__ import _run_until_stopped
 from dialoop_services.trainer.job.checkpointer import DEAD_LETTERS_FORGOTTEN
+from dialoop_services.trainer.job.policy_versions import PUBLISH_WAITS
 from dialoop_services.trainer.job.status import StatusBoard
 from dialoop_services.trainer.job.train_steps import FRESH_MISMATCH, GROUPS_SET_ASIDE
 
@@ -402,3 +404,32 @@ async def test_a_request_that_is_refused_leaves_the_job_as_it_is(
     server.told.set()
     await running
     assert here.board.phase is Phase.DONE
+
+
+async def test_a_publish_that_waits_for_replicas_is_an_alarm_and_a_requested_one_ends(
+    world: Callable[..., World],
+) -> None:
+    """The job itself waits on, since without a replica there is nothing to train."""
+    here = world(num_steps=0, publish_deadline_s=0.04)
+    publish = here.publisher.publish
+    is_away = True
+
+    async def late(version: PolicyVersion, **named: Any) -> Any:
+        await asyncio.sleep(0.04)
+        if is_away:
+            raise DeadlineExceeded("No replica.", reason=Reason.PUBLISH_TIMED_OUT)
+        return await publish(version, **named)
+
+    here.publisher.publish = late  # type: ignore[method-assign]
+    running = asyncio.create_task(here.run())
+    await until(lambda: here.board.alarms == {PUBLISH_WAITS})
+    await asyncio.sleep(0.1)
+    assert here.board.alarms == {PUBLISH_WAITS}
+    is_away = False
+    await running
+    assert here.board.alarms == set()
+    is_away = True
+    with pytest.raises(DeadlineExceeded):
+        await here.job.publish()
+    assert here.board.alarms == set()
+    assert not here.job.broken.done()

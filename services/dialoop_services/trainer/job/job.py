@@ -15,6 +15,7 @@ import asyncio
 import logging
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dialoop.clients.trainer import Phase
@@ -97,7 +98,7 @@ class TrainingJob:
 
     async def publish(self) -> Published:
         """Publish the current weights as a new version, between train steps."""
-        return await self._to_the_end(self.versions.publish_next)
+        return await self._to_the_end(partial(self.versions.publish_next, is_requested=True))
 
     async def checkpoint(self) -> Path:
         """Save everything between train steps, then acknowledge what the checkpoint contains."""
@@ -171,7 +172,7 @@ class TrainingJob:
             if self._supervised is not None:
                 async with self._between_steps:
                     await self._supervised.heldout_loss()
-                await self.publish()
+                    await self.versions.publish_next()
             await self.checkpoint()
 
     def _has_steps_left(self) -> bool:

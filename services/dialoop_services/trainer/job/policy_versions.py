@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from dialoop.errors import DeadlineExceeded
+from dialoop.reasons import Reason
 
 from dialoop_services.trainer.recovery.checkpoint import lineage_after_restore, published_policy
 
@@ -18,6 +22,11 @@ if TYPE_CHECKING:
     from dialoop_services.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
+
+PUBLISH_WAITS = "PUBLISH_WAITS"
+"""The alarm that a publish waits for replicas; it ends with the publish."""
+
+_LATE_S = 20.0
 
 
 class VersionedPublisher:
@@ -61,14 +70,20 @@ class VersionedPublisher:
         """Publish the weights under the version that they have."""
         self._record(await self._publish(tuple(self._state.consumed_lease_ids)))
 
-    async def publish_next(self, batch: Batch | None = None) -> Published:
-        """Publish the current weights, of a batch just trained, as a new version."""
+    async def publish_next(
+        self, batch: Batch | None = None, *, is_requested: bool = False
+    ) -> Published:
+        """Publish the current weights, of a batch just trained, as a new version.
+
+        The job waits for a replica as long as it takes, with an alarm. A publish that a caller
+        requested raises DeadlineExceeded (PUBLISH_TIMED_OUT) after `publish_deadline_s`.
+        """
         # Claimed before the publish: after a failure the number must not return with other weights.
         self._claim_next()
         trained = () if batch is None else batch.trained_lease_ids
         self._checkpointer.mark_trained(trained)
         self._checkpointer.record(batch)
-        published = await self._publish(trained)
+        published = await self._publish(trained, is_requested=is_requested)
         self._state.num_policy_versions += 1
         self._record(published)
         return published
@@ -77,9 +92,27 @@ class VersionedPublisher:
         version = self._state.policy_version
         self._state.policy_version = replace(version, number=version.number + 1)
 
-    async def _publish(self, trained: tuple[str, ...]) -> Published:
-        version = self._state.policy_version
-        return await self._parts.publisher.publish(version, trained_lease_ids=trained)
+    async def _publish(self, trained: tuple[str, ...], *, is_requested: bool = False) -> Published:
+        version, board = self._state.policy_version, self._parts.board
+        late = asyncio.get_running_loop().call_later(
+            min(_LATE_S, self._settings.publish_deadline_s / 4), self._raise_late, version
+        )
+        try:
+            while True:
+                try:
+                    return await self._parts.publisher.publish(version, trained_lease_ids=trained)
+                except DeadlineExceeded as error:
+                    is_late = error.reason == Reason.PUBLISH_TIMED_OUT
+                    if not is_late or is_requested or board.is_stopping:
+                        raise
+                    log.error("A publish is late: %s", error)
+        finally:
+            late.cancel()
+            board.raise_alarm(PUBLISH_WAITS, on=False)
+
+    def _raise_late(self, version: PolicyVersion) -> None:
+        self._parts.board.raise_alarm(PUBLISH_WAITS, on=True)
+        log.error("A publish waits for replicas.", extra={"policy_version": str(version)})
 
     def _record(self, published: Published) -> None:
         state = self._state

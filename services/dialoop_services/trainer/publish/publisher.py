@@ -14,7 +14,7 @@ import numpy as np
 from dialoop.clients.errors import is_worth_retrying
 from dialoop.clients.inference import WeightsManifest
 from dialoop.episode import UpdateMode
-from dialoop.errors import DialoopError, PreconditionFailed, Unavailable
+from dialoop.errors import DeadlineExceeded, DialoopError, PreconditionFailed, Unavailable
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
-_LOOK_EVERY_S = 2.0
+_LOOK_EVERY_S, _ANSWER_S = 2.0, 10.0
 _NUM_PROBES, _PROBE_TOKENS = 4, 48
 
 
@@ -75,6 +75,8 @@ class Publisher:
         self._sender = weights_sender_of(settings)
         self._file = ADAPTER if settings.publishes_adapters else WEIGHTS
         self._publishing = asyncio.Lock()
+        # Replicas that missed a publish: others do not wait for them until they have caught up.
+        self._behind: set[InferenceClient] = set()
         self._newest: tuple[WeightsManifest, ExportedWeights] | None = None
         # Random ids come from the whole vocabulary, so the probes touch every part of the weights.
         generator = np.random.default_rng(0)
@@ -86,8 +88,10 @@ class Publisher:
     ) -> Published:
         """Publish the learner's current weights as the policy `version` to all replicas.
 
-        It waits until at least one replica has the policy and answered the probes. It logs replicas
-        that failed or took longer than `publish_deadline_s`; they load the newest policy later.
+        It returns when every replica has the policy and answered the probes, or failed, or took
+        longer than `publish_deadline_s`. Later publishes do not wait for those that failed, until
+        they have loaded the newest policy. Raise DeadlineExceeded (PUBLISH_TIMED_OUT) when no
+        replica has the policy in that time; a call with the same version continues.
         """
         started = time.perf_counter()
         path = self._root / str(version) / self._file
@@ -130,21 +134,56 @@ class Publisher:
     async def _load_and_prove(
         self, manifest: WeightsManifest, weights: ExportedWeights, own: Sequence[Floats]
     ) -> tuple[int, float]:
-        """Return how many replicas loaded it, and the largest difference of those that answered."""
-        version = manifest.policy_version
-        while True:
-            loads = (self._load(replica, manifest, weights) for replica in self._replicas)
-            results = await asyncio.gather(*loads)
-            loaded = [r for r, is_loaded in zip(self._replicas, results, strict=True) if is_loaded]
-            difference = await self._probe(version, loaded, own) if loaded else None
-            if difference is not None:
-                return len(loaded), difference
+        """Return how many replicas have it, and the largest difference of their answers."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.publish_deadline_s
+        while (left_s := deadline - loop.time()) > 0:
+            waited_for = [r for r in self._replicas if r not in self._behind] or self._replicas
+            differences = await asyncio.gather(
+                *(self._bring(replica, manifest, weights, own, left_s) for replica in waited_for)
+            )
+            pairs = zip(waited_for, differences, strict=True)
+            self._behind = (self._behind - set(waited_for)) | {r for r, d in pairs if d is None}
+            proven = [difference for difference in differences if difference is not None]
+            if proven:
+                return len(proven), max(proven)
             await asyncio.sleep(_RETRY_S)
+        raise DeadlineExceeded(
+            f"No replica has loaded policy {manifest.policy_version} within "
+            f"{self._settings.publish_deadline_s:g} s.",
+            reason=Reason.PUBLISH_TIMED_OUT,
+            remedy="Read the logs of the inference replicas. One that comes back loads the policy.",
+        )
+
+    async def _bring(
+        self,
+        replica: InferenceClient,
+        manifest: WeightsManifest,
+        weights: ExportedWeights,
+        own: Sequence[Floats],
+        within_s: float,
+    ) -> float | None:
+        """Load the policy on one replica and probe it.
+
+        Return the largest log-prob difference in nats; None if it failed or took too long.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                if await self._load(replica, manifest, weights, deadline_s=within_s):
+                    return await self._probe(manifest.policy_version, replica, own, within_s)
+        except TimeoutError:
+            self._warn(replica, "A replica did not load the policy in time.", within_s=within_s)
+        return None
 
     async def _load(
-        self, replica: InferenceClient, manifest: WeightsManifest, weights: ExportedWeights
+        self,
+        replica: InferenceClient,
+        manifest: WeightsManifest,
+        weights: ExportedWeights,
+        *,
+        deadline_s: float,
     ) -> bool:
-        version, deadline_s = manifest.policy_version, self._settings.publish_deadline_s
+        version = manifest.policy_version
         try:
             await self._sender.send(replica, manifest, weights, deadline_s=deadline_s)
         except PreconditionFailed as error:
@@ -152,12 +191,13 @@ class Publisher:
             if error.reason == Reason.VERSION_NOT_NEWER:
                 return await self._serves(replica, version)
             raise
-        except Unavailable:
-            return False
         except DialoopError as error:
-            log.warning("A replica did not load the policy.", extra={"reason": error.reason})
+            self._warn(replica, "A replica did not load the policy.", reason=error.reason)
             return False
         return True
+
+    def _warn(self, replica: InferenceClient, message: str, **facts: object) -> None:
+        log.warning(message, extra={"replica": self._replicas.index(replica), **facts})
 
     def _manifest(self, version: PolicyVersion, weights: ExportedWeights) -> WeightsManifest:
         return WeightsManifest(
@@ -171,25 +211,35 @@ class Publisher:
         )
 
     async def keep_up(self) -> None:
-        """Send the newest policy to replicas that lack it and cannot fetch it, until cancelled."""
-        while not self._sender.is_fetched:
-            await asyncio.sleep(_LOOK_EVERY_S)
-            async with self._publishing:
-                if self._newest is not None:
-                    sends = (self._send_if_missing(replica) for replica in self._replicas)
-                    await asyncio.gather(*sends)
+        """Bring replicas that missed a publish back to the newest policy, until cancelled.
 
-    async def _send_if_missing(self, replica: InferenceClient) -> None:
-        assert self._newest is not None
-        manifest, weights = self._newest
+        A replica that can fetch the policy does so by itself, and only has to be noticed.
+        """
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            # Asked outside the lock, so that a replica that hangs holds up no publish.
+            candidates = self._behind if self._sender.is_fetched else self._replicas
+            await asyncio.gather(*(self._catch_up(replica) for replica in tuple(candidates)))
+
+    async def _catch_up(self, replica: InferenceClient) -> None:
         try:
-            status = await replica.get_policy()
-            lacks_it = status.policy_version != manifest.policy_version
-            # A replica asleep has given its device to the trainer; it needs no second load.
-            if lacks_it or not (status.ready or status.reason == Reason.ASLEEP):
-                await self._load(replica, manifest, weights)
-        except DialoopError as error:
-            log.warning("A replica lacks the newest policy.", extra={"reason": error.reason})
+            async with asyncio.timeout(_ANSWER_S):
+                status = await replica.get_policy()
+            async with self._publishing:
+                if self._newest is None:
+                    return
+                manifest, weights = self._newest
+                has_it = status.policy_version == manifest.policy_version
+                # A replica asleep has given its device to the trainer; it needs no second load.
+                is_well = has_it and (status.ready or status.reason == Reason.ASLEEP)
+                if not is_well and not self._sender.is_fetched:
+                    deadline_s = self._settings.publish_deadline_s
+                    is_well = await self._load(replica, manifest, weights, deadline_s=deadline_s)
+                if is_well:
+                    self._behind.discard(replica)
+        except (DialoopError, TimeoutError) as error:
+            reason = error.reason if isinstance(error, DialoopError) else "TIMED_OUT"
+            self._warn(replica, "A replica lacks the newest policy.", reason=reason)
 
     async def _serves(self, replica: InferenceClient, version: PolicyVersion) -> bool:
         try:
@@ -200,28 +250,25 @@ class Publisher:
     async def _probe(
         self,
         version: PolicyVersion,
-        replicas: Sequence[InferenceClient],
+        replica: InferenceClient,
         own: Sequence[Floats],
+        deadline_s: float,
     ) -> float | None:
-        """Return the largest log-prob difference in nats between the learner and any replica.
+        """Return the largest log-prob difference in nats between the learner and the replica.
 
-        Returns None when no replica that has the version answered.
+        Returns None when the replica does not answer, or has another version by now.
         """
-        differences: list[float] = []
-        deadline_s = self._settings.publish_deadline_s
-        for replica in replicas:
-            try:
-                theirs = await replica.logprobs(self._probes, deadline_s=deadline_s)
-            except DialoopError as error:
-                if not is_worth_retrying(error):
-                    raise
-                continue
-            if theirs.policy_version == version:
-                pairs = zip(own, theirs.logprobs, strict=True)
-                differences.extend(_largest_difference(mine, its) for mine, its in pairs)
-        if not differences:
+        try:
+            theirs = await replica.logprobs(self._probes, deadline_s=deadline_s)
+        except DialoopError as error:
+            if not is_worth_retrying(error):
+                raise
+            self._warn(replica, "A replica did not answer the probes.", reason=error.reason)
             return None
-        worst = max(differences)
+        if theirs.policy_version != version:
+            return None
+        pairs = zip(own, theirs.logprobs, strict=True)
+        worst = max(_largest_difference(mine, its) for mine, its in pairs)
         if worst > self._settings.max_logprob_difference:
             log.error(
                 "After a publish, trainer and inference disagree on the probe prompts.",
