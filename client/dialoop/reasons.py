@@ -91,6 +91,10 @@ class Reason(_Named):
     ALREADY_DROPPED = "ALREADY_DROPPED", "The group was dropped before."
     ALREADY_EXISTS = "ALREADY_EXISTS", "The id is taken by something different."
     ALREADY_SCORED = "ALREADY_SCORED", "The group has a scored copy."
+    ANSWER_TIMED_OUT = (
+        "ANSWER_TIMED_OUT",
+        "Sampling the answer took longer than the replica allows for its max_new_tokens.",
+    )
     ASLEEP = "ASLEEP", "The trainer has the replica's device for now."
     ATTENTION_NOT_PLAIN = (
         "ATTENTION_NOT_PLAIN",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -256,14 +257,22 @@ class World:
     """One trainer process; another World in the same folder is that process restarted."""
 
     def __init__(
-        self, run_dir: Path, *, supervised: DemonstrationSet | None = None, **settings: Any
+        self,
+        run_dir: Path,
+        *,
+        supervised: DemonstrationSet | None = None,
+        learner: FakeLearner | None = None,
+        replay: Any = None,
+        publisher: FakePublisher | None = None,
+        **settings: Any,
     ) -> None:
         evaluation = {"num_tasks": 0, "every": 0} | settings.pop("evaluation", {})
         defaults = {"evaluation": evaluation, "groups_per_train_step": 2}
         self.settings = TrainerSettings(run_dir=run_dir, **defaults | settings)
-        self.learner, self.replay = FakeLearner(), FakeReplay()
-        self.publisher = FakePublisher(self.learner)
+        self.learner, self.replay = learner or FakeLearner(), replay or FakeReplay()
+        self.publisher = publisher or FakePublisher(self.learner)
         self.evaluator = FakeEvaluator()
+        self.run_dir = run_dir
         self.records = RunRecords(run_dir)
         self.board = StatusBoard()
         self.checkpoints = Checkpoints(run_dir)
@@ -290,6 +299,12 @@ class World:
             return [lease(name, live, lease_id=f"{prefix}lease-{name}") for name in names]
 
         self.replay.batches.append(batch)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """What metrics.jsonl has."""
+        lines = (self.run_dir / "metrics.jsonl").read_text("utf-8").splitlines()
+        return [json.loads(line) for line in lines]
 
     async def run(self) -> None:
         async with asyncio.timeout(PATIENCE_S):

@@ -7,6 +7,7 @@ async with Channel("127.0.0.1:50051", token="secret") as channel:
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import warnings
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ class Rpc(Generic[Q, A]):
     """One rpc: its path, its messages, and how to call it.
 
     Set `is_retried` only where a second call does no harm when the first one's answer was lost.
+    `deadline_s` is infinite where the service itself limits how long its work takes.
     """
 
     path: str
@@ -127,8 +129,9 @@ class Channel:
 
         async def attempt() -> A:
             left_s = max(0.0, ends_at - time.monotonic())
+            timeout_s = None if math.isinf(left_s) else left_s
             async with _Translating(self.address):
-                answer: A = await method(request, timeout=left_s, metadata=self._metadata)
+                answer: A = await method(request, timeout=timeout_s, metadata=self._metadata)
             return answer
 
         policy = self._retry if rpc.is_retried else _ONCE

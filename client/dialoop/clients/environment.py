@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.channel import Rpc
@@ -80,16 +81,21 @@ LIST_ENVIRONMENTS = _rpc(
 GET_ENVIRONMENT = _rpc("GetEnvironment", pb.GetEnvironmentRequest, pb.GetEnvironmentResponse)
 LIST_TASKS = _rpc("ListTasks", pb.ListTasksRequest, pb.ListTasksResponse)
 CREATE_SESSION = _rpc("CreateSession", pb.CreateSessionRequest, pb.CreateSessionResponse)
-RESET = _rpc("Reset", pb.ResetRequest, pb.ResetResponse)
-STEP = _rpc("Step", pb.StepRequest, pb.StepResponse)
-STEP_AND_RESET = _rpc("StepAndReset", pb.StepAndResetRequest, pb.StepAndResetResponse)
-BATCH_RESET = _rpc("BatchReset", pb.BatchResetRequest, pb.BatchResetResponse, deadline_s=300.0)
-BATCH_STEP = _rpc("BatchStep", pb.BatchStepRequest, pb.BatchStepResponse, deadline_s=300.0)
+# The service limits what an environment does by its step_timeout_s, so these have no deadline here.
+RESET = _rpc("Reset", pb.ResetRequest, pb.ResetResponse, deadline_s=math.inf)
+STEP = _rpc("Step", pb.StepRequest, pb.StepResponse, deadline_s=math.inf)
+STEP_AND_RESET = _rpc(
+    "StepAndReset", pb.StepAndResetRequest, pb.StepAndResetResponse, deadline_s=math.inf
+)
+BATCH_RESET = _rpc("BatchReset", pb.BatchResetRequest, pb.BatchResetResponse, deadline_s=math.inf)
+BATCH_STEP = _rpc("BatchStep", pb.BatchStepRequest, pb.BatchStepResponse, deadline_s=math.inf)
 # Not safe to repeat: no session keeps the first answer.
 STEP_HISTORY: Rpc[Any, Any] = Rpc(
     "/dialoop.v1.EnvironmentService/StepHistory", pb.StepHistoryRequest, pb.StepHistoryResponse
 )
-CREATE_GROUP = _rpc("CreateGroup", pb.CreateGroupRequest, pb.CreateGroupResponse)
+CREATE_GROUP = _rpc(
+    "CreateGroup", pb.CreateGroupRequest, pb.CreateGroupResponse, deadline_s=math.inf
+)
 GET_SESSION = _rpc("GetSession", pb.GetSessionRequest, pb.GetSessionResponse)
 CLOSE_SESSION = _rpc("CloseSession", pb.CloseSessionRequest, pb.CloseSessionResponse)
 SCORE = _rpc("Score", pb.ScoreRequest, pb.ScoreResponse)

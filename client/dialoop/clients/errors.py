@@ -11,6 +11,7 @@ from grpc_status import rpc_status
 from dialoop.errors import (
     ERRORS_BY_STATUS,
     CapacityExhausted,
+    DeadlineExceeded,
     DialoopError,
     InternalError,
     Status,
@@ -21,9 +22,11 @@ from dialoop.reasons import Reason, reason_of
 if TYPE_CHECKING:
     from dialoop.v1.environment_service_pb2 import ItemError
 
-# Errors of a retryable class that would only repeat themselves: the message stays too large, and
-# the cursor that a collector expected stays behind.
-_HOPELESS = frozenset({Reason.MESSAGE_TOO_LARGE, Reason.CURSOR_MOVED})
+# Errors of a retryable class that would only repeat themselves: the message stays too large, the
+# cursor that a collector expected stays behind, and the answer takes as long again.
+_HOPELESS = frozenset({Reason.MESSAGE_TOO_LARGE, Reason.CURSOR_MOVED, Reason.ANSWER_TIMED_OUT})
+# Errors of a retryable class that one request can have while others succeed.
+_OWN_FAILURES = frozenset({Reason.OPEN_FAILED, Reason.OPEN_TIMEOUT})
 
 
 def error_of(failure: grpc.aio.AioRpcError, *, address: str) -> DialoopError:
@@ -52,6 +55,16 @@ def error_of_item(item: ItemError) -> DialoopError:
 def is_worth_retrying(error: DialoopError) -> bool:
     """Return whether the same request may succeed later."""
     return error.retryable and error.reason not in _HOPELESS
+
+
+def is_outage(error: DialoopError) -> bool:
+    """Return whether the service was away or full, and the request itself is not at fault.
+
+    Work that failed so may be repeated without end. Work that takes too long, or whose episode does
+    not open, may be at fault itself: whoever repeats it must count.
+    """
+    is_own = isinstance(error, DeadlineExceeded) or error.reason in _OWN_FAILURES
+    return is_worth_retrying(error) and not is_own
 
 
 def _kind_of(code: int) -> type[DialoopError]:

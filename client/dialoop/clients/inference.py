@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
@@ -94,9 +95,10 @@ def _rpc(name: str, request: type[Any], answer: type[Any], **options: Any) -> Rp
     return Rpc(f"/dialoop.v1.InferenceService/{name}", request, answer, **options)
 
 
-# A sample whose answer was lost was never used, so sampling again does no harm.
+# A sample whose answer was lost was never used, so sampling again does no harm. The service ends
+# what takes too long; only it knows when a request has left its queue.
 GENERATE = _rpc(
-    "Generate", pb.GenerateRequest, pb.GenerateResponse, is_retried=True, deadline_s=600.0
+    "Generate", pb.GenerateRequest, pb.GenerateResponse, is_retried=True, deadline_s=math.inf
 )
 GENERATE_STREAM = _rpc("GenerateStream", pb.GenerateStreamRequest, pb.GenerateStreamResponse)
 LOG_PROB = _rpc("LogProb", pb.LogProbRequest, pb.LogProbResponse, is_retried=True, deadline_s=600.0)
@@ -145,6 +147,8 @@ class InferenceClient:
         template's name, tools and options say how a history is rendered. With `truncate_prompt` a
         text or token prompt that fills the context loses its oldest tokens, and the sample says so;
         with `skip_special_tokens` its response's text leaves special tokens out.
+        The replica ends an answer that takes too long for its max_new_tokens (ANSWER_TIMED_OUT);
+        `deadline_s` limits the whole call, the wait in the replica's queue included.
         """
         question = Question(
             history=history,

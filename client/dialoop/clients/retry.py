@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from dialoop.clients.errors import is_worth_retrying
+from dialoop.clients.errors import is_outage, is_worth_retrying
 from dialoop.errors import DialoopError, Unavailable
 from dialoop.reasons import Reason
 
@@ -32,7 +32,8 @@ class RetryPolicy:
     """Exponential back-off with jitter: 0.1, 0.2, 0.4, ... s, each times a number in [0.5, 1].
 
     max_attempts: None for as many as the time allows. total_s: how long a service may be away;
-    then the call ends with Unavailable (SERVICE_AWAY).
+    then the call ends with Unavailable (SERVICE_AWAY). A request that fails by itself for so long
+    ends with its own error.
     """
 
     max_attempts: int | None = 6
@@ -79,6 +80,8 @@ async def retry(
             if now + pause_s > began_at + within_s:
                 raise
             if now + pause_s > available_at + policy.total_s:
+                if not is_outage(error):
+                    raise
                 raise Unavailable(
                     f"No answer within {policy.total_s:g} s: {error.message}",
                     reason=SERVICE_AWAY,

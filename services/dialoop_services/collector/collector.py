@@ -11,6 +11,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+from dialoop.clients.errors import is_outage
 from dialoop.clients.replay import AppendItem, ReturnItem
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError
@@ -116,11 +117,10 @@ class Collector:
             await self._append(round_, group)
         except MemberFailed as failed:
             log.warning("A member failed: %s", failed, extra={"group_id": round_.group_id})
-            reason = DropReason.SERVICE_AWAY if failed.is_outage else DropReason.MEMBER_FAILED
-            await self._give_back(round_, reason, failed=not failed.is_outage)
+            await self._give_back(round_, failed.drop_reason, failed=not failed.is_outage)
         except DialoopError as error:
             log.warning("A group failed: %s", error, extra={"group_id": round_.group_id})
-            await self._give_back(round_, error.reason.lower(), failed=not error.retryable)
+            await self._give_back(round_, error.reason.lower(), failed=not is_outage(error))
         except Exception:
             log.exception("A group failed.", extra={"group_id": round_.group_id})
             await self._give_back(round_, DropReason.COLLECTOR_FAILED, failed=True)

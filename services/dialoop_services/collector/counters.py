@@ -11,7 +11,9 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from dialoop.sequences import ForkCause
-from dialoop.trajectory import Purpose
+from dialoop.trajectory import Owner, Purpose
+
+from dialoop_services.rl.lengths import length_bin
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,6 +29,7 @@ class Counters:
         self._played: dict[Purpose, Counter[str]] = {purpose: Counter() for purpose in Purpose}
         self._forks: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
+        self._lengths: dict[Purpose, Counter[int]] = {purpose: Counter() for purpose in Purpose}
         self._appended: dict[Purpose, Counter[str]] = {purpose: Counter() for purpose in Purpose}
         self._returned: Counter[str] = Counter()
         self._num_leases_lost = 0
@@ -39,6 +42,9 @@ class Counters:
             num_tokens=trajectory.num_model_tokens,
             num_tool_calls=trajectory.num_tool_calls,
         )
+        # One that something other than the policy cut short has no length of its own.
+        if all(failure.owner is Owner.POLICY for failure in trajectory.failures):
+            self._lengths[purpose][length_bin(trajectory.num_model_tokens)] += 1
         causes = (sequence.fork_cause for sequence in trajectory.sequences)
         self._forks.update(c.name.lower() for c in causes if c is not ForkCause.NONE)
         self._failures.update(
@@ -75,6 +81,7 @@ class Counters:
         by_purpose = {
             purpose.name.lower(): {name: self._played[purpose][name] for name in names}
             | {name: self._appended[purpose][name] for name in kept}
+            | {"lengths": dict(sorted(self._lengths[purpose].items()))}
             for purpose in Purpose
         }
         return {

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dialoop.clients.retry import SERVICE_AWAY, RetryPolicy
+from dialoop.reasons import DropReason, Reason
 from dialoop.rollout import play, sampling_of_member
 from dialoop.trajectory import Failure, Group, Owner, SamplingParams, Task, Trajectory
 
@@ -34,6 +35,14 @@ class MemberFailed(Exception):
     def is_outage(self) -> bool:
         """Return whether a service was away, which is no fault of the task."""
         return self.failure.reason == SERVICE_AWAY
+
+    @property
+    def drop_reason(self) -> str:
+        """Return why the task goes back; what took too long has a reason of its own."""
+        if self.is_outage:
+            return DropReason.SERVICE_AWAY
+        is_late = self.failure.reason in (Reason.ANSWER_TIMED_OUT, Reason.DEADLINE_EXCEEDED)
+        return self.failure.reason.lower() if is_late else DropReason.MEMBER_FAILED
 
 
 @dataclass(slots=True, kw_only=True)

@@ -159,6 +159,12 @@ class InferenceFields(Section):
     """Largest number of samples in the engine at one time; absent: as many as it takes."""
     batching_timeout_s: float = Field(default=10.0, gt=0)
     """Seconds after which a waiting request begins even without min_batch_size samples."""
+    answer_base_s: float = Field(default=60.0, gt=0)
+    """Seconds that an answer may be sampled for, beside answer_s_per_token for each token it may
+    have. Waiting to begin does not count. An answer that takes longer fails."""
+    answer_s_per_token: float = Field(default=1.0, ge=0)
+    """Seconds added to answer_base_s for each token that an answer may have, by its max_new_tokens
+    and the room in the context."""
     num_threads: int = Field(default=1, ge=1)
     """Number of CPU threads of the transformers engine."""
     wake_after_s: float = Field(default=60.0, gt=0)

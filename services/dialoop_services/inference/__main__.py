@@ -72,6 +72,7 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
             update_mode=UpdateMode[settings.update_mode.upper()],
             lease=lease,
             batches=RequestBatches(settings.batch_limits),
+            time_limit=settings.time_limit,
         )
         await replica.load_latest()
         _add_servicers(server, replica, renderer, settings)

@@ -99,6 +99,7 @@ class LoadTimes:
 
 
 OnTokens = Callable[[TokenChunk], None]
+OnBegin = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +193,18 @@ class SupportsStreaming(Protocol):
     ) -> Sampled:
         """Continue `prompt_ids` once; call `on_tokens` with the tokens as they come."""
         ...
+
+
+@runtime_checkable
+class SupportsBegin(Protocol):
+    """An engine in which requests may wait, and which says when it begins one.
+
+    Its `sample` and `stream` take `on_begin: OnBegin | None = None`, and call it on the event loop
+    whenever a sample of the request leaves the wait. The time limit of an answer starts there; with
+    an engine that does not say it, the limit counts the wait too.
+    """
+
+    tells_begin: bool
 
 
 @runtime_checkable

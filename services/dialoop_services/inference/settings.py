@@ -12,6 +12,7 @@ from dialoop_services.config.job import JobConfig
 from dialoop_services.config.settings import JobSettings, job_key
 from dialoop_services.config.tables import DEVICE_PLANES, Dtype, InferenceFields
 from dialoop_services.inference.replica.batching import BatchLimits
+from dialoop_services.inference.replica.time_limit import TimeLimit
 
 
 class InferenceSettings(JobSettings, InferenceFields):
@@ -58,6 +59,11 @@ class InferenceSettings(JobSettings, InferenceFields):
             max_batch_size=self.max_batch_size,
             timeout_s=self.batching_timeout_s,
         )
+
+    @property
+    def time_limit(self) -> TimeLimit:
+        """Return how long an answer may be sampled."""
+        return TimeLimit(base_s=self.answer_base_s, per_token_s=self.answer_s_per_token)
 
     @property
     def model_name(self) -> str:

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+from unittest.mock import patch
 
-from dialoop.errors import InternalError
+import pytest
+from dialoop.clients.retry import RetryPolicy
+from dialoop.errors import CapacityExhausted, DeadlineExceeded, InternalError
+from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Purpose, SamplingParams, Stage, Task
+from dialoop_services.collector.replicas import Replicas
 from dialoop_services.replay.store import QueueLimits
 
 from tests.support.collector_world import RUN, ScriptedPolicy, adds_up, make_tasks, world
@@ -116,6 +121,40 @@ async def test_a_task_whose_member_always_fails_is_given_back_and_dropped_at_las
         assert counts.num_trajectories_live == 0
         played = counters.to_json()["training"]["num_trajectories"]
         assert played == counts.num_trajectories_generated
+
+
+@pytest.mark.parametrize("reason", ["ANSWER_TIMED_OUT", "DEADLINE_EXCEEDED"])
+async def test_an_answer_that_is_always_late_is_counted_and_dropped_by_its_name(reason: str):
+    """Taken for an outage, it would be leased for ever and hold its credit."""
+
+    def answer(number: int) -> str:
+        raise DeadlineExceeded("late", reason=Reason(reason))
+
+    always = ScriptedPolicy(answer=answer)
+    patience = RetryPolicy(max_attempts=None, total_s=0.1, first_wait_s=0.02)
+    async with world(QueueLimits(max_attempts=2)) as w:
+        tasks = await make_tasks(w, 1, purpose=Purpose.TRAINING, num_trajectories=2)
+        await w.replay.offer_tasks(RUN, tasks)
+        await w.allow(1)
+        replicas = Replicas([always], patience)
+        async with w.collecting(replicas, member_retries=1, page_size=1) as counters:
+            await w.until(lambda c: c.num_groups_dropped.get(reason.lower(), 0) >= 1)
+        counts = await w.training()
+    assert adds_up(counts)
+    assert set(counters.to_json()["num_failures"]) == {f"inference/{reason.lower()}"}
+
+
+async def test_a_group_too_large_to_append_is_counted_as_failed():
+    async with world(QueueLimits(max_attempts=2)) as w:
+
+        async def append_groups(*_, **__):
+            raise CapacityExhausted("too large", reason=Reason.MESSAGE_TOO_LARGE)
+
+        await w.allow(1)
+        with patch.object(w.replay, "append_groups", append_groups):
+            async with w.collecting(ScriptedPolicy()):
+                await w.until(lambda c: c.num_groups_dropped.get("message_too_large", 0) >= 1)
+        assert adds_up(await w.training())
 
 
 async def test_an_unknown_environment_drops_its_task_and_nothing_else():

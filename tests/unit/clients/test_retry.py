@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from dialoop.clients import retry as module
+from dialoop.clients.errors import is_outage
 from dialoop.clients.retry import RetryPolicy, retry
-from dialoop.errors import Busy, CapacityExhausted, InvalidInput, Unavailable
+from dialoop.errors import Busy, CapacityExhausted, DeadlineExceeded, InvalidInput, Unavailable
+from dialoop.reasons import Reason
 
 ROOT = Path(__file__).parents[3]
 
@@ -85,6 +87,23 @@ async def test_a_service_that_is_away_for_too_long_is_named_with_its_error(clock
         await retry(call, RetryPolicy(max_attempts=None, total_s=2.0))
     assert caught.value.reason == "SERVICE_AWAY"
     assert clock.now_s <= 2.0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DeadlineExceeded("late"),
+        Unavailable("no episode", reason=Reason.OPEN_FAILED),
+        Unavailable("no episode", reason=Reason.OPEN_TIMEOUT),
+    ],
+)
+async def test_a_request_that_fails_by_itself_for_long_is_no_outage(clock, error):
+    call = Call(*[error] * 99)
+    with pytest.raises(type(error)) as caught:
+        await retry(call, RetryPolicy(max_attempts=None, total_s=2.0))
+    assert caught.value is error
+    assert call.num_calls > 2
+    assert not is_outage(error)
 
 
 async def test_sleep_of_a_replica_is_no_outage(clock):

@@ -15,6 +15,7 @@ from dialoop.errors import DialoopError, PreconditionFailed, Unavailable, Unsupp
 from dialoop.reasons import Reason
 
 from dialoop_services.inference.engine import (
+    SupportsBegin,
     SupportsPause,
     SupportsPolicyAdapters,
     SupportsStreaming,
@@ -28,6 +29,7 @@ from dialoop_services.inference.engine import (
 from dialoop_services.inference.replica.batching import RequestBatches
 from dialoop_services.inference.replica.device_lease import DeviceLease, to_the_end
 from dialoop_services.inference.replica.sleeper import Sleeper
+from dialoop_services.inference.replica.time_limit import TimeLimit
 from dialoop_services.inference.weights.data_planes import Arrived, DataPlanes
 from dialoop_services.inference.weights.publications import (
     BaseDigest,
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from dialoop_services.inference.engine import (
         Engine,
         LoadTimes,
+        OnBegin,
         OnTokens,
         Sampled,
         Scored,
@@ -66,7 +69,7 @@ class Replica(Sleeper):
     The trainer pushes policies; the replica loads by itself those that it missed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its parts
         self,
         engine: Engine,
         *,
@@ -75,6 +78,7 @@ class Replica(Sleeper):
         update_mode: UpdateMode = UpdateMode.RECOMPUTE,
         lease: DeviceLease | None = None,
         batches: RequestBatches | None = None,
+        time_limit: TimeLimit | None = None,
     ) -> None:
         super().__init__(engine, Publications(weights_root), lease or DeviceLease(), report)
         self._default_mode = self._last_mode = update_mode
@@ -86,6 +90,7 @@ class Replica(Sleeper):
         base = engine.base_weights if isinstance(engine, SupportsPolicyAdapters) else None
         self._base_digest = None if base is None else BaseDigest(base)
         self._batches = batches or RequestBatches()
+        self._time_limit = time_limit or TimeLimit()
         backend = engine.transfer_backend if isinstance(engine, SupportsTransfer) else ""
         self._data_planes = DataPlanes(self._publications, transfer_backend=backend)
         self.num_sampled_tokens = 0
@@ -111,7 +116,11 @@ class Replica(Sleeper):
         on_tokens: OnTokens | None = None,
         adapter: str = "",
     ) -> tuple[Sampled, ...]:
-        """Sample; Unavailable while the replica is out of rotation."""
+        """Sample; Unavailable while the replica is out of rotation.
+
+        Raises DeadlineExceeded (ANSWER_TIMED_OUT) when sampling takes longer than the time limit of
+        the tokens that an answer may have. Waiting to begin does not count.
+        """
         self._require_ready()
         # Requests that will be refused, or that have no room for one token, skip batching and are
         # not counted.
@@ -122,15 +131,25 @@ class Replica(Sleeper):
             require_one_stream(num_samples)
             if not isinstance(self._engine, SupportsStreaming):
                 raise self._unsupported_error("stream", "Send the request without streaming")
-        if room_for(prompt_ids, sampling, self._engine.max_model_len) <= 0:
+        room = room_for(prompt_ids, sampling, self._engine.max_model_len)
+        if room <= 0:
             return context_full(num_samples)
         self.num_requests_running += 1
+        tells_begin = isinstance(self._engine, SupportsBegin)
         try:
-            async with self._batches.place(num_samples):
+            async with (
+                self._batches.place(num_samples),
+                self._time_limit.around(room, from_begin=tells_begin) as begin,
+            ):
                 self._require_ready()  # the wait for a batch may have been long
                 num_ended = self._num_ended  # loads during the wait do not concern it
                 call = partial(
-                    self._engine_sample, prompt_ids, sampling, stop=stop, num_samples=num_samples
+                    self._engine_sample,
+                    prompt_ids,
+                    sampling,
+                    stop=stop,
+                    num_samples=num_samples,
+                    on_begin=begin if tells_begin else None,
                 )
                 sampled = await self._lease.run(
                     self._adapters.sample(adapter, call, on_tokens=on_tokens)
@@ -141,7 +160,7 @@ class Replica(Sleeper):
         mode = self._mode_since(num_ended)
         return tuple(replace(output, update_mode=mode) for output in sampled)
 
-    async def _engine_sample(
+    async def _engine_sample(  # noqa: PLR0913 - a request
         self,
         prompt_ids: Sequence[int],
         sampling: SamplingParams,
@@ -150,10 +169,12 @@ class Replica(Sleeper):
         *,
         stop: StopTokens,
         num_samples: int,
+        on_begin: OnBegin | None,
     ) -> tuple[Sampled, ...]:
         engine = self._engine
-        # Only an engine that SupportsAdapters is ever given one.
-        extra: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
+        # Only an engine that supports one of these is ever given it.
+        options = {"adapter": adapter, "on_begin": on_begin}
+        extra: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
         if on_tokens is not None and isinstance(engine, SupportsStreaming):
             stream = engine.stream(prompt_ids, sampling, stop=stop, on_tokens=on_tokens, **extra)
             return (await stream,)

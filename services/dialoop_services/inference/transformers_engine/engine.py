@@ -26,6 +26,7 @@ from dialoop_services.inference.engine import (
     BASE_VERSION,
     EngineOptions,
     LoadTimes,
+    OnBegin,
     OnTokens,
     Sampled,
     Scored,
@@ -70,6 +71,7 @@ class TransformersEngine:
     """An engine on a transformers model."""
 
     name = "transformers"
+    tells_begin = True
     version = str(transformers.__version__)
 
     def __init__(
@@ -147,9 +149,12 @@ class TransformersEngine:
         stop: StopTokens,
         num_samples: int = 1,
         adapter: Adapter | None = None,
+        on_begin: OnBegin | None = None,
     ) -> tuple[Sampled, ...]:
         """Continue `prompt_ids` `num_samples` times."""
-        return await self._sample(prompt_ids, sampling, stop, num_samples, adapter=adapter)
+        return await self._sample(
+            prompt_ids, sampling, stop, num_samples, adapter=adapter, on_begin=on_begin
+        )
 
     async def stream(
         self,
@@ -159,14 +164,15 @@ class TransformersEngine:
         stop: StopTokens,
         on_tokens: OnTokens,
         adapter: Adapter | None = None,
+        on_begin: OnBegin | None = None,
     ) -> Sampled:
         """Continue `prompt_ids` once; call `on_tokens` with the tokens as they come."""
         (sampled,) = await self._sample(
-            prompt_ids, sampling, stop, 1, on_tokens=on_tokens, adapter=adapter
+            prompt_ids, sampling, stop, 1, on_tokens=on_tokens, adapter=adapter, on_begin=on_begin
         )
         return sampled
 
-    async def _sample(
+    async def _sample(  # noqa: PLR0913 - a request
         self,
         prompt_ids: Sequence[int],
         sampling: SamplingParams,
@@ -175,6 +181,7 @@ class TransformersEngine:
         *,
         on_tokens: OnTokens | None = None,
         adapter: Adapter | None,
+        on_begin: OnBegin | None,
     ) -> tuple[Sampled, ...]:
         require_ids(prompt_ids, vocab_size=self.vocab_size)
         require_sampling(sampling)
@@ -190,6 +197,7 @@ class TransformersEngine:
                 generator=generator_of(sampling, index, shared=self._generator),
                 on_tokens=on_tokens,
                 adapter=adapter,
+                on_begin=on_begin,
             )
             for index in range(num_samples)
         ]

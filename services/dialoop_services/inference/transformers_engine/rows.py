@@ -15,7 +15,7 @@ from dialoop_services.inference.engine import Sampled, StopTokens, TokenChunk, V
 if TYPE_CHECKING:
     from dialoop.sequences import PolicyVersion
 
-    from dialoop_services.inference.engine import OnTokens
+    from dialoop_services.inference.engine import OnBegin, OnTokens
     from dialoop_services.inference.weights.loadable import Adapter
 
 Decode = Callable[[Sequence[int]], str]
@@ -34,6 +34,7 @@ class BatchRow:
         generator: torch.Generator,
         on_tokens: OnTokens | None,
         adapter: Adapter | None = None,
+        on_begin: OnBegin | None = None,
     ) -> None:
         self.ids = list(prompt_ids)
         self.sampling = sampling
@@ -45,6 +46,7 @@ class BatchRow:
         self._stop = stop
         self._room = room
         self._on_tokens = on_tokens
+        self._on_begin = on_begin
         self._logprobs: list[float] = []
         self._versions: list[PolicyVersion] = []
         self._stop_string = ""
@@ -59,8 +61,11 @@ class BatchRow:
 
     def note_admission(self) -> None:
         """Note the end of waiting, once."""
-        if not self._versions:
-            self._queue_s = time.monotonic() - self._queued
+        if self._versions:
+            return
+        self._queue_s = time.monotonic() - self._queued
+        if self._on_begin is not None:
+            self._on_begin()
 
     def append(self, token: int, logprob: float, version: PolicyVersion, *, decode: Decode) -> None:
         """Append one sampled token, and end the sample if it stops there."""

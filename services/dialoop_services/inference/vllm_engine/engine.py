@@ -34,6 +34,7 @@ from dialoop_services.inference.engine import (
     BASE_VERSION,
     EngineOptions,
     LoadTimes,
+    OnBegin,
     OnTokens,
     Sampled,
     Scored,
@@ -79,12 +80,14 @@ from dialoop_services.inference.weights.parameters import (
 from dialoop_services.learning.lora.base_weights import BaseWeights
 
 _SHUTDOWN_S = 1.0
+_LOOK_FOR_BEGIN_S = 0.5
 
 
 class VllmEngine:
     """An engine on vLLM."""
 
     name = "vllm"
+    tells_begin = True
     version = str(vllm.__version__)
 
     def __init__(self, llm: AsyncLLM, *, model_dir: Path, options: EngineOptions) -> None:
@@ -144,13 +147,14 @@ class VllmEngine:
         stop: StopTokens,
         num_samples: int = 1,
         adapter: Adapter | None = None,
+        on_begin: OnBegin | None = None,
     ) -> tuple[Sampled, ...]:
         """Continue `prompt_ids` `num_samples` times."""
         params = self._params(prompt_ids, sampling, stop=stop)
         if params is None:
             return context_full(num_samples)
         params.n = num_samples
-        final = await self._last_output(prompt_ids, params, adapter)
+        final = await self._last_output(prompt_ids, params, adapter, on_begin)
         queue_s = queued_s(final)
         return tuple(sampled_of(output, stop, queue_s=queue_s) for output in final.outputs)
 
@@ -162,6 +166,7 @@ class VllmEngine:
         stop: StopTokens,
         on_tokens: OnTokens,
         adapter: Adapter | None = None,
+        on_begin: OnBegin | None = None,
     ) -> Sampled:
         """Continue `prompt_ids` once; call `on_tokens` with the tokens as they come."""
         params = self._params(prompt_ids, sampling, stop=stop)
@@ -171,7 +176,8 @@ class VllmEngine:
         request_id = uuid.uuid4().hex
         ids: list[int] = []
         logprobs: list[float] = []
-        async for output in self._outputs(request_id, prompt_ids, params, adapter):
+        outputs = self._outputs(request_id, prompt_ids, params, adapter, on_begin)
+        async for output in outputs:
             completion = output.outputs[0]
             start = len(ids)
             ids.extend(completion.token_ids)
@@ -362,16 +368,26 @@ class VllmEngine:
         await asyncio.to_thread(self._llm.shutdown, timeout=_SHUTDOWN_S)
 
     async def _last_output(
-        self, token_ids: Sequence[int], params: vllm.SamplingParams, adapter: Adapter | None
+        self,
+        token_ids: Sequence[int],
+        params: vllm.SamplingParams,
+        adapter: Adapter | None,
+        on_begin: OnBegin | None = None,
     ) -> Any:
-        outputs = [o async for o in self._outputs(uuid.uuid4().hex, token_ids, params, adapter)]
-        return outputs[-1]
+        outputs = self._outputs(uuid.uuid4().hex, token_ids, params, adapter, on_begin)
+        return [output async for output in outputs][-1]
 
     async def _outputs(
-        self, request_id: str, token_ids: Sequence[int], params: Any, adapter: Adapter | None
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        params: Any,
+        adapter: Adapter | None,
+        on_begin: OnBegin | None,
     ) -> Any:
         # Salted, so that later requests do not use keys that a KEEP_KV load kept for running ones.
         prompt = tokens_input(list(token_ids), cache_salt=label_of(self._policy_version))
+        telling = on_begin and asyncio.create_task(self._tell_begin(request_id, on_begin))
         try:
             lora = lora_request(adapter) if adapter else None
             generating = self._llm.generate(prompt, params, request_id, lora_request=lora)
@@ -380,6 +396,24 @@ class VllmEngine:
                     yield output
         except (EngineDeadError, EngineGenerateError) as error:
             raise engine_stopped() from error
+        finally:
+            if telling is not None:
+                telling.cancel()
+
+    async def _tell_begin(self, request_id: str, on_begin: OnBegin) -> None:
+        """Call `on_begin` as samples of a request begin: vLLM says nothing before their end."""
+        processor = self._llm.output_processor
+        ids: set[str] = set()
+        begun: set[str] = set()
+        while not ids or begun < ids:
+            await asyncio.sleep(_LOOK_FOR_BEGIN_S)
+            ids |= set(processor.external_req_ids.get(request_id, ()))
+            # One without a state has ended already.
+            states = {i: processor.request_states.get(i) for i in ids - begun}
+            new = {i for i, s in states.items() if not (s and s.stats) or s.stats.scheduled_ts}
+            if new:
+                on_begin()
+            begun |= new
 
     def _spans_so_far(
         self, request_id: str, completion: Any, *, num_tokens: int

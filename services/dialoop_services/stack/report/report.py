@@ -13,6 +13,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from dialoop_services.rl.lengths import share_table
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -30,6 +32,8 @@ def report(summary: Mapping[str, Any], run_dir: Path, model: Path, console: Cons
     console.print(_comparison(summary))
     _print_transcripts(run_dir, model, console)
     console.print(_figures(summary))
+    if summary["lengths"]["generated"]:
+        console.print(_lengths(summary["lengths"]))
     for name, holds in summary["gates"].items():
         mark = Text("  holds  ", style="green") if holds else Text("  FAILS  ", style="bold red")
         console.print(mark + Text(name), soft_wrap=True)
@@ -84,6 +88,14 @@ def _figures(summary: Mapping[str, Any]) -> Table:
     }
     for name, value in rows.items():
         table.add_row(Text(name, style="dim"), value)
+    return table
+
+
+def _lengths(lengths: Mapping[str, Mapping[int, int]]) -> Table:
+    """Return a table of how long trajectories were: all that were played, and those trained."""
+    table = Table("sampled tokens", "generated", "trained", box=None, padding=(0, 2, 0, 0))
+    for longest, generated, trained in share_table(lengths["generated"], lengths["trained"]):
+        table.add_row(f"up to {longest}", f"{generated:.1%}", f"{trained:.1%}")
     return table
 
 

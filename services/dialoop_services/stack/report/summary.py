@@ -66,6 +66,7 @@ def summarise(findings: Findings) -> dict[str, Any]:
         "trajectories": trajectory_counts(stats.training),
         "evaluation_groups": group_counts(stats.evaluation),
         "evaluation_trajectories": trajectory_counts(stats.evaluation),
+        "lengths": lengths(findings),
         "accounting": accounting(findings),
         "staleness_histogram": trainer["staleness_histogram"],
         "share_of_train_steps_with_older_data": trainer["share_of_train_steps_with_older_data"],
@@ -146,6 +147,23 @@ def trajectory_counts(counts: LedgerCounts) -> dict[str, Any]:
         "trained": counts.num_trajectories_consumed,
         "dropped": dict(counts.num_trajectories_dropped),
         "left": counts.num_trajectories_live,
+    }
+
+
+def lengths(findings: Findings) -> dict[str, dict[int, int]]:
+    """Return training trajectories by sampled tokens: all that were played, and those trained.
+
+    The key of a bin is its largest length (`dialoop_services.rl.lengths`). If long answers are lost
+    on the way, as by staleness, the two distributions differ.
+    """
+    generated: Counter[int] = Counter()
+    for counts in findings.collectors:
+        played = counts["training"].get("lengths", {})
+        generated.update({int(longest): count for longest, count in played.items()})
+    trained = findings.trainer.get("trained_lengths", {})
+    return {
+        "generated": dict(sorted(generated.items())),
+        "trained": dict(sorted((int(longest), count) for longest, count in trained.items())),
     }
 
 

@@ -24,6 +24,7 @@ class JobState:
     consumed_lease_ids, consumed_group_ids: leases and groups whose gradient is in the weights and
     whose acknowledgement may not have reached the queue yet. A restart acknowledges the leases. A
     group that the queue delivers again is acknowledged, not trained again.
+    trained_lengths: trained trajectories by `length_bin` of their sampled tokens.
     due_evaluations: train steps after which an evaluation is due that has no result yet.
     """
 
@@ -45,6 +46,7 @@ class JobState:
     consumed_group_ids: list[str] = field(default_factory=list)
     staleness_histogram: Counter[int] = field(default_factory=Counter)
     forks: Counter[str] = field(default_factory=Counter)
+    trained_lengths: Counter[int] = field(default_factory=Counter)
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     due_evaluations: list[int] = field(default_factory=list)
     heldout_losses: dict[str, float] = field(default_factory=dict)
@@ -70,7 +72,14 @@ class JobState:
         version = PolicyVersion(**data.pop("policy_version"))
         histogram = Counter({int(k): v for k, v in data.pop("staleness_histogram").items()})
         forks = Counter(data.pop("forks"))
-        return cls(policy_version=version, staleness_histogram=histogram, forks=forks, **data)
+        lengths = Counter({int(k): v for k, v in data.pop("trained_lengths", {}).items()})
+        return cls(
+            policy_version=version,
+            staleness_histogram=histogram,
+            forks=forks,
+            trained_lengths=lengths,
+            **data,
+        )
 
     def result(self) -> dict[str, Any]:
         """Return the content of trainer.json about the whole run."""
@@ -85,6 +94,7 @@ class JobState:
             "num_trained_tokens": self.num_trained_tokens,
             "num_trajectories_trained": self.num_trained_trajectories,
             "forks": dict(self.forks),
+            "trained_lengths": dict(sorted(self.trained_lengths.items())),
             "evaluations": self.evaluations,
             "heldout_losses": self.heldout_losses,
             "stopped_early": self.stopped_early,

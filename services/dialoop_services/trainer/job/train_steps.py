@@ -14,6 +14,7 @@ from dialoop.errors import InvalidConfig
 from dialoop.reasons import DropReason
 from dialoop.trajectory import Stage
 
+from dialoop_services.rl.lengths import length_bin
 from dialoop_services.trainer.data.batches import sort_batch
 from dialoop_services.trainer.data.leases import WORKER
 from dialoop_services.trainer.data.untrainable import read_rows
@@ -269,6 +270,8 @@ class TrainSteps:
         state.staleness_histogram.update(staleness)
         state.num_steps_with_older_data += any(age > 0 for age in staleness)
         state.forks.update(batch.forks())
+        trained = (t for group in batch.groups for t in group.trajectories)
+        state.trained_lengths.update(length_bin(t.num_model_tokens) for t in trained)
         state.num_trained_tokens += report.num_trained_tokens
         state.num_trained_trajectories += sum(g.num_trajectories for g in batch.groups)
         state.consumed_group_ids.extend(g.group_id for g in batch.groups)

@@ -1,0 +1,57 @@
+"""An event loop on which waiting takes no time: its clock jumps to the next timer.
+
+run_virtually(main())       # asyncio.sleep(3600) returns at once, and loop.time() is an hour later
+
+Threads run at once and in place, so a run with seeded random numbers is the same every time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+    """Instead of waiting, it moves its clock."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        events: list[Any] = super().select(0)
+        if events or not timeout:
+            if timeout is None and not events:
+                raise RuntimeError("Everything waits, and nothing will ever happen.")
+            return events
+        self.now_s += timeout
+        return []
+
+
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+        self.set_default_executor(_InPlace())
+
+    def time(self) -> float:
+        return self._jumping.now_s
+
+
+class _InPlace(ThreadPoolExecutor):
+    def submit(self, call: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(call(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+
+def run_virtually(main: Coroutine[Any, Any, T]) -> T:
+    """Run to the end on a loop of its own."""
+    with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
+        return runner.run(main)
