@@ -21,6 +21,7 @@ from dialoop.messages import (
     Message,
     ToolCall,
     ToolDefinition,
+    message_from_chat,
     messages_from_chats,
 )
 from dialoop.reasons import Reason
@@ -46,9 +47,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class History(Sequence[Message]):
-    """An ordered run of messages."""
+    """An ordered run of messages.
+
+    Chat-API dicts among them become messages, and a list becomes a tuple. A single message becomes
+    a history of one, with a warning; anything else is InvalidHistory (WRONG_TYPE).
+    """
 
     messages: tuple[Message, ...] = ()
+
+    def __post_init__(self) -> None:
+        is_sound = type(self.messages) is tuple and all(type(m) is Message for m in self.messages)
+        if not is_sound:
+            object.__setattr__(self, "messages", _as_messages(self.messages, "messages"))
 
     @overload
     @classmethod
@@ -120,13 +130,25 @@ class History(Sequence[Message]):
 
         return apply_to_history(self, tokenizer, options)
 
-    def append(self, message: Message) -> History:
-        """Return this history followed by one message."""
-        return History((*self.messages, message))
+    def append(self, message: Message | Mapping[str, Any]) -> History:
+        """Return this history followed by one message or chat-API dict."""
+        return _history((*self.messages, message_from_chat(message)))
 
-    def extend(self, messages: History | Iterable[Message]) -> History:
+    def extend(self, messages: History | Iterable[Message | Mapping[str, Any]]) -> History:
         """Return this history followed by others' messages."""
-        return History((*self.messages, *messages))
+        if not isinstance(messages, History):
+            messages = History(_as_messages(messages, "messages"))
+        return _history((*self.messages, *messages.messages))
+
+    @property
+    def role(self) -> tuple[str, ...]:
+        """Return the role of each message."""
+        return tuple(message.role for message in self.messages)
+
+    @property
+    def content(self) -> tuple[str | tuple[ContentPart, ...], ...]:
+        """Return the content of each message."""
+        return tuple(message.content for message in self.messages)
 
     def starts_with(self, other: History) -> bool:
         """Return whether the first messages are exactly those of `other`."""
@@ -144,15 +166,38 @@ class History(Sequence[Message]):
     def __getitem__(self, index: slice) -> History: ...
     def __getitem__(self, index: int | slice) -> Message | History:
         if isinstance(index, slice):
-            return History(self.messages[index])
+            return _history(self.messages[index])
         return self.messages[index]
 
 
 @dataclass(frozen=True, slots=True)
 class Histories:
-    """Conversations of different lengths, side by side; each keeps its own length."""
+    """Conversations of different lengths, side by side; each keeps its own length.
+
+    Lists of messages among them become histories.
+    """
 
     histories: tuple[History, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.histories, (str, History, Message, Mapping)):
+            raise _wrong_type(self.histories, "histories", "a list of histories")
+        parts = tuple(self.histories)
+        for i, part in enumerate(parts):
+            if isinstance(part, (str, Message, Mapping)):
+                raise _wrong_type(part, f"histories[{i}]", "a history or a list of messages")
+        histories = tuple(h if isinstance(h, History) else History(tuple(h)) for h in parts)
+        object.__setattr__(self, "histories", histories)
+
+    @property
+    def role(self) -> tuple[tuple[str, ...], ...]:
+        """Return the roles of each history."""
+        return tuple(history.role for history in self.histories)
+
+    @property
+    def content(self) -> tuple[tuple[str | tuple[ContentPart, ...], ...], ...]:
+        """Return the contents of each history."""
+        return tuple(history.content for history in self.histories)
 
     @classmethod
     def from_texts(
@@ -207,7 +252,8 @@ class Histories:
 class ChatHistory:
     """Prompt, response and full; where all three are set, full == prompt ++ response.
 
-    `None` means absent, which differs from an empty history.
+    `None` means absent, which differs from an empty history. A list of messages or of chat-API
+    dicts becomes a history.
     """
 
     prompt: History | None = None
@@ -216,8 +262,9 @@ class ChatHistory:
 
     def __post_init__(self) -> None:
         for name in ("prompt", "response", "full"):
-            if isinstance(getattr(self, name), Message):
-                object.__setattr__(self, name, _promote_message(getattr(self, name), name))
+            part = getattr(self, name)
+            if part is not None and not isinstance(part, History):
+                object.__setattr__(self, name, _history(_as_messages(part, name)))
         if self.prompt is None or self.response is None or self.full is None:
             return
         if self.full.messages != self.prompt.messages + self.response.messages:
@@ -287,13 +334,33 @@ def _promote(chats: Any) -> Any:
     return [chats]
 
 
-def _promote_message(message: Message, where: str) -> History:
-    warnings.warn(
-        f"{where} is a single message where a history is expected; Dialoop made one of it.",
-        DialoopWarning,
-        stacklevel=4,
+def _history(messages: tuple[Message, ...]) -> History:
+    """Make a history of messages that are known to be messages, without looking at each again."""
+    history = object.__new__(History)
+    object.__setattr__(history, "messages", messages)
+    return history
+
+
+def _as_messages(value: Any, where: str) -> tuple[Message, ...]:
+    """Return messages; a single one gets a warning. InvalidHistory (WRONG_TYPE) for others."""
+    if isinstance(value, (Message, Mapping)):
+        warnings.warn(
+            f"{where} is a single message where a history is expected; Dialoop made one of it.",
+            DialoopWarning,
+            stacklevel=5,
+        )
+        value = (value,)
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise _wrong_type(value, where, "a list of messages")
+    return messages_from_chats(value, where)
+
+
+def _wrong_type(value: Any, where: str, expected: str) -> InvalidHistory:
+    return InvalidHistory(
+        f"{where}: expected {expected}, found {type(value).__name__} {value!r:.40}.",
+        reason=Reason.WRONG_TYPE,
+        remedy='Give [Message(role="user", content="...")], or dicts with role and content.',
     )
-    return History((message,))
 
 
 def as_history(messages: History | Sequence[Mapping[str, Any]] | str) -> History:

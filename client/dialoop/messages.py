@@ -14,6 +14,8 @@ import binascii
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidHistory, Unsupported
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 PLACEHOLDER_ROLE = "<none>"
 """Role of messages that pad rectangular batches in other libraries; reading drops them."""
 
+_USUAL_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_FIELDS = ("tool_call_id", "name")
 _KNOWN = frozenset(
     {"role", "content", "is_complete", "tool_calls", "tool_responses", "reasoning"}
@@ -81,8 +84,25 @@ class Message:
     name: str = ""
 
     def __post_init__(self) -> None:
+        _expect(self.role, str, "role", "a string")
         if not self.role:
             raise InvalidHistory("A message has no role.", remedy="Set role, for example 'user'.")
+        if intended := _intended_role(self.role):
+            raise InvalidHistory(
+                f"There is no role '{self.role}'.",
+                reason=Reason.UNKNOWN_ROLE,
+                remedy=f"Use '{intended}', or a role of your own that is not so close to it.",
+            )
+        _expect(self.is_complete, bool, "is_complete", "true or false")
+        for name in ("reasoning", *_TEXT_FIELDS):
+            _expect(getattr(self, name), str, name, "a string")
+        if not isinstance(self.content, str):
+            object.__setattr__(self, "content", _content(self.content, "content"))
+        if self.tool_calls != ():
+            object.__setattr__(self, "tool_calls", _tool_calls(self.tool_calls, "tool_calls"))
+        if self.tool_responses != ():
+            responses = _tool_responses(self.tool_responses, "tool_responses")
+            object.__setattr__(self, "tool_responses", responses)
 
     @property
     def text(self) -> str:
@@ -129,14 +149,8 @@ def message_from_chat(chat: Any, where: str = "message") -> Message:
         is_complete=True
         if is_complete is None
         else _expect(is_complete, bool, f"{where}.is_complete", "true or false"),
-        tool_calls=tuple(
-            _tool_call(call, f"{where}.tool_calls[{i}]")
-            for i, call in enumerate(_items(chat.get("tool_calls"), f"{where}.tool_calls"))
-        ),
-        tool_responses=tuple(
-            _expect(text, str, f"{where}.tool_responses[{i}]", "a string")
-            for i, text in enumerate(_items(chat.get("tool_responses"), f"{where}.tool_responses"))
-        ),
+        tool_calls=_tool_calls(chat.get("tool_calls"), f"{where}.tool_calls"),
+        tool_responses=_tool_responses(chat.get("tool_responses"), f"{where}.tool_responses"),
         reasoning=_text(reasoning, f"{where}.reasoning_content"),
         **texts,
     )
@@ -209,6 +223,26 @@ def _expect(value: Any, kind: Any, where: str, expected: str) -> Any:
 
 def _text(value: Any, where: str) -> str:
     return "" if value is None else str(_expect(value, str, where, "a string"))
+
+
+@lru_cache(maxsize=256)
+def _intended_role(role: str) -> str:
+    """Return the usual role that a misspelt one stands for; "" for usual roles and one's own."""
+    plain = role.strip().lower()
+    if role in _USUAL_ROLES or not plain.isalpha():
+        return ""
+    return next(iter(get_close_matches(plain, _USUAL_ROLES, n=1, cutoff=0.85)), "")
+
+
+def _tool_calls(value: Any, where: str) -> tuple[ToolCall, ...]:
+    return tuple(_tool_call(call, f"{where}[{i}]") for i, call in enumerate(_items(value, where)))
+
+
+def _tool_responses(value: Any, where: str) -> tuple[str, ...]:
+    return tuple(
+        _expect(text, str, f"{where}[{i}]", "a string")
+        for i, text in enumerate(_items(value, where))
+    )
 
 
 def _items(value: Any, where: str) -> Sequence[Any]:

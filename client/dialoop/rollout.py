@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.chat import History
 from dialoop.episode import UpdateMode
+from dialoop.errors import InvalidInput
 from dialoop.failures import error_of
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Sequence
@@ -130,8 +131,10 @@ async def play(
 ) -> Trajectory:
     """Play one episode of the task and return its record, whatever happens on the way.
 
-    Only cancellation escapes. `max_turns` bounds an environment that never ends its episodes.
+    Only cancellation escapes, and InvalidInput for an argument of another type. `max_turns` bounds
+    an environment that never ends its episodes.
     """
+    _require_parts(task, sessions, policy)
     recorder = _Recorder()
     session_id = uuid.uuid4().hex
     sampling = sampling or task.sampling
@@ -143,6 +146,24 @@ async def play(
     finally:
         await _close(sessions, session_id)
     return _trajectory_of(task, recorder, group_id=group_id, sampling=sampling)
+
+
+def _require_parts(task: Task, sessions: Sessions, policy: Policy) -> None:
+    """Raise InvalidInput (WRONG_TYPE) for something else in their place."""
+    sound = {
+        "task": (task, isinstance(task, Task), "a Task"),
+        "sessions": (
+            sessions,
+            hasattr(sessions, "create_session"),
+            "an EnvironmentClient, or LocalEnvironmentClient(environment)",
+        ),
+        "policy": (policy, hasattr(policy, "generate"), "an InferenceClient or a ScriptedPolicy"),
+    }
+    for name, (value, is_sound, expected) in sound.items():
+        if not is_sound:
+            raise InvalidInput(
+                f"{name} is {value!r:.40}.", reason=Reason.WRONG_TYPE, remedy=f"Give {expected}."
+            )
 
 
 async def _open(task: Task, sessions: Sessions, session_id: str, recorder: _Recorder) -> bool:
@@ -247,6 +268,7 @@ async def play_group(
     max_turns: int = 64,
 ) -> Group:
     """Play `task.num_trajectories` episodes of one task at the same time."""
+    _require_parts(task, sessions, policy)
     async with asyncio.TaskGroup() as players:
         playing = [
             players.create_task(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from numbers import Real
+from typing import TYPE_CHECKING, Any
 
 from dialoop.chat import History
 from dialoop.errors import InvalidInput
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
 
 
 _NO_TOP_K = (0, -1)
+_NUMBERS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "repetition_penalty")
+
+
+def texts_of(value: Any, name: str) -> tuple[str, ...]:
+    """Return texts as a tuple, also a single one; InvalidInput (WRONG_TYPE) for anything else."""
+    texts = (value,) if isinstance(value, str) else tuple(value or ())
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidInput(
+            f"{name} is {value!r:.40}.", reason=Reason.WRONG_TYPE, remedy="Give a list of texts."
+        )
+    return texts
 
 
 class StopReason(IntEnum):
@@ -101,6 +113,15 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.top_k in _NO_TOP_K:
             object.__setattr__(self, "top_k", None)
+        object.__setattr__(self, "stop", texts_of(self.stop, "stop"))
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+                raise InvalidInput(
+                    f"{name} is {value!r:.40}.",
+                    reason=Reason.INVALID_SAMPLING,
+                    remedy=f"Give {name} as a number, or leave it out for 'off'.",
+                )
         self._require_penalty()
         checks = (
             ("temperature", self.temperature, 0.0, float("inf")),

@@ -36,7 +36,7 @@ from dialoop.errors import (
 from dialoop.failures import failure_of
 from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
-from dialoop.trajectory import Failure, Owner, Trajectory
+from dialoop.trajectory import Failure, Owner, Trajectory, texts_of
 from dialoop.user_functions import call_now, resolve
 
 
@@ -73,6 +73,8 @@ class ChatEnv:
     def __post_init__(self) -> None:
         if not self.name:
             raise InvalidConfig("`name` of the environment is empty.", remedy="Give it a name.")
+        object.__setattr__(self, "stop", texts_of(self.stop, "stop"))
+        object.__setattr__(self, "transforms", _transforms(self.transforms))
         traits = self.traits
         if self.policy_role in (self.system_role, self.user_role, *traits.roles):
             raise InvalidConfig(
@@ -183,7 +185,7 @@ class ChatEnv:
             outcome = self._update_view(outcome, len(start.episode.history))
         if not (outcome.is_scorable and outcome.is_rewarded):
             return outcome
-        return outcome.with_score(await self._score(outcome.episode))
+        return outcome.with_score(await self._score(_as_sent(outcome.episode, start.episode)))
 
     async def score(self, task: TaskData, trajectory: Trajectory) -> tuple[Score, ...]:
         """Return the rewards of a finished trajectory; `Episode.state` is empty here."""
@@ -346,6 +348,31 @@ class ChatEnv:
                 rewards=score.rewards + part.rewards, failures=score.failures + part.failures
             )
         return score
+
+
+def _transforms(value: Any) -> tuple[Transform, ...]:
+    """Return transforms as a tuple, also a single one; InvalidConfig for anything else."""
+    transforms = (value,) if isinstance(value, Transform) else tuple(value)
+    for number, transform in enumerate(transforms):
+        if not isinstance(transform, Transform):
+            raise InvalidConfig(
+                f"transforms[{number}] is {transform!r:.40}, which is no Transform.",
+                reason=Reason.WRONG_TYPE,
+                remedy="Give instances of Transform; Rewards([...]) and ToolCalls([...]) make one "
+                "of functions.",
+            )
+    return transforms
+
+
+def _as_sent(episode: Episode, sent: Episode) -> Episode:
+    """Return the episode with the policy's messages as it sent them, for its rewards.
+
+    A transform may have edited them, as AddThinkingPrompt does.
+    """
+    if episode.history.starts_with(sent.history):
+        return replace(episode, answer=sent.answer)
+    added = episode.history[len(sent.history) :]
+    return replace(episode, history=sent.history.extend(added), answer=sent.answer)
 
 
 def _require_shape(score: Score, transform: Transform, episode: Episode) -> Score:

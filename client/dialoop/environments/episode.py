@@ -35,6 +35,10 @@ class TaskData:
     metadata: Mapping[str, str] = field(default_factory=dict)
     messages: History | None = None
 
+    def __post_init__(self) -> None:
+        if self.messages is not None and not isinstance(self.messages, History):
+            object.__setattr__(self, "messages", History(self.messages))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:

@@ -6,8 +6,10 @@ Tokens(response=(55, 257))
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 from dialoop.chat import ChatHistory
 from dialoop.errors import InvalidConfig, InvalidHistory
@@ -53,6 +55,10 @@ class Text:
     full: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("prompt", "response", "full"):
+            part = getattr(self, name)
+            if not isinstance(part, str | None):
+                raise _wrong_type(name, part, "text")
         _require_agreement(self.prompt, self.response, self.full, "characters")
 
 
@@ -65,11 +71,31 @@ class Tokens:
     full: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("prompt", "response", "full"):
+            part = getattr(self, name)
+            if part is not None and type(part) is not tuple:
+                object.__setattr__(self, name, _ids(name, part))
         _require_agreement(self.prompt, self.response, self.full, "tokens")
 
 
 Answered = ChatHistory | Text | Tokens
 """What a policy sends to an environment, in one of the three modes."""
+
+
+def _ids(name: str, part: Any) -> tuple[int, ...]:
+    """Return ids that came as a list or an array as a tuple."""
+    try:
+        return tuple(operator.index(token_id) for token_id in part)
+    except TypeError:
+        raise _wrong_type(name, part, "token ids") from None
+
+
+def _wrong_type(name: str, part: Any, expected: str) -> InvalidHistory:
+    return InvalidHistory(
+        f"{name}: expected {expected}, found {type(part).__name__} {part!r:.40}.",
+        reason=Reason.WRONG_TYPE,
+        remedy=f"Give {expected}.",
+    )
 
 
 def _require_agreement(

@@ -1,7 +1,7 @@
 """Ask the policy to think again before its episode ends.
 
 AddThinkingPrompt(lambda episode: not is_right(episode))          # edits the policy's last message
-AddThinkingPrompt(unsure, role="user", edit_last_turn=False)      # adds a user message
+AddThinkingPrompt(unsure, role="user")                            # adds a user message
 
 Place it after the transforms that end the episode and before the rewards.
 """
@@ -36,11 +36,13 @@ _PROMPTS = {
 class AddThinkingPrompt(Transform):
     """Ask for more thought when `condition` holds, and let the episode go on.
 
-    `edit_last_turn` (the policy's role only) replaces the last answer block of the policy's message
-    by the prompt, or appends the prompt when there is no block. The policy did not sample the
-    edited message, so its tokens fork into a new sequence in which none of it is trained. With
-    `zero_reward` (default: when editing) this step gets no reward. `undo_done` reopens the episode.
-    It asks at most `max_times` per episode. `condition` may be async, and has `timeout_s` seconds.
+    `edit_last_turn` (for role "assistant" only) replaces the last answer block of the policy's
+    message by the prompt, or appends the prompt when there is no block. The policy did not sample
+    the edited message, so its tokens fork into a new sequence in which none of it is trained. With
+    `zero_reward` (default: when editing) this step gets no reward; else its rewards read the
+    message as the policy sent it. Without `edit_last_turn` the prompt is a message of its own, of
+    the user or of the assistant; none of it is trained. `undo_done` reopens the episode. It asks at
+    most `max_times` per episode. `condition` may be async, and has `timeout_s` seconds.
     """
 
     def __init__(  # noqa: PLR0913 - the options are the interface
@@ -64,12 +66,6 @@ class AddThinkingPrompt(Transform):
                 f"edit_last_turn edits the policy's message, but role is '{role}'.",
                 remedy='Use role="assistant", or edit_last_turn=False.',
             )
-        if not edits and role == "assistant":
-            raise InvalidConfig(
-                "edit_last_turn=False with role='assistant' adds a message that the policy did not "
-                "write.",
-                remedy='Use role="user", or edit_last_turn=True.',
-            )
         self._condition = condition
         prompts = (prompt,) if isinstance(prompt, str) else tuple(prompt)
         self._prompts = tuple(filter(None, prompts)) or _PROMPTS[role]
@@ -84,7 +80,7 @@ class AddThinkingPrompt(Transform):
     @property
     def traits(self) -> Traits:
         """Return that it needs messages, and a session for the count of its prompts."""
-        roles = () if self._edits else (self._role,)
+        roles = (self._role,) if self._role == "user" else ()
         return Traits(needs_messages=True, needs_session=True, roles=roles)
 
     async def step(self, outcome: Outcome) -> Outcome:
@@ -112,9 +108,7 @@ class AddThinkingPrompt(Transform):
         episode = outcome.episode
         answer = episode.answer
         assert answer is not None
-        place = next(
-            i for i in range(len(episode.history) - 1, -1, -1) if episode.history[i] is answer
-        )
+        place = max(i for i, message in enumerate(episode.history) if message is answer)
         edited = replace(answer, content=_replace_answer(answer.text, prompt), is_complete=True)
         messages = list(episode.history)
         messages[place] = edited

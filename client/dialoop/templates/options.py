@@ -56,6 +56,32 @@ class TemplateOptions(TypedDict, total=False):
 
 
 _NAMES = frozenset(TemplateOptions.__annotations__)
+_FLAG = (False, True)
+# What an option may be; None stands for the default.
+_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (None, *_FLAG),
+    "continue_final_message": _FLAG,
+    "tokenize": _FLAG,
+    "padding": (False, True, "longest", "max_length"),
+    "padding_side": ("left", "right"),
+    "truncation": _FLAG,
+    "return_tensors": (None, "np"),
+    "return_dict": _FLAG,
+    "return_assistant_tokens_mask": _FLAG,
+    "include_eos": _FLAG,
+}
+
+
+def _require_one_of(name: str, value: Any, values: tuple[Any, ...]) -> None:
+    if any(value is allowed or (value == allowed and type(value) is str) for allowed in values):
+        return
+    is_torch = name == "return_tensors" and value == "pt"
+    hint = " Give its result to torch.from_numpy for tensors of torch." if is_torch else ""
+    raise InvalidInput(
+        f"{name} is {value!r:.40}.",
+        reason=Reason.BAD_OPTIONS,
+        remedy=f"Use one of: {', '.join(map(repr, values))}.{hint}",
+    )
 
 
 def choose_template(
@@ -110,6 +136,8 @@ def apply_to_histories(
             reason=Reason.BAD_OPTIONS,
             remedy="Give variables of the template in template_kwargs.",
         )
+    for name, values in _VALUES.items():
+        _require_one_of(name, options.get(name, values[0]), values)
     ours = as_tokenizer(tokenizer)
     template = choose_template(
         ours,

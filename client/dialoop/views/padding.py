@@ -109,6 +109,15 @@ def pad_output(
     )
 
 
+def _require_side(side: str) -> None:
+    if side not in ("left", "right"):
+        raise InvalidInput(
+            f"padding_side is {side!r:.40}.",
+            reason=Reason.BAD_PADDING,
+            remedy="Use 'left' or 'right'.",
+        )
+
+
 def pad_tokens(
     batch: Sequence[Tokens], *, pad_token_id: int, padding_side: PaddingSide = "left"
 ) -> PaddedTokens:
@@ -116,6 +125,7 @@ def pad_tokens(
 
     padding_side: where `full` is padded when its parts are not known.
     """
+    _require_side(padding_side)
     prompt = _column([t.prompt for t in batch], "left", pad_token_id)
     response = _column([t.response for t in batch], "right", pad_token_id)
     full = _column([t.full for t in batch], padding_side, pad_token_id)
@@ -161,6 +171,7 @@ def padded_rows(
 
     Only the lengths tell padding from tokens: many models pad with the token that ends a turn.
     """
+    _require_side(padding_side)
     if lengths is None:
         raise InvalidInput(
             "Padded rows came without their lengths.",

@@ -1,5 +1,7 @@
 """Facts of modes, data loading, thinking prompts, versions, tags and shapes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from dialoop.chat import ChatHistory, History, Message
@@ -11,6 +13,7 @@ from dialoop.environments import (
     DataLoadingPrimer,
     DataSource,
     EndOnTag,
+    Episode,
     Given,
     InputMode,
     KLReward,
@@ -30,9 +33,10 @@ from dialoop.environments import (
     tag_text,
 )
 from dialoop.errors import InvalidConfig, InvalidHistory, InvalidInput
-from dialoop.testing import byte_tokenizer
+from dialoop.rollout import play
+from dialoop.testing import InMemoryEnvironment, ScriptedPolicy, byte_tokenizer
 from dialoop.tokens.tokenizer import Tokenizer
-from dialoop.trajectory import DoneReason, Reward
+from dialoop.trajectory import DoneReason, Reward, Task
 
 TASK = TaskData(key="k", question="q", answer="7")
 ROWS = [{"query": f"q{n}"} for n in range(3)]
@@ -232,10 +236,43 @@ async def test_an_edited_step_is_not_rewarded_and_done_can_be_kept():
     assert outcome.rewards == ()
 
 
+async def test_rewards_read_the_message_that_the_policy_sent_and_not_the_edited_one():
+    seen = []
+
+    def right(episode: Episode) -> float:
+        seen.append([message.text for message in episode.history])
+        return float("<answer>75</answer>" in episode.answer_text)
+
+    edits = AddThinkingPrompt(lambda e: True, prompt="Wait.", zero_reward=False)
+    environment = env(EndOnTag(), edits, Rewards([right], every_turn=True))
+    (outcome,) = await play_steps(environment, say("<answer>75</answer>"))
+    assert outcome.episode.history[-1].text == "Wait."
+    assert [reward.value for reward in outcome.rewards] == [1.0]
+    assert seen == [["q", "<answer>75</answer>"]]
+
+
+async def test_a_thinking_prompt_of_the_assistant_can_be_a_message_of_its_own():
+    own = AddThinkingPrompt(lambda e: True, prompt="Wait.", edit_last_turn=False)
+    environment = env(EndOnTag(), own, Rewards([brief]))
+    task = Task(task_id="t", environment=environment.name, split="train", key="0")
+    policy = ScriptedPolicy(["<answer>1</answer>", "<answer>2</answer>"])
+    environment = replace(environment, tasks=RowTasks([{"query": "x"}]))
+    played = await play(task, sessions=InMemoryEnvironment(environment), policy=policy)
+    assert [(m.role, m.text) for m in played.history] == [
+        ("user", "x"),
+        ("assistant", "<answer>1</answer>"),
+        ("assistant", "Wait."),
+        ("assistant", "<answer>2</answer>"),
+    ]
+    (sequence,) = played.sequences
+    sampled = sequence.token_ids[sequence.response_mask()].tolist()
+    assert BYTES.decode(sampled) == "<answer>1</answer><|im_end|><answer>2</answer><|im_end|>"
+    assert played.reward == 1.0
+
+
 def test_thinking_prompts_that_make_no_sense_are_rejected():
     for options in (
         {"role": "user", "edit_last_turn": True},
-        {"role": "assistant", "edit_last_turn": False},
         {"role": "system"},
     ):
         with pytest.raises(InvalidConfig):
