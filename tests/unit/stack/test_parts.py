@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import socket
 from io import StringIO
 from pathlib import Path
@@ -49,7 +50,8 @@ def test_a_chosen_port_is_chosen_again_by_nobody_before_its_service_listens(
 
 def free_pair() -> range:
     """Two ports below those that stacks choose from, which nobody listens on."""
-    for first in range(10_000, 20_000, 2):
+    # Any pair: another run of this test on the machine must not choose the same one.
+    for first in random.SystemRandom().sample(range(10_000, 20_000, 2), 100):
         with contextlib.suppress(OSError), contextlib.ExitStack() as held:
             for port in (first, first + 1):
                 held.enter_context(socket.create_server(("127.0.0.1", port)))
