@@ -284,6 +284,7 @@ class Reason(_Named):
     OPEN_FAILED = "OPEN_FAILED", "The environment failed while it opened."
     OPEN_TIMEOUT = "OPEN_TIMEOUT", "The environment did not open in time."
     OPTIMIZER_MISMATCH = "OPTIMIZER_MISMATCH", "The checkpoint is of another optimiser."
+    OPTIMIZER_NOT_FOUND = "OPTIMIZER_NOT_FOUND", "The optimiser cannot be imported, or is none."
     OPTION_RESERVED = (
         "OPTION_RESERVED",
         "The name is an argument of rendering, not a template option.",

@@ -28,6 +28,7 @@ from dialoop.testing import ScriptedPolicy
 from dialoop_services.config.file import parse_config
 from dialoop_services.learning.loss.loss_loading import load_loss
 from dialoop_services.learning.loss.losses import LossInputs
+from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
 from dialoop_services.runtime import load
 from dialoop_services.scorer.__main__ import make_scorer
 from dialoop_services.scorer.settings import ScorerSettings
@@ -58,6 +59,7 @@ TESTED_HERE = frozenset(
         "estimator",
         "in_process",
         "loss",
+        "optimizer",
         "python_environment",
         "sdk",
         "template",
@@ -295,6 +297,20 @@ def test_the_tracker_of_the_docs_gets_the_numbers(
     records.metric("train", train_step=3, policy_version=None, reward=0.25)
     records.close()
     assert (tmp_path / "numbers.txt").read_text("utf-8") == "3 {'train/reward': 0.25}\n"
+
+
+def test_the_optimizer_of_the_docs_is_loaded_by_name_and_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_optimizers.py").write_text(snippet("optimizer"))
+    monkeypatch.syspath_prepend(tmp_path)
+    weight = torch.nn.Parameter(torch.tensor([1.0]))
+    settings = OptimizerSettings(name="my_optimizers:momentum", learning_rate=0.5)
+    optimizer = GuardedOptimizer([weight], settings)
+    for expected in (0.5, -0.45):  # the second step has 0.9 of the first one's gradient too
+        weight.grad = torch.tensor([1.0])
+        optimizer.step(1.0)
+        assert weight.item() == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_template_snippet_holds_as_printed() -> None:

@@ -8,9 +8,9 @@ stack reads more keys of it. A new key needs a field here and the place that use
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from dialoop_services.config.losses import (
     DEFAULT_LOSS,
@@ -19,10 +19,13 @@ from dialoop_services.config.losses import (
     LossName,
     facts_of,
 )
-from dialoop_services.config.values import FilePath, Section
+from dialoop_services.config.values import FilePath, NameOf, Section
 
 DataPlane = Literal["shared_memory", "chunks", "nccl", "ipc"]
 Dtype = Literal["float32", "bfloat16"]
+OPTIMIZERS = ("adamw", "muon")
+OptimizerName = Annotated[str, AfterValidator(NameOf("optimizer", OPTIMIZERS))]
+"""A built-in optimiser, or the import path of one."""
 UpdateMode = Literal["recompute", "keep_kv", "wait"]
 Oversize = Literal["error", "drop", "truncate"]
 """What happens to a sequence that is longer than a packed row."""
@@ -454,8 +457,9 @@ class TrainFields(Section):
     and "truncate" affect the sequence alone."""
     learning_rate: float = Field(default=1e-4, gt=0)
     """Peak learning rate."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """Optimiser: "adamw", or "muon" for hidden matrices with AdamW for the other weights."""
+    optimizer: OptimizerName = "adamw"
+    """Optimiser: "adamw", "muon" for hidden matrices with AdamW for the other weights, or your own
+    as "module:function"."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate over all updates: "constant", or "linear" or "cosine" down to a tenth."""
     num_warmup_updates: int = Field(default=0, ge=0)
@@ -550,6 +554,15 @@ class TrainFields(Section):
                 f"max_staleness is {self.max_staleness}, below pipeline_depth "
                 f"{self.pipeline_depth}: all data would become too stale to train; set "
                 f"max_staleness to {self.pipeline_depth} or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _require_a_checkpoint_that_holds_the_optimizer(self) -> Self:
+        if self.sharded_checkpoints and self.optimizer not in OPTIMIZERS:
+            raise ValueError(
+                f"optimizer is {self.optimizer}, your own, and sharded_checkpoints holds the state "
+                "of built-in ones only: set sharded_checkpoints = false"
             )
         return self
 

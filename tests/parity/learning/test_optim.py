@@ -1,10 +1,13 @@
 import math
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
 from dialoop.errors import InvalidConfig
+from dialoop_services.config.tables import TrainSection
 from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
+from pydantic import ValidationError
 from torch import nn
 
 
@@ -96,3 +99,74 @@ def test_a_checkpoint_of_another_optimiser_is_refused() -> None:
     with pytest.raises(InvalidConfig) as caught:
         GuardedOptimizer([matrix, vector], OptimizerSettings()).load_state_dict(muon.state_dict())
     assert caught.value.reason == "OPTIMIZER_MISMATCH"
+
+
+OWN = "tests.support.programs.own_optimizers"
+
+
+def _own(name: str, *weights: nn.Parameter, **fields: Any) -> GuardedOptimizer:
+    settings = OptimizerSettings(name=name, learning_rate=0.1, **fields)
+    return GuardedOptimizer(weights or (nn.Parameter(torch.zeros(2)),), settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "twin"),
+    [(f"{OWN}:momentum", torch.optim.SGD), ("torch.optim:NAdam", torch.optim.NAdam)],
+)
+def test_an_optimizer_of_ones_own_takes_its_steps_at_the_rate_of_the_schedule(
+    name: str, twin: Any
+) -> None:
+    weight, expected = (nn.Parameter(torch.tensor([1.0, 2.0])) for _ in range(2))
+    optimizer = _own(name, weight, weight_decay=0.01, total_steps=4)
+    options = {"momentum": 0.9} if twin is torch.optim.SGD else {}
+    other = twin([expected], lr=9.0, weight_decay=0.01, **options)
+    for gradient, rate in (([0.3, -0.4], 0.1), ([0.5, 0.1], 0.0775)):
+        weight.grad, expected.grad = torch.tensor(gradient), torch.tensor(gradient)
+        report = optimizer.step(1.0)
+        other.param_groups[0]["lr"] = rate
+        other.step()
+        assert report.learning_rate == pytest.approx(rate)
+    assert torch.equal(weight, expected)
+    weight.grad = torch.tensor([math.nan, 0.0])
+    assert not optimizer.step(1.0).applied
+    assert torch.equal(weight, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("no_such_module:make", "'no_such_module:make' cannot be loaded"),
+        (f"{OWN}:missing", "cannot be loaded"),
+        (f"{OWN}:nothing", "returned no torch.optim.Optimizer"),
+        (f"{OWN}:no_decay", "raised TypeError: .*weight_decay"),
+        (f"{OWN}:without_the_first", "holds 1 parameters, not the 2 it was given"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused_at_the_start(name: str, problem: str) -> None:
+    weights = (nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3)))
+    with pytest.raises(InvalidConfig, match=problem) as caught:
+        _own(name, *weights)
+    assert caught.value.reason == "OPTIMIZER_NOT_FOUND"
+    assert caught.value.remedy
+
+
+def test_state_that_no_checkpoint_holds_is_refused_in_the_first_step() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.ones(2)
+    with pytest.raises(InvalidConfig, match="Forgetful keeps a state 'object'"):
+        _own(f"{OWN}:Forgetful", weight).step(1.0)
+
+
+@pytest.mark.parametrize("other", [f"{OWN}:momentum", "adamw", "torch.optim:AdamW"])
+def test_state_of_another_optimizer_is_refused_by_both_names(other: str) -> None:
+    state = _own(f"{OWN}:Smooth").state_dict()
+    with pytest.raises(InvalidConfig, match=f"{other}, by {OWN}:Smooth") as caught:
+        _own(other).load_state_dict(state)
+    assert caught.value.reason == "OPTIMIZER_MISMATCH"
+
+
+def test_a_sharded_checkpoint_of_an_optimizer_of_ones_own_is_refused() -> None:
+    with pytest.raises(ValidationError, match="set sharded_checkpoints = false"):
+        TrainSection(optimizer="mine:make", sharded_checkpoints=True)
+    with pytest.raises(ValidationError, match="did you mean 'adamw'"):
+        TrainSection(optimizer="adamv")

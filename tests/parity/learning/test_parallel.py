@@ -45,6 +45,8 @@ GSPO = {
 }
 WHITE = {"loss": "reinforce_pp", **REGULAR}
 LORA = {"lora_rank": 2, "is_checkpointed": True, "last_step": 3, "num_sequences": 5}
+OPTIMIZERS = "tests.support.programs.own_optimizers"
+OWN = {"optimizer": f"{OPTIMIZERS}:Smooth", "num_sequences": 2}
 _REFUSED = ("refused", "refused_elsewhere")
 HALF, REST = {"last_step": 10}, {"first_step": 10}
 
@@ -78,6 +80,7 @@ def alone(root: Path) -> Path:
         _job(root, out, "gspo", **GSPO),
         _job(root, out, "white", **WHITE),
         _job(root, out, "muon", optimizer="muon", num_sequences=1, last_step=2),
+        _job(root, out, "own", **OWN, last_step=4),
         _job(root, out, "lora", **REGULAR, **LORA, save=f"{out}/lora"),
         _job(root, out, "half", **REGULAR, **HALF, poisoned_step=5, save=f"{out}/half"),
     ):
@@ -98,6 +101,8 @@ def pair(root: Path, alone: Path) -> Path:
         _job(root, out, "white", **WHITE, **HALF, save=f"{out}/parts", is_sharded=True),
         _job(root, out, "white_rest", **WHITE, **REST, resume=f"{out}/parts", is_sharded=True),
         _job(root, out, "muon", optimizer="muon", num_sequences=1, last_step=2),
+        _job(root, out, "own", **OWN, last_step=2, save=f"{out}/own"),
+        _job(root, out, "own_rest", **OWN, first_step=2, last_step=4, resume=f"{out}/own"),
         _job(root, out, "lora", **REGULAR, **LORA, save=f"{out}/lora"),
         _job(root, out, "echo", last_step=0, resume=f"{alone}/half", save=f"{out}/echo"),
     ]
@@ -159,6 +164,7 @@ def _assert_same(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> N
         ("gspo", ("gspo",)),
         ("white", ("white", "white_rest")),
         ("muon", ("muon",)),
+        ("own", ("own", "own_rest")),
         ("lora", ("lora",)),
     ],
 )
@@ -212,13 +218,25 @@ def test_gathered_optimizer_is_what_one_process_has(alone: Path, pair: Path) -> 
 
 @pytest.mark.parametrize(
     ("name", "saved", "fields"),
-    [("grpo", "whole", REGULAR), ("white", "parts", {**WHITE, "is_sharded": True})],
+    [
+        ("grpo", "whole", {**REGULAR, **REST}),
+        ("white", "parts", {**WHITE, **REST, "is_sharded": True}),
+        ("own", "own", {**OWN, "first_step": 2, "last_step": 4}),
+    ],
 )
 def test_one_process_goes_on_where_two_stopped(
     root: Path, alone: Path, pair: Path, name: str, saved: str, fields: dict[str, Any]
 ) -> None:
-    job = _job(root, root / "on", name, **fields, **REST, resume=str(pair / saved))
-    _assert_same(_curve(alone, name)[10:], run(job))
+    job = _job(root, root / "on", name, **fields, resume=str(pair / saved))
+    _assert_same(_curve(alone, name)[job.first_step :], run(job))
+
+
+@pytest.mark.heavy(reason="starts two processes for one refusal")
+def test_an_optimizer_that_keeps_parts_as_wholes_is_refused_by_several_ranks(root: Path) -> None:
+    out = root / "local"
+    finished = _torchrun(2, [_job(root, out, "local", optimizer=f"{OPTIMIZERS}:Local")], out)
+    assert finished.returncode == 1
+    assert "Local keeps a state 'last'" in finished.stderr
 
 
 def test_rank_that_fails_ends_the_others_with_its_cause(root: Path) -> None:

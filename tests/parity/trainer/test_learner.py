@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from dialoop.errors import InvalidConfig
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop_services.config.losses import LOSSES
 from dialoop_services.config.tables import ObjectiveSettings
@@ -18,6 +20,7 @@ from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.recovery.checkpoint import Checkpoints
 from dialoop_services.trainer.settings import TrainerSettings
 
+OPTIMIZERS = "tests.support.programs.own_optimizers"
 VERSION = PolicyVersion(lineage="main", number=3)
 
 
@@ -26,11 +29,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
 
 
-def learner(model_dir: Path, seed: int = 0) -> Learner:
-    warm_start = {"num_steps": 4}
-    return Learner(
-        TrainerSettings(model_dir=model_dir, seed=seed, loss="grpo", warm_start=warm_start)
-    )
+def learner(model_dir: Path, seed: int = 0, **settings: Any) -> Learner:
+    settings = {"loss": "grpo", "warm_start": {"num_steps": 4}} | settings
+    return Learner(TrainerSettings(model_dir=model_dir, seed=seed, **settings))
 
 
 def sequences(count: int, seed: int) -> list[TrainedSequence]:
@@ -49,13 +50,14 @@ def sequences(count: int, seed: int) -> list[TrainedSequence]:
     return rows
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", f"{OPTIMIZERS}:Smooth", f"{OPTIMIZERS}:momentum"])
 def test_a_resumed_learner_takes_the_same_steps_as_one_that_never_stopped(
-    model_dir: Path, tmp_path: Path
+    model_dir: Path, tmp_path: Path, optimizer: str
 ) -> None:
-    steady = learner(model_dir)
+    steady = learner(model_dir, optimizer=optimizer)
     steady.train_step(steady.rows_to_train(sequences(8, 1), current=VERSION))
     Checkpoints(tmp_path).save(steady, JobState(policy_version=VERSION, num_train_steps=1))
-    resumed = learner(model_dir, seed=99)
+    resumed = learner(model_dir, seed=99, optimizer=optimizer)
     progress = Checkpoints(tmp_path).restore(resumed)
     assert progress is not None
     assert progress.policy_version == VERSION
@@ -65,6 +67,14 @@ def test_a_resumed_learner_takes_the_same_steps_as_one_that_never_stopped(
     assert after[0] == after[1]
     probe = [[5, 6, 7, 8, 9]]
     assert np.array_equal(steady.logprobs(probe)[0], resumed.logprobs(probe)[0])
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    saved = learner(model_dir, optimizer=f"{OPTIMIZERS}:Smooth")
+    Checkpoints(tmp_path).save(saved, JobState(policy_version=VERSION, num_train_steps=1))
+    with pytest.raises(InvalidConfig, match=r"by tests.*:Smooth") as caught:
+        Checkpoints(tmp_path).restore(learner(model_dir))
+    assert caught.value.reason == "OPTIMIZER_MISMATCH"
 
 
 def test_a_train_step_moves_the_weights_and_reports_finite_numbers(model_dir: Path) -> None:

@@ -98,7 +98,7 @@ def run(job: Job, ranks: Ranks = ALONE) -> list[dict[str, Any]]:
     policy = shard(policy, ranks)
     optimizer = GuardedOptimizer(
         policy.parameters(),
-        OptimizerSettings(name=job.optimizer, learning_rate=1e-3, warmup_steps=10),  # type: ignore[arg-type]
+        OptimizerSettings(name=job.optimizer, learning_rate=1e-3, warmup_steps=10),
         matrices=policy.hidden_matrices(),
     )
     if job.resume:

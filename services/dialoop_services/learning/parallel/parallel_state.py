@@ -127,6 +127,7 @@ def save_sharded(
 
     Frozen weights, such as those under adapters, are left out.
     """
+    _require_sizes_known(optimizers)
     states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
     with _quiet_alone(ranks):
         save(_flat(policy, states), checkpoint_id=directory, no_dist=ranks.size == 1)
@@ -139,6 +140,7 @@ def load_sharded(
     ranks: Ranks,
 ) -> None:
     """Continue from what any number of ranks wrote with `save_sharded`."""
+    _require_sizes_known(optimizers)
     names: dict[str, Any] = FileSystemReader(directory).read_metadata().state_dict_metadata
     states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
     for name, optimizer in optimizers.items():
@@ -159,6 +161,19 @@ def load_sharded(
         counts = (int(count) for count in tensors[f"{_OPTIMIZER}/{name}/{_COUNTS}"])
         states[name]["num_steps"], states[name]["num_refused"] = counts
         optimizer.load_state_dict(states[name])
+
+
+def _require_sizes_known(optimizers: Mapping[str, GuardedOptimizer]) -> None:
+    """Refuse a user's optimiser, of whose state nobody knows how its parts fit together."""
+    for optimizer in optimizers.values():
+        if not optimizer.is_built_in:
+            raise InvalidConfig(
+                f"The optimiser {optimizer.settings.name} is your own, and a sharded checkpoint "
+                "holds the state of built-in ones only.",
+                reason=Reason.OPTIMIZER_MISMATCH,
+                remedy="Set sharded_checkpoints = false in [train], and resume with the optimiser "
+                "the run was started with.",
+            )
 
 
 @contextmanager
