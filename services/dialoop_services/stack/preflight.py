@@ -32,6 +32,7 @@ from dialoop_services.stack.user_code import (
     check_demonstrations,
     check_functions,
     check_loss,
+    check_sources,
     load_environments,
     working_in,
 )
@@ -79,6 +80,7 @@ class _Checks:
             self._check_environments,
             check_functions,
             check_loss,
+            check_sources,
             _check_packages,
             _check_devices,
             _check_memory,

@@ -1,7 +1,8 @@
-"""Check what a config names of the user's own code: environments, agents, rewards and the loss.
+"""Check what a config names of the user's own code: environments, agents, rewards, the loss ...
 
-Environments, agents and rewards are imported, as the services import them. A loss is looked up in
-its source instead, since importing it would import torch, which takes seconds.
+Environments, agents, rewards and the advantage estimator are imported, as the services import them.
+A loss, an optimiser and trackers are looked up in their source instead, since importing them may
+import torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import inspect
 import os
 import sys
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,11 +26,14 @@ from dialoop.reasons import Reason
 from dialoop.text_environment.setups import load_text_setup
 
 from dialoop_services.config.losses import LOSSES, facts_of
+from dialoop_services.config.tables import OPTIMIZERS
 from dialoop_services.config.values import did_you_mean
+from dialoop_services.scorer.estimator import load_estimator
 from dialoop_services.trainer.data.demonstration_files import numbered_demonstrations
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+    from importlib.machinery import ModuleSpec
 
     from dialoop.environments import Environment
 
@@ -35,6 +41,20 @@ if TYPE_CHECKING:
     from dialoop_services.config.tables import EnvironmentSection
 
 _LOSSES = "dialoop_services.learning.loss.losses"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a name in the config is of: how errors call it, and the names that need no path."""
+
+    what: str
+    reason: Reason
+    built_in: Collection[str] = ()
+
+
+_LOSS = _Kind("loss", Reason.UNKNOWN_LOSS, LOSSES)
+_OPTIMIZER = _Kind("optimiser", Reason.OPTIMIZER_NOT_FOUND, OPTIMIZERS)
+_TRACKER = _Kind("tracker", Reason.TRACKER_NOT_FOUND)
 
 
 @contextmanager
@@ -130,15 +150,23 @@ def check_functions(config: JobConfig) -> None:
                 reason=Reason.REWARD_NOT_FOUND,
                 remedy="Name a function that takes a group and returns a value per trajectory.",
             )
+    load_estimator(config.scorer.advantage_estimator)
+
+
+def check_sources(config: JobConfig) -> None:
+    """Raise InvalidConfig for an optimiser or tracker that its module does not have."""
+    names = [(_OPTIMIZER, config.train.optimizer), *((_TRACKER, n) for n in config.trackers.use)]
+    for kind, name in names:
+        if name not in kind.built_in:
+            _parameters_of(kind, name)
 
 
 def check_loss(config: JobConfig) -> None:
     """Raise InvalidConfig for a loss that does not exist, or an option that it does not take."""
     name = config.train.loss
-    module, _, attribute = name.partition(":")
-    if name in LOSSES:
-        module, attribute = _LOSSES, facts_of(name).formula or name
-    parameters = _parameters_of(name, module, attribute)
+    is_built_in = name in LOSSES
+    path = f"{_LOSSES}:{facts_of(name).formula or name}" if is_built_in else name
+    parameters = _parameters_of(_LOSS, path)
     if parameters is None:
         return  # made in a way that only running the module tells
     options = parameters[1:]  # after the loss inputs
@@ -152,12 +180,15 @@ def check_loss(config: JobConfig) -> None:
             )
 
 
-def _parameters_of(loss: str, module: str, attribute: str) -> tuple[str, ...] | None:
+def _parameters_of(kind: _Kind, path: str) -> tuple[str, ...] | None:
     """Return the names of a function's parameters; None where its source does not tell."""
+    module, _, attribute = path.partition(":")
+    if not module or not attribute:
+        raise _cannot_load(kind, path, "it is no import path")
     loaded = getattr(sys.modules.get(module), attribute, None)
     if inspect.isfunction(loaded):
         return tuple(inspect.signature(loaded).parameters)
-    tree = _source_of(loss, module)
+    tree = _source_of(kind, path, module)
     if tree is None or "." in attribute:
         return None
     names: list[str] = []
@@ -167,35 +198,50 @@ def _parameters_of(loss: str, module: str, attribute: str) -> tuple[str, ...] | 
         names += _bound_by(statement)
     if attribute in names or "*" in names or "__getattr__" in names:
         return None
-    raise InvalidConfig(
-        f"The loss '{loss}' cannot be loaded: {module} has no function {attribute}.",
-        reason=Reason.UNKNOWN_LOSS,
-        remedy=f"{did_you_mean(attribute, names).capitalize()}"
-        f"Name a function of that module, or one of {', '.join(LOSSES)}.",
-    )
+    hint = did_you_mean(attribute, names).capitalize()
+    raise _cannot_load(kind, path, f"{module} has no {attribute}", hint=hint)
 
 
-def _source_of(loss: str, module: str) -> ast.Module | None:
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ModuleNotFoundError, ValueError):  # of a package that it is said to lie in
-        spec = None
+def _source_of(kind: _Kind, path: str, module: str) -> ast.Module | None:
+    spec = _find_module(module)
     if spec is None:
-        raise InvalidConfig(
-            f"The loss '{loss}' cannot be loaded: there is no module {module}.",
-            reason=Reason.UNKNOWN_LOSS,
-            remedy="The module must lie beside the config, in the current folder or on PYTHONPATH.",
-        )
+        raise _cannot_load(kind, path, f"there is no module {module}")
     if not spec.origin or not spec.origin.endswith(".py"):
         return None
     try:
         return ast.parse(Path(spec.origin).read_text("utf-8"))
     except SyntaxError as error:
         raise InvalidConfig(
-            f"The loss '{loss}' cannot be loaded: {spec.origin}, line {error.lineno}: {error.msg}.",
-            reason=Reason.UNKNOWN_LOSS,
+            f"The {kind.what} '{path}' cannot be loaded: {spec.origin}, line {error.lineno}: "
+            f"{error.msg}.",
+            reason=kind.reason,
             remedy="Correct that line.",
         ) from error
+
+
+def _find_module(name: str) -> ModuleSpec | None:
+    """Return where a module lies, without importing the packages that it lies in."""
+    parts = name.split(".")
+    try:
+        spec = importlib.util.find_spec(parts[0])
+    except ValueError:  # of a module that was made by hand
+        return None
+    for number in range(2, len(parts) + 1):
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        path = ".".join(parts[:number])
+        spec = PathFinder.find_spec(path, spec.submodule_search_locations)
+    return spec
+
+
+def _cannot_load(kind: _Kind, path: str, why: str, *, hint: str = "") -> InvalidConfig:
+    built_in = "".join(f"{name}, " for name in kind.built_in)
+    return InvalidConfig(
+        f"The {kind.what} '{path}' cannot be loaded: {why}.",
+        reason=kind.reason,
+        remedy=f"{hint}Use {built_in}{built_in and 'or '}module:attribute; the module must lie "
+        "beside the config, in the current folder or on PYTHONPATH.",
+    )
 
 
 def _top_level(body: Collection[ast.stmt]) -> Iterator[ast.stmt]:

@@ -84,6 +84,15 @@ MISTAKES = {
     "agent": ('[environment]\nagent = "checked_code:nobody"\n', "The agent 'checked_code:nobody'"),
     "agent alone": ('[environment]\nagent = "checked_code:alone"\n', "a task and a connection"),
     "reward": ("[[scorer.rewards]]\nname = 'a'\nuse = 'checked_code:brief'\n", "reward function"),
+    "estimator": ('[scorer]\nadvantage_estimator = "checked_code:rank"\n', "advantage estimator"),
+    "optimizer": ('[train]\noptimizer = "adamv"\n', "did you mean 'adamw'?"),
+    "optimizer of one's own": (
+        '[train]\noptimizer = "checked_code:mime"\n',
+        "Did you mean 'mine'?",
+    ),
+    "optimizer of torch": ('[train]\noptimizer = "torch.optim:NAdan"\n', "Did you mean 'nadam'?"),
+    "tracker of one's own": ('[trackers]\nuse = ["no_such:T"]\n', "no module no_such"),
+    "tracker without a path": ('[trackers]\nuse = ["wandb"]\n', "it is no import path"),
     "lengths": (
         "[collector]\nmax_new_tokens = 128\n[inference]\nmax_model_len = 64\n",
         "max_new_tokens is 128",
@@ -226,7 +235,9 @@ def test_config_print_lists_what_a_key_may_be() -> None:
     lines = {line.partition(" = ")[0]: line for line in toml_of(JobConfig()).splitlines()}
     for name in LOSSES:
         assert json.dumps(name) in lines["loss"].partition("Allowed: ")[2]
-    assert 'Allowed: one of "adamw", "muon".' in lines["optimizer"]
+    assert (
+        'Allowed: one of "adamw", "muon", or your own as "module:function".' in lines["optimizer"]
+    )
     assert (
         'Allowed: one of "vllm", "transformers", or your own as "module:Class".'
         in (lines["engine"])
