@@ -5,7 +5,7 @@ engine = "vllm"
 num_steps = 50
 
 The tables that services read stand in `dialoop_services.config.tables`. This module has the tables
-of the stack and of what is measured, and the checks that concern two tables.
+of the stack, of demonstrations and of what is measured, and the checks that concern two tables.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from dialoop_services.config.tables import (
     InferenceSection,
     ModelSection,
     ScorerSection,
-    SftSettings,
     TrainSection,
-    WarmStartSection,
 )
-from dialoop_services.config.values import Section
+from dialoop_services.config.values import FilePath, Section
 
 SCHEMA = 1
 """Version of the job file that this package reads."""
@@ -35,6 +33,39 @@ SCHEMA = 1
 _HALF = "bfloat16"
 _ROUNDING = 1e-2
 """Nats: in bfloat16, log-probs of engine and trainer differ by more than this."""
+
+
+class WarmStartSection(Section):
+    """Supervised steps on demonstrations before reinforcement learning."""
+
+    num_steps: int = Field(default=0, ge=0)
+    """Number of supervised steps before reinforcement learning; 0: none."""
+    batch_size: int = Field(default=64, ge=1)
+    """Number of demonstrations in a step of the warm start."""
+    learning_rate: float = Field(default=3e-3, gt=0)
+    """Peak learning rate of the warm start; it decays to a tenth."""
+    num_warmup_steps: int = Field(default=20, ge=0)
+    """Number of steps in which the warm start's learning rate rises from 0."""
+    checkpoint_every: int = Field(default=100, ge=1)
+    """Number of warm-start steps between checkpoints."""
+    file: FilePath = ""
+    """JSONL file of demonstrations, {"messages": [...]}; empty: the environment's own."""
+
+
+class SftSettings(Section):
+    """Supervised fine-tuning, for `mode = "sft"`; steps, rates and schedules are in [train]."""
+
+    file: FilePath = ""
+    """JSONL file of demonstrations, {"messages": [...]}. Empty: what the environment demonstrates
+    for the tasks of its train split."""
+    heldout_file: FilePath = ""
+    """JSONL file of demonstrations for the held-out loss; empty: heldout_fraction of `file`."""
+    heldout_fraction: float = Field(default=0.1, ge=0, lt=1)
+    """Share of `file` that is kept for the held-out loss, below 1."""
+    batch_size: int = Field(default=64, ge=1)
+    """Number of demonstrations in a train step."""
+    num_epochs: int = Field(default=0, ge=0)
+    """Number of times to go over all demonstrations; 0: as many steps as train.num_steps says."""
 
 
 class EvaluationSection(Section):

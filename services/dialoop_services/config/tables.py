@@ -350,23 +350,6 @@ class ScorerSection(ScorerFields):
     """Directory of the reference or teacher model; empty: the model that training starts from."""
 
 
-class WarmStartSection(Section):
-    """Supervised steps on demonstrations before reinforcement learning."""
-
-    num_steps: int = Field(default=0, ge=0)
-    """Number of supervised steps before reinforcement learning; 0: none."""
-    batch_size: int = Field(default=64, ge=1)
-    """Number of demonstrations in a step of the warm start."""
-    learning_rate: float = Field(default=3e-3, gt=0)
-    """Peak learning rate of the warm start; it decays to a tenth."""
-    num_warmup_steps: int = Field(default=20, ge=0)
-    """Number of steps in which the warm start's learning rate rises from 0."""
-    checkpoint_every: int = Field(default=100, ge=1)
-    """Number of warm-start steps between checkpoints."""
-    file: FilePath = ""
-    """JSONL file of demonstrations, {"messages": [...]}; empty: the environment's own."""
-
-
 class ObjectiveSettings(Section):
     """What goes with any loss: aggregation, KL, entropy bonus, correction for sampler mismatch."""
 
@@ -414,22 +397,6 @@ class ObjectiveSettings(Section):
                 f"'{self.correction}': set correction to kl_mask, or correction_to to inference"
             )
         return self
-
-
-class SftSettings(Section):
-    """Supervised fine-tuning, for `mode = "sft"`; steps, rates and schedules are in [train]."""
-
-    file: FilePath = ""
-    """JSONL file of demonstrations, {"messages": [...]}. Empty: what the environment demonstrates
-    for the tasks of its train split."""
-    heldout_file: FilePath = ""
-    """JSONL file of demonstrations for the held-out loss; empty: heldout_fraction of `file`."""
-    heldout_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Share of `file` that is kept for the held-out loss, below 1."""
-    batch_size: int = Field(default=64, ge=1)
-    """Number of demonstrations in a train step."""
-    num_epochs: int = Field(default=0, ge=0)
-    """Number of times to go over all demonstrations; 0: as many steps as train.num_steps says."""
 
 
 class TrainFields(Section):

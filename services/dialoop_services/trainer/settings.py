@@ -9,17 +9,21 @@ from typing import Any
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from dialoop_services.config.job import EvaluationSection, JobConfig, TrackerSettings
+from dialoop_services.config.job import (
+    EvaluationSection,
+    JobConfig,
+    SftSettings,
+    TrackerSettings,
+    WarmStartSection,
+)
 from dialoop_services.config.settings import JobSettings, job_key
 from dialoop_services.config.tables import (
     DataPlane,
     Dtype,
     EnvironmentSection,
     ModelSection,
-    SftSettings,
     TrainFields,
     UpdateMode,
-    WarmStartSection,
 )
 
 
