@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dialoop.clients.trainer import TrainerClient
     from dialoop.environments import ChatEnv, arithmetic, load_environment, tool_environment
     from dialoop.errors import DialoopError
+    from dialoop.jobs import BlockingJob, Job, JobResult, train, train_async
     from dialoop.local.client import LocalEnvironmentClient
     from dialoop.messages import ContentPart, Message, ToolCall, ToolDefinition
     from dialoop.rollout import play, play_group
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BlockingDialoop": "clients.blocking.connection",
+    "BlockingJob": "jobs",
     "Channel": "clients.channel",
     "ChatEnv": "environments",
     "ChatHistory": "chat",
@@ -49,6 +51,8 @@ _HOMES = {
     "History": "chat",
     "InferenceClient": "clients.inference",
     "InteractiveSessions": "clients.interact",
+    "Job": "jobs",
+    "JobResult": "jobs",
     "LocalEnvironmentClient": "local.client",
     "Message": "messages",
     "PolicyVersion": "sequences",
@@ -76,10 +80,13 @@ _HOMES = {
     "play": "rollout",
     "play_group": "rollout",
     "tool_environment": "environments",
+    "train": "jobs",
+    "train_async": "jobs",
 }
 
 __all__ = [
     "BlockingDialoop",
+    "BlockingJob",
     "Channel",
     "ChatEnv",
     "ChatHistory",
@@ -93,6 +100,8 @@ __all__ = [
     "History",
     "InferenceClient",
     "InteractiveSessions",
+    "Job",
+    "JobResult",
     "LocalEnvironmentClient",
     "Message",
     "PolicyVersion",
@@ -120,6 +129,8 @@ __all__ = [
     "play",
     "play_group",
     "tool_environment",
+    "train",
+    "train_async",
 ]
 
 

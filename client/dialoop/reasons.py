@@ -218,6 +218,7 @@ class Reason(_Named):
     INVALID_SEQUENCE = "INVALID_SEQUENCE", "Token ids, segments and log-probs do not agree."
     INVALID_TEMPERATURE = "INVALID_TEMPERATURE", "Log-probs at this temperature are undefined."
     INVALID_TURN = "INVALID_TURN", "A turn spans messages that are not there."
+    JOB_FAILED = "JOB_FAILED", "The training job ended before it was done."
     KERNEL_NEEDS_HALF_PRECISION = (
         "KERNEL_NEEDS_HALF_PRECISION",
         "The log-prob kernel needs half precision.",

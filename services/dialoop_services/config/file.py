@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 
+STANDARD_INPUT = Path("-")
+"""Stands for a config that is read from the standard input."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override:
     """A value that replaces the file's: the key's path, and where the value is from."""
@@ -71,15 +75,14 @@ def load_with_origins(
 ) -> LoadedConfig:
     """Return the config of a file, or all defaults, under `overrides`, and where values are from.
 
-    SEED and `run` override everything else. The path "-" reads the standard input. Relative paths
-    in an override, or in a config from the standard input, are relative to the current folder.
+    SEED and `run` override everything else. Relative paths in an override, or in a config from the
+    standard input, are relative to the current folder.
     """
     here = Path.cwd()
-    is_file = path is not None and str(path) != "-"
-    folder = here / path.parent if path is not None and is_file else here
+    folder = here if path is None or path == STANDARD_INPUT else here / path.parent
     values = {} if path is None else _read(path)
     resolve_paths(values, JobConfig, folder)
-    source = str(path) if is_file else "the command line" if path is None else "standard input"
+    source = "the command line" if path is None else _source_of(path)
     origins = dict.fromkeys(_leaves(values), source)
     last = [
         Override(path="seed", value=environment.get("SEED"), origin="SEED"),
@@ -121,9 +124,22 @@ def toml_of(config: JobConfig, origins: Mapping[str, str] | None = None) -> str:
     return "\n".join([head, *_lines(config, "", origins)]) + "\n"
 
 
+def read_values(path: Path) -> dict[str, Any]:
+    """Return what a TOML file says, with its relative paths made absolute."""
+    values = _read(path)
+    resolve_paths(values, JobConfig, Path.cwd() / path.parent)
+    return values
+
+
+def _source_of(path: Path) -> str:
+    return "the standard input" if path == STANDARD_INPUT else str(path)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(sys.stdin.read() if str(path) == "-" else path.read_text("utf-8"))
+        return tomllib.loads(
+            sys.stdin.read() if path == STANDARD_INPUT else path.read_text("utf-8")
+        )
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(
             f"The config {path} cannot be read: {getattr(error, 'strerror', None) or error}.",

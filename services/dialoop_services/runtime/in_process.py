@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from dialoop.clients.channel import Channel
 from dialoop.errors import InvalidConfig
+from google.protobuf import descriptor_pool
 
 from dialoop_services.runtime.auth import Token
 from dialoop_services.runtime.calls import Calls
 from dialoop_services.runtime.handlers import Handlers
 from dialoop_services.runtime.in_process_call import ClientCall, InProcessCall, Wire, rpc_error
+from dialoop_services.runtime.listening import bound_socket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -31,11 +33,14 @@ if TYPE_CHECKING:
 
     from dialoop.clients.retry import RetryPolicy
 
+    from dialoop_services.rest.app import RestDoor
     from dialoop_services.rest.http_routes import HttpRoute
     from dialoop_services.rest.socket_routes import SocketRoute
 
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _DRAIN_S = 10.0
+HOST = "127.0.0.1"
+"""Where REST doors of servers in a process listen."""
 
 
 class InProcessNetwork:
@@ -46,10 +51,17 @@ class InProcessNetwork:
         self._max_message_bytes = max_message_bytes
         self._places: dict[str, Place] = {}
 
-    def server(self, name: str, *, drain_s: float = _DRAIN_S) -> InProcessServer:
-        """Return a server that listens at that name once it is entered."""
+    def server(
+        self, name: str, *, drain_s: float = _DRAIN_S, rest_port: int | None = None
+    ) -> InProcessServer:
+        """Return a server that listens at that name once it is entered.
+
+        With `rest_port` it also has a REST door there, for programs that speak HTTP.
+        """
         wire = Wire(self._max_message_bytes)
-        return InProcessServer(self._place(name), wire, token=self._token, drain_s=drain_s)
+        server = InProcessServer(self._place(name), wire, token=self._token, drain_s=drain_s)
+        server.rest_port = rest_port
+        return server
 
     def connect(
         self, name: str, *, retry: RetryPolicy | None = None, token: str | None = None
@@ -82,8 +94,13 @@ class InProcessServer:
     def __init__(self, place: Place, wire: Wire, *, token: str, drain_s: float) -> None:
         self._place = place
         self._wire = wire
+        self.rest_port: int | None = None
+        self._token = token
         self._handlers = Handlers(Calls(), Token(token), door="in_process")
         self._drain_s = drain_s
+        self._servicers: list[Any] = []
+        self._routes: list[HttpRoute] = []
+        self._door: RestDoor | None = None
         self._services: list[str] = []
         self._serving: dict[str, bool] = {}
         self._stopping = asyncio.Event()
@@ -92,12 +109,14 @@ class InProcessServer:
         """Serve `servicer`, given its generated `add_..._to_server` and full service name."""
         register(servicer, self._handlers)
         self._services.append(service)
+        self._servicers.append(servicer)
 
     def add_route(self, route: HttpRoute) -> None:
-        """Do nothing: there is no REST door in a process."""
+        """Serve one more route where there is a REST door."""
+        self._routes.append(route)
 
     def add_socket(self, route: SocketRoute) -> None:
-        """Do nothing: there is no REST door in a process."""
+        """Do nothing: a REST door in a process has no WebSockets."""
 
     def show(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, int]]) -> None:
         """Do nothing: metrics are at the REST door."""
@@ -140,16 +159,40 @@ class InProcessServer:
             raise InvalidConfig(
                 f"Two servers are named '{self._place.name}'.", remedy="Name them apart."
             )
+        if self.rest_port is not None:
+            self._door = self._rest_door()
+            await self._door.open(bound_socket(HOST, self.rest_port))
         self._place.server = self
         self._place.is_taken.set()
         await self.set_serving(True)
         return self
+
+    def _rest_door(self) -> RestDoor:
+        # Imported here, since most processes need no REST.
+        from dialoop_services.rest.app import RestDoor, RestOptions, rest_app
+        from dialoop_services.runtime.metrics import Metrics
+
+        metrics = Metrics()
+        options = RestOptions(
+            token=self._token,
+            max_body_bytes=_MAX_MESSAGE_BYTES,
+            calls=Calls(metrics),
+            metrics=metrics,
+            serving=lambda: self.serving,
+            http_routes=tuple(self._routes),
+        )
+        pool = descriptor_pool.Default()
+        described = [pool.FindServiceByName(name) for name in self._services]
+        servicers = list(zip(self._servicers, described, strict=True))
+        return RestDoor(rest_app(servicers, options), drain_s=self._drain_s)
 
     async def __aexit__(self, *_: object) -> None:
         self.stop()
         self._place.server = None
         self._place.is_taken.clear()
         await self.set_serving(False)
+        if self._door is not None:
+            await self._door.close()
         await self._wire.drain(self._drain_s)
 
 

@@ -18,6 +18,7 @@ from dialoop.errors import DialoopError, InvalidConfig
 from rich.console import Console
 
 from dialoop_services.config.file import LoadedConfig, Override, load_with_origins, toml_of
+from dialoop_services.runtime.process import die_with_parent
 from dialoop_services.stack import job, preflight
 from dialoop_services.stack.layout import variables_of_tables
 from dialoop_services.stack.processes.log_stream import LogStream
@@ -48,6 +49,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 for success, 2 for a wrong setting or argument, 1 for any other failure."""
+    die_with_parent()
     words = _with_command(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(words)
     try:
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _check(loaded, options.config)
         config = preflight.check(config, folder=loaded.folder)
         is_job = options.command == "train"
-        with open_run(ROOT, config, fresh=options.fresh, reuse=not is_job) as run_dir:
+        with open_run(options.folder, config, fresh=options.fresh, reuse=not is_job) as run_dir:
             return _run(config, run_dir, loaded.folder, is_job=is_job)
     except (DialoopError, BaseExceptionGroup) as error:
         return _fail(error)
@@ -77,7 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=text)
         count = None if name in ("train", "check") else "?"
-        command.add_argument("config", type=Path, nargs=count, help="TOML job config")
+        command.add_argument("config", type=Path, nargs=count, help="TOML job config; -: stdin")
+        command.add_argument("--folder", type=Path, default=ROOT, help="where runs are kept (runs)")
         command.add_argument("--run", default="", help="name of the run, instead of the config's")
         command.add_argument("--fresh", action="store_true", help="replace an existing run")
         if name == "config":

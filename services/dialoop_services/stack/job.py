@@ -101,13 +101,10 @@ def _findings(
     rescoring: dict[str, Any],
     restarts: dict[str, int],
 ) -> summary.Findings:
-    path = plan.layout.run_dir.path
-    return summary.Findings(
+    return summary.Findings.of_run(
+        plan.layout.run_dir.path,
         config=plan.layout.config,
-        trainer=json.loads((path / "trainer.json").read_text("utf-8")),
         stats=stats,
-        collectors=summary.read_collectors(path),
-        rows_by_outcome=summary.count_outcomes(path),
         rescoring=rescoring,
         seconds_by_phase=clock.seconds,
         num_sampled_tokens=last.num_sampled_tokens,
@@ -119,10 +116,7 @@ def _findings(
 
 def _conclude(findings: summary.Findings, plan: Plan, console: Console) -> int:
     run_dir, config = plan.layout.run_dir, plan.layout.config
-    result = summary.summarise(findings)
-    result["gates"] = summary.gates_of(result, config)
-    text = json.dumps(result, indent=2) + "\n"
-    (run_dir.path / "summary.json").write_text(text, encoding="utf-8")
+    result = summary.conclude(findings, run_dir.path)
     draw_learning(run_dir.path / "metrics.jsonl", run_dir.path / "learning.png")
     report(result, run_dir.path, run_dir.model(config), console)
     return 0 if all(result["gates"].values()) else 1

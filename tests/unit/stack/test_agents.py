@@ -10,7 +10,6 @@ from dialoop.errors import InvalidConfig
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.config.file import parse_config
 from dialoop_services.stack import preflight
-from dialoop_services.stack.in_process import in_process
 from dialoop_services.stack.layout import Layout, ports_of
 from dialoop_services.stack.run_dir import RunDir
 
@@ -58,9 +57,3 @@ def test_an_agent_that_is_not_there_is_found_out_before_anything_starts(tmp_path
     with pytest.raises(InvalidConfig) as caught:
         preflight.check(layout_of(tmp_path, "nowhere:run").config)
     assert caught.value.reason == "AGENT_NOT_FOUND"
-
-
-async def test_one_process_has_no_door_for_agents():
-    with pytest.raises(InvalidConfig, match="HTTP"):
-        async with in_process({"environment": {"agent": f"{__name__}:run"}}):
-            pass

@@ -63,7 +63,7 @@ class PromptJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class AnswerJob:
     """One request: its prompts, how to sample them, and what the answer shows."""
 
     head: Head
@@ -108,7 +108,7 @@ class Answering:
             remedy="Send a shorter conversation, or start the service with a larger context.",
         )
 
-    async def whole(self, job: Job, request: HttpRequest) -> dict[str, Any]:
+    async def whole(self, job: AnswerJob, request: HttpRequest) -> dict[str, Any]:
         """Return the answer as one document."""
         started = time.perf_counter()
         choices: list[dict[str, Any]] = []
@@ -131,7 +131,9 @@ class Answering:
         numbers = usage(job.num_prompt_tokens, num_sampled)
         return {**job.head.document(choices), "usage": numbers, **job.prompt_ids()}
 
-    async def stream(self, job: Job, request: HttpRequest) -> AsyncGenerator[dict[str, Any], None]:
+    async def stream(
+        self, job: AnswerJob, request: HttpRequest
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the answer chunk by chunk."""
         with _noting_in_recordings(job, request):
             for part in job.parts:
@@ -202,7 +204,7 @@ class _Running:
     wait in it.
     """
 
-    def __init__(self, answering: Answering, job: Job) -> None:
+    def __init__(self, answering: Answering, job: AnswerJob) -> None:
         self._answering = answering
         self._job = job
         self._started = time.perf_counter()
@@ -269,7 +271,7 @@ class _Running:
 
 
 def _choice(
-    job: Job, part: PromptJob, sampled: Sampled, call_ids: CallIds, *, index: int
+    job: AnswerJob, part: PromptJob, sampled: Sampled, call_ids: CallIds, *, index: int
 ) -> dict[str, Any]:
     reading = part.reader.syntax.read(part.reader.text_of(sampled))
     fields = job.view.of(sampled.token_ids, sampled.logprobs)
@@ -291,7 +293,7 @@ async def _all(samples: list[Any]) -> list[list[Sampled]]:
 
 
 @contextmanager
-def _noting_in_recordings(job: Job, request: HttpRequest) -> Iterator[None]:
+def _noting_in_recordings(job: AnswerJob, request: HttpRequest) -> Iterator[None]:
     """Note in the recordings of a job what cut it short."""
     try:
         yield
@@ -311,7 +313,7 @@ def _noting_in_recordings(job: Job, request: HttpRequest) -> Iterator[None]:
         raise
 
 
-def _cut_short(job: Job, failure: Failure) -> None:
+def _cut_short(job: AnswerJob, failure: Failure) -> None:
     for part in job.parts:
         if part.recording is not None and part.call is not None:
             part.recording.cut_short(part.call, failure)

@@ -11,7 +11,7 @@ from dialoop.trajectory import SamplingParams
 from pydantic import BaseModel, ValidationError
 
 from dialoop_services.inference.openai.answers import Head, TokenView
-from dialoop_services.inference.openai.calls import Job, PromptJob
+from dialoop_services.inference.openai.calls import AnswerJob, PromptJob
 from dialoop_services.inference.openai.errors import UnknownModel, body_error, field_error
 from dialoop_services.inference.openai.messages import history_of, tools_of
 from dialoop_services.inference.openai.prompts import Offer, Prompts
@@ -45,7 +45,7 @@ class Jobs:
     model_name: str
     max_new_tokens: int
 
-    def chat(self, body: ChatBody, recording: Recording | None) -> Job:
+    def chat(self, body: ChatBody, recording: Recording | None) -> AnswerJob:
         """Return the job of a chat completion."""
         self._require_model(body, recording)
         _require_enforceable(body)
@@ -74,7 +74,7 @@ class Jobs:
             num_top=num_top,
         )
 
-    def completion(self, body: CompletionBody, recording: Recording | None) -> Job:
+    def completion(self, body: CompletionBody, recording: Recording | None) -> AnswerJob:
         """Return the job of a plain completion of one or more prompts."""
         self._require_model(body, recording)
         num_top = body.logprobs or 0
@@ -117,8 +117,8 @@ class Jobs:
         *,
         with_logprobs: bool,
         num_top: int,
-    ) -> Job:
-        return Job(
+    ) -> AnswerJob:
+        return AnswerJob(
             head=head,
             parts=tuple(parts),
             sampling=sampling,

@@ -20,7 +20,7 @@ from dialoop_services.rest.http_routes import HttpRoute
 from dialoop_services.runtime.logs import add_log_fields
 
 if TYPE_CHECKING:
-    from dialoop_services.inference.openai.calls import Job
+    from dialoop_services.inference.openai.calls import AnswerJob
     from dialoop_services.inference.recordings.store import Recording, RecordingStore
     from dialoop_services.inference.rendering import Renderer
     from dialoop_services.inference.replica.replica import Replica
@@ -106,7 +106,7 @@ class OpenAiService:
         return recording
 
     async def _answer(
-        self, job: Job, is_stream: bool, request: HttpRequest, answer: HttpAnswer
+        self, job: AnswerJob, is_stream: bool, request: HttpRequest, answer: HttpAnswer
     ) -> None:
         if not is_stream:
             await answer.json(await self._answering.whole(job, request))

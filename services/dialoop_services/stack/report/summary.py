@@ -47,6 +47,25 @@ class Findings:
     num_restarts: Mapping[str, int]
     is_resumed: bool = False
 
+    @classmethod
+    def of_run(cls, run_dir: Path, **others: Any) -> Findings:
+        """Read what the run's folder says, beside the other fields."""
+        return cls(
+            trainer=json.loads((run_dir / "trainer.json").read_text("utf-8")),
+            collectors=read_collectors(run_dir),
+            rows_by_outcome=count_outcomes(run_dir),
+            **others,
+        )
+
+
+def conclude(findings: Findings, run_dir: Path) -> dict[str, Any]:
+    """Write summary.json and return what it holds: the summary and its gates."""
+    summary = summarise(findings)
+    summary["gates"] = gates_of(summary, findings.config)
+    text = json.dumps(summary, indent=2) + "\n"
+    (run_dir / "summary.json").write_text(text, encoding="utf-8")
+    return summary
+
 
 def summarise(findings: Findings) -> dict[str, Any]:
     """Return the whole summary except its gates."""
