@@ -25,6 +25,7 @@ from dialoop.trajectory import (
     Failure,
     Group,
     Owner,
+    Reward,
     SamplingParams,
     StopReason,
     Task,
@@ -104,7 +105,7 @@ class _Recorder:
         turn = Turn(
             message_start=start,
             num_messages=max(0, len(after) - start),  # an environment may shorten its past
-            rewards=outcome.rewards,
+            rewards=self._fitting_rewards(outcome, sample.sequence.num_model_tokens),
             stop_reason=sample.stop_reason,
             generate_s=sample.generate_s,
             step_s=step_s,
@@ -114,6 +115,21 @@ class _Recorder:
         self.failures.extend(outcome.failures)
         self.history = after
         self.outcome = outcome
+
+    def _fitting_rewards(self, outcome: StepResult, num_tokens: int) -> tuple[Reward, ...]:
+        """Return the rewards; one with a value too many or too few per token is a failure."""
+        fitting = []
+        for reward in outcome.rewards:
+            if len(reward.per_token) in (0, num_tokens):
+                fitting.append(reward)
+                continue
+            text = (
+                f"Reward {reward.name} has {len(reward.per_token)} values for {num_tokens} sampled "
+                "tokens. Give one for each, or a single number."
+            )
+            failure = Failure(owner=Owner.REWARD, reason=Reason.RAGGED, message=text)
+            self.failures.append(failure)
+        return tuple(fitting)
 
     def add_failure(self, owner: Owner, error: Exception) -> None:
         """Keep a failure with its owner."""

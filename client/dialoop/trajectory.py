@@ -201,9 +201,20 @@ class Reward:
     success: bool | None = None
     per_token: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not self.per_token:
+            return
+        total, size = sum(self.per_token), sum(map(abs, self.per_token))
+        if abs(total - self.value) > 1e-4 * max(1.0, size):  # the wire rounds to float32
+            raise InvalidInput(
+                f"Reward {self.name} is {self.value}, and its values per token sum to {total}.",
+                reason=Reason.RAGGED,
+                remedy="Make it with Reward.dense, which sums them.",
+            )
+
     @classmethod
     def dense(cls, name: str, per_token: Iterable[float], *, weight: float = 1.0) -> Reward:
-        """Make a reward with one number per token of the response."""
+        """Make a reward with one number per sampled token of the response, in order."""
         values = tuple(map(float, per_token))
         return cls(name=name, value=sum(values), weight=weight, per_token=values)
 

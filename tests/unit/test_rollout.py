@@ -5,10 +5,20 @@ from dataclasses import replace
 
 import pytest
 from dialoop.chat import ChatHistory, History, Message, as_history
+from dialoop.environments import (
+    ChatEnv,
+    MaxTurns,
+    RewardShape,
+    RowTasks,
+    Score,
+    Traits,
+    Transform,
+)
 from dialoop.episode import ResetResult, Sample, StepResult, UpdateMode
-from dialoop.errors import InvalidHistory, NotFound, Unavailable
+from dialoop.errors import InvalidHistory, InvalidInput, NotFound, Unavailable
 from dialoop.rollout import play, play_group, sampling_of_member
 from dialoop.sequences import ForkCause, PolicyVersion, Source, sequence_of
+from dialoop.testing import InMemoryEnvironment, ScriptedPolicy
 from dialoop.trajectory import (
     DoneReason,
     Failure,
@@ -270,3 +280,46 @@ async def test_a_trajectory_says_how_loads_treated_its_answers(modes, label):
     policy = Echo(update_modes=modes)
     trajectory = await play(TASK, sessions=Script({}, DONE), policy=policy)
     assert trajectory.labels.get("update_mode") == label
+
+
+class PerToken(Transform):
+    """A reward with `per_token` values for whatever was answered."""
+
+    def __init__(self, per_token):
+        self.per_token = per_token
+
+    @property
+    def traits(self):
+        return Traits(reward_names=("dense",), reward_shape=RewardShape.DENSE)
+
+    async def score(self, episode):
+        return Score(rewards=(Reward.dense("dense", self.per_token),))
+
+
+async def _play_dense(per_token):
+    environment = ChatEnv(
+        name="e", tasks=RowTasks([{"query": "q"}]), transforms=(MaxTurns(1), PerToken(per_token))
+    )
+    task = Task(task_id="t", environment="e", split="train", key="0")
+    sessions = InMemoryEnvironment(environment)
+    return await play(task, sessions=sessions, policy=ScriptedPolicy(["ab"]))
+
+
+async def test_a_trajectory_keeps_a_reward_for_each_token():
+    trajectory = await _play_dense((0.5, 1.0, -0.25))  # "a", "b" and the end of the turn
+    assert trajectory.turns[0].rewards[0].per_token == (0.5, 1.0, -0.25)
+    assert trajectory.reward == 1.25
+    assert not trajectory.failures
+
+
+async def test_a_dense_reward_that_does_not_fit_its_tokens_is_the_rewards_failure():
+    trajectory = await _play_dense((0.5,))
+    assert trajectory.turns[0].rewards == ()
+    (failure,) = trajectory.failures
+    assert (failure.owner, failure.reason) == (Owner.REWARD, "RAGGED")
+    assert "1 values for 3 sampled tokens" in failure.message
+
+
+def test_values_per_token_sum_to_the_value():
+    with pytest.raises(InvalidInput, match=r"sum to 1\.5"):
+        Reward(name="r", value=1.0, per_token=(0.5, 1.0))

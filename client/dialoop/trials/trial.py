@@ -313,18 +313,26 @@ def split_reward(episode: PlayedEpisode, *, how: str = "even") -> list[list[floa
     """Return each step's reward spread over its action's tokens, for token-wise losses.
 
     even: in equal parts. last: all on the last token. terminal: the episode's reward in equal parts
-    over all of the agent's tokens. The sums equal the rewards.
+    over all of the agent's tokens.
+
+    The numbers sum to the episode's reward, which is 0 for a free shot. The reward of an action
+    without tokens goes to the action before it that has some, or to the first one that has. Without
+    a tokenizer no action has tokens, and all rows are empty.
     """
     if how not in ("even", "last", "terminal"):
         raise InvalidInput(f"how is {how!r}.", remedy="Choose even, last or terminal.")
-    total = sum(len(step.action.token_ids) for step in episode.steps)
-    rows = []
-    for step in episode.steps:
-        count = len(step.action.token_ids)
-        if how == "terminal":
-            rows.append([episode.reward / total] * count)
-        elif how == "last":
-            rows.append([0.0] * (count - 1) + [step.reward] if count else [])
-        else:
-            rows.append([step.reward / count] * count if count else [])
-    return rows
+    counts = [len(step.action.token_ids) for step in episode.steps]
+    if how == "terminal":
+        each = episode.reward / max(1, sum(counts))
+        return [[each] * count for count in counts]
+    rewards = [0.0 if episode.is_free_shot else step.reward for step in episode.steps]
+    owner = next((index for index, count in enumerate(counts) if count), 0)
+    owned = [0.0] * len(counts)
+    for index, count in enumerate(counts):
+        owner = index if count else owner
+        owned[owner] += rewards[index]
+    if how == "last":
+        return [
+            [0.0] * (n - 1) + [reward] * min(n, 1) for reward, n in zip(owned, counts, strict=True)
+        ]
+    return [[reward / max(1, n)] * n for reward, n in zip(owned, counts, strict=True)]

@@ -30,7 +30,15 @@ from dialoop.trajectory import (
 )
 from dialoop.trials.agents import DirectOutputAgent, ScriptedAgent
 from dialoop.trials.game import Move
-from dialoop.trials.trial import Action, MaskScope, TrialOptions, run_trial, split_reward
+from dialoop.trials.trial import (
+    Action,
+    MaskScope,
+    PlayedEpisode,
+    PlayedStep,
+    TrialOptions,
+    run_trial,
+    split_reward,
+)
 from dialoop.trials.twenty_questions import Hidden, TwentyQuestions
 
 TOKENIZER = byte_tokenizer()
@@ -193,6 +201,39 @@ async def test_rewards_are_split_over_tokens_without_loss() -> None:
     assert split_reward(final, how="even") == [[0.5] * 2, [third] * 3, [third] * 3]
     assert split_reward(final, how="last") == [[0, 1], [0, 0, 1], [0, 0, 1]]
     assert sum(map(sum, split_reward(final, how="terminal"))) == pytest.approx(final.reward)
+
+
+@pytest.mark.parametrize("how", ["even", "last", "terminal"])
+async def test_a_free_shot_has_no_reward_to_split(how: str) -> None:
+    options = TrialOptions(episodes_per_trial=2, free_shots=1)
+    agent = ScriptedAgent(_counting)
+    result = await run_trial(Count(), [{}], agent, tokenizer=TOKENIZER, options=options)
+    free, scored = result.trials[0].episodes
+    assert sum(map(sum, split_reward(free, how=how))) == 0.0
+    assert sum(map(sum, split_reward(scored, how=how))) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("how", ["even", "last", "terminal"])
+async def test_without_tokens_there_is_nothing_to_split_over(how: str) -> None:
+    result = await run_trial(Count(), [{}], ScriptedAgent(_counting))
+    assert split_reward(result.trials[0].final, how=how) == [[], [], []]
+
+
+@pytest.mark.parametrize("how", ["even", "last", "terminal"])
+@pytest.mark.parametrize("texts", [("", "ab", ""), ("ab", "", "c"), ("", "", "abc")])
+def test_an_action_without_tokens_loses_no_reward(how: str, texts: tuple[str, ...]) -> None:
+    steps = tuple(
+        PlayedStep(
+            prompt="?",
+            prompt_ids=(1,),
+            action=Action(text=text, token_ids=TOKENIZER.encode(text).ids),
+            reward=float(number),
+        )
+        for number, text in enumerate(texts, start=1)
+    )
+    rows = split_reward(PlayedEpisode(steps=steps, reward=6.0), how=how)
+    assert [len(row) for row in rows] == [len(text) for text in texts]
+    assert sum(map(sum, rows)) == pytest.approx(6.0)
 
 
 async def _play(*lines: str, **options: Any) -> Any:
