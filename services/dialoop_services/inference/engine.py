@@ -84,7 +84,7 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """Log-probs float32 [len - 1] of positions 1.. at temperature 1, and whose they are."""
+    """Log-probs float32 [len - 1] of positions 1.. at temperature 1, and their version."""
 
     logprobs: Floats
     policy_version: PolicyVersion
@@ -92,7 +92,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTimes:
-    """How long generation stood still, and how long the whole load took."""
+    """Seconds for which generation was paused, and seconds that the whole load took."""
 
     pause_s: float
     load_s: float
@@ -104,10 +104,12 @@ OnBegin = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """How large an engine is built. An engine applies those that mean something to it.
+    """What an engine is started with; an engine ignores options that mean nothing to it.
 
     max_model_len: tokens of a prompt and its sample. max_num_seqs: samples decoded together.
-    num_threads: threads that compute on a CPU; 0 leaves them as they are.
+    kv_cache_bytes: memory for the keys and values of all samples. dtype: of the weights.
+    tensor_parallel_size: devices that share one model. num_threads: threads that compute on a CPU;
+    0 leaves them as they are. seed: of samples whose request carries no seed.
     weight_transfer: the backend that SupportsTransfer names; empty for none.
     device_lock: the lock of a device that the engine shares with the trainer.
     """
@@ -128,9 +130,9 @@ class EngineOptions:
 class Engine(Protocol):
     """A policy that samples, scores and loads new weights: what every engine has.
 
-    The config names its class, which has beside these a class method
+    The config names its class. The class also needs a class method
     `async start(model_dir: Path, options: EngineOptions) -> Engine`.
-    What only some engines can do stands in the `Supports...` protocols below.
+    The `Supports...` protocols below are for what only some engines can do.
     """
 
     name: str
@@ -166,16 +168,17 @@ class Engine(Protocol):
     async def load_weights(
         self, path: Path, version: PolicyVersion, *, mode: UpdateMode = UpdateMode.RECOMPUTE
     ) -> LoadTimes:
-        """Pause, replace all weights, commit `version`, go on.
+        """Pause, replace all weights by those of the safetensors file `path`, and continue.
 
-        `mode` says what happens to samples that are under way. RECOMPUTE drops their keys, KEEP_KV
-        keeps them, WAIT lets them end first; a paused engine is never asked to wait.
-        Raises PreconditionFailed (UNKNOWN_PARAMETERS) before anything is touched.
+        Later tokens are labelled with `version`. `mode` says what happens to samples in flight:
+        RECOMPUTE drops their keys, KEEP_KV keeps them, WAIT lets them end first. The service never
+        calls a paused engine with WAIT.
+        Raises PreconditionFailed (UNKNOWN_PARAMETERS) before anything is changed.
         """
         ...
 
     async def close(self) -> None:
-        """Give up threads, processes and memory."""
+        """Release threads, processes and memory."""
         ...
 
 
@@ -218,11 +221,11 @@ class SupportsAdapters(Protocol):
     adapter_space: AdapterSpace
 
     async def add_adapter(self, adapter: Adapter) -> None:
-        """Take an adapter in; PreconditionFailed (ADAPTER_REFUSED) and no change when it cannot."""
+        """Load an adapter, or raise PreconditionFailed (ADAPTER_REFUSED) and change nothing."""
         ...
 
     async def remove_adapter(self, adapter: Adapter) -> None:
-        """Remove an adapter that nothing samples with any more. Idempotent."""
+        """Remove an adapter that no sample uses any more. Idempotent."""
         ...
 
     async def logprobs(self, token_ids: Sequence[int], *, adapter: Adapter | None = None) -> Scored:
@@ -244,7 +247,7 @@ class SupportsPolicyAdapters(Protocol):
         *,
         mode: UpdateMode = UpdateMode.RECOMPUTE,
     ) -> LoadTimes:
-        """As `load_weights`, of the sum of the base weights and an adapter that fits them."""
+        """Load the base weights plus an adapter that fits them, as `load_weights` loads a file."""
         ...
 
 
@@ -262,7 +265,7 @@ class SupportsTransfer(Protocol):
         *,
         mode: UpdateMode = UpdateMode.RECOMPUTE,
     ) -> LoadTimes:
-        """As `load_weights`, device to device by `transfer_backend`."""
+        """Load weights from the trainer's device, as `load_weights` loads those of a file."""
         ...
 
 
@@ -271,11 +274,11 @@ class SupportsPause(Protocol):
     """An engine that can hold generation."""
 
     async def pause(self) -> None:
-        """Hold generation; requests keep their place."""
+        """Stop generation for a while; requests in flight keep their place."""
         ...
 
     async def resume(self) -> None:
-        """Go on with generation."""
+        """Continue generation."""
         ...
 
 
@@ -289,15 +292,15 @@ class SupportsSleep(Protocol):
         ...
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        """Stop, and free the device's memory; nothing may be under way.
+        """Free the device's memory. The caller has waited until no request is in flight.
 
-        An engine that sleeps already frees what a wake that failed may still hold of the device.
-        Weights that are not kept may be lost: then only a load of the policy wakes the engine.
+        If the engine sleeps already, it frees the memory that a failed wake may have left behind.
+        Weights that are not kept may be lost. Then only a load of the policy wakes the engine.
         """
         ...
 
     async def wake(self) -> None:
-        """Go on with the weights that were kept. A load of the policy wakes too. Idempotent."""
+        """Continue with the weights that were kept. A load of the policy wakes too. Idempotent."""
         ...
 
 
@@ -317,7 +320,7 @@ def require_ids(token_ids: Sequence[int], *, vocab_size: int) -> None:
 
 
 def require_sampling(sampling: SamplingParams) -> None:
-    """Refuse sampling parameters that an engine would apply otherwise."""
+    """Refuse sampling parameters that an engine would silently change."""
     if sampling.top_p == 0:
         raise InvalidInput(
             "top_p is 0.",

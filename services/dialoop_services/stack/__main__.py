@@ -110,8 +110,8 @@ def _config(options: argparse.Namespace) -> LoadedConfig:
 def _serving_alone() -> list[Override]:
     """Return what a stack without a config changes: it trains nothing, and its ports are fixed.
 
-    The trainer can publish all the same when it is called. The ports are those of the documents, of
-    scripts and of compose.
+    The trainer still publishes when it is asked to. The docs, the scripts and docker-compose.yml
+    name these ports.
     """
     values = {"train.num_steps": 0, "evaluation.num_tasks": 0, "ports": dict(FIXED_PORTS)}
     origin = "no config"
@@ -119,7 +119,7 @@ def _serving_alone() -> list[Override]:
 
 
 def _check(loaded: LoadedConfig, path: Path) -> int:
-    """Print every mistake, or that there is none; what only deserves a warning comes with that."""
+    """Print every mistake; if there is none, print warnings and say so."""
     mistakes = preflight.mistakes_in(loaded.config, folder=loaded.folder)
     for mistake in mistakes:
         _fail(mistake)

@@ -94,7 +94,7 @@ async def in_process(
         run_dir = exits.enter_context(open_run(Path(folder), job, fresh=False, reuse=True))
         async with _running(job, run_dir) as (services, dialoop):
             yield dialoop
-            services.require_well()
+            services.require_no_failure()
 
 
 async def train_in_process(
@@ -133,7 +133,7 @@ async def _until_done(services: _Services, dialoop: Dialoop, clock: PhaseClock) 
     """Wait until training is done and return what the replica has sampled with."""
     while True:
         status = await dialoop.trainer.get_status()
-        services.require_well()
+        services.require_no_failure()
         clock.record(status.phase.name.lower())
         if status.phase is Phase.DONE:
             return await dialoop.inference.get_policy()
@@ -154,10 +154,10 @@ def _rescore(job: JobConfig, run_dir: RunDir) -> dict[str, Any]:
 async def _running(job: JobConfig, run_dir: RunDir) -> AsyncIterator[tuple[_Services, Dialoop]]:
     """Yield the services and a client of them; all of them have ended when this is left."""
     async with AsyncExitStack() as exits:
-        services = _Services(_Inside(config=job, run_dir=run_dir, ports=_rest_ports(job)))
+        services = _Services(_LayoutOfNames(config=job, run_dir=run_dir, ports=_rest_ports(job)))
         exits.push_async_callback(services.stop)
         await services.start()
-        _rest_from_collecting(exits)
+        _freeze_garbage(exits)
         channels = {name: services.network.connect(name) for name in _REACHABLE}
         for channel in channels.values():
             exits.push_async_callback(channel.close)
@@ -173,8 +173,8 @@ async def _running(job: JobConfig, run_dir: RunDir) -> AsyncIterator[tuple[_Serv
         )
 
 
-def _rest_from_collecting(exits: AsyncExitStack) -> None:
-    """Keep full garbage collections away from the objects of this moment until `exits`.
+def _freeze_garbage(exits: AsyncExitStack) -> None:
+    """Exempt the objects that exist now from garbage collection, until `exits` closes.
 
     Torch and transformers hold 400,000 objects. Walking them took 8% of the CPU of training a tiny
     model, and stopped all services during each collection.
@@ -188,7 +188,7 @@ def _rest_from_collecting(exits: AsyncExitStack) -> None:
 def blocking_in_process(
     config: Mapping[str, Any] | None = None, *, folder: str | Path | None = None
 ) -> Iterator[BlockingDialoop]:
-    """Do the same for threads without an event loop: the services run on one in the background."""
+    """Run every service as `in_process` does, on an event loop in a background thread."""
     with BackgroundLoop() as loop:
         context = in_process(config, folder=folder)
         dialoop = loop.run(context.__aenter__())
@@ -205,7 +205,7 @@ def _rest_ports(job: JobConfig) -> dict[str, int]:
     return choose_ports({rest_name(name): 0 for name in replica_names(job)})
 
 
-class _Inside(Layout):
+class _LayoutOfNames(Layout):
     """A layout whose addresses are names."""
 
     def address(self, name: str) -> str:
@@ -251,7 +251,7 @@ class _Services:
                 task.cancel()
                 await asyncio.wait([task])
 
-    def require_well(self) -> None:
+    def require_no_failure(self) -> None:
         """Raise the error of a service that ended by itself."""
         for task in self._tasks.values():
             if task.done():
@@ -276,7 +276,7 @@ class _Services:
         waited: list[asyncio.Task[None]] = [listening, *self._tasks.values()]
         try:
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            self.require_well()
+            self.require_no_failure()
             await listening
         finally:
             listening.cancel()

@@ -53,7 +53,7 @@ async def train(plan: Plan, log: LogStream, console: Console) -> int:
 
 
 def warnings_for(config: JobConfig) -> tuple[str, ...]:
-    """Return a warning for each setting that works and may not be meant."""
+    """Return a warning for each setting that works but may be a mistake."""
     return (*warnings_for_advantages(config), *warnings_for_formats(config))
 
 

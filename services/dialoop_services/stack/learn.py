@@ -55,7 +55,7 @@ class LearnCase:
     config: JobConfig
 
     def needs_demo(self, root: Path) -> bool:
-        """Return whether it starts from, or is taught by, a model that the demo leaves."""
+        """Return whether a model of the demo is its start or its teacher."""
         named = (self.config.model.directory, self.config.scorer.reference_model)
         own = (root / FOLDER).resolve()
         return any(Path(path).resolve().parent == own for path in named if path)

@@ -33,6 +33,7 @@ from dialoop_services.stack.user_code import (
     check_functions,
     check_loss,
     check_sources,
+    find_module,
     load_environments,
     working_in,
 )
@@ -137,22 +138,15 @@ def _check_engine(config: JobConfig) -> None:
                 reason=facts.reason,
                 remedy=facts.install,
             )
-    # An engine of the user's own is imported by the inference service alone: it may need torch.
+    # Only the inference service imports an engine of the user's own, which may need torch.
     module, _, _ = facts.path.partition(":")
-    if config.engine not in ENGINES and _find_module(module) is None:
+    if config.engine not in ENGINES and find_module(module) is None:
         raise InvalidConfig(
             f'engine is "{config.engine}", and there is no module {module}.',
             reason=facts.reason,
             remedy="Write module:Class; the module must lie beside the config, in the current "
             "folder or on PYTHONPATH.",
         )
-
-
-def _find_module(name: str) -> object:
-    try:
-        return importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # a package that it is said to lie in
-        return None
 
 
 def _check_models(config: JobConfig) -> None:

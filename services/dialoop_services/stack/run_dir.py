@@ -36,7 +36,7 @@ class RunDir:
     run_id: str
     is_resumed: bool = False
     changes: tuple[str, ...] = ()
-    """What the config of a resumed run says otherwise than before: "train.loss: grpo, now dapo"."""
+    """What differs in the config of a resumed run: "train.loss: grpo, now dapo"."""
 
     @property
     def logs(self) -> Path:

@@ -168,7 +168,7 @@ def check_loss(config: JobConfig) -> None:
     path = f"{_LOSSES}:{facts_of(name).formula or name}" if is_built_in else name
     parameters = _parameters_of(_LOSS, path)
     if parameters is None:
-        return  # made in a way that only running the module tells
+        return  # only running the module tells which function this is
     options = parameters[1:]  # after the loss inputs
     for option in config.train.loss_options:
         if option not in options:
@@ -203,7 +203,7 @@ def _parameters_of(kind: _Kind, path: str) -> tuple[str, ...] | None:
 
 
 def _source_of(kind: _Kind, path: str, module: str) -> ast.Module | None:
-    spec = _find_module(module)
+    spec = find_module(module)
     if spec is None:
         raise _cannot_load(kind, path, f"there is no module {module}")
     if not spec.origin or not spec.origin.endswith(".py"):
@@ -219,7 +219,7 @@ def _source_of(kind: _Kind, path: str, module: str) -> ast.Module | None:
         ) from error
 
 
-def _find_module(name: str) -> ModuleSpec | None:
+def find_module(name: str) -> ModuleSpec | None:
     """Return where a module lies, without importing the packages that it lies in."""
     parts = name.split(".")
     try:

@@ -152,9 +152,9 @@ async def _run_until_stopped(
 ) -> None:
     """Run the job beside the server; a failed job ends the process, so that it is restarted.
 
-    So does an error in one of `failures`, also after the job's end: what the process holds may then
-    be wrong, and a process that says it serves must be able to. A stopped job ends its train step,
-    saves, and gives its leases back, within `drain_s` seconds.
+    An error in one of `failures` ends the process too, also after the job's end, because a process
+    that reports SERVING must be able to serve. A stopped job ends its train step, saves, and gives
+    its leases back, within `drain_s` seconds.
     """
     running = asyncio.ensure_future(job.run())
     stopping = asyncio.ensure_future(server.wait_until_stopped())

@@ -35,7 +35,7 @@ def num_tokens_to_train(sequence: Sequence, settings: TrainerSettings) -> int:
 def fitting_demonstrations(
     file: str | Path, render: Callable[[History], Sequence], settings: TrainerSettings
 ) -> list[History]:
-    """Return the demonstrations of a file that have a token to train; warn of each other one.
+    """Return the demonstrations of a file that have a token to train; warn about the others.
 
     Raises InvalidConfig (SEQUENCE_TOO_LONG), which names the line that is too long where `oversize`
     is "error", or the file if no demonstration of it is left.

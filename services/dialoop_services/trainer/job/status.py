@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from dialoop.clients.trainer import Phase
 from dialoop.errors import DialoopError
 
+from dialoop_services.runtime.exit_reason import known_error
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
@@ -73,11 +75,12 @@ class StatusBoard:
         for queue in self._announcements:
             queue.put_nowait(published)
 
-    def fail(self, error: BaseException | None) -> None:
-        """Mark the job as failed; show the text of Dialoop's errors only, of others the type."""
+    def fail(self, error: BaseException) -> None:
+        """Mark the job as failed; callers see the text of Dialoop's errors, of others the type."""
         self.phase = Phase.FAILED
-        cause = _find_dialoop_error(error)
-        self.failure = str(cause) if cause else f"{type(error).__name__}; see the trainer's log"
+        cause = known_error(error)
+        is_ours = isinstance(cause, DialoopError)
+        self.failure = str(cause) if is_ours else f"{type(error).__name__}; see the trainer's log"
 
     async def publishes(self) -> AsyncIterator[Published]:
         """Yield the newest publish at once, then every one that follows."""
@@ -91,10 +94,3 @@ class StatusBoard:
                 yield await queue.get()
         finally:
             self._announcements.discard(queue)
-
-
-def _find_dialoop_error(error: BaseException | None) -> DialoopError | None:
-    """Return the first DialoopError in an exception group of any depth, if there is one."""
-    if isinstance(error, BaseExceptionGroup):
-        return next(filter(None, map(_find_dialoop_error, error.exceptions)), None)
-    return error if isinstance(error, DialoopError) else None

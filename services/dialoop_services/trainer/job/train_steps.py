@@ -82,7 +82,7 @@ class TrainSteps:
         self._held = checkpointer.held
         self._state = checkpointer.state
         self._versions = versions
-        # Groups refused in a row, since a batch had one that can be trained.
+        # Groups refused since the last batch with a group that can be trained.
         self._num_refused = 0
 
     async def next_step(self) -> Callable[[], Awaitable[None]] | None:
@@ -158,7 +158,7 @@ class TrainSteps:
                 extra={"num_groups": self._num_refused, "reason": untrainable[0].reason},
             )
             error = untrainable[0].error
-            # A mistake in the settings, as a restarted trainer would find out again.
+            # Exit as for a wrong setting: a restarted trainer would only refuse them again.
             raise InvalidConfig(error.message, reason=error.reason, remedy=error.remedy) from error
 
     def _report(self, group: Untrainable) -> None:
@@ -230,7 +230,7 @@ class TrainSteps:
     def _check_mismatch(self, report: TrainStepReport, version: PolicyVersion) -> dict[str, Any]:
         """Raise or end the alarm that engine and trainer disagree on the current policy's tokens.
 
-        Only a bug explains that: in rendering, in a sampler that truncates, in weights that differ.
+        Only a bug explains that: in rendering, a sampler that truncates, or different weights.
         """
         kl, bound = report.fresh_mismatch_kl, self._settings.objective.max_fresh_mismatch_kl
         if kl is None:

@@ -206,7 +206,7 @@ class Learner:
 
     @collective(computes=True)
     def optim_step(self, loss: float, kind: Kind = "rl") -> StepReport:
-        """Apply the gradients and clear them; `loss` is the value that they are of.
+        """Apply the gradients and clear them; `loss` is the value that was differentiated.
 
         The weights stay as they are when the loss or the gradients are not finite.
         """

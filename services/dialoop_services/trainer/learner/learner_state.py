@@ -58,7 +58,7 @@ WEIGHTS, _STATE, _PARTS = "model.safetensors", "learner.pt", "parts"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedWeights:
-    """A safetensors file of the whole policy, or of the adapter that makes the base the policy."""
+    """A safetensors file of the whole policy, or of the adapter to add to the base."""
 
     path: Path
     sha256: str

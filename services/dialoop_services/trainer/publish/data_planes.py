@@ -1,4 +1,4 @@
-"""Ways for a policy's bytes to a replica: one interface, four implementations.
+"""Ways to send a policy's bytes to a replica: one interface, four implementations.
 
 | name | way | where |
 |---|---|---|
@@ -37,7 +37,7 @@ _KEPT_IN_MEMORY = 2
 
 
 class WeightsSender(Protocol):
-    """A way for weights to get to replicas."""
+    """Sends weights to replicas."""
 
     name: str
     is_fetched: bool
