@@ -149,13 +149,23 @@ class FakeReplay:
         self.set_aside: dict[str, str] = {}
         # What an earlier trainer held, and of that what can be reopened.
         self.held: tuple[str, ...] = ()
+        self.cursor = ""
         self.kept: dict[str, GroupLease] = {}
 
     async def get_stats(self, run: str) -> Any:
         counts = SimpleNamespace(num_groups_dropped=self.num_groups_dropped)
         return SimpleNamespace(
-            cursor="", policy_version=self.policy_version, training=counts, evaluation=counts
+            cursor=self.cursor,
+            policy_version=self.policy_version,
+            training=counts,
+            evaluation=counts,
         )
+
+    async def offer_tasks(
+        self, run: str, tasks: Any, *, expected_cursor: str, next_cursor: str
+    ) -> None:
+        assert (expected_cursor, len(tasks)) == (self.cursor, 0)
+        self.cursor = next_cursor
 
     async def lease_groups(self, *_: Any, **__: Any) -> Any:
         await asyncio.sleep(0.001)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_NO_POLICY_S = 0.5
+
 
 class TaskSupply:
     """Offers the next page of training tasks whenever less than a page is waiting.
@@ -57,23 +59,32 @@ class TaskSupply:
             await self._is_check_due.wait()
             self._is_check_due.clear()
             try:
-                await retry(self.top_up, self._retry_policy)
+                has_policy = await retry(self.top_up, self._retry_policy)
                 attempt = 0
+                if not has_policy:
+                    await asyncio.sleep(_NO_POLICY_S)
+                    self._is_check_due.set()
             except DialoopError as error:
                 attempt += 1
                 log.warning("No tasks to offer.", extra={"reason": error.reason})
                 await asyncio.sleep(self._retry_policy.wait_s(attempt))
                 self._is_check_due.set()
 
-    async def top_up(self) -> None:
-        """Offer pages until a page of tasks is waiting, from whichever collector."""
+    async def top_up(self) -> bool:
+        """Offer pages until a page of tasks is waiting, from whichever collector.
+
+        Return False, and offer nothing, while the queue knows no policy: the trainer gives a queue
+        that has lost its state the position in the data before it announces a policy.
+        """
         while True:
             stats = await self._replay.get_stats(self._settings.run)
+            if stats.policy_version is None:
+                return False
             if stats.training.num_tasks_offered >= self._settings.page_size:
-                return
+                return True
             tasks, next_cursor = await self._page(stats.cursor)
             if not tasks:
-                return
+                return True
             try:
                 await self._replay.offer_tasks(
                     self._settings.run,

@@ -42,6 +42,7 @@ async def lease(place: World, count: int) -> list[Task]:
 async def draw(place: World, pages: int, **settings: Any) -> list[Task]:
     """The tasks of some pages, each by a collector that has just begun."""
     tasks: list[Task] = []
+    await place.allow(0)
     for _ in range(pages):
         await task_supply(place, **settings).top_up()
         tasks += await lease(place, len(tasks) + 40)
@@ -108,3 +109,14 @@ def test_a_cursor_is_read_as_it_was_written():
     assert Cursor.read(str(cursor), first) == cursor
     assert Cursor.read("0:5", first) == Cursor(tokens={"a/train": "0:5"})
     assert Cursor.read("", first) == Cursor()
+
+
+async def test_no_task_is_offered_before_the_queue_knows_a_policy():
+    """A queue that lost its state gets its position in the data together with the policy."""
+    async with world() as place:
+        assert not await task_supply(place).top_up()
+        await place.replay.offer_tasks(RUN, (), expected_cursor="", next_cursor="")
+        assert (await place.training()).num_tasks_offered == 0
+        await place.allow(0)
+        assert await task_supply(place).top_up()
+        assert (await place.training()).num_tasks_offered == 40

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from dialoop.errors import InvalidConfig
 from dialoop.sequences import PolicyVersion
+from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.trainer.job.state import JobState
 from dialoop_services.trainer.learner.learner import Learner
-from dialoop_services.trainer.recovery.checkpoint import Checkpoints
+from dialoop_services.trainer.recovery.checkpoint import Checkpoints, published_policy
+from dialoop_services.trainer.recovery.journal import Journal, JournalEntry
+from dialoop_services.trainer.settings import TrainerSettings
 
 VERSION = PolicyVersion(lineage="main", number=3)
 
@@ -56,3 +62,124 @@ def test_the_newest_two_checkpoints_are_kept(tmp_path: Path) -> None:
     restored = learner()
     checkpoints.restore(restored)
     assert cast("FakeLearner", restored).weights == "d"
+
+
+def two_checkpoints(folder: Path) -> tuple[Path, Path]:
+    """The folders of an older and of the newest checkpoint, of steps 10 and 20."""
+    checkpoints = Checkpoints(folder)
+    paths = [
+        checkpoints.save(learner(weights), JobState(policy_version=VERSION, num_train_steps=step))
+        for weights, step in (("older", 10), ("newest", 20))
+    ]
+    return paths[0], paths[1]
+
+
+def cut(path: Path) -> None:
+    """Leave the first half of a file, as a power loss may."""
+    with path.open("rb+") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("damaged", ["progress.json", "weights"])
+def test_a_damaged_checkpoint_is_passed_over_for_the_older_one(
+    tmp_path: Path, damaged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    older, newest = two_checkpoints(tmp_path)
+    cut(newest / damaged)
+    restored, checkpoints = learner(), Checkpoints(tmp_path)
+    state = checkpoints.restore(restored)
+    assert state is not None
+    assert state.num_train_steps == 10
+    assert cast("FakeLearner", restored).weights == "older"
+    assert checkpoints.newest == older
+    sentence = f"{newest.name} cannot be read, so the trainer continues from the checkpoint "
+    assert sentence + older.name in caplog.text
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null"])
+def test_a_damaged_pointer_loses_no_checkpoint(tmp_path: Path, content: str) -> None:
+    two_checkpoints(tmp_path)
+    (tmp_path / "checkpoints" / "latest.json").write_text(content)
+    restored = learner()
+    state = Checkpoints(tmp_path).restore(restored)
+    assert state is not None
+    assert state.num_train_steps == 20
+    assert cast("FakeLearner", restored).weights == "newest"
+
+
+def test_where_no_checkpoint_can_be_read_the_run_does_not_start_again_from_nothing(
+    tmp_path: Path,
+) -> None:
+    for path in two_checkpoints(tmp_path):
+        cut(path / "weights")
+    with pytest.raises(InvalidConfig, match=r"No checkpoint in .* can be read"):
+        Checkpoints(tmp_path).restore(learner())
+
+
+@pytest.mark.parametrize("damaged", ["model.safetensors", "learner.pt"])
+@pytest.mark.parametrize("size", ["as written", "shorter"])
+def test_a_real_learner_passes_over_files_that_the_disk_damaged(
+    tmp_path: Path, damaged: str, size: str
+) -> None:
+    model_dir = make_tiny_model(tmp_path / "model", seed=0)
+    real = Learner(TrainerSettings(model_dir=model_dir))
+    checkpoints = Checkpoints(tmp_path)
+    for step in (10, 20):
+        path = checkpoints.save(real, JobState(policy_version=VERSION, num_train_steps=step))
+    num_bytes = (path / damaged).stat().st_size
+    (path / damaged).write_bytes(b"\0" * (num_bytes if size == "as written" else 100))
+    state = Checkpoints(tmp_path).restore(real)
+    assert state is not None
+    assert state.num_train_steps == 10
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power loss would leave is what was fsynced; the pointer's rename comes after it."""
+    synced: set[int] = set()
+    sync, rename = os.fsync, Path.replace
+    at_rename: dict[str, set[int]] = {}
+
+    def record(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    def replace(path: Path, target: Path) -> Path:
+        at_rename[target.name] = set(synced)
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(Path, "replace", replace)
+    checkpoints = Checkpoints(tmp_path)
+    directory = checkpoints.save(learner("w"), JobState(policy_version=VERSION))
+    Journal(checkpoints).add(JournalEntry(train_step=1, policy_version=VERSION))
+    pointer, journal = tmp_path / "checkpoints" / "latest.json", directory / "journal.jsonl"
+    needed = (directory / "weights", directory / "progress.json", directory, pointer)
+    assert {path.stat().st_ino for path in needed} <= at_rename["latest.json"]
+    assert {path.stat().st_ino for path in (pointer.parent, journal)} <= synced
+
+
+def test_a_damaged_journal_counts_up_to_the_damage(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    directory = checkpoints.save(learner("w"), JobState(policy_version=VERSION))
+    journal = Journal(checkpoints)
+    for step in (1, 2, 3):
+        journal.add(JournalEntry(train_step=step, policy_version=VERSION))
+    lines = (directory / "journal.jsonl").read_bytes().split(b"\n")
+    lines[1] = b"\0" * len(lines[1])
+    (directory / "journal.jsonl").write_bytes(b"\n".join(lines))
+    assert [entry.train_step for entry in journal.entries()] == [1]
+
+
+def test_a_damaged_policy_pointer_gives_the_newest_policy_on_the_disk(tmp_path: Path) -> None:
+    for number in (8, 9):
+        path = tmp_path / "policies" / f"main.1-{number}" / "model.safetensors"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"%d" % number)
+        os.utime(path, (number, number))
+    (tmp_path / "policies" / "latest.json").write_text('{"lineage": ')
+    live = published_policy(tmp_path)
+    assert live is not None
+    assert str(live.version) == "main.1-9"
+    assert live.sha256 == hashlib.sha256(b"9").hexdigest()

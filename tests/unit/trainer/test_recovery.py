@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,6 +25,7 @@ from tests.support.trainer_world import (
     until_extended,
     worlds,
 )
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -307,6 +309,7 @@ def test_a_line_that_a_kill_cut_short_is_not_read_and_not_built_upon(
     directory = here.settings.run_dir / "checkpoints" / "one"
     directory.mkdir(parents=True)
     (directory.parent / "latest.json").write_text('{"name": "one"}')
+    (directory / "progress.json").write_text('{"format": 1}')
     journal = here.job.checkpointer.journal
     entry = JournalEntry(
         train_step=1, policy_version=FIRST, trained=("a",), dropped={"stale": ("b",)}
@@ -335,3 +338,55 @@ async def test_the_first_policy_is_saved_before_anybody_hears_of_it(
     again.offer("a", "b")
     await again.run()
     assert again.publisher.published == [("main-1", 0), ("main-2", 1)]
+
+
+async def test_a_queue_that_lost_its_state_gets_the_position_in_the_data_before_a_policy(
+    world: Callable[..., World],
+) -> None:
+    """Otherwise collectors would offer the data from its first page again."""
+    here = world(num_steps=9, checkpoint_every=1)
+    here.replay.cursor = "page 7"
+    await killed_after(here, "ab")
+    again = world(num_steps=1, checkpoint_every=1)
+    cursors: list[str] = []
+    publish = again.publisher.publish
+
+    async def record(*arguments: Any, **named: Any) -> Any:
+        cursors.append(again.replay.cursor)
+        return await publish(*arguments, **named)
+
+    again.publisher.publish = record  # type: ignore[method-assign]
+    await again.run()
+    assert cursors == ["page 7"]
+
+
+async def test_a_queue_that_loses_its_state_while_it_is_asked_for_groups_gets_its_position(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_steps=3, checkpoint_every=1, max_staleness=9)
+    here.replay.cursor = "page 7"
+    here.offer("a", "b")
+
+    def lose() -> list[Any]:
+        here.replay.cursor = ""
+        return []
+
+    here.replay.batches.append(lose)
+    running = asyncio.create_task(here.run())
+    await until(lambda: here.publisher.announced)
+    assert here.replay.cursor == "page 7"
+    for names in ("cd", "ef"):
+        here.offer(*names)
+    await running
+
+
+async def test_a_queue_that_still_knows_its_position_keeps_it(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_steps=9, checkpoint_every=1)
+    here.replay.cursor = "page 7"
+    await killed_after(here, "ab")
+    again = world(num_steps=1, checkpoint_every=1)
+    again.replay.cursor = "page 9"
+    await again.run()
+    assert again.replay.cursor == "page 9"

@@ -57,7 +57,10 @@ def _copy_latest(policies: Path, folder: Path) -> None:
     pointer = policies / "latest.json"
     if not pointer.is_file():
         return
-    weights = Path(json.loads(pointer.read_text("utf-8"))["path"])
+    try:
+        weights = Path(json.loads(pointer.read_text("utf-8"))["path"])
+    except (ValueError, KeyError):  # a disk damaged it; the trainer publishes again at its start
+        return
     if (policies / weights).is_file():
         (folder / weights).parent.mkdir(parents=True)
         shutil.copyfile(policies / weights, folder / weights)

@@ -105,6 +105,20 @@ class Checkpointer:
         state.consumed_group_ids.clear()
         return path
 
+    async def restore_cursor(self) -> None:
+        """Give a queue that has lost its state the checkpoint's position in the data.
+
+        Call it before a policy is announced, since collectors offer tasks from then on. Tasks that
+        were offered before the checkpoint and not trained are left out until the next epoch.
+        """
+        cursor, run = self.state.cursor, self._settings.run
+        if not cursor:
+            return
+        stats = await self._replay.get_stats(run)
+        if stats.policy_version is None and not stats.cursor:
+            await self._replay.offer_tasks(run, (), expected_cursor="", next_cursor=cursor)
+            log.warning("The queue had lost its state.", extra={"cursor": cursor})
+
     async def shutdown(self) -> None:
         """Save, and give back the groups that the stopped job leased and did not train.
 

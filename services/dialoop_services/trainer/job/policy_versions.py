@@ -98,6 +98,7 @@ class VersionedPublisher:
             min(_LATE_S, self._settings.publish_deadline_s / 4), self._raise_late, version
         )
         try:
+            await self._checkpointer.restore_cursor()
             while True:
                 try:
                     return await self._parts.publisher.publish(version, trained_lease_ids=trained)

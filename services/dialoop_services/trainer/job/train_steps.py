@@ -111,6 +111,7 @@ class TrainSteps:
                     return leased
                 continue
             # A queue that lost its state leases no tasks until a policy is announced to it again.
+            await self._checkpointer.restore_cursor()
             await self._publisher.announce(self._state.policy_version)
         return None
 

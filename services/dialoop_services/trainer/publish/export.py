@@ -88,8 +88,10 @@ class RunPolicies:
         return self.policies / matches[0]
 
     def _latest(self, versions: Sequence[str]) -> str:
-        pointer = self.policies / "latest.json"
-        latest = json.loads(pointer.read_text("utf-8")) if pointer.is_file() else {}
+        try:
+            latest = json.loads((self.policies / "latest.json").read_text("utf-8"))
+        except (OSError, ValueError):  # it is missing, or a disk damaged it
+            latest = {}
         name = str(Path(str(latest.get("path", ""))).parent)
         return name if name in versions else versions[-1]
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import logging
 import shutil
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
 
+from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
+from safetensors import SafetensorError
 
 from dialoop_services.runtime.durable import named_failures, sync_tree, write_json
 from dialoop_services.trainer.job.state import JobState
@@ -20,19 +26,47 @@ if TYPE_CHECKING:
     from dialoop_services.trainer.learner.learner import Learner
 
 
+log = logging.getLogger(__name__)
+
+# What safetensors, torch.load and the file system raise for a damaged file.
+_UNREADABLE = (SafetensorError, RuntimeError, OSError, EOFError, UnpicklingError)
+_FILES = "files"
+"""Key of progress.json under which each file of the checkpoint has its size in bytes."""
+
+
 class Checkpoints:
     """The checkpoint directory of a run, which keeps the newest two."""
 
     def __init__(self, run_dir: Path) -> None:
         self._root = run_dir / "checkpoints"
+        # The folder that this process restored or saved.
+        self._current: Path | None = None
 
     @property
     def newest(self) -> Path | None:
         """Return the folder of the newest whole checkpoint; None without one."""
-        pointer = self._root / "latest.json"
-        if not pointer.is_file():
-            return None
-        return self._root / str(json.loads(pointer.read_text("utf-8"))["name"])
+        if self._current is None:
+            self._current = next(iter(self._whole_ones()), None)
+        return self._current
+
+    def _whole_ones(self) -> list[Path]:
+        """Return the folders of checkpoints that were finished, the newest first.
+
+        Where a disk has damaged latest.json, every folder with a progress.json counts.
+        """
+        if not self._pointer.is_file():
+            return []
+        folders = [path.parent for path in self._root.glob("*/progress.json")]
+        folders.sort(key=lambda path: (path / "progress.json").stat().st_mtime_ns, reverse=True)
+        name = read_json(self._pointer).get("name", "")
+        if self._root / name in folders:
+            named = self._root / name
+            folders = [named, *(path for path in folders if path != named)]
+        return [path for path in folders if _is_whole(path)]
+
+    @property
+    def _pointer(self) -> Path:
+        return self._root / "latest.json"
 
     def save(self, learner: Learner, state: JobState) -> Path:
         """Write a checkpoint and return its folder; it counts once latest.json names it.
@@ -42,23 +76,52 @@ class Checkpoints:
         directory = self._fresh_directory(f"{state.policy_version}-{state.num_train_steps:06d}")
         try:
             learner.snapshot(directory)
-            write_json(directory / "progress.json", state.to_json())
+            write_json(
+                directory / "progress.json",
+                {**state.to_json(), _FILES: _sizes(directory)},
+            )
             with named_failures(directory):
                 sync_tree(directory)
-            write_json(self._root / "latest.json", {"name": directory.name})
+            write_json(self._pointer, {"name": directory.name})
         except Exception:
             shutil.rmtree(directory, ignore_errors=True)
             raise
+        self._current = directory
         self._delete_old(directory.name)
         return directory
 
     def restore(self, learner: Learner) -> JobState | None:
-        """Load the newest checkpoint into the learner and return its state; None without one."""
-        directory = self.newest
-        if directory is None:
+        """Load the newest checkpoint that can be read, and return its state; None without any.
+
+        Raises InvalidConfig (NO_CHECKPOINT) where there are some and none can be read.
+        """
+        if not self._pointer.is_file():
             return None
-        learner.restore(directory)
-        return JobState.from_json(json.loads((directory / "progress.json").read_text("utf-8")))
+        newest = str(read_json(self._pointer).get("name", "latest.json"))
+        for directory in self._whole_ones():
+            try:
+                learner.restore(directory)
+            except _UNREADABLE as error:
+                log.error(
+                    "A checkpoint cannot be read.",
+                    extra={"checkpoint": directory.name, "error": type(error).__name__},
+                )
+                continue
+            if directory.name != newest:
+                log.error(
+                    "%s cannot be read, so the trainer continues from the checkpoint %s.",
+                    newest,
+                    directory.name,
+                )
+            self._current = directory
+            progress = read_json(directory / "progress.json")
+            progress.pop(_FILES, None)
+            return JobState.from_json(progress)
+        raise InvalidConfig(
+            f"No checkpoint in {self._root} can be read.",
+            reason=Reason.NO_CHECKPOINT,
+            remedy="Restore the folder from a copy, or start a new run with --fresh.",
+        )
 
     def _fresh_directory(self, name: str) -> Path:
         """Make a new directory, so that a kill while writing does not harm the newest one."""
@@ -71,6 +134,29 @@ class Checkpoints:
         others = [d for d in self._root.iterdir() if d.is_dir() and d.name != newest]
         for directory in sorted(others, key=lambda d: d.stat().st_mtime)[:-1]:
             shutil.rmtree(directory)
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    files = (path for path in sorted(directory.rglob("*")) if path.is_file())
+    return {str(path.relative_to(directory)): path.stat().st_size for path in files}
+
+
+def _is_whole(directory: Path) -> bool:
+    """Return whether a checkpoint's files are there, each as long as it was written."""
+    progress = read_json(directory / "progress.json")
+    sizes = _sizes(directory)
+    files = progress.get(_FILES, {})
+    return bool(progress) and all(sizes.get(name) == size for name, size in files.items())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return what a JSON file says; nothing, with a line in the log, if it is damaged."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        log.error("%s cannot be read (%s).", path.name, type(error).__name__)
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def lineage_after_restore(
@@ -105,13 +191,31 @@ class LatestPolicy:
 
 
 def published_policy(run_dir: Path) -> LatestPolicy | None:
-    """Return the newest published policy, if there is one."""
-    pointer = run_dir / "policies" / "latest.json"
+    """Return the newest published policy, if there is one.
+
+    Where a disk has damaged latest.json, it is the newest whose weights are there.
+    """
+    policies = run_dir / "policies"
+    pointer = policies / "latest.json"
     if not pointer.is_file():
         return None
-    data = json.loads(pointer.read_text("utf-8"))
+    data = read_json(pointer)
+    if data:
+        return LatestPolicy(
+            version=PolicyVersion(lineage=data["lineage"], number=data["number"]),
+            file_name=PurePath(data["path"]).name,
+            sha256=data["sha256"],
+        )
+    weights = max(
+        policies.glob("*/*.safetensors"), key=lambda path: path.stat().st_mtime_ns, default=None
+    )
+    if weights is None:
+        return None
+    lineage, _, number = weights.parent.name.rpartition("-")
+    with weights.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     return LatestPolicy(
-        version=PolicyVersion(lineage=data["lineage"], number=data["number"]),
-        file_name=PurePath(data["path"]).name,
-        sha256=data["sha256"],
+        version=PolicyVersion(lineage=lineage, number=int(number)),
+        file_name=weights.name,
+        sha256=digest,
     )

@@ -9,6 +9,7 @@ same groups a train step gives the same weights bit for bit, so no published pol
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dialoop_services.trainer.recovery.checkpoint import Checkpoints
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +95,18 @@ class Journal:
                 sync_file(path.parent)
 
     def entries(self) -> tuple[JournalEntry, ...]:
-        """Return the entries since the checkpoint, without a line that a kill cut short."""
+        """Return the entries since the checkpoint, up to a line that a kill or the disk damaged."""
         path = self._path
         if path is None or not path.is_file():
             return ()
-        whole = path.read_text("utf-8").split("\n")[:-1]
-        return tuple(JournalEntry.from_json(json.loads(line)) for line in whole)
+        entries: list[JournalEntry] = []
+        for line in path.read_text("utf-8", errors="replace").split("\n")[:-1]:
+            try:
+                entries.append(JournalEntry.from_json(json.loads(line)))
+            except (ValueError, KeyError, TypeError):
+                log.error("The journal is damaged.", extra={"num_entries": len(entries)})
+                break
+        return tuple(entries)
 
     @property
     def _path(self) -> Path | None:
