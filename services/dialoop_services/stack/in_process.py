@@ -332,9 +332,8 @@ def _job(config: Mapping[str, Any], source: str) -> JobConfig:
 
 
 def _make_model(layout: Layout) -> None:
-    """Make the tiny model, once per run, when the config names no other."""
-    directory = layout.run_dir.model(layout.config)
-    if layout.config.model.directory or (directory / "model.safetensors").is_file():
+    directory = layout.model_to_make()
+    if directory is None:
         return
     import_module("dialoop_services.learning.model.tiny").make_tiny_model(
         directory, seed=layout.config.seed

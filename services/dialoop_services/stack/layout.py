@@ -60,6 +60,12 @@ class Layout:
         """Return the names of the inference processes."""
         return replica_names(self.config)
 
+    def model_to_make(self) -> Path | None:
+        """Return where to make the tiny model; None if it is there, or the config names another."""
+        directory = self.run_dir.model(self.config)
+        is_there = self.config.model.directory or (directory / "model.safetensors").is_file()
+        return None if is_there else directory
+
     def address(self, name: str) -> str:
         """Return host:port of a process."""
         return f"{HOST}:{self.ports[name]}"

@@ -148,9 +148,8 @@ async def _start_queue(plan: Plan, supervisor: Supervisor) -> None:
 
 
 async def _make_model(layout: Layout, supervisor: Supervisor, log: LogStream) -> None:
-    """Make the tiny model, once per run, when the config names no other."""
-    directory = layout.run_dir.model(layout.config)
-    if layout.config.model.directory or (directory / "model.safetensors").is_file():
+    directory = layout.model_to_make()
+    if directory is None:
         return
     seed = str(layout.config.seed)
     module = "dialoop_services.learning.model.tiny"

@@ -13,7 +13,7 @@ import pytest
 from dialoop.errors import InvalidConfig
 from dialoop.sequences import PolicyVersion
 from dialoop_services.trainer.records.records import RunRecords
-from dialoop_services.trainer.records.trackers import Careful, numbers_of, trackers_of
+from dialoop_services.trainer.records.trackers import GuardedTracker, numbers_of, trackers_of
 from dialoop_services.trainer.settings import TrainerSettings
 
 VERSION = PolicyVersion(lineage="main", number=3)
@@ -50,7 +50,7 @@ def test_a_tracker_gets_the_rows_of_the_file(tmp_path: Path) -> None:
 
 def test_a_tracker_that_fails_is_left_out_and_the_file_is_whole(tmp_path: Path) -> None:
     tracker = FakeTracker(breaks=True)
-    write(RunRecords(tmp_path, trackers=(Careful(tracker),)))
+    write(RunRecords(tmp_path, trackers=(GuardedTracker(tracker),)))
     assert len(tracker.rows) == 1
     assert len((tmp_path / "metrics.jsonl").read_text("utf-8").splitlines()) == 2
 

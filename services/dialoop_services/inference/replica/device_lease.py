@@ -67,11 +67,11 @@ class DeviceLease:
             self._evicted.discard(future)
 
     def close(self) -> None:
-        """Let nothing begin from now on."""
+        """Refuse new work from now on."""
         self.is_over = True
 
     async def drain(self, within_s: float) -> None:
-        """Wait for what is under way, and cancel what is late."""
+        """Wait for the work in flight, and cancel what is late."""
         if not self._under_way:
             return
         _, late = await asyncio.wait(set(self._under_way), timeout=within_s)

@@ -194,7 +194,7 @@ class Replica(Sleeper):
         self._batches.release()
 
     def _mode_since(self, num_ended: int) -> UpdateMode:
-        """Return how loads since then treated what was under way; KEEP_KV if one kept old keys."""
+        """Return how loads since then treated requests in flight; KEEP_KV if one kept old keys."""
         if self._num_begun > num_ended:
             return UpdateMode.KEEP_KV
         waits = self._last_mode is UpdateMode.WAIT
@@ -221,7 +221,7 @@ class Replica(Sleeper):
         return self._data_planes.names
 
     async def unload_adapter(self, name: str) -> bool:
-        """Unload an adapter; samples under way with it end undisturbed. False: there was none."""
+        """Unload an adapter; its samples in flight still end. Return whether there was one."""
         async with self._loading:
             return await self._adapters.unload(name)
 
@@ -283,7 +283,7 @@ class Replica(Sleeper):
         await self._engine.pause()
 
     async def resume(self) -> None:
-        """Go on with generation."""
+        """Continue generation."""
         if not isinstance(self._engine, SupportsPause):
             raise self._unsupported_error("pause", "Leave that out")
         self._is_held = False

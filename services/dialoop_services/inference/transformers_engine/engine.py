@@ -218,7 +218,7 @@ class TransformersEngine:
     async def load_weights(
         self, path: Path, version: PolicyVersion, *, mode: UpdateMode = UpdateMode.RECOMPUTE
     ) -> LoadTimes:
-        """Replace all weights between two steps, commit `version`, go on as `mode` says."""
+        """Replace all weights between two steps and commit `version`; then continue by `mode`."""
         started_at = time.monotonic()
         await asyncio.to_thread(require_same_parameters, path, self._shapes, tied=self._tied)
         tensors = await asyncio.to_thread(load_file, path)
@@ -231,7 +231,7 @@ class TransformersEngine:
         *,
         mode: UpdateMode = UpdateMode.RECOMPUTE,
     ) -> LoadTimes:
-        """As `load_weights`, of the base weights with the adapter added in."""
+        """Load the base weights plus the adapter, as `load_weights` loads a file."""
         started_at = time.monotonic()
         tensors = await asyncio.to_thread(add_to_base, self.base_weights, adapter)
         return await self._exchange(tensors, version, mode=mode, started_at=started_at)
@@ -289,13 +289,13 @@ class TransformersEngine:
             await asyncio.to_thread(self._adapted.remove, adapter)
 
     async def pause(self) -> None:
-        """Hold generation; requests keep their place."""
+        """Stop generation for a while; requests in flight keep their place."""
         async with self._loading:
             self._is_held = True
             await self._stop_steps()
 
     async def resume(self) -> None:
-        """Go on with generation."""
+        """Continue generation."""
         self._is_held = False
         self._go_on()
 
@@ -306,7 +306,7 @@ class TransformersEngine:
             await self._stop_steps()
 
     async def wake(self) -> None:
-        """Go on; the weights never left the memory."""
+        """Continue; the weights never left the memory."""
         self.is_asleep = False
         self._go_on()
 

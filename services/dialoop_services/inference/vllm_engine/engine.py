@@ -221,7 +221,7 @@ class VllmEngine:
     async def load_weights(
         self, path: Path, version: PolicyVersion, *, mode: UpdateMode = UpdateMode.RECOMPUTE
     ) -> LoadTimes:
-        """Pause, replace all weights, commit `version`, go on as `mode` says."""
+        """Pause, replace all weights and commit `version`; then continue by `mode`."""
         started_at = time.monotonic()
         await asyncio.to_thread(require_same_parameters, path, self._shapes, tied=self._tied)
         return await self._exchange(
@@ -235,7 +235,7 @@ class VllmEngine:
         *,
         mode: UpdateMode = UpdateMode.RECOMPUTE,
     ) -> LoadTimes:
-        """As `load_weights`; each worker adds the adapter into the base weights as it loads."""
+        """Load the base weights plus the adapter, which each worker adds in as it loads."""
         started_at = time.monotonic()
         return await self._exchange(
             lambda: self._add(adapter), version, mode=mode, started_at=started_at
@@ -248,7 +248,7 @@ class VllmEngine:
         *,
         mode: UpdateMode = UpdateMode.RECOMPUTE,
     ) -> LoadTimes:
-        """As `load_weights`, by vLLM's own transfer from the trainer's device."""
+        """Load weights from the trainer's device by vLLM's own transfer."""
         started_at, receiver = time.monotonic(), TransferReceiver(self._llm, steps)
         await receiver.meet()
         return await self._exchange(receiver.receive, version, mode=mode, started_at=started_at)
@@ -326,19 +326,19 @@ class VllmEngine:
         await remove_from_vllm(self._llm, adapter)
 
     async def pause(self) -> None:
-        """Hold generation; requests keep their place."""
+        """Stop generation for a while; requests in flight keep their place."""
         async with self._control:
             await self._pause("keep", clear_cache=False)
             self._is_held = True
 
     async def resume(self) -> None:
-        """Go on with generation."""
+        """Continue generation."""
         async with self._control:
             self._is_held = False
             await self._go_on()
 
     async def _go_on(self) -> None:
-        """Let the core run, unless somebody holds it or it sleeps."""
+        """Let the core run, unless it is paused or sleeps."""
         if self._sleep.is_asleep:
             return
         if self._is_held:
@@ -352,12 +352,12 @@ class VllmEngine:
         return self._sleep.is_asleep
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        """Stop, and on CUDA free weights and keys; what is under way is aborted."""
+        """Stop, and on CUDA free weights and keys; requests in flight are aborted."""
         async with self._control:
             await self._sleep.begin(keep_weights=keep_weights)
 
     async def wake(self) -> None:
-        """Go on with the weights that were kept."""
+        """Continue with the weights that were kept."""
         async with self._control:
             await self._sleep.wake()
             await self._go_on()

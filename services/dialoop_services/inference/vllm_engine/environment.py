@@ -49,7 +49,7 @@ class Vllm:
 def prepare() -> None:
     """Set the variables that vLLM reads; those that are set already stay.
 
-    It then asks nothing of the network, needs no compiler on a CPU, and warns of what matters.
+    It then asks nothing of the network, needs no compiler on a CPU, and warns less.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -98,7 +98,7 @@ class HostedRun:
         self._run.finish()
 
 
-class Careful:
+class GuardedTracker:
     """A tracker whose first failure ends its use, so that it does not end the training."""
 
     def __init__(self, tracker: Tracker) -> None:
@@ -148,7 +148,7 @@ def trackers_of(settings: TrainerSettings) -> tuple[Tracker, ...]:
     makers = {name: maker for name, maker in _BUILT_IN.items() if getattr(chosen, name)}
     for path in chosen.use:
         makers[path] = load_attribute(path, what="tracker", reason=Reason.TRACKER_NOT_FOUND)
-    return tuple(Careful(_start(name, maker, run)) for name, maker in makers.items())
+    return tuple(GuardedTracker(_start(name, maker, run)) for name, maker in makers.items())
 
 
 def _start(name: str, maker: Callable[[TrackedRun], Tracker], run: TrackedRun) -> Tracker:
