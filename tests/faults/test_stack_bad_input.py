@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 from pathlib import Path
@@ -87,6 +88,7 @@ def test_a_signal_ends_everything(tmp_path: Path, number: signal.Signals) -> Non
         job.process.send_signal(number)
         ended = job.end(60.0)
     assert ended.exit_code == 128 + number, ended.output
+    assert re.search(r"^Stopped\..* Go on with `dialoop train .*job\.toml`\.$", ended.output, re.M)
     assert job.left_running() == {}
     assert "Traceback" not in ended.output
 

@@ -44,6 +44,8 @@ FIXED_PORTS = MappingProxyType(
     }
 )
 """Ports of a stack without a config: gRPC from 7001 on, REST from 8001 on."""
+_SIGNALLED = 128
+"""Exit codes above it say which signal ended the job, as those of shells do."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -63,7 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = preflight.check(config, folder=loaded.folder)
         is_job = options.command == "train"
         with open_run(options.folder, config, fresh=options.fresh, reuse=not is_job) as run_dir:
-            return _run(config, run_dir, loaded.folder, is_job=is_job)
+            code = _run(config, run_dir, loaded.folder, is_job=is_job)
+            if is_job and code > _SIGNALLED:
+                sys.stdout.write(f"{_farewell(run_dir, config, options)}\n")
+            return code
     except (DialoopError, BaseExceptionGroup) as error:
         return _fail(error)
 
@@ -142,7 +147,7 @@ def _run(config: JobConfig, run_dir: RunDir, folder: Path, *, is_job: bool) -> i
     plan = plan_stack(config, run_dir, folder)
     work = job.train(plan, log, console) if is_job else _serve(plan, log)
     try:
-        return asyncio.run(_until_stopped(work))
+        return asyncio.run(_until_stopped(work, log))
     finally:
         kill(descendants(os.getpid()))
 
@@ -154,7 +159,28 @@ async def _serve(plan: Plan, log: LogStream) -> int:
     return 0
 
 
-async def _until_stopped(work: Coroutine[None, None, int]) -> int:
+def _farewell(run_dir: RunDir, config: JobConfig, options: argparse.Namespace) -> str:
+    """Return what an interrupted job has saved, and how to go on."""
+    progress = run_dir.saved_progress()
+    words = ["dialoop train", str(options.config), *(["--run", options.run] if options.run else [])]
+    command = " ".join(words)
+    if progress is None:
+        return (
+            f"Stopped before anything was saved in {run_dir.path}. Start again with `{command} "
+            "--fresh`."
+        )
+    warm_up, steps = progress["num_warm_start_steps"], progress["num_train_steps"]
+    at = f"train step {steps} of {config.train.num_steps}"
+    if not steps and warm_up < config.warm_start.num_steps:
+        at = f"warm-start step {warm_up} of {config.warm_start.num_steps}"
+    version = progress["policy_version"]
+    return (
+        f"Stopped. Saved in {run_dir.path}: {at}, policy {version['lineage']}-{version['number']}. "
+        f"Go on with `{command}`."
+    )
+
+
+async def _until_stopped(work: Coroutine[None, None, int], log: LogStream) -> int:
     """Return the work's exit code, or 128 + the number of the signal that ended it early."""
     loop = asyncio.get_running_loop()
     signals: list[int] = []
@@ -164,6 +190,7 @@ async def _until_stopped(work: Coroutine[None, None, int]) -> int:
         if signals:  # the second signal ends everything at once
             kill(descendants(os.getpid()))
         else:
+            log.say("stack", "stopping; a second Ctrl-C ends everything at once")
             running.cancel()
         signals.append(number)
 
@@ -174,7 +201,7 @@ async def _until_stopped(work: Coroutine[None, None, int]) -> int:
     except asyncio.CancelledError:
         if not signals:
             raise
-        return 128 + signals[0]
+        return _SIGNALLED + signals[0]
 
 
 def _fail(error: BaseException) -> int:

@@ -48,6 +48,17 @@ class RunDir:
         """Return the folder of published weights."""
         return self.path / "policies"
 
+    def saved_progress(self) -> dict[str, Any] | None:
+        """Return the progress in the newest checkpoint; None where there is none yet."""
+        checkpoints = self.path / "checkpoints"
+        try:
+            name = json.loads((checkpoints / "latest.json").read_text("utf-8"))["name"]
+            text = (checkpoints / name / "progress.json").read_text("utf-8")
+            progress: dict[str, Any] = json.loads(text)
+        except (OSError, ValueError, KeyError):
+            return None
+        return progress
+
     def model(self, config: JobConfig) -> Path:
         """Return the model to start from: the user's, or the tiny one made here."""
         return Path(config.model.directory) if config.model.directory else self.path / "model"

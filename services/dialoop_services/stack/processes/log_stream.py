@@ -25,7 +25,7 @@ _SEVERITY = {"DEBUG": 0, "INFO": 1, "WARNING": 2, "ERROR": 3, "CRITICAL": 4}
 _STYLES = {"WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 _COLOURS = ("cyan", "green", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
 _POLL_S = 0.3
-_WIDTH = 12
+_SECONDS, _WIDTH = 7, 12
 
 
 class LogStream:
@@ -43,6 +43,11 @@ class LogStream:
         """Return the seconds since the stack began, as every line shows them."""
         return time.monotonic() - self._started
 
+    @property
+    def margin(self) -> int:
+        """Return the columns that stand before the text of each line."""
+        return _SECONDS + len(" s  ") + _WIDTH
+
     def path_of(self, service: str) -> Path:
         """Return the file of a service's whole output, and follow it from its present end on."""
         path = self._directory / f"{service}.log"
@@ -51,7 +56,7 @@ class LogStream:
 
     def say(self, service: str, text: str, *, style: str = "") -> None:
         """Print a line of the stack itself about a service."""
-        line = Text(f"{self.elapsed_s:7.1f} s  ", style="dim")
+        line = Text(f"{self.elapsed_s:{_SECONDS}.1f} s  ", style="dim")
         line.append(f"{service:<{_WIDTH}}", style=self._colour_of(service))
         line.append(text, style=style)
         self._console.print(line, soft_wrap=True)

@@ -1,7 +1,9 @@
-"""Show a running job: a live table on a terminal, a plain line every few seconds elsewhere."""
+"""Show a running job: a live table on a terminal, plain lines of 80 columns elsewhere."""
 
 from __future__ import annotations
 
+import math
+import textwrap
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
     from dialoop_services.stack.processes.log_stream import LogStream
     from dialoop_services.stack.report.observer import Snapshot
 
-_LINE_EVERY_S = 5.0
+_LINES_EVERY_S, _AT_LEAST_EVERY_S = 5.0, 30.0
+_WIDTH = 80
+"""Columns of a line where there is no terminal."""
 _UNKNOWN = "-"
 _HELDOUT = ("after_sampled", "running", "before_sampled")
 
@@ -126,7 +130,8 @@ class LiveView:
         self._log = log
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._left = TimeLeft()
-        self._next_line_at = 0.0
+        self._printed: tuple[PhaseProgress, str] | None = None
+        self._printed_at = -math.inf
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -137,22 +142,35 @@ class LiveView:
         self._live.stop()
 
     def show(self, snapshot: Snapshot) -> None:
-        """Draw the table anew, or print a line when the last one is some seconds old."""
+        """Draw the table anew. Without a terminal, print lines when there is something new."""
         now = time.monotonic()
-        progress = progress_of(snapshot)
-        left_s = self._left.seconds(progress, now)
+        progress, figures = progress_of(snapshot), figures_of(snapshot)
+        headline = _headline(progress, self._left.seconds(progress, now))
         if self._console.is_terminal:
-            headline = f"{self._log.elapsed_s:.0f} s  {_headline(progress, left_s)}"
-            self._live.update(_table(headline, progress, figures_of(snapshot)), refresh=True)
-        elif now >= self._next_line_at:
-            self._next_line_at = now + _LINE_EVERY_S
-            self._log.say("stack", line_of(_headline(progress, left_s), figures_of(snapshot)))
+            headline = f"{self._log.elapsed_s:.0f} s  {headline}"
+            self._live.update(_table(headline, progress, figures), refresh=True)
+            return
+        is_new = (progress, figures["alarms"]) != self._printed
+        if now - self._printed_at < (_LINES_EVERY_S if is_new else _AT_LEAST_EVERY_S):
+            return
+        self._printed, self._printed_at = (progress, figures["alarms"]), now
+        for line in lines_of(headline, figures, _WIDTH - self._log.margin):
+            self._log.say("stack", line)
 
 
-def line_of(headline: str, figures: dict[str, str]) -> str:
-    """Return one plain line with every figure that has a value."""
-    parts = (f"{name} {value}" for name, value in figures.items() if not value.startswith(_UNKNOWN))
-    return " | ".join((headline, *parts))
+def lines_of(headline: str, figures: dict[str, str], width: int) -> list[str]:
+    """Return the headline and every figure that has a value, in lines of up to `width` columns."""
+    lines = [headline]
+    for name, value in figures.items():
+        if value.startswith(_UNKNOWN):
+            continue
+        for part in textwrap.wrap(f"{name} {value}", width, break_long_words=False):
+            joined = f"{lines[-1]} | {part}"
+            if len(joined) <= width:
+                lines[-1] = joined
+            else:
+                lines.append(part)
+    return lines
 
 
 def _headline(progress: PhaseProgress, left_s: float | None) -> str:
@@ -165,5 +183,7 @@ def _table(headline: str, progress: PhaseProgress, figures: dict[str, str]) -> R
     table = Table.grid(padding=(0, 2))
     for name, value in figures.items():
         table.add_row(Text(name, style="dim"), value)
-    bar = ProgressBar(total=1.0, completed=progress.share, width=60)
+    # A bar by itself does not end its line, so it gets a row of a table.
+    bar = Table.grid()
+    bar.add_row(ProgressBar(total=1.0, completed=progress.share, width=60))
     return Group(Text(headline, style="bold"), bar, table)

@@ -1,0 +1,103 @@
+"""The live view: lines stay apart on a terminal, and fit 80 columns elsewhere."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from dialoop.clients.trainer import Phase, TrainerStatus
+from dialoop.sequences import PolicyVersion
+from dialoop_services.config.job import JobConfig
+from dialoop_services.stack import __main__ as stack
+from dialoop_services.stack.processes.log_stream import LogStream
+from dialoop_services.stack.report import live
+from dialoop_services.stack.report.live import LiveView
+from dialoop_services.stack.report.observer import Snapshot
+from dialoop_services.stack.run_dir import RunDir
+from rich.console import Console
+
+
+def snapshot(step: int, *alarms: str) -> Snapshot:
+    status = TrainerStatus(
+        phase=Phase.TRAINING,
+        policy_version=PolicyVersion(lineage="main", number=step),
+        num_train_steps=step,
+        max_train_steps=40,
+        num_warm_start_steps=0,
+        max_warm_start_steps=0,
+        num_parameters=1,
+        metrics={
+            "train/reward": 0.9,
+            "train/tool_call_rate": 0.25,
+            "train/staleness_mean": 1.0,
+            "train/staleness_max": 2.0,
+        },
+        alarms=alarms,
+        failure="",
+    )
+    return Snapshot(status=status, stats=None, num_sampled_tokens=9, sampled_tokens_per_s=3.0)
+
+
+def shown(tmp_path: Path, console: Console, *snapshots: Snapshot) -> None:
+    view = LiveView(console, LogStream(console, tmp_path))
+    with view:
+        for one in snapshots:
+            view.show(one)
+
+
+def test_the_bar_and_the_first_figure_stand_on_lines_of_their_own(tmp_path: Path) -> None:
+    output = io.StringIO()
+    shown(tmp_path, Console(file=output, force_terminal=True, width=100), snapshot(12))
+    bars = [line for line in output.getvalue().splitlines() if "━" in line]
+    assert bars
+    assert not any("reward" in line for line in bars)
+
+
+def test_without_a_terminal_no_line_is_wider_than_80_columns(tmp_path: Path) -> None:
+    output = io.StringIO()
+    alarm = "LEASES_WAIT: 4 groups wait since 300 s, and nobody takes them from the queue"
+    shown(tmp_path, Console(file=output, width=200), snapshot(12, alarm))
+    lines = output.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    text = " ".join(line[23:] for line in lines)
+    for words in ("training 12/40", "reward 0.90", "tool-call rate 0.25", "policy main-12", alarm):
+        assert words in text
+
+
+def test_without_a_terminal_a_line_is_printed_only_for_something_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = io.StringIO()
+    console = Console(file=output, width=200)
+    view = LiveView(console, log := LogStream(console, tmp_path))
+    monkeypatch.setattr(log, "_started", 0.0)
+    steps = []
+    for step, now in ((1, 0.0), (1, 6.0), (2, 12.0), (2, 18.0), (2, 50.0)):
+        monkeypatch.setattr(live.time, "monotonic", lambda now=now: now)
+        before = output.tell()
+        view.show(snapshot(step))
+        steps.append(output.tell() > before)
+    assert steps == [True, False, True, False, True]
+
+
+def save(run_dir: Path, **progress: object) -> None:
+    folder = run_dir / "checkpoints" / "main-25-000025"
+    folder.mkdir(parents=True)
+    (folder / "progress.json").write_text(json.dumps(progress))
+    (folder.parent / "latest.json").write_text(json.dumps({"name": folder.name}))
+
+
+def test_an_interrupt_says_what_is_saved_and_how_to_go_on(tmp_path: Path) -> None:
+    config = JobConfig.model_validate({"warm_start": {"num_steps": 100}})
+    options = stack._parser().parse_args(["train", "job.toml", "--run", "mine"])
+    run_dir = RunDir(path=tmp_path, run_id="r-1")
+    farewell = stack._farewell(run_dir, config, options)
+    assert farewell.endswith("Start again with `dialoop train job.toml --run mine --fresh`.")
+    version = {"lineage": "main", "number": 25}
+    save(tmp_path, policy_version=version, num_warm_start_steps=100, num_train_steps=25)
+    assert stack._farewell(run_dir, config, options) == (
+        f"Stopped. Saved in {tmp_path}: train step 25 of 50, policy main-25. "
+        "Go on with `dialoop train job.toml --run mine`."
+    )
