@@ -1,6 +1,6 @@
 """Run `dialoop doctor`: what this machine can run, what is missing, and how to install it.
 
-It imports no library. It looks for each one, and asks the driver's program about the GPU.
+It imports no library. It looks for each one, and asks the GPU's driver and the container engine.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _MIN_MEMORY_GIB = 4.0
 _MIN_DISK_GIB = 5.0
+_ANSWERS_IN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,13 +226,34 @@ def _tools() -> list[MachineCheck]:
             need="running tool code that is not trusted",
             remedy="apt-get install bubblewrap",
         ),
-        MachineCheck(
-            name="containers",
-            value=next((tool for tool in ("docker", "podman") if shutil.which(tool)), ""),
-            need="docker compose up",
-            remedy="install Docker with the compose plugin, or use `dialoop up`",
-        ),
+        _containers(),
     ]
+
+
+def _containers() -> MachineCheck:
+    """Return the container engine that answers: a program alone runs no container."""
+    programs = [tool for tool in ("docker", "podman") if shutil.which(tool)]
+    running = next((f"{tool} {version}" for tool in programs if (version := _version_of(tool))), "")
+    remedy = "install Docker with the compose plugin, or use `dialoop up`"
+    if programs:
+        remedy = f"{programs[0]} is installed, and its daemon does not answer: start it"
+    return MachineCheck(name="containers", value=running, need="docker compose up", remedy=remedy)
+
+
+def _version_of(engine: str) -> str:
+    """Return the version of the engine's server; empty when none answers."""
+    form = "{{.ServerVersion}}" if engine == "docker" else "{{.Version.Version}}"
+    try:
+        process = subprocess.run(
+            [engine, "info", "--format", form],
+            capture_output=True,
+            text=True,
+            timeout=_ANSWERS_IN_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return process.stdout.strip() if process.returncode == 0 else ""
 
 
 def _free_port() -> str:

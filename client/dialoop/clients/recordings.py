@@ -8,6 +8,7 @@ trajectory = await recordings.close("r-1", rewards=(Reward(name="solved", value=
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -84,20 +85,20 @@ class RecordingClient:
 
     async def create(
         self,
-        recording_id: str,
+        recording_id: str = "",
         *,
         group_id: str = "",
         task: Task | None = None,
         sampling: SamplingParams | None = None,
         time_to_live_s: float = 0.0,
     ) -> str:
-        """Begin a recording; return the base URL for OpenAI's clients.
+        """Begin a recording, under a new id without one; return the base URL for OpenAI's clients.
 
         `sampling` holds where a call says nothing. Raises InvalidInput (BAD_RECORDING_ID),
         AlreadyExists (RECORDING_EXISTS), CapacityExhausted (TOO_MANY_RECORDINGS).
         """
         request = pb.CreateRecordingRequest(
-            recording_id=recording_id,
+            recording_id=recording_id or uuid.uuid4().hex,
             group_id=group_id,
             task=None if task is None else task_to_proto(task),
             sampling=None if sampling is None else sampling_to_proto(sampling),

@@ -413,7 +413,7 @@ def _viewer(
             remedy="Give ChatEnv a tokenizer or the directory of a model.",
         )
     if not isinstance(tokenizer, Tokenizer):
-        tokenizer = Tokenizer.from_directory(Path(tokenizer))
+        tokenizer = Tokenizer.from_directory(tokenizer)
     return viewer_of(mode, tokenizer, template_kwargs)
 
 

@@ -56,13 +56,14 @@ class Tokenizer:
         """Ids that end a message: the eos_token, then those the generation config names."""
 
     @classmethod
-    def from_directory(cls, directory: Path) -> Tokenizer:
+    def from_directory(cls, directory: str | Path) -> Tokenizer:
         """Read tokenizer.json, and the tokenizer's and generation's configs where they are.
 
         Raises InvalidConfig when there is no tokenizer.json.
         """
         import tokenizers
 
+        directory = Path(directory)
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise InvalidConfig(

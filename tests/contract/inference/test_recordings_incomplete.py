@@ -7,6 +7,7 @@ import asyncio
 import httpx
 import openai
 import pytest
+from dialoop.clients.recordings import CREATE
 from dialoop.errors import (
     AlreadyExists,
     CapacityExhausted,
@@ -16,6 +17,7 @@ from dialoop.errors import (
     Unavailable,
 )
 from dialoop.trajectory import DoneReason, Owner, Reward
+from dialoop.v1 import inference_service_pb2 as pb
 from dialoop_services.inference.recordings.store import RecordingLimits
 
 from tests.support.agent_world import (
@@ -204,9 +206,19 @@ async def test_another_replica_says_where_a_recording_is(directory):
             await other.recordings.close("r")
 
 
+async def test_a_recording_without_an_id_gets_one(directory):
+    async with agent_world(directory, ScriptedEngine(directory, [])) as world:
+        first, second = [await world.recordings.create() for _ in range(2)]
+        assert first != second
+        channel = world.recordings._channel
+        answer = await channel.call(CREATE, pb.CreateRecordingRequest())
+        assert answer.base_path == f"/recordings/{answer.recording_id}/v1"
+        assert not (await world.recordings.get(answer.recording_id)).calls
+
+
 async def test_recording_ids_are_checked(directory):
     async with agent_world(directory, ScriptedEngine(directory, [])) as world:
-        for wrong in ("", "a/b", "..", "x" * 129, "a b"):
+        for wrong in ("a/b", "..", "x" * 129, "a b"):
             with pytest.raises(InvalidInput):
                 await world.recordings.create(wrong)
         assert (await world.recordings.create("a")).endswith("/recordings/a/v1")

@@ -298,6 +298,23 @@ def test_doctor_names_what_is_missing_and_how_to_install_it(monkeypatch, capsys)
     assert "secret" not in printed
 
 
+@pytest.mark.parametrize(
+    ("script", "value", "remedy"),
+    [
+        ("echo 'Cannot connect to the Docker daemon' >&2; exit 1", "", "daemon does not answer"),
+        ("echo 29.1.3", "docker 29.1.3", ""),
+    ],
+)
+def test_doctor_asks_the_container_daemon(script, value, remedy, tmp_path, monkeypatch):
+    program = tmp_path / "docker"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (finding,) = [check for check in doctor_module.examine() if check.name == "containers"]
+    assert finding.value == value
+    assert remedy in finding.remedy
+
+
 def test_doctor_imports_none_of_what_it_looks_for():
     code = (
         "import sys; from dialoop.cli.doctor import examine; examine(); "

@@ -40,16 +40,16 @@ def snapshot(step: int, *alarms: str) -> Snapshot:
     return Snapshot(status=status, stats=None, num_sampled_tokens=9, sampled_tokens_per_s=3.0)
 
 
-def shown(tmp_path: Path, console: Console, *snapshots: Snapshot) -> None:
+def show(tmp_path: Path, console: Console, *snapshots: Snapshot) -> None:
     view = LiveView(console, LogStream(console, tmp_path))
     with view:
-        for one in snapshots:
-            view.show(one)
+        for snapshot_now in snapshots:
+            view.show(snapshot_now)
 
 
 def test_the_bar_and_the_first_figure_stand_on_lines_of_their_own(tmp_path: Path) -> None:
     output = io.StringIO()
-    shown(tmp_path, Console(file=output, force_terminal=True, width=100), snapshot(12))
+    show(tmp_path, Console(file=output, force_terminal=True, width=100), snapshot(12))
     bars = [line for line in output.getvalue().splitlines() if "━" in line]
     assert bars
     assert not any("reward" in line for line in bars)
@@ -58,7 +58,7 @@ def test_the_bar_and_the_first_figure_stand_on_lines_of_their_own(tmp_path: Path
 def test_without_a_terminal_no_line_is_wider_than_80_columns(tmp_path: Path) -> None:
     output = io.StringIO()
     alarm = "LEASES_WAIT: 4 groups wait since 300 s, and nobody takes them from the queue"
-    shown(tmp_path, Console(file=output, width=200), snapshot(12, alarm))
+    show(tmp_path, Console(file=output, width=200), snapshot(12, alarm))
     lines = output.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     text = " ".join(line[23:] for line in lines)

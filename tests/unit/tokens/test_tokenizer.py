@@ -114,7 +114,7 @@ def test_the_generation_config_names_further_tokens_that_end_a_turn(tmp_path, ge
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    tokenizer = Tokenizer.from_directory(tmp_path)
+    tokenizer = Tokenizer.from_directory(str(tmp_path))
     assert [tokenizer.decode([i]) for i in tokenizer.end_of_turn_ids] == ends
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from dialoop.trajectory import SamplingParams
@@ -40,11 +41,12 @@ class RecordingRpcs:
     async def CreateRecording(  # noqa: N802 - gRPC's names
         self, request: pb.CreateRecordingRequest, context: Context
     ) -> pb.CreateRecordingResponse:
-        """Create a recording under the caller's id."""
+        """Create a recording under the caller's id, or a new one."""
+        recording_id = request.recording_id or uuid.uuid4().hex
         has_sampling = request.HasField("sampling")
         recording = self._store.create(
             RecordingSpec(
-                recording_id=request.recording_id,
+                recording_id=recording_id,
                 group_id=request.group_id,
                 task=task_from_proto(request.task) if request.HasField("task") else None,
                 sampling=(
@@ -54,7 +56,8 @@ class RecordingRpcs:
             )
         )
         return pb.CreateRecordingResponse(
-            base_path=f"/recordings/{request.recording_id}/v1",
+            base_path=f"/recordings/{recording_id}/v1",
+            recording_id=recording_id,
             time_to_live_s=recording.time_to_live_s,
         )
 
