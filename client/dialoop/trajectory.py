@@ -1,6 +1,6 @@
 """Tasks, turns, trajectories and groups: the record of what was played.
 
-Group(group_id="arithmetic/train/0/35+40#1", task=..., trajectories=(t0, ..., t7))
+Group(group_id="arithmetic/train/0/35+40", task=..., trajectories=(t0, ..., t7))
 t0.reward            # 1.0: the sum of value * weight over all turns
 t0.history           # user, assistant, tool, assistant
 """
@@ -174,7 +174,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What an environment needs to start an episode, and how many trajectories to play of it."""
+    """What an environment needs to start an episode, and how many trajectories to play of it.
+
+    With `min_trajectories` the group is used with so many if its other members fail for good; 0:
+    only the whole group is used.
+    """
 
     task_id: str
     environment: str
@@ -185,6 +189,12 @@ class Task:
     purpose: Purpose = Purpose.TRAINING
     num_trajectories: int = 1
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    min_trajectories: int = 0
+
+    @property
+    def least_trajectories(self) -> int:
+        """Return the fewest trajectories with which its group is used."""
+        return self.min_trajectories or self.num_trajectories
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

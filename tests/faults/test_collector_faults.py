@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,10 @@ from dialoop.clients.replay import ReplayClient
 from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import Unavailable
 from dialoop.trajectory import Stage
+from dialoop.v1 import replay_service_pb2 as pb
 from dialoop_services.collector.replicas import Replicas
+from dialoop_services.replay.memory_store.store import MemoryStore
+from dialoop_services.replay.store import QueueLimits
 
 from tests.support.collector_world import (
     RUN,
@@ -40,7 +43,9 @@ BRIEF = RetryPolicy(max_attempts=None, total_s=PATIENCE_S, first_wait_s=0.02, ma
 
 
 @asynccontextmanager
-async def collector_process(w: World, inference_address: str, run_dir: Path, worker: str):
+async def collector_process(
+    w: World, inference_address: str, run_dir: Path, worker: str, *, group_size: int = 2
+):
     """`python -m dialoop_services.collector`; killed on leaving if it is still there."""
     settings = {
         "RUN": RUN,
@@ -49,13 +54,13 @@ async def collector_process(w: World, inference_address: str, run_dir: Path, wor
         "REPLAY_ADDRESS": w.replay_address,
         "ENVIRONMENT_ADDRESS": w.environment_address,
         "INFERENCE_ADDRESSES": json.dumps([inference_address]),
-        "GROUP_SIZE": "2",
+        "GROUP_SIZE": str(group_size),
         "PAGE_SIZE": "4",
         "LEASE_S": "3",
         "WAIT_S": "0.2",
     }
     environment = {f"DIALOOP_COLLECTOR_{name}": value for name, value in settings.items()}
-    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
+    paths = {"PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("client", "services"))}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -81,11 +86,87 @@ async def test_a_killed_collectors_tasks_are_issued_again_and_nothing_is_doubled
         async with w.collecting(ScriptedPolicy()):
             await w.until(lambda c: c.num_groups_unscored == 3)
         leased = await w.replay.lease_groups(RUN, Stage.UNSCORED, worker="s", max_groups=9)
-        assert {lease.group.group_id[-2:] for lease in leased.leases} == {"#2"}
         assert len({lease.group.task.task_id for lease in leased.leases}) == 3
         counts = await w.training()
         assert counts.num_trajectories_generated == counts.num_trajectories_live == 6
         assert adds_up(counts)
+
+
+class Spy(MemoryStore):
+    """A queue that knows which members are finished, and was asked to play."""
+
+    def __init__(self, limits: QueueLimits) -> None:
+        super().__init__(limits)
+        self.finished: set[tuple[str, int]] = set()
+        self.to_be_played_again: set[tuple[str, int]] = set()
+        self.num_leases = 0
+
+    async def apply(self, request, answer):
+        response = await super().apply(request, answer)
+        if isinstance(response, pb.LeaseTasksResponse):
+            self.num_leases += len(response.leases)
+            played = {(held.task.task_id, m) for held in response.leases for m in held.members}
+            self.to_be_played_again |= played & self.finished
+        if isinstance(response, pb.AppendMembersResponse):
+            for item, outcome in zip(request.items, response.outcomes, strict=True):
+                if outcome.status == pb.APPEND_STATUS_APPENDED:
+                    self.finished.add((item.lease_id.split("/", 2)[2], item.member))
+        return response
+
+
+@pytest.mark.parametrize(
+    "num_kills",
+    [
+        2,
+        pytest.param(
+            20,
+            marks=[
+                pytest.mark.heavy(reason="kills a collector twenty times, some minutes"),
+                pytest.mark.timeout(900),
+            ],
+        ),
+    ],
+)
+async def test_collectors_killed_over_and_over_throw_nothing_away_that_was_finished(
+    tmp_path, num_kills
+):
+    size = 4
+
+    def slow_and_quick(number: int) -> str:
+        policy.delay_s = 0.05 * (number % 5)
+        return f"Result={number}<submit>"
+
+    policy = ScriptedPolicy(answer=slow_and_quick)
+    # A loaded machine lets leases run out too; that blames nobody here.
+    spy = Spy(QueueLimits(lease_s=60, max_attempts=100))
+    async with world(store=spy) as w, serving_policy(policy) as replica, AsyncExitStack() as exits:
+
+        async def start(number: int):
+            process = collector_process(w, replica.address, tmp_path, f"c{number}", group_size=size)
+            return await exits.enter_async_context(process)
+
+        running = [await start(number) for number in range(2)]
+        num_groups = 2
+        for kill in range(num_kills):
+            num_groups += 3
+            await w.allow(num_groups)
+            await w.until(lambda c: c.num_trajectories_waiting > 0)
+            process = running.pop(0)
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+            running.append(await start(2 + kill))
+        await w.until(lambda c: c.num_groups_unscored == num_groups)
+        leased = await w.replay.lease_groups(RUN, Stage.UNSCORED, worker="s", max_groups=999)
+        counts = await w.training()
+    assert {lease.group.num_trajectories for lease in leased.leases} == {size}
+    assert len({lease.group.group_id for lease in leased.leases}) == num_groups
+    played = [t.trajectory_id for lease in leased.leases for t in lease.group.trajectories]
+    assert len(set(played)) == len(spy.finished) == num_groups * size
+    assert counts.num_trajectories_generated == counts.num_trajectories_live == num_groups * size
+    assert not counts.num_groups_dropped
+    assert adds_up(counts)
+    assert not spy.to_be_played_again
+    assert spy.num_leases > num_groups, "tasks of the dead were issued again"
 
 
 async def test_a_terminated_collector_returns_its_leases_writes_its_counts_and_exits_0(tmp_path):
@@ -158,14 +239,14 @@ async def test_a_killed_replica_fails_no_member():
 async def test_a_replay_that_is_away_for_a_while_gets_the_groups_that_were_played():
     async with world() as w:
         await w.allow(2)
-        append, outages = w.replay.append_groups, iter(range(3))
+        append, outages = w.replay.append_members, iter(range(3))
 
         async def flaky(*arguments):
             if next(outages, None) is not None:
                 raise Unavailable("gone")
             return await append(*arguments)
 
-        w.replay.append_groups = flaky
+        w.replay.append_members = flaky
         async with w.collecting(ScriptedPolicy()):
             await w.until(lambda c: c.num_groups_unscored == 2)
         assert (await w.training()).num_trajectories_generated == 4
@@ -174,7 +255,7 @@ async def test_a_replay_that_is_away_for_a_while_gets_the_groups_that_were_playe
 async def test_an_answer_that_was_lost_after_an_append_doubles_nothing():
     async with world() as w:
         await w.allow(1)
-        append, lost = w.replay.append_groups, iter([True])
+        append, lost = w.replay.append_members, iter([True])
 
         async def forgetful(*arguments):
             answer = await append(*arguments)
@@ -182,7 +263,7 @@ async def test_an_answer_that_was_lost_after_an_append_doubles_nothing():
                 raise Unavailable("connection reset")
             return answer
 
-        w.replay.append_groups = forgetful
+        w.replay.append_members = forgetful
         async with w.collecting(ScriptedPolicy()) as counters, asyncio.timeout(PATIENCE_S):
             while not counters.to_json()["training"]["num_groups_appended"]:
                 await asyncio.sleep(0.02)

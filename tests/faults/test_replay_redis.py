@@ -149,7 +149,7 @@ class Loop:
 
     async def collect(self) -> None:
         for held in (await lease_tasks(self.store, RUN, 4, LEASE_S)).leases:
-            group = bare_group(held.task.task_id, held.lease_id, attempt=held.attempt)
+            group = bare_group(held.task.task_id, held.lease_id)
             await append(self.store, RUN, Stage.UNSCORED, group)
 
     async def score(self) -> None:

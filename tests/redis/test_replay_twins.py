@@ -15,6 +15,7 @@ from dialoop.v1 import trajectory_pb2
 from dialoop_services.replay.memory_store.ledger import GroupState
 from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.redis_store.store import RedisStore
+from dialoop_services.replay.servicer import members_of_groups
 from dialoop_services.replay.store import QueueLimits, QueueStore
 
 from tests.support.redis_server import new_run, redis_url  # noqa: F401
@@ -43,7 +44,7 @@ class Schedule:
         self.run = run
         self.num_tasks = 0
         self.policy = ("l0", 0)
-        self.tasks: list[tuple[str, str, int]] = []
+        self.tasks: list[tuple[str, str]] = []
         self.leases: list[str] = []
         self.letters: list[str] = []
         self.groups: dict[str, trajectory_pb2.Group] = {}
@@ -53,7 +54,8 @@ class Schedule:
         moves = (
             (self.offer, 3),
             (self.lease_tasks, 8),
-            (self.append_played, 10),
+            (self.append_played, 4),
+            (self.append_members, 14),
             (self.lease_groups, 12),
             (self.append_scored, 12),
             (self.acknowledge, 10),
@@ -74,8 +76,10 @@ class Schedule:
         """Remember what an answer gave."""
         for lease in getattr(answer, "leases", ()):
             self.leases.append(lease.lease_id)
+            if isinstance(lease, pb.GroupLease):
+                self.groups[lease.group.group_id] = lease.group
             if isinstance(lease, pb.TaskLease):
-                self.tasks.append((lease.task.task_id, lease.lease_id, lease.attempt))
+                self.tasks.append((lease.task.task_id, lease.lease_id))
         if isinstance(answer, pb.ListDeadLettersResponse):
             self.letters = [letter.group_id for letter in answer.dead_letters]
         if isinstance(request, pb.AdvancePolicyRequest) and not isinstance(answer, tuple):
@@ -87,7 +91,8 @@ class Schedule:
         request = pb.OfferTasksRequest(run=self.run)
         for i in range(start, self.num_tasks):
             purpose = Purpose.EVALUATION if i % 5 == 0 else Purpose.TRAINING
-            request.tasks.append(make_task(f"t/{i}", purpose=purpose))
+            task = make_task(f"t/{i}", purpose=purpose, min_trajectories=i % 2)
+            request.tasks.append(task)
         if self.random.random() < 0.2:
             request.expected_cursor, request.next_cursor = str(start), str(self.num_tasks)
         return request
@@ -96,7 +101,7 @@ class Schedule:
         num = self.random.randint(1, 4)
         return pb.LeaseTasksRequest(run=self.run, worker="c", max_tasks=num, lease_s=60)
 
-    def append_played(self) -> pb.AppendGroupsRequest:
+    def append_played(self) -> pb.AppendMembersRequest:
         recent = self.tasks[-8:]
         picked = self.random.sample(recent, min(len(recent), self.random.randint(1, 3)))
         lineage, number = self.policy
@@ -106,21 +111,23 @@ class Schedule:
             bare_group(
                 task_id,
                 lease_id,
-                attempt=attempt,
                 versions={lineage: (oldest, newest)},
                 size=2 if self.random.random() < 0.95 else 3,
                 content="d" if self.random.random() < 0.97 else "e",
                 num_discarded=self.random.choice((0, 0, 0, 1)),
             )
-            for task_id, lease_id, attempt in picked
+            for task_id, lease_id in picked
         ]
-        self.groups |= {item.group.task.task_id: item.group for item in items}
-        by_number = self.random.random() < 0.1
-        stage = Stage.EVALUATION
-        if not by_number and picked:
-            is_training = int(picked[0][0][2:]) % 5
-            stage = Stage.UNSCORED if is_training else Stage.EVALUATION
-        return pb.AppendGroupsRequest(run=self.run, stage=stage_name(stage), items=items)
+        return members_of_groups(self.run, items)
+
+    def append_members(self) -> pb.AppendMembersRequest:
+        """Some members of groups that are being played, and some that are not."""
+        items = list(self.append_played().items)
+        kept = self.random.sample(items, (len(items) + 1) // 2)
+        for item in kept:
+            if self.random.random() < 0.05:
+                item.member = self.random.choice((-1, 0, 1, 9))
+        return pb.AppendMembersRequest(run=self.run, items=kept)
 
     def lease_groups(self) -> pb.LeaseGroupsRequest:
         num = self.random.randint(1, 4)
@@ -157,12 +164,14 @@ class Schedule:
     def give_back(self) -> pb.ReturnRequest:
         request = pb.ReturnRequest(run=self.run)
         for lease_id in self.some_leases():
+            failed = self.random.random() < 0.6
             request.items.add(
                 lease_id=lease_id,
                 reason="broken",
                 num_trajectories=self.random.randint(0, 2),
-                failed=self.random.random() < 0.6,
+                failed=failed,
                 set_aside=self.random.random() < 0.1,
+                failed_members=self.random.choice(([], [0], [1])) if failed else [],
             )
         return request
 
@@ -241,6 +250,8 @@ async def play_out(seed: int, redis_url: str) -> set[str]:
         seen |= {field.name for field, _ in after.training.ListFields()}
         seen |= set(after.training.num_groups_dropped)
         seen |= {expected[1]} if isinstance(expected, tuple) else set()
+        seen |= {outcome.reason for outcome in getattr(expected, "outcomes", ())}
+        seen |= {"is_cut"} if getattr(expected, "is_cut", False) else set()
         if schedule.random.random() < 0.08 and number >= len(requests):
             clock.pass_s(schedule.random.choice((5, 20, 65)))
     await purge(real, run)
@@ -254,4 +265,7 @@ async def test_redis_and_its_twin_give_the_same_answers(redis_url: str) -> None:
         seen |= await play_out(seed, redis_url)
     assert set(GroupState) <= seen, "the schedules reach every state"
     assert {DropReason.DEAD_LETTER, DropReason.DEAD_LETTER_FORGOTTEN} <= seen
-    assert {"CURSOR_MOVED", "VERSION_NOT_NEWER", "TOO_LARGE", "GROUP_NOT_FOUND"} <= seen
+    assert {"CURSOR_MOVED", "VERSION_NOT_NEWER", "GROUP_NOT_FOUND"} <= seen
+    assert {"num_groups_closed_short", "num_trajectories_waiting"} <= seen
+    assert {"LEASE_LOST", "DIGEST_MISMATCH", "WRONG_SIZE", "FUTURE_VERSION"} <= seen, "of members"
+    assert "is_cut" in seen, "a batch is leased in parts"

@@ -128,10 +128,11 @@ def serving_policy(policy: ScriptedPolicy, port: int = 0) -> GrpcServer:
 
 @asynccontextmanager
 async def serving_replay(
-    limits: QueueLimits | None = None, port: int = 0
+    limits: QueueLimits | None = None, port: int = 0, store: MemoryStore | None = None
 ) -> AsyncIterator[GrpcServer]:
     """A replay service in memory."""
-    servicer = ReplayServicer(MemoryStore(limits or QueueLimits(lease_s=60)), poll_s=0.02)
+    store = store or MemoryStore(limits or QueueLimits(lease_s=60))
+    servicer = ReplayServicer(store, poll_s=0.02)
     server = GrpcServer(ServerSettings(port=port, drain_s=0))
     server.add(add_ReplayServiceServicer_to_server, servicer, "dialoop.v1.ReplayService")
     async with server:
@@ -206,10 +207,12 @@ class World:
 
 
 @asynccontextmanager
-async def world(limits: QueueLimits | None = None) -> AsyncIterator[World]:
+async def world(
+    limits: QueueLimits | None = None, store: MemoryStore | None = None
+) -> AsyncIterator[World]:
     """Replay and environment, and clients of both."""
     async with AsyncExitStack() as exits:
-        replay = await exits.enter_async_context(serving_replay(limits))
+        replay = await exits.enter_async_context(serving_replay(limits, store=store))
         environment = await exits.enter_async_context(serving_arithmetic())
         once = RetryPolicy(max_attempts=1)
         channels = [

@@ -59,7 +59,7 @@ def _group(policy: PolicyModel, number: int, sample: Callable[[list[int]], int])
         row = _sample_sequence(policy, number + member, sample)
         advantage = 0.0 if number % UNIFORM_EVERY == 3 else 1.0 - 2.0 * member
         trajectories.append(_trajectory(number, member, replace(row, advantage=advantage)))
-    return testing.group(*trajectories, group_id=f"t/{number}#1")
+    return testing.group(*trajectories, group_id=f"t/{number}")
 
 
 def _sample_sequence(
@@ -82,7 +82,7 @@ def _sample_sequence(
 
 def _trajectory(number: int, member: int, row: Sequence) -> Trajectory:
     return testing.trajectory(
-        trajectory_id=f"t/{number}#1.{member}",
+        trajectory_id=f"t/{number}.{member}",
         task_key=str(number),
         environment="recorded",
         turns=(),

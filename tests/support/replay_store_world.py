@@ -55,10 +55,11 @@ async def store(request: pytest.FixtureRequest, clock: Clock) -> AsyncIterator[Q
 
 
 @pytest_asyncio.fixture
-async def run(store: QueueStore) -> AsyncIterator[str]:
+async def run(request: pytest.FixtureRequest, store: QueueStore) -> AsyncIterator[str]:
     name = new_run()
     yield name
-    assert_adds_up(await stats_of(store, name))
+    size = getattr(request.module, "GROUP_SIZE", 2)
+    assert_adds_up(await stats_of(store, name), size=size)
     await purge(store, name)
 
 
@@ -115,6 +116,7 @@ async def return_(
     failed: bool = False,
     played: int = 0,
     set_aside: bool = False,
+    members: Iterable[int] = (),
 ) -> tuple[int, int]:
     item = pb.ReturnItem(
         lease_id=lease_id,
@@ -122,6 +124,7 @@ async def return_(
         num_trajectories=played,
         failed=failed,
         set_aside=set_aside,
+        failed_members=members,
     )
     answer = await store.apply(pb.ReturnRequest(run=run, items=[item]), pb.ReturnResponse)
     return answer.num_returned, answer.num_dropped

@@ -80,7 +80,7 @@ def test_the_scripts_know_no_other_reason() -> None:
     for path in SCRIPTS.glob("*.lua"):
         text = path.read_text("utf-8")
         refusals |= set(re.findall(r"(?:refused\(|return |and |or )'([A-Z]+(?:_[A-Z]+)+)'", text))
-        calls = r"(?:drop\(\w+|reissue\(\w+|redeliver\(\w+, \w+), '(\w+)'|dropped:(\w+)'"
+        calls = r"(?:drop\(\w+|release\(\w+|close\(\w+|redeliver\(\w+, \w+), '(\w+)'|dropped:(\w+)'"
         drops |= {first or second for first, second in re.findall(calls, text)}
     statuses = {text for text in refusals if text.startswith("EMPTY_REASON_")}
     assert refusals - statuses <= set(Reason)
@@ -90,7 +90,9 @@ def test_the_scripts_know_no_other_reason() -> None:
         DropReason.DEAD_LETTER,
         DropReason.DEAD_LETTER_FORGOTTEN,
         DropReason.LEASE_EXPIRED,
+        DropReason.MEMBER_FAILED,
         DropReason.MEMBER_RETRIED,
+        DropReason.NO_TRAINABLE_TOKEN,
     }
 
 

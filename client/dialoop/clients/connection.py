@@ -183,7 +183,7 @@ class Dialoop:
             task,
             sessions=self.environment,
             policy=self.policy,
-            group_id=group_id or f"{task.task_id}#1",
+            group_id=group_id or task.task_id,
         )
 
     def _client(self, name: str, kind: Callable[[Channel], C]) -> C:

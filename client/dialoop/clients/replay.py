@@ -17,6 +17,7 @@ from dialoop.wire import (
     policy_version_to_proto,
     task_from_proto,
     task_to_proto,
+    trajectory_to_proto,
 )
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from dialoop.clients.channel import Channel
     from dialoop.sequences import PolicyVersion
-    from dialoop.trajectory import Group, Task
+    from dialoop.trajectory import Group, Task, Trajectory
 
 
 class EmptyReason(IntEnum):
@@ -49,17 +50,18 @@ class Offered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskLease:
-    """A task to play; name its group `group_id`."""
+    """A task to play: those of its `members` that are not in the queue yet, by index from 0."""
 
     lease_id: str
     task: Task
     attempt: int
     expires_in_s: float
+    members: tuple[int, ...]
 
     @property
     def group_id(self) -> str:
-        """Return `<task_id>#<attempt>`."""
-        return f"{self.task.task_id}#{self.attempt}"
+        """Return the name of its group, which is the task's."""
+        return self.task.task_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,16 @@ class LeasedTasks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemberItem:
+    """A finished member of a leased task; `num_discarded` plays of it were thrown away before."""
+
+    lease_id: str
+    member: int
+    trajectory: Trajectory
+    num_discarded: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AppendItem:
     """A group and the lease it was made under; `num_discarded` members were played again."""
 
@@ -83,7 +95,7 @@ class AppendItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Appended:
-    """What became of an append; `reason` is empty unless it was rejected."""
+    """What became of an appended member or group; `reason` is empty unless it was rejected."""
 
     is_duplicate: bool
     is_rejected: bool
@@ -122,7 +134,8 @@ class ReopenedLeases:
 class ReturnItem:
     """A lease to give back; `num_trajectories` were played under it and are discarded.
 
-    `failed` counts towards the limit of attempts; `set_aside` makes a group a dead letter at once.
+    `failed` counts towards the limit of attempts, of a task for its `failed_members`, or for all
+    that are not finished; `set_aside` makes a group a dead letter at once.
     """
 
     lease_id: str
@@ -130,6 +143,7 @@ class ReturnItem:
     num_trajectories: int = 0
     failed: bool = False
     set_aside: bool = False
+    failed_members: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +156,10 @@ class Returned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerCounts:
-    """Counts of one purpose. Trajectories: generated = consumed + dropped + live."""
+    """Counts of one purpose. Trajectories: generated = consumed + dropped + live.
+
+    `num_trajectories_waiting` are the live ones of groups that are not closed yet.
+    """
 
     num_tasks_offered: int
     num_groups_leased: int
@@ -154,6 +171,8 @@ class LedgerCounts:
     num_trajectories_generated: int
     num_trajectories_consumed: int
     num_trajectories_live: int
+    num_trajectories_waiting: int
+    num_groups_closed_short: int
     num_groups_dropped: dict[str, int] = field(default_factory=dict)
     num_trajectories_dropped: dict[str, int] = field(default_factory=dict)
 
@@ -207,6 +226,7 @@ def _rpc(name: str, *, is_retried: bool = True, deadline_s: float = 60.0) -> Rpc
 # A repeated lease whose first answer was lost leaves leases that run out and come back.
 OFFER_TASKS = _rpc("OfferTasks", is_retried=False)
 LEASE_TASKS = _rpc("LeaseTasks")
+APPEND_MEMBERS = _rpc("AppendMembers")
 APPEND_GROUPS = _rpc("AppendGroups")
 LEASE_GROUPS = _rpc("LeaseGroups")
 ACKNOWLEDGE = _rpc("Acknowledge")
@@ -263,6 +283,7 @@ class ReplayClient:
                 task=task_from_proto(lease.task),
                 attempt=lease.attempt,
                 expires_in_s=lease.expires_in_s,
+                members=tuple(lease.members),
             )
             for lease in answer.leases
         )
@@ -272,6 +293,22 @@ class ReplayClient:
             credits=answer.credits,
             cursor=answer.cursor,
         )
+
+    async def append_members(self, run: str, items: Sequence[MemberItem]) -> tuple[Appended, ...]:
+        """Keep finished members, each with its own outcome; repeating it does no harm."""
+        request = pb.AppendMembersRequest(
+            run=run,
+            items=[
+                pb.MemberItem(
+                    lease_id=item.lease_id,
+                    member=item.member,
+                    trajectory=trajectory_to_proto(item.trajectory),
+                    num_discarded=item.num_discarded,
+                )
+                for item in items
+            ],
+        )
+        return _append_outcomes((await self._channel.call(APPEND_MEMBERS, request)).outcomes)
 
     async def append_groups(
         self, run: str, stage: Stage, items: Sequence[AppendItem]
@@ -289,16 +326,7 @@ class ReplayClient:
                 for item in items
             ],
         )
-        answer = await self._channel.call(APPEND_GROUPS, request)
-        return tuple(
-            Appended(
-                is_duplicate=outcome.status == pb.APPEND_STATUS_DUPLICATE,
-                is_rejected=outcome.status == pb.APPEND_STATUS_REJECTED,
-                reason=outcome.reason,
-                message=outcome.message,
-            )
-            for outcome in answer.outcomes
-        )
+        return _append_outcomes((await self._channel.call(APPEND_GROUPS, request)).outcomes)
 
     async def append_group(
         self, run: str, stage: Stage, group: Group, *, lease_id: str
@@ -321,7 +349,10 @@ class ReplayClient:
         max_staleness: int | None = None,
         task_id_prefix: str = "",
     ) -> LeasedGroups:
-        """Lease groups, `min_groups` at least or none; wait up to `wait_s` for them."""
+        """Lease groups once `min_groups` are ready; wait up to `wait_s` for them.
+
+        Groups that do not fit one message are leased with further calls.
+        """
         request = pb.LeaseGroupsRequest(
             run=run,
             stage=trajectory_pb2.Stage.Name(int(stage)),
@@ -334,9 +365,15 @@ class ReplayClient:
             task_id_prefix=task_id_prefix,
         )
         answer = await self._channel.call(LEASE_GROUPS, request, deadline_s=wait_s + _ANSWER_S)
+        leases = _group_leases(answer.leases)
+        request.min_groups = request.wait_s = 0
+        while answer.is_cut:
+            request.max_groups = max_groups - len(leases)
+            answer = await self._channel.call(LEASE_GROUPS, request)
+            leases += _group_leases(answer.leases)
         return LeasedGroups(
-            leases=_group_leases(answer.leases),
-            empty_reason=EmptyReason(answer.empty_reason),
+            leases=leases,
+            empty_reason=EmptyReason.NOT_EMPTY if leases else EmptyReason(answer.empty_reason),
             num_ready=answer.num_ready,
         )
 
@@ -372,6 +409,7 @@ class ReplayClient:
                     num_trajectories=item.num_trajectories,
                     failed=item.failed,
                     set_aside=item.set_aside,
+                    failed_members=item.failed_members,
                 )
                 for item in items
             ],
@@ -397,11 +435,16 @@ class ReplayClient:
         self, run: str, lease_ids: Sequence[str], *, lease_s: float
     ) -> ReopenedLeases:
         """Take over leases of an earlier process, all or none, and return their groups."""
-        request = pb.ReopenLeasesRequest(run=run, lease_ids=lease_ids, lease_s=lease_s)
-        answer = await self._channel.call(REOPEN_LEASES, request)
-        return ReopenedLeases(
-            leases=_group_leases(answer.leases), lost=tuple(answer.lost_lease_ids)
-        )
+        leases: tuple[GroupLease, ...] = ()
+        while True:
+            rest = lease_ids[len(leases) :]
+            request = pb.ReopenLeasesRequest(run=run, lease_ids=rest, lease_s=lease_s)
+            answer = await self._channel.call(REOPEN_LEASES, request)
+            if answer.lost_lease_ids:
+                return ReopenedLeases(leases=(), lost=tuple(answer.lost_lease_ids))
+            leases += _group_leases(answer.leases)
+            if not answer.is_cut:
+                return ReopenedLeases(leases=leases, lost=())
 
     async def advance_policy(
         self,
@@ -462,6 +505,18 @@ class ReplayClient:
     async def purge(self, run: str) -> None:
         """Delete everything of the run."""
         await self._channel.call(PURGE, pb.PurgeRequest(run=run, confirm=run))
+
+
+def _append_outcomes(outcomes: Iterable[pb.AppendOutcome]) -> tuple[Appended, ...]:
+    return tuple(
+        Appended(
+            is_duplicate=outcome.status == pb.APPEND_STATUS_DUPLICATE,
+            is_rejected=outcome.status == pb.APPEND_STATUS_REJECTED,
+            reason=outcome.reason,
+            message=outcome.message,
+        )
+        for outcome in outcomes
+    )
 
 
 def _group_leases(leases: Iterable[pb.GroupLease]) -> tuple[GroupLease, ...]:

@@ -82,16 +82,18 @@ class LeaseTasksRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., worker: _Optional[str] = ..., max_tasks: _Optional[int] = ..., lease_s: _Optional[float] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class TaskLease(_message.Message):
-    __slots__ = ("lease_id", "task", "attempt", "expires_in_s")
+    __slots__ = ("lease_id", "task", "attempt", "expires_in_s", "members")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     task: _trajectory_pb2.Task
     attempt: int
     expires_in_s: float
-    def __init__(self, lease_id: _Optional[str] = ..., task: _Optional[_Union[_trajectory_pb2.Task, _Mapping]] = ..., attempt: _Optional[int] = ..., expires_in_s: _Optional[float] = ...) -> None: ...
+    members: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, lease_id: _Optional[str] = ..., task: _Optional[_Union[_trajectory_pb2.Task, _Mapping]] = ..., attempt: _Optional[int] = ..., expires_in_s: _Optional[float] = ..., members: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LeaseTasksResponse(_message.Message):
     __slots__ = ("leases", "empty_reason", "credits", "cursor")
@@ -104,6 +106,32 @@ class LeaseTasksResponse(_message.Message):
     credits: int
     cursor: str
     def __init__(self, leases: _Optional[_Iterable[_Union[TaskLease, _Mapping]]] = ..., empty_reason: _Optional[_Union[EmptyReason, str]] = ..., credits: _Optional[int] = ..., cursor: _Optional[str] = ...) -> None: ...
+
+class AppendMembersRequest(_message.Message):
+    __slots__ = ("run", "items")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    items: _containers.RepeatedCompositeFieldContainer[MemberItem]
+    def __init__(self, run: _Optional[str] = ..., items: _Optional[_Iterable[_Union[MemberItem, _Mapping]]] = ...) -> None: ...
+
+class MemberItem(_message.Message):
+    __slots__ = ("lease_id", "member", "trajectory", "num_discarded")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISCARDED_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    member: int
+    trajectory: _trajectory_pb2.Trajectory
+    num_discarded: int
+    def __init__(self, lease_id: _Optional[str] = ..., member: _Optional[int] = ..., trajectory: _Optional[_Union[_trajectory_pb2.Trajectory, _Mapping]] = ..., num_discarded: _Optional[int] = ...) -> None: ...
+
+class AppendMembersResponse(_message.Message):
+    __slots__ = ("outcomes",)
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    outcomes: _containers.RepeatedCompositeFieldContainer[AppendOutcome]
+    def __init__(self, outcomes: _Optional[_Iterable[_Union[AppendOutcome, _Mapping]]] = ...) -> None: ...
 
 class AppendGroupsRequest(_message.Message):
     __slots__ = ("run", "stage", "items")
@@ -176,14 +204,16 @@ class GroupLease(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., group: _Optional[_Union[_trajectory_pb2.Group, _Mapping]] = ..., num_deliveries: _Optional[int] = ..., expires_in_s: _Optional[float] = ...) -> None: ...
 
 class LeaseGroupsResponse(_message.Message):
-    __slots__ = ("leases", "empty_reason", "num_ready")
+    __slots__ = ("leases", "empty_reason", "num_ready", "is_cut")
     LEASES_FIELD_NUMBER: _ClassVar[int]
     EMPTY_REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_READY_FIELD_NUMBER: _ClassVar[int]
+    IS_CUT_FIELD_NUMBER: _ClassVar[int]
     leases: _containers.RepeatedCompositeFieldContainer[GroupLease]
     empty_reason: EmptyReason
     num_ready: int
-    def __init__(self, leases: _Optional[_Iterable[_Union[GroupLease, _Mapping]]] = ..., empty_reason: _Optional[_Union[EmptyReason, str]] = ..., num_ready: _Optional[int] = ...) -> None: ...
+    is_cut: bool
+    def __init__(self, leases: _Optional[_Iterable[_Union[GroupLease, _Mapping]]] = ..., empty_reason: _Optional[_Union[EmptyReason, str]] = ..., num_ready: _Optional[int] = ..., is_cut: bool = ...) -> None: ...
 
 class AcknowledgeRequest(_message.Message):
     __slots__ = ("run", "items")
@@ -228,18 +258,20 @@ class ReturnRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., items: _Optional[_Iterable[_Union[ReturnItem, _Mapping]]] = ...) -> None: ...
 
 class ReturnItem(_message.Message):
-    __slots__ = ("lease_id", "reason", "num_trajectories", "failed", "set_aside")
+    __slots__ = ("lease_id", "reason", "num_trajectories", "failed", "set_aside", "failed_members")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     SET_ASIDE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_MEMBERS_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     reason: str
     num_trajectories: int
     failed: bool
     set_aside: bool
-    def __init__(self, lease_id: _Optional[str] = ..., reason: _Optional[str] = ..., num_trajectories: _Optional[int] = ..., failed: bool = ..., set_aside: bool = ...) -> None: ...
+    failed_members: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, lease_id: _Optional[str] = ..., reason: _Optional[str] = ..., num_trajectories: _Optional[int] = ..., failed: bool = ..., set_aside: bool = ..., failed_members: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReturnResponse(_message.Message):
     __slots__ = ("num_returned", "num_dropped")
@@ -292,12 +324,14 @@ class ReopenLeasesRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., lease_ids: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class ReopenLeasesResponse(_message.Message):
-    __slots__ = ("leases", "lost_lease_ids")
+    __slots__ = ("leases", "lost_lease_ids", "is_cut")
     LEASES_FIELD_NUMBER: _ClassVar[int]
     LOST_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    IS_CUT_FIELD_NUMBER: _ClassVar[int]
     leases: _containers.RepeatedCompositeFieldContainer[GroupLease]
     lost_lease_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, leases: _Optional[_Iterable[_Union[GroupLease, _Mapping]]] = ..., lost_lease_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    is_cut: bool
+    def __init__(self, leases: _Optional[_Iterable[_Union[GroupLease, _Mapping]]] = ..., lost_lease_ids: _Optional[_Iterable[str]] = ..., is_cut: bool = ...) -> None: ...
 
 class AdvancePolicyRequest(_message.Message):
     __slots__ = ("run", "policy_version", "trained_lease_ids", "max_outstanding_groups")
@@ -344,7 +378,7 @@ class GetStatsResponse(_message.Message):
     def __init__(self, stats: _Optional[_Union[ReplayStats, _Mapping]] = ...) -> None: ...
 
 class LedgerCounts(_message.Message):
-    __slots__ = ("num_tasks_offered", "num_groups_leased", "num_groups_unscored", "num_groups_scored", "num_groups_training", "num_groups_trained", "num_groups_consumed", "num_groups_dropped", "num_trajectories_generated", "num_trajectories_consumed", "num_trajectories_dropped", "num_trajectories_live")
+    __slots__ = ("num_tasks_offered", "num_groups_leased", "num_groups_unscored", "num_groups_scored", "num_groups_training", "num_groups_trained", "num_groups_consumed", "num_groups_dropped", "num_trajectories_generated", "num_trajectories_consumed", "num_trajectories_dropped", "num_trajectories_live", "num_trajectories_waiting", "num_groups_closed_short")
     class NumGroupsDroppedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -371,6 +405,8 @@ class LedgerCounts(_message.Message):
     NUM_TRAJECTORIES_CONSUMED_FIELD_NUMBER: _ClassVar[int]
     NUM_TRAJECTORIES_DROPPED_FIELD_NUMBER: _ClassVar[int]
     NUM_TRAJECTORIES_LIVE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRAJECTORIES_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_GROUPS_CLOSED_SHORT_FIELD_NUMBER: _ClassVar[int]
     num_tasks_offered: int
     num_groups_leased: int
     num_groups_unscored: int
@@ -383,7 +419,9 @@ class LedgerCounts(_message.Message):
     num_trajectories_consumed: int
     num_trajectories_dropped: _containers.ScalarMap[str, int]
     num_trajectories_live: int
-    def __init__(self, num_tasks_offered: _Optional[int] = ..., num_groups_leased: _Optional[int] = ..., num_groups_unscored: _Optional[int] = ..., num_groups_scored: _Optional[int] = ..., num_groups_training: _Optional[int] = ..., num_groups_trained: _Optional[int] = ..., num_groups_consumed: _Optional[int] = ..., num_groups_dropped: _Optional[_Mapping[str, int]] = ..., num_trajectories_generated: _Optional[int] = ..., num_trajectories_consumed: _Optional[int] = ..., num_trajectories_dropped: _Optional[_Mapping[str, int]] = ..., num_trajectories_live: _Optional[int] = ...) -> None: ...
+    num_trajectories_waiting: int
+    num_groups_closed_short: int
+    def __init__(self, num_tasks_offered: _Optional[int] = ..., num_groups_leased: _Optional[int] = ..., num_groups_unscored: _Optional[int] = ..., num_groups_scored: _Optional[int] = ..., num_groups_training: _Optional[int] = ..., num_groups_trained: _Optional[int] = ..., num_groups_consumed: _Optional[int] = ..., num_groups_dropped: _Optional[_Mapping[str, int]] = ..., num_trajectories_generated: _Optional[int] = ..., num_trajectories_consumed: _Optional[int] = ..., num_trajectories_dropped: _Optional[_Mapping[str, int]] = ..., num_trajectories_live: _Optional[int] = ..., num_trajectories_waiting: _Optional[int] = ..., num_groups_closed_short: _Optional[int] = ...) -> None: ...
 
 class ReplayStats(_message.Message):
     __slots__ = ("training", "evaluation", "policy_version", "max_outstanding_groups", "credits", "num_redelivered", "num_dead_letters", "num_duplicate_appends", "num_rejected_appends", "cursor", "store")

@@ -47,6 +47,11 @@ class ReplayServiceStub(object):
                 request_serializer=dialoop_dot_v1_dot_replay__service__pb2.LeaseTasksRequest.SerializeToString,
                 response_deserializer=dialoop_dot_v1_dot_replay__service__pb2.LeaseTasksResponse.FromString,
                 _registered_method=True)
+        self.AppendMembers = channel.unary_unary(
+                '/dialoop.v1.ReplayService/AppendMembers',
+                request_serializer=dialoop_dot_v1_dot_replay__service__pb2.AppendMembersRequest.SerializeToString,
+                response_deserializer=dialoop_dot_v1_dot_replay__service__pb2.AppendMembersResponse.FromString,
+                _registered_method=True)
         self.AppendGroups = channel.unary_unary(
                 '/dialoop.v1.ReplayService/AppendGroups',
                 request_serializer=dialoop_dot_v1_dot_replay__service__pb2.AppendGroupsRequest.SerializeToString,
@@ -140,16 +145,31 @@ class ReplayServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AppendMembers(self, request, context):
+        """Keep finished members of leased tasks, each as soon as it is played. Idempotent by task, member
+        and digest; one status per item. OK.
+
+        A group closes by one rule, when none of its members is still to be played. A member is finished,
+        or given up after max_attempts failed attempts; until then its task is leased again for it. Then
+        the group is unscored if all members are finished, or at least min_trajectories of its task.
+        Otherwise it is dropped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AppendGroups(self, request, context):
-        """Append played or scored groups. Idempotent by (group_id, stage) and digest; a status per item.
-        OK.
+        """Groups as a whole. STAGE_UNSCORED and STAGE_EVALUATION: the members of a leased task, as by
+        AppendMembers. STAGE_SCORED: a scored copy. Idempotent by group, stage and digest; one status per
+        item. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LeaseGroups(self, request, context):
-        """Lease groups of a stage. Waits up to wait_s for min_groups. OK.
+        """Lease groups of a stage. Waits up to wait_s for min_groups. A batch may be leased in parts: what does not fit one message
+        is left for the next call. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -164,7 +184,8 @@ class ReplayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Return(self, request, context):
-        """Give leases back: tasks are re-issued as a new attempt, groups redelivered. OK.
+        """Give leases back: tasks are issued again for the members that are not finished, groups are
+        redelivered. OK.
 
         A group becomes a dead letter after max_deliveries failed deliveries: those returned as failed,
         and leases that ran out, because the group may have killed their holder. A lease that ran out
@@ -195,8 +216,8 @@ class ReplayServiceServicer(object):
 
     def ReopenLeases(self, request, context):
         """Hand the groups of leases out once more, in that order and under the same leases, and extend
-        the leases; all or none. For work that has been done before: a reopened lease that runs out is
-        no failed delivery. OK, RESOURCE_EXHAUSTED (TOO_LARGE).
+        the leases; none if one is lost. For work that has been done before: a reopened lease that runs
+        out is no failed delivery. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -264,6 +285,11 @@ def add_ReplayServiceServicer_to_server(servicer, server):
                     servicer.LeaseTasks,
                     request_deserializer=dialoop_dot_v1_dot_replay__service__pb2.LeaseTasksRequest.FromString,
                     response_serializer=dialoop_dot_v1_dot_replay__service__pb2.LeaseTasksResponse.SerializeToString,
+            ),
+            'AppendMembers': grpc.unary_unary_rpc_method_handler(
+                    servicer.AppendMembers,
+                    request_deserializer=dialoop_dot_v1_dot_replay__service__pb2.AppendMembersRequest.FromString,
+                    response_serializer=dialoop_dot_v1_dot_replay__service__pb2.AppendMembersResponse.SerializeToString,
             ),
             'AppendGroups': grpc.unary_unary_rpc_method_handler(
                     servicer.AppendGroups,
@@ -393,6 +419,33 @@ class ReplayService(object):
             '/dialoop.v1.ReplayService/LeaseTasks',
             dialoop_dot_v1_dot_replay__service__pb2.LeaseTasksRequest.SerializeToString,
             dialoop_dot_v1_dot_replay__service__pb2.LeaseTasksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AppendMembers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dialoop.v1.ReplayService/AppendMembers',
+            dialoop_dot_v1_dot_replay__service__pb2.AppendMembersRequest.SerializeToString,
+            dialoop_dot_v1_dot_replay__service__pb2.AppendMembersResponse.FromString,
             options,
             channel_credentials,
             insecure,

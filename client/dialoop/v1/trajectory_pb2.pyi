@@ -220,7 +220,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ...) -> None: ...
 
 class Task(_message.Message):
-    __slots__ = ("task_id", "environment", "split", "key", "epoch", "seed", "purpose", "num_trajectories", "sampling")
+    __slots__ = ("task_id", "environment", "split", "key", "epoch", "seed", "purpose", "num_trajectories", "sampling", "min_trajectories")
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     SPLIT_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +230,7 @@ class Task(_message.Message):
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
     NUM_TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    MIN_TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
     task_id: str
     environment: str
     split: str
@@ -239,7 +240,8 @@ class Task(_message.Message):
     purpose: Purpose
     num_trajectories: int
     sampling: SamplingParams
-    def __init__(self, task_id: _Optional[str] = ..., environment: _Optional[str] = ..., split: _Optional[str] = ..., key: _Optional[str] = ..., epoch: _Optional[int] = ..., seed: _Optional[int] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., num_trajectories: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ...) -> None: ...
+    min_trajectories: int
+    def __init__(self, task_id: _Optional[str] = ..., environment: _Optional[str] = ..., split: _Optional[str] = ..., key: _Optional[str] = ..., epoch: _Optional[int] = ..., seed: _Optional[int] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., num_trajectories: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., min_trajectories: _Optional[int] = ...) -> None: ...
 
 class Trajectory(_message.Message):
     __slots__ = ("trajectory_id", "group_id", "task_key", "seed", "environment", "environment_version", "history", "turns", "sequences", "failures", "sampling", "tokenizer_digest", "template_digest", "terminated", "truncated", "done_reason", "labels")

@@ -103,7 +103,12 @@ class BatchedGroup:
     """
 
     def __init__(
-        self, task: Task, groups: Groups, policy: Policy, retry_policy: RetryPolicy
+        self,
+        task: Task,
+        groups: Groups,
+        policy: Policy,
+        retry_policy: RetryPolicy,
+        num_members: int,
     ) -> None:
         self._task = task
         self._groups = groups
@@ -111,10 +116,9 @@ class BatchedGroup:
         self._retry_policy = retry_policy
         self._served: dict[str, str] = {}
         self._opening: asyncio.Task[GroupOpening] | None = None
-        num = task.num_trajectories
-        self._resets: JoinedCall[str, ResetResult] = JoinedCall(num, self._open)
-        self._answers: JoinedCall[History, Sample] = JoinedCall(num, self._generate)
-        self._steps: JoinedCall[StepItem, StepResult] = JoinedCall(num, self._step)
+        self._resets: JoinedCall[str, ResetResult] = JoinedCall(num_members, self._open)
+        self._answers: JoinedCall[History, Sample] = JoinedCall(num_members, self._generate)
+        self._steps: JoinedCall[StepItem, StepResult] = JoinedCall(num_members, self._step)
         self._sampling: SamplingParams | None = None
 
     async def create_session(self, session_id: str, environment: str) -> float:

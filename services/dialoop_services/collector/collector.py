@@ -1,32 +1,34 @@
-"""The collector: lease tasks, play them, and append the groups or give the leases back.
+"""The collector: lease tasks, play their members, append each, and give back what failed.
 
-The ledger counts every finished trajectory exactly once: appended with its group, as a discarded
-member of an appended group, or with the lease that is given back. The exception are trajectories
-under a lease that another collector got; those are counted here.
+The ledger counts every finished trajectory exactly once: appended, as an earlier play of an
+appended member, or with the lease that is given back. The exception are trajectories under a lease
+that another collector got; those are counted here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dialoop.clients.errors import is_outage
-from dialoop.clients.replay import AppendItem, ReturnItem
+from dialoop.clients.replay import MemberItem, ReturnItem
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError
 from dialoop.reasons import DropReason, Reason
-from dialoop.trajectory import Purpose, Stage
 
-from dialoop_services.collector.player import MemberFailed, Round
+from dialoop_services.collector.outbox import Outbox
+from dialoop_services.collector.player import FailedMember, Round
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dialoop.clients.environment import EnvironmentClient, EnvironmentInfo
-    from dialoop.clients.replay import ReplayClient, TaskLease
-    from dialoop.trajectory import Group
+    from dialoop.clients.replay import Appended, ReplayClient, TaskLease
 
     from dialoop_services.collector.counters import Counters
-    from dialoop_services.collector.player import GroupPlayer
+    from dialoop_services.collector.player import GroupPlayer, PlayedMember
     from dialoop_services.collector.settings import CollectorSettings
     from dialoop_services.collector.task_supply import TaskSupply
 
@@ -55,6 +57,7 @@ class Collector:
         self._task_supply = task_supply
         self._counters = counters
         self._retry_policy = RetryPolicy(max_attempts=None, total_s=settings.patience_s)
+        self._outbox = Outbox(settings.run, replay, self._retry_policy)
         self._rounds: dict[str, Round] = {}
         self._playing: dict[str, asyncio.Task[None]] = {}
         self._slot_freed = asyncio.Event()
@@ -109,21 +112,35 @@ class Collector:
         self._slot_freed.set()
 
     async def _collect(self, round_: Round) -> None:
-        """Play one round, then append its group or give its lease back."""
+        """Play one round; its members are appended meanwhile. Give its lease back if any failed."""
         try:
             info = await self._info_of(round_.task.environment)
             sampling = self._settings.sampling_of(round_.task, info.stop)
-            group = await self._player.play(round_, sampling, has_one_turn=info.max_turns == 1)
-            await self._append(round_, group)
-        except MemberFailed as failed:
-            log.warning("A member failed: %s", failed, extra={"group_id": round_.group_id})
-            await self._give_back(round_, failed.drop_reason, failed=not failed.is_outage)
+            failed = await self._player.play(
+                round_, sampling, partial(self._append, round_), has_one_turn=info.max_turns == 1
+            )
         except DialoopError as error:
             log.warning("A group failed: %s", error, extra={"group_id": round_.group_id})
             await self._give_back(round_, error.reason.lower(), failed=not is_outage(error))
         except Exception:
             log.exception("A group failed.", extra={"group_id": round_.group_id})
             await self._give_back(round_, DropReason.COLLECTOR_FAILED, failed=True)
+        else:
+            await self._end(round_, failed)
+
+    async def _end(self, round_: Round, failed: Mapping[int, FailedMember]) -> None:
+        """End a round whose members were all played: the ledger has those that did not fail."""
+        for failure in failed.values():
+            log.warning("A member failed: %s", failure.message, extra={"group_id": round_.group_id})
+        at_fault = {member: f for member, f in failed.items() if not f.is_outage}
+        if not failed:
+            self._rounds.pop(round_.lease_id, None)
+            self._counters.count_group(round_.task.purpose)
+            return
+        first = next(iter((at_fault or failed).values()))
+        await self._give_back(
+            round_, first.reason, failed=bool(at_fault), failed_members=tuple(sorted(at_fault))
+        )
 
     async def _info_of(self, environment: str) -> EnvironmentInfo:
         """Return the environment's stop strings and limits, which are requested once."""
@@ -133,32 +150,44 @@ class Collector:
             )
         return self._infos[environment]
 
-    async def _append(self, round_: Round, group: Group) -> None:
-        purpose = round_.task.purpose
-        stage = Stage.UNSCORED if purpose is Purpose.TRAINING else Stage.EVALUATION
-        num_discarded = len(round_.finished) - group.num_trajectories
-        round_.is_ending = True
-        item = AppendItem(group=group, lease_id=round_.lease_id, num_discarded=num_discarded)
-        (outcome,) = await retry(
-            lambda: self._replay.append_groups(self._settings.run, stage, [item]),
-            self._retry_policy,
+    async def _append(self, round_: Round, played: PlayedMember) -> FailedMember | None:
+        """Append a finished member; return why the ledger does not take it, or None."""
+        item = MemberItem(
+            lease_id=round_.lease_id,
+            member=played.member,
+            trajectory=played.trajectory,
+            num_discarded=played.num_discarded,
         )
-        if outcome.reason == Reason.LEASE_LOST:
-            self._lose(round_)
-        elif outcome.is_rejected:
-            log.error("A group was rejected: %s", outcome.message, extra={"reason": outcome.reason})
-            await self._give_back(round_, outcome.reason.lower(), failed=True)
-        else:
-            del self._rounds[round_.lease_id]
-            self._counters.count_append(
-                purpose, num_trajectories=group.num_trajectories, num_discarded=num_discarded
+        sent = self._outbox.put(item)
+        sent.add_done_callback(partial(self._count_appended, round_, played.num_discarded))
+        try:
+            outcome = await asyncio.shield(sent)
+        except DialoopError as error:
+            return FailedMember(
+                reason=error.reason.lower(), message=str(error), is_outage=is_outage(error)
             )
+        if outcome.reason in (Reason.LEASE_LOST, Reason.DIGEST_MISMATCH):
+            self._abandon(round_)
+        elif outcome.is_rejected:
+            return FailedMember(reason=outcome.reason.lower(), message=outcome.message)
+        return None
 
-    async def _give_back(self, round_: Round, reason: str, *, failed: bool) -> None:
+    def _count_appended(
+        self, round_: Round, num_discarded: int, sent: asyncio.Future[Appended]
+    ) -> None:
+        if sent.cancelled() or sent.exception() is not None or sent.result().is_rejected:
+            return
+        round_.num_counted += 1 + num_discarded
+        self._counters.count_append(round_.task.purpose, num_discarded=num_discarded)
+
+    async def _give_back(
+        self, round_: Round, reason: str, *, failed: bool, failed_members: tuple[int, ...] = ()
+    ) -> None:
         """Give the lease back. If replay is away, the ledger takes it back when it expires."""
         round_.is_ending = True
+        await self._outbox.flush()
         self._counters.count_return(reason)
-        item = _return_item(round_, reason, failed=failed)
+        item = _return_item(round_, reason, failed=failed, failed_members=failed_members)
         try:
             await retry(
                 lambda: self._replay.give_back(self._settings.run, [item]), self._retry_policy
@@ -167,10 +196,14 @@ class Collector:
             log.warning("A task could not be given back.", extra={"reason": error.reason})
         self._rounds.pop(round_.lease_id, None)
 
-    def _lose(self, round_: Round) -> None:
+    def _abandon(self, round_: Round) -> None:
+        """Stop a round whose task another collector may have by now."""
+        if self._rounds.pop(round_.lease_id, None) is None:
+            return
         log.warning("A lease was lost.", extra={"group_id": round_.group_id})
-        del self._rounds[round_.lease_id]
-        self._counters.count_lost_lease(round_.task.purpose, num_trajectories=len(round_.finished))
+        num_lost = round_.num_played - round_.num_counted
+        self._counters.count_lost_lease(round_.task.purpose, num_trajectories=num_lost)
+        self._playing[round_.lease_id].cancel()
 
     async def _keep_leases(self) -> None:
         """Extend the leases of all rounds; stop rounds whose lease was lost."""
@@ -187,37 +220,35 @@ class Collector:
                 log.warning("Leases are not extended.", extra={"reason": error.reason})
                 continue
             for lease_id in lost:
-                self._abandon(lease_id)
-
-    def _abandon(self, lease_id: str) -> None:
-        """Stop a round whose task another collector may have by now."""
-        round_, playing = self._rounds.get(lease_id), self._playing.get(lease_id)
-        # A round that is ending is left alone: its lease is also gone if its append succeeded, and
-        # the answer to the append will show that.
-        if round_ is not None and playing is not None and not round_.is_ending:
-            self._lose(round_)
-            playing.cancel()
+                round_ = self._rounds.get(lease_id)
+                # The lease of a round that is ending is also gone if its last append succeeded, and
+                # the answer to that append will show it.
+                if round_ is not None and not round_.is_ending:
+                    self._abandon(round_)
 
     async def _give_back_all(self) -> None:
         """Give all leases back, so that other collectors need not wait until they expire."""
-        rounds = self._rounds.values()
-        items = [_return_item(r, DropReason.SHUTDOWN, failed=False) for r in rounds]
-        for item in items:
-            self._counters.count_return(item.reason)
-        if not items:
-            return
         try:
             async with asyncio.timeout(_SHUTDOWN_S):
-                await self._replay.give_back(self._settings.run, items)
+                await self._outbox.flush()
+                rounds = self._rounds.values()
+                items = [_return_item(r, DropReason.SHUTDOWN, failed=False) for r in rounds]
+                for item in items:
+                    self._counters.count_return(item.reason)
+                if items:
+                    await self._replay.give_back(self._settings.run, items)
         except (DialoopError, TimeoutError):
-            log.warning("Leases are left to expire.", extra={"num_leases": len(items)})
+            log.warning("Leases are left to expire.", extra={"num_leases": len(self._rounds)})
         self._rounds.clear()
 
 
-def _return_item(round_: Round, reason: str, *, failed: bool) -> ReturnItem:
+def _return_item(
+    round_: Round, reason: str, *, failed: bool, failed_members: tuple[int, ...] = ()
+) -> ReturnItem:
     return ReturnItem(
         lease_id=round_.lease_id,
         reason=reason,
-        num_trajectories=len(round_.finished),
+        num_trajectories=round_.num_played - round_.num_counted,
         failed=failed,
+        failed_members=failed_members,
     )

@@ -52,13 +52,15 @@ class Counters:
             for failure in trajectory.failures
         )
 
-    def count_append(self, purpose: Purpose, *, num_trajectories: int, num_discarded: int) -> None:
-        """Count a group in the queue; `num_discarded` trajectories were played again."""
+    def count_append(self, purpose: Purpose, *, num_discarded: int) -> None:
+        """Count a trajectory in the queue; `num_discarded` earlier plays of it had failed."""
         self._appended[purpose].update(
-            num_groups_appended=1,
-            num_trajectories_appended=num_trajectories,
-            num_trajectories_discarded=num_discarded,
+            num_trajectories_appended=1, num_trajectories_discarded=num_discarded
         )
+
+    def count_group(self, purpose: Purpose) -> None:
+        """Count a group whose last members this collector appended."""
+        self._appended[purpose].update(num_groups_appended=1)
 
     def count_return(self, reason: str) -> None:
         """Count a task that was given back."""

@@ -1,19 +1,21 @@
-"""Play one leased task: all members at once, and a member again if the policy is not at fault."""
+"""Play one leased task: its members at once, and a member again if the policy is not at fault."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dialoop.clients.retry import SERVICE_AWAY, RetryPolicy
 from dialoop.reasons import DropReason, Reason
 from dialoop.rollout import play, sampling_of_member
-from dialoop.trajectory import Failure, Group, Owner, SamplingParams, Task, Trajectory
+from dialoop.trajectory import Failure, Owner, SamplingParams, Task, Trajectory
 
 from dialoop_services.collector.batched_group import BatchedGroup
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from dialoop.clients.replay import TaskLease
     from dialoop.episode import Policy, Sessions
 
@@ -24,36 +26,29 @@ if TYPE_CHECKING:
 _SEVERAL = 2
 
 
-class MemberFailed(Exception):
-    """A member failed too often; `failure` is the last one, which the policy did not cause."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedMember:
+    """A member that is not in the queue: why, in snake_case and in words.
 
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(f"{failure.owner.name.lower()}: {failure.reason}: {failure.message}")
-        self.failure = failure
+    `is_outage`: a service was away, which is no fault of the task.
+    """
 
-    @property
-    def is_outage(self) -> bool:
-        """Return whether a service was away, which is no fault of the task."""
-        return self.failure.reason == SERVICE_AWAY
-
-    @property
-    def drop_reason(self) -> str:
-        """Return why the task goes back; what took too long has a reason of its own."""
-        if self.is_outage:
-            return DropReason.SERVICE_AWAY
-        is_late = self.failure.reason in (Reason.ANSWER_TIMED_OUT, Reason.DEADLINE_EXCEEDED)
-        return self.failure.reason.lower() if is_late else DropReason.MEMBER_FAILED
+    reason: str
+    message: str
+    is_outage: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class Round:
-    """One attempt at a task under one lease, and every trajectory finished in it so far.
+    """The play of a leased task's open members under one lease.
 
-    `is_ending` is set once its group is appended or its lease given back.
+    num_played: finished plays, also those that failed. num_counted: those that the queue counts,
+    with the members it has. `is_ending` is set once no member is being played any more.
     """
 
     lease: TaskLease
-    finished: list[Trajectory] = field(default_factory=list)
+    num_played: int = 0
+    num_counted: int = 0
     is_ending: bool = False
 
     @property
@@ -70,6 +65,15 @@ class Round:
     def group_id(self) -> str:
         """Return the id of its group."""
         return self.lease.group_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedMember:
+    """A finished member and the number of its plays before, which failed."""
+
+    member: int
+    trajectory: Trajectory
+    num_discarded: int
 
 
 class GroupPlayer:
@@ -97,51 +101,71 @@ class GroupPlayer:
         self._retry_policy = retry_policy
 
     async def play(
-        self, round_: Round, sampling: SamplingParams, *, has_one_turn: bool = False
-    ) -> Group:
-        """Play the whole group. If one member fails, stop the others and raise MemberFailed.
+        self,
+        round_: Round,
+        sampling: SamplingParams,
+        deliver: Callable[[PlayedMember], Awaitable[FailedMember | None]],
+        *,
+        has_one_turn: bool = False,
+    ) -> dict[int, FailedMember]:
+        """Play all members of the lease and deliver each as soon as it is finished.
 
-        Members of an environment that `has_one_turn` share their requests.
+        A member that fails does not stop the others. Return those that failed, or that `deliver`
+        could not bring into the queue. Members of an environment that `has_one_turn` share their
+        requests.
         """
-        batched = self._batched_group(round_.task, sampling) if has_one_turn else None
-        try:
-            async with asyncio.TaskGroup() as members:
-                playing = [
-                    members.create_task(
-                        self._play_member(round_, sampling_of_member(sampling, member), batched)
-                    )
-                    for member in range(round_.task.num_trajectories)
-                ]
-        except BaseExceptionGroup as errors:
-            raise _first(errors) from None
-        trajectories = tuple(member.result() for member in playing)
-        return Group(group_id=round_.group_id, task=round_.task, trajectories=trajectories)
+        members = round_.lease.members
+        batched = self._batched_group(round_, sampling) if has_one_turn else None
+        num_playing, failed = len(members), dict[int, FailedMember]()
 
-    def _batched_group(self, task: Task, sampling: SamplingParams) -> BatchedGroup | None:
+        async def play_one(member: int) -> None:
+            nonlocal num_playing
+            own_sampling = sampling_of_member(sampling, member)
+            ended = await self._play_member(round_, member, own_sampling, batched)
+            num_playing -= 1
+            round_.is_ending = not num_playing
+            failure = await deliver(ended) if isinstance(ended, PlayedMember) else ended
+            if failure is not None:
+                failed[member] = failure
+
+        try:
+            async with asyncio.TaskGroup() as playing:
+                for member in members:
+                    playing.create_task(play_one(member))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return failed
+
+    def _batched_group(self, round_: Round, sampling: SamplingParams) -> BatchedGroup | None:
         """Return the requests that members share, or None where each makes its own."""
+        task, num_members = round_.task, len(round_.lease.members)
         has_agent = self._agents is not None and task.environment in self._agents
-        alone = task.num_trajectories < _SEVERAL or sampling.seed is not None or has_agent
+        alone = num_members < _SEVERAL or sampling.seed is not None or has_agent
         if self._groups is None or alone:
             return None
-        return BatchedGroup(task, self._groups, self._policy, self._retry_policy)
+        return BatchedGroup(task, self._groups, self._policy, self._retry_policy, num_members)
 
     async def _play_member(
-        self, round_: Round, sampling: SamplingParams, batched: BatchedGroup | None
-    ) -> Trajectory:
+        self,
+        round_: Round,
+        member: int,
+        sampling: SamplingParams,
+        batched: BatchedGroup | None,
+    ) -> PlayedMember | FailedMember:
         for attempt in range(1, self._member_retries + 2):
             # A later attempt shares no requests: the other members do not repeat theirs.
             joined = batched if attempt == 1 else None
             trajectory = await self._play_episode(round_, sampling, joined)
-            round_.finished.append(trajectory)
+            round_.num_played += 1
             self._counters.count_trajectory(trajectory, round_.task.purpose)
             failure = _blameless_failure(trajectory)
             if failure is None:
-                return trajectory
-            failed = MemberFailed(failure)
-            if failed.is_outage or attempt > self._member_retries:
-                raise failed
+                return PlayedMember(member=member, trajectory=trajectory, num_discarded=attempt - 1)
+            is_outage = failure.reason == SERVICE_AWAY
+            if is_outage or attempt > self._member_retries:
+                return _failed_member(failure, is_outage=is_outage)
             await asyncio.sleep(self._retry_policy.wait_s(attempt))
-        raise AssertionError("unreachable: the last attempt returns or raises")
+        raise AssertionError("unreachable: the last attempt returns")
 
     async def _play_episode(
         self, round_: Round, sampling: SamplingParams, batched: BatchedGroup | None
@@ -160,13 +184,16 @@ class GroupPlayer:
         )
 
 
+def _failed_member(failure: Failure, *, is_outage: bool) -> FailedMember:
+    """Return why the member goes back; what took too long has a reason of its own."""
+    reason: str = DropReason.SERVICE_AWAY if is_outage else DropReason.MEMBER_FAILED
+    if failure.reason in (Reason.ANSWER_TIMED_OUT, Reason.DEADLINE_EXCEEDED):
+        reason = failure.reason.lower()
+    message = f"{failure.owner.name.lower()}: {failure.reason}: {failure.message}"
+    return FailedMember(reason=reason, message=message, is_outage=is_outage)
+
+
 def _blameless_failure(trajectory: Trajectory) -> Failure | None:
     """Return the last failure that the policy did not cause, or None."""
     failures = [f for f in trajectory.failures if f.owner is not Owner.POLICY]
     return failures[-1] if failures else None
-
-
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return one error of a task group; unexpected errors come before failed members."""
-    unexpected = [e for e in errors.exceptions if not isinstance(e, MemberFailed)]
-    return unexpected[0] if unexpected else errors.exceptions[0]

@@ -133,4 +133,5 @@ class TaskSupply:
             seed=ref.seed,
             purpose=Purpose.TRAINING,
             num_trajectories=self._settings.group_size,
+            min_trajectories=min(self._settings.min_group_size, self._settings.group_size),
         )

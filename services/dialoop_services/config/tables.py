@@ -211,6 +211,8 @@ class CollectorSection(Section):
 
     group_size: int = Field(default=8, ge=1)
     """Number of trajectories played for each task; RL compares them and needs 2 or more."""
+    min_group_size: int = Field(default=2, ge=0)
+    """Fewest trajectories of a group that is used though others cannot be played; 0: all."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of training tasks that set none themselves."""
     max_groups_in_flight: int = Field(default=16, ge=1)

@@ -18,9 +18,10 @@ from dialoop.reasons import Reason
 APPEND_MESSAGES: Mapping[Reason, str] = MappingProxyType(
     {
         Reason.UNKNOWN_TASK: "No task of that id and purpose was offered in this run.",
-        Reason.LEASE_LOST: "The lease expired, or belongs to another attempt of the task.",
+        Reason.LEASE_LOST: "The lease was lost: another worker has its work, or the group closed.",
         Reason.WRONG_SIZE: "The group does not have as many trajectories as its task asks for.",
-        Reason.DIGEST_MISMATCH: "The queue keeps a group of that id with other content.",
+        Reason.DIGEST_MISMATCH: "The queue keeps that member, or group, with other content.",
+        Reason.TOO_LARGE: "With this member its group would not fit one message.",
         Reason.FUTURE_VERSION: "Tokens have a policy version that was never announced.",
     }
 )
@@ -42,11 +43,6 @@ _REFUSALS: Mapping[Reason, tuple[type[DialoopError], str, str]] = MappingProxyTy
             "There is no dead letter '{}'.",
             "Take a group_id from ListDeadLetters.",
         ),
-        Reason.TOO_LARGE: (
-            CapacityExhausted,
-            "`min_groups` groups do not fit one message.",
-            "Lower `min_groups`, or raise max_message_bytes of this service and of the caller.",
-        ),
         Reason.STORE_UNAVAILABLE: (
             Unavailable,
             "The queue's store does not answer.",
@@ -64,7 +60,7 @@ _REFUSALS: Mapping[Reason, tuple[type[DialoopError], str, str]] = MappingProxyTy
 def refusal(reason: Reason, detail: str = "") -> DialoopError:
     """Return the error for a reason; `detail` fills its message.
 
-    refusal(Reason.GROUP_NOT_FOUND, "a#1")  # NotFound("There is no dead letter 'a#1'.")
+    refusal(Reason.GROUP_NOT_FOUND, "a")  # NotFound("There is no dead letter 'a'.")
     """
     kind, message, remedy = _REFUSALS[reason]
     return kind(message.format(detail), reason=reason, remedy=remedy)

@@ -7,8 +7,9 @@ A waiting call tries again after each change in this process (`_Changes`). It al
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
-from collections.abc import AsyncIterator, MutableSequence
+from collections.abc import AsyncIterator, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from dialoop.v1 import trajectory_pb2
 from dialoop_services.replay.leases import Kind, parse_lease
 from dialoop_services.replay.refusals import APPEND_MESSAGES
 from dialoop_services.replay.store import Answer, QueueStore
-from dialoop_services.replay.validation import check_group
+from dialoop_services.replay.validation import check_group, check_trajectory
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -35,6 +36,8 @@ _DEFAULT_PAGE = 20
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Leases = TypeVar("_Leases", pb.LeaseTasksResponse, pb.LeaseGroupsResponse)
+_Item = TypeVar("_Item", pb.AppendItem, pb.MemberItem)
+_BY_WEIGHT = (pb.APPEND_STATUS_REJECTED, pb.APPEND_STATUS_APPENDED, pb.APPEND_STATUS_DUPLICATE)
 
 
 class ReplayServicer(rpc.ReplayServiceServicer):
@@ -67,6 +70,22 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         _check_count("max_tasks", request.max_tasks)
         return await self._lease(request, pb.LeaseTasksResponse)
 
+    async def AppendMembers(
+        self, request: pb.AppendMembersRequest, context: _Context
+    ) -> pb.AppendMembersResponse:
+        _check_run(request.run)
+        for item in request.items:
+            _check_count("num_discarded", item.num_discarded, least=0)
+        rejections = [
+            check_trajectory(item.trajectory, stage=Stage.UNSCORED, vocab_size=self._vocab_size)
+            for item in request.items
+        ]
+        valid = _valid(request.items, rejections)
+        append = pb.AppendMembersRequest(run=request.run, items=valid)
+        appended = await self._change(append, pb.AppendMembersResponse)
+        outcomes = await self._outcomes(request.run, rejections, appended.outcomes)
+        return pb.AppendMembersResponse(outcomes=outcomes)
+
     async def AppendGroups(
         self, request: pb.AppendGroupsRequest, context: _Context
     ) -> pb.AppendGroupsResponse:
@@ -75,20 +94,37 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         for item in request.items:
             _check_num_discarded(item, stage)
         rejections = [
-            check_group(item.group, stage=stage, vocab_size=self._vocab_size)
+            _check_played(item, stage)
+            or check_group(item.group, stage=stage, vocab_size=self._vocab_size)
             for item in request.items
         ]
-        pairs = zip(request.items, rejections, strict=True)
-        valid = [item for item, rejection in pairs if rejection is None]
-        if num_rejected := len(request.items) - len(valid):
-            await self.store.count_rejected(request.run, num_rejected)
-        append = pb.AppendGroupsRequest(run=request.run, stage=request.stage, items=valid)
-        appended = iter((await self._change(append, pb.AppendGroupsResponse)).outcomes)
-        outcomes = [next(appended) if r is None else r for r in rejections]
+        valid = _valid(request.items, rejections)
+        if stage is Stage.SCORED:
+            append = pb.AppendGroupsRequest(run=request.run, stage=request.stage, items=valid)
+            appended = list((await self._change(append, pb.AppendGroupsResponse)).outcomes)
+        else:
+            members = await self._change(
+                members_of_groups(request.run, valid), pb.AppendMembersResponse
+            )
+            appended = list(outcomes_of_groups(valid, members))
+        outcomes = await self._outcomes(request.run, rejections, appended)
+        return pb.AppendGroupsResponse(outcomes=outcomes)
+
+    async def _outcomes(
+        self,
+        run: str,
+        rejections: Sequence[pb.AppendOutcome | None],
+        appended: Iterable[pb.AppendOutcome],
+    ) -> list[pb.AppendOutcome]:
+        """Return the outcomes of all items, given those of the items that were not rejected."""
+        if num_rejected := len(rejections) - rejections.count(None):
+            await self.store.count_rejected(run, num_rejected)
+        rest = iter(appended)
+        outcomes = [next(rest) if r is None else r for r in rejections]
         for outcome in outcomes:
             if outcome.reason and not outcome.message:
                 outcome.message = APPEND_MESSAGES[Reason(outcome.reason)]
-        return pb.AppendGroupsResponse(outcomes=outcomes)
+        return outcomes
 
     async def LeaseGroups(
         self, request: pb.LeaseGroupsRequest, context: _Context
@@ -260,6 +296,58 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
             await event.wait()
 
 
+def members_of_groups(run: str, items: Iterable[pb.AppendItem]) -> pb.AppendMembersRequest:
+    """Return the append of all members of played groups."""
+    return pb.AppendMembersRequest(
+        run=run,
+        items=[
+            pb.MemberItem(
+                lease_id=item.lease_id,
+                member=member,
+                trajectory=trajectory,
+                num_discarded=0 if member else item.num_discarded,
+            )
+            for item in items
+            for member, trajectory in enumerate(item.group.trajectories)
+        ],
+    )
+
+
+def outcomes_of_groups(
+    items: Iterable[pb.AppendItem], members: pb.AppendMembersResponse
+) -> Iterator[pb.AppendOutcome]:
+    """Yield a group's outcome: the rejection of a member if there is one; else what is new."""
+    outcomes = iter(members.outcomes)
+    for item in items:
+        own = list(itertools.islice(outcomes, len(item.group.trajectories)))
+        yield next(
+            (outcome for status in _BY_WEIGHT for outcome in own if outcome.status == status),
+            pb.AppendOutcome(status=pb.APPEND_STATUS_REJECTED, reason=Reason.WRONG_SIZE),
+        )
+
+
+def _valid(items: Iterable[_Item], rejections: Iterable[pb.AppendOutcome | None]) -> list[_Item]:
+    pairs = zip(items, rejections, strict=True)
+    return [item for item, rejection in pairs if rejection is None]
+
+
+def _check_played(item: pb.AppendItem, stage: Stage) -> pb.AppendOutcome | None:
+    """Reject a played group of which the store would take some members only, or as another's."""
+    group, lease = item.group, parse_lease(item.lease_id)
+    purpose = Purpose.EVALUATION if stage is Stage.EVALUATION else Purpose.TRAINING
+    if stage is Stage.SCORED:
+        return None
+    if int(group.task.purpose) != purpose:
+        reason = Reason.UNKNOWN_TASK
+    elif lease is None or lease.task_id != group.task.task_id:
+        reason = Reason.LEASE_LOST
+    elif len(group.trajectories) != group.task.num_trajectories:
+        reason = Reason.WRONG_SIZE
+    else:
+        return None
+    return pb.AppendOutcome(status=pb.APPEND_STATUS_REJECTED, reason=reason)
+
+
 def _check_run(run: str) -> None:
     """Raise InvalidInput (BAD_RUN) for a name that cannot be part of a key."""
     if not _RUN.fullmatch(run):
@@ -279,6 +367,12 @@ def _check_task(task: trajectory_pb2.Task) -> None:
     if int(task.purpose) not in set(Purpose):
         raise InvalidInput(f"Task {task.task_id} has no purpose.", remedy="Set purpose.")
     _check_count("num_trajectories", task.num_trajectories)
+    if not 0 <= task.min_trajectories <= task.num_trajectories:
+        raise InvalidInput(
+            f"`min_trajectories` of task {task.task_id} is {task.min_trajectories}, of "
+            f"{task.num_trajectories} trajectories.",
+            remedy="Use 0 for whole groups only, or up to `num_trajectories`.",
+        )
 
 
 def _stage_of(stage: int) -> Stage:
@@ -350,6 +444,11 @@ def _check_return(item: pb.ReturnItem) -> None:
             "`num_trajectories` counts played trajectories, and under the lease of a group none "
             "are played.",
             remedy="Leave `num_trajectories` out.",
+        )
+    if item.failed_members and (lease.kind is not Kind.TASK or not item.failed):
+        raise InvalidInput(
+            "`failed_members` is for a task that is returned as failed.",
+            remedy="Set `failed`, or leave `failed_members` out.",
         )
     if item.set_aside and lease.kind is Kind.TASK:
         raise InvalidInput(

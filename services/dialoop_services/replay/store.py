@@ -1,16 +1,20 @@
-"""The interface of the queue's stores, and the facts that a store keeps of a group.
+"""The interface of the queue's stores, and the facts that a store keeps of members and groups.
 
 There are two implementations: `memory_store` (readable, not durable) and `redis_store`. The same
 tests run on both. Every request is atomic; expired leases are taken back before it.
 
-A group's states in the ledger:
+The ledger's unit is the member: one trajectory of a task's group. A member is open, finished (its
+trajectory is in the queue) or given up (after `max_attempts` failed attempts). A task lease is for
+the open members of one task. The group closes when no member is open (`memory_store/assembly.py`
+has the rule). A group's states:
 
-    offered -> leased -> unscored -> scored -> training -> trained -> consumed
-           |          |           |          |          |
-           +----------+-----------+----------+----------+-> dropped(reason)
+    offered <-> leased -> unscored -> scored -> training -> trained -> consumed
+       |          |          |          |          |
+       +----------+----------+----------+----------+-> dropped(reason)
 
 A group holds a credit from `leased` to `training`. Evaluation groups skip `unscored`: after play
-they are `scored`, ready for the trainer, and `training` while it has them.
+they are `scored`, ready for the trainer, and `training` while it has them. A group has the name of
+its task, so a task that is played again after a loss gives a group of the same name.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from dialoop.v1 import trajectory_pb2
 from google.protobuf.message import Message
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -32,7 +36,8 @@ Answer = TypeVar("Answer", bound=Message)
 class QueueLimits:
     """Limits on attempts, deliveries, dead letters and leases.
 
-    lease_s: default duration of a lease. max_lease_bytes: size of all groups of one lease call.
+    max_attempts: failed attempts at a member before it is given up. lease_s: default duration of a
+    lease. max_lease_bytes: size of all groups of one lease call, and of one group.
     """
 
     max_attempts: int = 3
@@ -71,50 +76,77 @@ class QueueStore(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupFacts:
-    """The facts that the ledger keeps of a group.
+class MemberFacts:
+    """The facts that the ledger keeps of a finished member.
 
     `digest` covers the fields that scoring does not change. `versions` has, for each lineage that
     tokens were sampled in, the oldest and the newest policy version.
     """
 
-    group_id: str
-    task_id: str
-    num_trajectories: int
     digest: str
     versions: Mapping[str, tuple[int, int]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFacts:
+    """The facts that the ledger compares of a scored group; `digest` joins those of its members."""
+
+    group_id: str
+    digest: str
+
+
+def group_head(task: trajectory_pb2.Task) -> bytes:
+    """Return the beginning of a serialised group: its name and task; `group_member`s follow it.
+
+    Protobuf reads serialised messages that follow each other as one.
+    """
+    head = trajectory_pb2.Group()
+    head.group_id = task.task_id
+    head.task.CopyFrom(task)
+    return head.SerializeToString()
+
+
+def group_member(trajectory: trajectory_pb2.Trajectory) -> bytes:
+    """Return a trajectory as the next part of a serialised group."""
+    part = trajectory_pb2.Group()
+    part.trajectories.append(trajectory)
+    return part.SerializeToString()
+
+
+def member_facts(trajectory: trajectory_pb2.Trajectory) -> MemberFacts:
+    """Return the facts that the ledger keeps of a trajectory."""
+    return MemberFacts(digest=_digest(trajectory), versions=_versions(trajectory))
+
+
 def group_facts(group: trajectory_pb2.Group) -> GroupFacts:
-    """Return the facts that the ledger keeps of a group."""
+    """Return the facts that the ledger compares of a group."""
     return GroupFacts(
-        group_id=group.group_id,
-        task_id=group.task.task_id,
-        num_trajectories=len(group.trajectories),
-        digest=_digest(group),
-        versions=_versions(group),
+        group_id=group.group_id, digest=join_digests(_digest(t) for t in group.trajectories)
     )
 
 
-def _digest(group: trajectory_pb2.Group) -> str:
-    bare = trajectory_pb2.Group()
-    bare.CopyFrom(group)
-    for trajectory in bare.trajectories:
-        for turn in trajectory.turns:
-            turn.ClearField("rewards")
-        for sequence in trajectory.sequences:
-            sequence.ClearField("ref_logprobs")
-            sequence.ClearField("advantage")
-            sequence.ClearField("token_advantages")
-    return hashlib.blake2b(bare.SerializeToString(deterministic=True), digest_size=16).hexdigest()
+def join_digests(digests: Iterable[str]) -> str:
+    """Return the digest of a group from those of its trajectories, in order."""
+    return ",".join(digests)
 
 
-def _versions(group: trajectory_pb2.Group) -> dict[str, tuple[int, int]]:
+def _digest(trajectory: trajectory_pb2.Trajectory) -> str:
+    bare = trajectory_pb2.Trajectory()
+    bare.CopyFrom(trajectory)
+    for turn in bare.turns:
+        turn.ClearField("rewards")
+    for sequence in bare.sequences:
+        sequence.ClearField("ref_logprobs")
+        sequence.ClearField("advantage")
+        sequence.ClearField("token_advantages")
+    return hashlib.blake2b(bare.SerializeToString(deterministic=True), digest_size=12).hexdigest()
+
+
+def _versions(trajectory: trajectory_pb2.Trajectory) -> dict[str, tuple[int, int]]:
     numbers: dict[str, list[int]] = {}
-    for trajectory in group.trajectories:
-        for sequence in trajectory.sequences:
-            for segment in sequence.segments:
-                if segment.HasField("policy_version"):
-                    version = segment.policy_version
-                    numbers.setdefault(version.lineage, []).append(version.number)
+    for sequence in trajectory.sequences:
+        for segment in sequence.segments:
+            if segment.HasField("policy_version"):
+                version = segment.policy_version
+                numbers.setdefault(version.lineage, []).append(version.number)
     return {lineage: (min(all_), max(all_)) for lineage, all_ in sorted(numbers.items())}

@@ -1,4 +1,4 @@
-"""Validate a group before the queue accepts it, without looking at the ledger.
+"""Validate groups and trajectories before the queue accepts them, without looking at the ledger.
 
 check_group(group, stage=Stage.UNSCORED, vocab_size=32000)  # None, or why it is rejected
 """
@@ -18,16 +18,26 @@ def check_group(group: pb.Group, *, stage: Stage, vocab_size: int) -> _Rejection
     """Return the first thing wrong with the group, or None; `vocab_size` 0 means unknown."""
     num_model_tokens = 0
     for trajectory in group.trajectories:
-        for index, sequence in enumerate(trajectory.sequences):
-            rejection = _check_sequence(sequence, stage, vocab_size)
-            if rejection is not None:
-                where = f"Trajectory {trajectory.trajectory_id}, sequence {index}: "
-                rejection.message = where + rejection.message
-                return rejection
-            num_model_tokens += _num_model_tokens(sequence)
+        rejection = check_trajectory(trajectory, stage=stage, vocab_size=vocab_size)
+        if rejection is not None:
+            return rejection
+        num_model_tokens += sum(map(_num_model_tokens, trajectory.sequences))
     # Evaluation groups are not trained on, so they may have no sampled token.
     if num_model_tokens == 0 and stage is not Stage.EVALUATION:
         return _reject(Reason.NO_TRAINABLE_TOKEN, f"Group {group.group_id}: no token was sampled.")
+    return None
+
+
+def check_trajectory(
+    trajectory: pb.Trajectory, *, stage: Stage, vocab_size: int
+) -> _Rejection | None:
+    """Return the first thing wrong with the trajectory, or None; `vocab_size` 0 means unknown."""
+    for index, sequence in enumerate(trajectory.sequences):
+        rejection = _check_sequence(sequence, stage, vocab_size)
+        if rejection is not None:
+            where = f"Trajectory {trajectory.trajectory_id}, sequence {index}: "
+            rejection.message = where + rejection.message
+            return rejection
     return None
 
 

@@ -11,7 +11,7 @@ _STEP = {"episode": 1, "step_index": 0, "history": {"response": {"messages": [_C
 _RESET = {"episode": 1, "split": "train", "task_key": "12+34"}
 _PROMPT = {"messages": [{"role": "user", "content": "12+34"}]}
 _TASK = {
-    "task_id": "arithmetic/0#1",
+    "task_id": "arithmetic/0",
     "environment": "arithmetic",
     "split": "train",
     "key": "12+34",
@@ -34,15 +34,15 @@ _SEQUENCE = {
 }
 _TRAJECTORY = {
     "trajectory_id": "t-1",
-    "group_id": "arithmetic/0#1#1",
+    "group_id": "arithmetic/0",
     "task_key": "12+34",
     "environment": "arithmetic",
     "history": {"messages": [_PROMPT["messages"][0], {"role": "assistant", "content": "46"}]},
     "sequences": [_SEQUENCE],
     "terminated": True,
 }
-_GROUP = {"group_id": "arithmetic/0#1#1", "task": _TASK, "trajectories": [_TRAJECTORY]}
-_LEASE = "task/1/arithmetic/0#1"
+_GROUP = {"group_id": "arithmetic/0", "task": _TASK, "trajectories": [_TRAJECTORY]}
+_LEASE = "task/1/arithmetic/0"
 
 EXAMPLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -99,6 +99,9 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "TemplateService.Parse": {"text": "<|im_start|>user\n12+34<|im_end|>\n"},
         "ReplayService.OfferTasks": {"tasks": [_TASK]},
         "ReplayService.LeaseTasks": {"worker": "me", "max_tasks": 4, "wait_s": 1.0},
+        "ReplayService.AppendMembers": {
+            "items": [{"lease_id": _LEASE, "member": 0, "trajectory": _TRAJECTORY}]
+        },
         "ReplayService.AppendGroups": {
             "stage": "STAGE_UNSCORED",
             "items": [{"group": _GROUP, "lease_id": _LEASE}],
@@ -119,7 +122,7 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "policy_version": {"lineage": "a", "number": 3},
             "max_outstanding_groups": 48,
         },
-        "ReplayService.Requeue": {"group_ids": ["arithmetic/0#1#1"]},
+        "ReplayService.Requeue": {"group_ids": ["arithmetic/0"]},
         "ReplayService.Purge": {"confirm": "demo"},
         "ScorerService.LogProb": {"token_ids": [{"values": [12, 7, 9]}]},
         "ScorerService.Score": {"group": _GROUP},

@@ -49,6 +49,7 @@ TABLE: Mapping[str, str] = MappingProxyType(
         "TemplateService.Parse": "POST /v1/templates/{template_name}/parse",
         "ReplayService.OfferTasks": f"POST {_RUN}/tasks",
         "ReplayService.LeaseTasks": f"POST {_RUN}/tasks/lease",
+        "ReplayService.AppendMembers": f"POST {_RUN}/members",
         "ReplayService.AppendGroups": f"POST {_RUN}/groups",
         "ReplayService.LeaseGroups": f"POST {_RUN}/groups/lease",
         "ReplayService.Peek": f"GET {_RUN}/groups",

@@ -1,7 +1,7 @@
 """Logs on stderr, as text or JSON, with the service, the run and any ids as fields.
 
 configure_logs("collector")
-with log_fields(group_id="addition/0#1"):
+with log_fields(group_id="addition/0"):
     log.info("Group appended.", extra={"num_trajectories": 8})
 """
 

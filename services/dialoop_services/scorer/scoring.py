@@ -72,18 +72,19 @@ class Scoring:
             returns = returns_of(group, self.advantages.aggregate)
             return with_values(group, await self.estimator.estimate(returns))
         compute = with_turn_advantages if self.per_turn else with_advantages
-        return compute(group, self.advantages, group_size=group.task.num_trajectories)
+        return compute(group, self.advantages)
 
 
 def require_scorable(group: Group) -> None:
     """Raise InvalidInput unless the group can be scored.
 
-    It must be complete and have two or more trajectories. Each must have ended, and only the policy
-    may have failed.
+    It must be complete, or closed with as many trajectories as its task allows, and have two or
+    more. Each must have ended, and only the policy may have failed.
     """
-    if group.num_trajectories != group.task.num_trajectories:
+    task = group.task
+    if not task.least_trajectories <= group.num_trajectories <= task.num_trajectories:
         raise InvalidInput(
-            f"{group.group_id} has {group.num_trajectories} of {group.task.num_trajectories}"
+            f"{group.group_id} has {group.num_trajectories} of {task.num_trajectories}"
             " trajectories.",
             reason=Reason.GROUP_INCOMPLETE,
             remedy="Play its task again: a partial group would have a wrong baseline.",

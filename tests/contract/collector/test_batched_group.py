@@ -22,7 +22,7 @@ from dialoop.testing import ScriptedPolicy
 from dialoop.trajectory import DoneReason, Group, Purpose, SamplingParams, StopReason, Task
 from dialoop_services.collector.batched_group import JoinedCall
 from dialoop_services.collector.counters import Counters
-from dialoop_services.collector.player import GroupPlayer, MemberFailed, Round
+from dialoop_services.collector.player import FailedMember, GroupPlayer, PlayedMember, Round
 
 from tests.support.waiting import PATIENCE_S
 
@@ -78,6 +78,15 @@ async def environment() -> AsyncIterator[Counting]:
 async def _play(
     environment: Counting, policy: Policy, *, seed: int | None = None, has_one_turn: bool = True
 ) -> Group:
+    """The whole group; it is an error if a member failed."""
+    group, failed = await _play_all(environment, policy, seed=seed, has_one_turn=has_one_turn)
+    assert not failed
+    return group
+
+
+async def _play_all(
+    environment: Counting, policy: Policy, *, seed: int | None = None, has_one_turn: bool = True
+) -> tuple[Group, dict[int, FailedMember]]:
     task = Task(
         task_id="t",
         environment="column_addition",
@@ -96,11 +105,20 @@ async def _play(
         retry_policy=PATIENCE,
         groups=environment,
     )
-    lease = TaskLease(lease_id="l", task=task, attempt=1, expires_in_s=60)
+    lease = TaskLease(
+        lease_id="l", task=task, attempt=1, expires_in_s=60, members=tuple(range(NUM))
+    )
     round_ = Round(lease=lease)
     sampling = SamplingParams(max_new_tokens=64, seed=seed)
+    delivered: dict[int, PlayedMember] = {}
+
+    async def deliver(played: PlayedMember) -> None:
+        delivered[played.member] = played
+
     async with asyncio.timeout(PATIENCE_S):
-        return await player.play(round_, sampling, has_one_turn=has_one_turn)
+        failed = await player.play(round_, sampling, deliver, has_one_turn=has_one_turn)
+    trajectories = tuple(delivered[member].trajectory for member in sorted(delivered))
+    return Group(group_id="t", task=task, trajectories=trajectories), failed
 
 
 async def test_members_of_one_turn_ask_with_three_requests(environment: Counting) -> None:
@@ -170,8 +188,9 @@ async def test_an_environment_that_is_not_there_fails_the_members(environment: C
 
     environment.create_group = refusing  # type: ignore[attr-defined]
     environment.create_session = refusing  # type: ignore[attr-defined]
-    with pytest.raises(MemberFailed):
-        await _play(environment, Policy())
+    group, failed = await _play_all(environment, Policy())
+    assert (len(group.trajectories), sorted(failed)) == (0, list(range(NUM)))
+    assert {failure.reason for failure in failed.values()} == {"member_failed"}
 
 
 @pytest.mark.parametrize("is_awaited", [True, False])

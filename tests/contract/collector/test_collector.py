@@ -36,7 +36,7 @@ async def test_tasks_become_whole_groups_under_the_names_the_ledger_expects():
         for lease in leased.leases:
             task = lease.group.task
             assert task.task_id == f"arithmetic/train/0/{task.key}"
-            assert lease.group.group_id == f"{task.task_id}#1"
+            assert lease.group.group_id == task.task_id
             assert lease.group.num_trajectories == task.num_trajectories == 2
             assert all(t.is_scorable for t in lease.group.trajectories)
         counts = await w.training()
@@ -144,14 +144,14 @@ async def test_an_answer_that_is_always_late_is_counted_and_dropped_by_its_name(
     assert set(counters.to_json()["num_failures"]) == {f"inference/{reason.lower()}"}
 
 
-async def test_a_group_too_large_to_append_is_counted_as_failed():
+async def test_a_member_too_large_to_append_is_counted_as_failed():
     async with world(QueueLimits(max_attempts=2)) as w:
 
-        async def append_groups(*_, **__):
+        async def append_members(*_, **__):
             raise CapacityExhausted("too large", reason=Reason.MESSAGE_TOO_LARGE)
 
         await w.allow(1)
-        with patch.object(w.replay, "append_groups", append_groups):
+        with patch.object(w.replay, "append_members", append_members):
             async with w.collecting(ScriptedPolicy()):
                 await w.until(lambda c: c.num_groups_dropped.get("message_too_large", 0) >= 1)
         assert adds_up(await w.training())

@@ -43,12 +43,12 @@ async def test_a_group_delivered_too_often_is_a_dead_letter_that_can_come_back(
     assert stats.training.num_trajectories_dropped == {"dead_letter": 2}
     assert await ack(store, run, held.lease_id) == "LEASE_LOST"
     (letter,) = await dead_letters(store, run, 5)
-    assert (letter.group_id, int(letter.stage)) == ("a#1", Stage.SCORED)
+    assert (letter.group_id, int(letter.stage)) == ("a", Stage.SCORED)
     assert (letter.reason, letter.num_deliveries) == ("lease_expired", 3)
     with pytest.raises(NotFound) as caught:
-        await requeue(store, run, "a#1", "b#1")
+        await requeue(store, run, "a", "b")
     assert caught.value.reason == "GROUP_NOT_FOUND"
-    assert await requeue(store, run, "a#1") == 1
+    assert await requeue(store, run, "a") == 1
     (held,) = (await lease(store, run, Stage.SCORED)).leases
     assert (held.num_deliveries, held.group) == (1, letter.group)
     assert await ack(store, run, held.lease_id) == ""
@@ -107,15 +107,15 @@ async def test_of_too_many_dead_letters_the_oldest_is_forgotten_and_counted(
     for group_lease in held:
         await return_(store, run, group_lease.lease_id, set_aside=True)
     letters = await dead_letters(store, run, 10)
-    assert [letter.group_id for letter in letters] == ["c#1", "d#1", "e#1", "f#1"]
+    assert [letter.group_id for letter in letters] == ["c", "d", "e", "f"]
     assert letters[0].group == held[2].group
     stats = await stats_of(store, run)
     assert stats.num_dead_letters == MAX_DEAD_LETTERS == 4
     assert stats.training.num_groups_dropped == {"dead_letter": 4, "dead_letter_forgotten": 2}
     assert stats.training.num_trajectories_dropped == {"dead_letter": 8, "dead_letter_forgotten": 4}
     with pytest.raises(NotFound):
-        await requeue(store, run, "a#1")
-    assert await requeue(store, run, "c#1", "f#1") == 2
+        await requeue(store, run, "a")
+    assert await requeue(store, run, "c", "f") == 2
     assert (await stats_of(store, run)).training.num_groups_dropped["dead_letter"] == 2
 
 
@@ -141,7 +141,7 @@ async def test_a_group_that_is_set_aside_is_a_dead_letter_at_once(
     assert await return_(store, run, held.lease_id, set_aside=True) == (0, 0)
     assert await return_(store, run, other.lease_id) == (1, 0)
     (letter,) = await dead_letters(store, run, 5)
-    assert (letter.group_id, letter.reason, letter.group) == ("a#1", "broken", held.group)
+    assert (letter.group_id, letter.reason, letter.group) == ("a", "broken", held.group)
     assert (await stats_of(store, run)).training.num_groups_dropped == {"dead_letter": 1}
     (again,) = (await lease(store, run, Stage.SCORED, num=5)).leases
     assert again.group == other.group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from dialoop.errors import CapacityExhausted, PreconditionFailed
+from dialoop.errors import PreconditionFailed
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Purpose, Stage
 from dialoop.v1 import replay_service_pb2 as pb
@@ -11,6 +11,7 @@ from dialoop_services.replay.store import QueueStore
 
 from tests.support.redis_server import new_run, redis_url  # noqa: F401
 from tests.support.replay_store_world import (  # noqa: F401
+    LIMITS,
     NUM_THAT_FIT,
     ack,
     clock,
@@ -31,6 +32,7 @@ from tests.support.samples.replay_samples import (
     Clock,
     announce,
     append,
+    append_member,
     bare_group,
     lease_tasks,
     offer,
@@ -45,8 +47,8 @@ async def test_a_lease_gives_distinct_groups_in_order(store: QueueStore, run: st
     await ready_to_train(store, run, "a", "b", "c")
     first = await lease(store, run, Stage.SCORED, num=2)
     second = await lease(store, run, Stage.SCORED, num=2)
-    assert names_of(first.leases) == ["a#1", "b#1"]
-    assert names_of(second.leases) == ["c#1"]
+    assert names_of(first.leases) == ["a", "b"]
+    assert names_of(second.leases) == ["c"]
     assert (first.num_ready, second.num_ready) == (1, 0)
 
 
@@ -66,26 +68,43 @@ async def test_no_more_is_leased_than_fits_one_message(store: QueueStore, run: s
     names = "abcdefg"
     assert len(names) == NUM_THAT_FIT + 1
     await ready_to_train(store, run, *names)
-    with pytest.raises(CapacityExhausted) as caught:
-        await lease(store, run, Stage.SCORED, num=len(names), least=len(names))
-    assert caught.value.reason == "TOO_LARGE"
-    first = (await lease(store, run, Stage.SCORED, num=len(names))).leases
-    assert len(first) == NUM_THAT_FIT
-    (last,) = (await lease(store, run, Stage.SCORED, num=len(names))).leases
-    with pytest.raises(CapacityExhausted) as caught:
-        await reopen(store, run, *(held.lease_id for held in (*first, last)))
-    assert caught.value.reason == "TOO_LARGE"
+    first = await lease(store, run, Stage.SCORED, num=len(names), least=len(names))
+    assert (len(first.leases), first.is_cut) == (NUM_THAT_FIT, True)
+    rest = await lease(store, run, Stage.SCORED, num=len(names))
+    assert (len(rest.leases), rest.is_cut) == (1, False)
+    ids = [held.lease_id for held in (*first.leases, *rest.leases)]
+    again = await reopen(store, run, *ids)
+    assert ([held.lease_id for held in again.leases], again.is_cut) == (ids[:NUM_THAT_FIT], True)
 
 
-async def test_a_group_that_is_too_large_alone_is_leased_alone(store: QueueStore, run: str) -> None:
+async def test_a_member_that_makes_its_group_too_large_is_refused(
+    store: QueueStore, run: str
+) -> None:
+    await announce(store, run)
+    await offer(store, run, "large")
+    held = await lease_task(store, run)
+    content = "x" * (LIMITS.max_lease_bytes // 2)
+    outcomes = [
+        await append_member(store, run, held.lease_id, member, content=content)
+        for member in range(2)
+    ]
+    assert [outcome.reason for outcome in outcomes] == ["", "TOO_LARGE"]
+
+
+async def test_a_group_that_scoring_made_too_large_is_leased_alone(
+    store: QueueStore, run: str
+) -> None:
     await announce(store, run)
     await offer(store, run, "large", "small")
-    held = await lease_task(store, run)
-    await append(store, run, Stage.UNSCORED, bare_group("large", held.lease_id, content="x" * 9999))
     await play(store, run)
-    with pytest.raises(CapacityExhausted):
-        await lease(store, run, Stage.UNSCORED, num=2, least=2)
-    assert names_of((await lease(store, run, Stage.UNSCORED, num=2)).leases) == ["large#1"]
+    await play(store, run)
+    (held,) = (await lease(store, run, Stage.UNSCORED)).leases
+    held.group.trajectories[0].sequences[0].ref_logprobs.extend([0.5] * LIMITS.max_lease_bytes)
+    item = pb.AppendItem(group=held.group, lease_id=held.lease_id)
+    assert (await append(store, run, Stage.SCORED, item))[0].reason == ""
+    await score(store, run)
+    both = await lease(store, run, Stage.SCORED, num=2, least=2)
+    assert (names_of(both.leases), both.is_cut) == (["large"], True)
 
 
 async def test_stale_groups_are_dropped_and_refunded_instead_of_leased(
@@ -232,7 +251,7 @@ async def test_leases_are_reopened_together_or_not_at_all(
     assert (await stats_of(store, run)).training.num_groups_scored == 2
     # It ran out, but nobody took it: its holder may go on.
     (again,) = (await reopen(store, run, kept)).leases
-    assert (again.lease_id, again.group.group_id) == (kept, "a#1")
+    assert (again.lease_id, again.group.group_id) == (kept, "a")
     assert (await stats_of(store, run)).training.num_groups_training == 1
 
 
@@ -244,7 +263,7 @@ async def test_what_is_returned_is_leased_before_anything_newer(
     for held in reversed(taken):
         await return_(store, run, held.lease_id, failed=True)
     again = await lease(store, run, Stage.SCORED, num=3)
-    assert names_of(again.leases) == ["a#1", "b#1", "c#1"]
+    assert names_of(again.leases) == ["a", "b", "c"]
 
 
 async def test_a_trained_group_is_redelivered_when_its_trainer_vanishes(
@@ -293,7 +312,7 @@ async def test_evaluation_groups_go_to_who_asks_for_their_prefix(
     for _ in range(3):
         await play(store, run, stage=Stage.EVALUATION)
     answer = await lease(store, run, Stage.EVALUATION, num=5, prefix="e1/")
-    assert names_of(answer.leases) == ["e1/a#1", "e1/b#1"]
+    assert names_of(answer.leases) == ["e1/a", "e1/b"]
     assert (await lease(store, run, Stage.SCORED)).empty_reason == pb.EMPTY_REASON_NO_GROUPS
     for held in answer.leases:
         assert await ack(store, run, held.lease_id) == ""
@@ -305,7 +324,7 @@ async def test_evaluation_groups_go_to_who_asks_for_their_prefix(
 async def test_peeking_changes_nothing(store: QueueStore, run: str) -> None:
     await ready_to_train(store, run, "a", "b")
     before = await stats_of(store, run)
-    assert await peek(store, run, Stage.SCORED, 1) == ["a#1"]
+    assert await peek(store, run, Stage.SCORED, 1) == ["a"]
     assert await peek(store, run, Stage.UNSCORED, 5) == []
     assert await stats_of(store, run) == before
 

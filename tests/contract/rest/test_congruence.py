@@ -189,7 +189,7 @@ async def replay_script(call: Call) -> None:
     await of("ReopenLeases", rep.ReopenLeasesRequest(run="r", lease_ids=["x"]))
     await of("ReopenLeases", rep.ReopenLeasesRequest(run="r"))
     await of("ListDeadLetters", rep.ListDeadLettersRequest(run="r", max_groups=5))
-    await of("Requeue", rep.RequeueRequest(run="r", group_ids=["a#1"]))
+    await of("Requeue", rep.RequeueRequest(run="r", group_ids=["a"]))
     await of("GetStats", rep.GetStatsRequest(run="r"))
     for confirm in ("no", "r"):
         await of("Purge", rep.PurgeRequest(run="r", confirm=confirm))

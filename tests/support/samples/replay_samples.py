@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from dialoop.trajectory import Purpose, Stage
 from dialoop.v1 import replay_service_pb2 as rep
 from dialoop.v1 import trajectory_pb2 as pb
+from dialoop_services.replay.servicer import members_of_groups, outcomes_of_groups
 from dialoop_services.replay.store import QueueStore
 
 
@@ -24,7 +26,11 @@ class Clock:
 
 
 def make_task(
-    task_id: str, *, purpose: Purpose = Purpose.TRAINING, num_trajectories: int = 2
+    task_id: str,
+    *,
+    purpose: Purpose = Purpose.TRAINING,
+    num_trajectories: int = 2,
+    min_trajectories: int = 0,
 ) -> pb.Task:
     return pb.Task(
         task_id=task_id,
@@ -33,6 +39,7 @@ def make_task(
         key=task_id,
         purpose=int(purpose),
         num_trajectories=num_trajectories,
+        min_trajectories=min_trajectories,
     )
 
 
@@ -57,12 +64,11 @@ def make_sequence(version: tuple[str, int] = ("main", 0), *, padding: int = 0) -
 def make_group(
     task: pb.Task,
     *,
-    attempt: int = 1,
     versions: Iterable[tuple[str, int]] = (("main", 0),),
     num_trajectories: int | None = None,
     padding: int = 0,
 ) -> pb.Group:
-    group_id = f"{task.task_id}#{attempt}"
+    group_id = task.task_id
     size = task.num_trajectories if num_trajectories is None else num_trajectories
     return pb.Group(
         group_id=group_id,
@@ -94,14 +100,13 @@ def bare_group(
     task_id: str,
     lease_id: str,
     *,
-    attempt: int = 1,
     size: int = 2,
     content: str = "d",
     versions: Mapping[str, tuple[int, int]] = {"main": (0, 0)},
     num_discarded: int = 0,
 ) -> rep.AppendItem:
     """A group for the store, which looks at no more than this of it."""
-    group_id = f"{task_id}#{attempt}"
+    group_id = task_id
     group = pb.Group(group_id=group_id, task=make_task(task_id, num_trajectories=size))
     for index in range(size):
         group.trajectories.add(trajectory_id=f"{group_id}.{index}", task_key=content)
@@ -109,7 +114,8 @@ def bare_group(
         for number in span:
             version = pb.PolicyVersion(lineage=lineage, number=number)
             segment = pb.Segment(source=pb.SOURCE_MODEL, policy_version=version)
-            group.trajectories[0].sequences.add(segments=[segment])
+            for trajectory in group.trajectories:
+                trajectory.sequences.add(segments=[segment])
     return rep.AppendItem(group=group, lease_id=lease_id, num_discarded=num_discarded)
 
 
@@ -140,8 +146,23 @@ async def lease_tasks(
 async def append(
     store: QueueStore, run: str, stage: Stage, *items: rep.AppendItem
 ) -> Sequence[rep.AppendOutcome]:
+    """Append groups, those that were played by their members: as the servicer does."""
+    if stage is not Stage.SCORED:
+        members = await store.apply(members_of_groups(run, items), rep.AppendMembersResponse)
+        return list(outcomes_of_groups(items, members))
     request = rep.AppendGroupsRequest(run=run, stage=stage_name(stage), items=items)
     return (await store.apply(request, rep.AppendGroupsResponse)).outcomes
+
+
+async def append_member(
+    store: QueueStore, run: str, lease_id: str, member: int, **fields: Any
+) -> rep.AppendOutcome:
+    """Append one member of the task that is leased so."""
+    group = bare_group(lease_id.split("/", 2)[2], lease_id, size=member + 1, **fields).group
+    item = rep.MemberItem(lease_id=lease_id, member=member, trajectory=group.trajectories[member])
+    request = rep.AppendMembersRequest(run=run, items=[item])
+    (outcome,) = (await store.apply(request, rep.AppendMembersResponse)).outcomes
+    return outcome
 
 
 async def announce(
@@ -172,7 +193,7 @@ async def purge(store: QueueStore, run: str) -> None:
 async def play(store: QueueStore, run: str, *, stage: Stage = Stage.UNSCORED) -> str:
     """Lease one task and append its group; the task's id."""
     (lease,) = (await lease_tasks(store, run)).leases
-    group = bare_group(lease.task.task_id, lease.lease_id, attempt=lease.attempt)
+    group = bare_group(lease.task.task_id, lease.lease_id)
     (outcome,) = await append(store, run, stage, group)
     assert not outcome.reason, outcome
     return lease.task.task_id
@@ -182,15 +203,21 @@ def stage_name(stage: Stage) -> pb.Stage:
     return pb.Stage.Name(int(stage))  # type: ignore[arg-type, return-value]
 
 
-def assert_adds_up(stats: rep.ReplayStats, *, size: int = 2) -> None:
-    """Every trajectory that was made is consumed, dropped or live, and counted once."""
+def assert_adds_up(stats: rep.ReplayStats, *, size: int | None = 2) -> None:
+    """Every trajectory that was made is consumed, dropped or live, and counted once.
+
+    `size` is that of every group, unless some were closed short; None: they differ.
+    """
     for counts in (stats.training, stats.evaluation):
         assert counts.num_trajectories_generated == (
             counts.num_trajectories_consumed
             + sum(counts.num_trajectories_dropped.values())
             + counts.num_trajectories_live
         )
-        assert counts.num_trajectories_live == size * num_live(counts)
+        in_groups = counts.num_trajectories_live - counts.num_trajectories_waiting
+        assert in_groups >= num_live(counts)
+        if size is not None and not counts.num_groups_closed_short:
+            assert in_groups == size * num_live(counts)
         fields = [(field.name, value) for field, value in counts.ListFields()]
         assert all(value > 0 for name, value in fields if not name.endswith("dropped"))
         assert all(value > 0 for value in counts.num_groups_dropped.values())

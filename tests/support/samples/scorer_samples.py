@@ -22,4 +22,4 @@ def make_trajectory(name: str, reward: float, **fields) -> Trajectory:
 def make_group(*rewards: float, task_id: str = "t", size: int | None = None, **fields) -> Group:
     members = (make_trajectory(f"t{i}", r, **fields) for i, r in enumerate(rewards))
     size = size or len(rewards)
-    return group(*members, group_id=f"{task_id}#1", num_trajectories=size)
+    return group(*members, group_id=f"{task_id}", num_trajectories=size)

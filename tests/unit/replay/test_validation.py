@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from dialoop.trajectory import Stage
 from dialoop.v1 import trajectory_pb2 as pb
-from dialoop_services.replay.store import group_facts
+from dialoop_services.replay.store import group_facts, member_facts
 from dialoop_services.replay.validation import check_group
 
 from tests.support.samples.replay_samples import (
@@ -142,4 +142,4 @@ def test_the_digest_ignores_the_order_of_labels() -> None:
 def test_the_facts_hold_the_oldest_and_newest_version_of_each_lineage() -> None:
     group = make_group(TASK, versions=[("main", 4), ("main", 6)])
     group.trajectories[1].sequences.append(make_sequence(("second", 0)))
-    assert group_facts(group).versions == {"main": (4, 6), "second": (0, 0)}
+    assert member_facts(group.trajectories[1]).versions == {"main": (4, 6), "second": (0, 0)}

@@ -75,12 +75,12 @@ class FakeReplay:
 def group(task: Task) -> Group:
     played = testing.trajectory(
         trajectory_id=task.task_id,
-        group_id=f"{task.task_id}#1",
+        group_id=f"{task.task_id}",
         task_key=task.key,
         turns=(),
         sequences=(),
     )
-    return Group(group_id=f"{task.task_id}#1", task=task, trajectories=(played,))
+    return Group(group_id=f"{task.task_id}", task=task, trajectories=(played,))
 
 
 def orphan() -> Task:

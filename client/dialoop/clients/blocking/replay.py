@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         DeadLetter,
         LeasedGroups,
         LeasedTasks,
+        MemberItem,
         Offered,
         ReopenedLeases,
         ReplayClient,
@@ -53,6 +54,10 @@ class BlockingReplayClient:
             )
         )
 
+    def append_members(self, run: str, items: Sequence[MemberItem]) -> tuple[Appended, ...]:
+        """Keep finished members, each with its own outcome; repeating it does no harm."""
+        return self._loop.run(self._client.append_members(run, items))
+
     def append_groups(
         self, run: str, stage: Stage, items: Sequence[AppendItem]
     ) -> tuple[Appended, ...]:
@@ -76,7 +81,10 @@ class BlockingReplayClient:
         max_staleness: int | None = None,
         task_id_prefix: str = "",
     ) -> LeasedGroups:
-        """Lease groups, `min_groups` at least or none; wait up to `wait_s` for them."""
+        """Lease groups once `min_groups` are ready; wait up to `wait_s` for them.
+
+        Groups that do not fit one message are leased with further calls.
+        """
         return self._loop.run(
             self._client.lease_groups(
                 run,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -16,7 +16,8 @@ from dialoop.trajectory import Purpose, Stage
 from dialoop.v1.replay_service_pb2 import LedgerCounts
 
 from dialoop_services.replay.leases import Kind, format_lease, parse_lease
-from dialoop_services.replay.store import GroupFacts, QueueLimits
+from dialoop_services.replay.memory_store.assembly import Assembly, GroupClosing
+from dialoop_services.replay.store import MemberFacts, QueueLimits
 from dialoop_services.rl.staleness import is_stale
 
 KIND_OF_STAGE = {
@@ -60,20 +61,30 @@ class StagedGroup:
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """A task and the one group that was accepted for it; `payload` is the serialised task."""
+    """A task and its group; `payload` is the beginning of the serialised group, with the task.
+
+    `lease_id` keeps the last task lease, also after it ran out; `has_progress` says whether a
+    member was finished under it. `digest` is that of the closed group.
+    """
 
     task_id: str
     purpose: Purpose
-    num_trajectories: int
+    assembly: Assembly
     payload: bytes
     order: int
     state: GroupState = GroupState.OFFERED
     attempt: int = 1
-    num_failures: int = 0
     lease_id: str = ""
-    group: GroupFacts | None = None
+    has_progress: bool = False
+    digest: str = ""
+    versions: dict[str, tuple[int, int]] = field(default_factory=dict)
     is_scored: bool = False
     entries: dict[Stage, StagedGroup] = field(default_factory=dict)
+
+    @property
+    def num_finished(self) -> int:
+        """Return the number of its trajectories in the queue; once closed, the group's size."""
+        return len(self.assembly.finished)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,16 +170,8 @@ class Ledger:
         self.move(record, GroupState.DROPPED)
         counts = self.counts_of(record)
         _add(counts.num_groups_dropped, reason, 1)
-        if record.group is not None:
-            counts.num_trajectories_live -= record.num_trajectories
-            _add(counts.num_trajectories_dropped, reason, record.num_trajectories)
-
-    def count_played(self, record: Record, num_discarded: int) -> None:
-        """Count the group's trajectories as live, and those of members played again as dropped."""
-        counts = self.counts_of(record)
-        counts.num_trajectories_generated += record.num_trajectories + num_discarded
-        counts.num_trajectories_live += record.num_trajectories
-        _add(counts.num_trajectories_dropped, DropReason.MEMBER_RETRIED, num_discarded)
+        counts.num_trajectories_live -= record.num_finished
+        _add(counts.num_trajectories_dropped, reason, record.num_finished)
 
     def count_wasted(self, record: Record, num_trajectories: int, reason: str) -> None:
         """Count trajectories that were played under a task lease and not appended."""
@@ -179,25 +182,64 @@ class Ledger:
     def consume(self, record: Record) -> None:
         """Mark the group as consumed: it is in a checkpoint."""
         self.move(record, GroupState.CONSUMED)
-        self.counts_of(record).num_trajectories_live -= record.num_trajectories
-        self.counts_of(record).num_trajectories_consumed += record.num_trajectories
+        self.counts_of(record).num_trajectories_live -= record.num_finished
+        self.counts_of(record).num_trajectories_consumed += record.num_finished
 
-    def reissue(self, record: Record, reason: str, *, failed: bool) -> bool:
-        """End the task's lease and offer the task again.
+    def finish_member(self, record: Record, index: int, facts: MemberFacts, payload: bytes) -> None:
+        """Keep a finished member, and close its group if no other is to be played."""
+        member, counts = record.assembly.members[index], self.counts_of(record)
+        member.facts, member.payload = facts, payload
+        record.has_progress = True
+        counts.num_trajectories_generated += 1
+        counts.num_trajectories_live += 1
+        counts.num_trajectories_waiting += 1
+        self.close(record, DropReason.MEMBER_FAILED)
 
-        Return True if the task was dropped for `reason` instead, after too many failures.
+    def release(
+        self, record: Record, reason: str, *, failed: bool, members: Collection[int] = ()
+    ) -> bool:
+        """End the task's lease and offer the task again for the members that are still open.
+
+        `members` are those that failed, none for all. Return True if the group was dropped for
+        `reason` instead.
         """
         self.deadlines.pop(record.lease_id, None)
-        record.lease_id = ""
-        record.num_failures += failed
-        if record.num_failures >= self.limits.max_attempts:
-            self.drop(record, reason)
-            record.payload = b""
-            return True
+        if failed:
+            record.assembly.fail(members)
+        if self.close(record, reason):
+            return record.state is GroupState.DROPPED
         record.attempt += 1
         self.move(record, GroupState.OFFERED)
         self.push_task(record)
         return False
+
+    def close(self, record: Record, reason: str) -> bool:
+        """Close the group if the rule says so, or drop it for `reason`; return whether it ended."""
+        assembly, counts = record.assembly, self.counts_of(record)
+        closing = assembly.closing
+        if closing is GroupClosing.OPEN:
+            return False
+        if record.state is GroupState.OFFERED:  # the lease had run out, and nobody took over
+            self.offered[record.purpose].remove((record.order, record.task_id))
+            heapq.heapify(self.offered[record.purpose])
+        self.deadlines.pop(record.lease_id, None)
+        counts.num_trajectories_waiting -= record.num_finished
+        payload = record.payload + assembly.take_payload()
+        record.payload, record.versions = b"", assembly.versions
+        if closing is GroupClosing.HOPELESS:
+            self.drop(record, reason)
+            return True
+        record.digest = assembly.digest
+        counts.num_groups_closed_short += closing is GroupClosing.SHORT
+        if record.purpose is Purpose.EVALUATION:
+            self.move(record, GroupState.SCORED)
+            self.add_entry(record, Stage.EVALUATION, payload)
+        elif not record.versions:
+            self.drop(record, DropReason.NO_TRAINABLE_TOKEN)
+        else:
+            self.move(record, GroupState.UNSCORED)
+            self.add_entry(record, Stage.UNSCORED, payload)
+        return True
 
     def add_entry(self, record: Record, stage: Stage, payload: bytes) -> None:
         """Put the group at the end of a stage."""
@@ -240,9 +282,8 @@ class Ledger:
 
     def add_dead_letter(self, record: Record, stage: Stage, reason: str) -> None:
         """Set the group aside as a dead letter."""
-        assert record.group is not None
         entry = record.entries[stage]
-        self.dead[record.group.group_id] = DeadGroup(
+        self.dead[record.task_id] = DeadGroup(
             record=record,
             stage=stage,
             reason=reason,
@@ -263,21 +304,21 @@ class Ledger:
         _add(
             counts.num_trajectories_dropped,
             DropReason.DEAD_LETTER_FORGOTTEN,
-            record.num_trajectories,
+            record.num_finished,
         )
 
     def uncount_dead(self, record: Record) -> LedgerCounts:
         """Return the record's counts after taking it out of the dead letters."""
         counts = self.counts_of(record)
         _add(counts.num_groups_dropped, DropReason.DEAD_LETTER, -1)
-        _add(counts.num_trajectories_dropped, DropReason.DEAD_LETTER, -record.num_trajectories)
+        _add(counts.num_trajectories_dropped, DropReason.DEAD_LETTER, -record.num_finished)
         return counts
 
     def requeue(self, group_id: str) -> None:
         """Move a dead letter to the end of its stage, as if it was never delivered."""
         dead = self.dead.pop(group_id)
         record = dead.record
-        self.uncount_dead(record).num_trajectories_live += record.num_trajectories
+        self.uncount_dead(record).num_trajectories_live += record.num_finished
         self.move(
             record, GroupState.UNSCORED if dead.stage is Stage.UNSCORED else GroupState.SCORED
         )
@@ -287,7 +328,8 @@ class Ledger:
         """Return the record whose task is leased under this id, or None if it no longer is."""
         name = parse_lease(lease_id)
         record = self.records.get(name.task_id) if name and name.kind is Kind.TASK else None
-        return record if record and record.lease_id == lease_id else None
+        is_leased = record is not None and record.state is GroupState.LEASED
+        return record if record and is_leased and record.lease_id == lease_id else None
 
     def held_group(self, lease_id: str) -> tuple[Record, Stage, StagedGroup] | None:
         """Return the group whose last lease has this id, even if it expired or left since."""
@@ -297,6 +339,15 @@ class Ledger:
         record, stage = self.records[name.task_id], STAGE_OF_KIND[name.kind]
         entry = record.entries.get(stage)
         return (record, stage, entry) if entry and entry.lease_id == lease_id else None
+
+    def fitting(self, entries: Sequence[StagedGroup]) -> Sequence[StagedGroup]:
+        """Return the first entries that fit one answer; the first one is sent whatever its size."""
+        room = self.limits.max_lease_bytes
+        for index, entry in enumerate(entries):
+            room -= len(entry.payload)
+            if room < 0 and index:
+                return entries[:index]
+        return entries
 
     def hold(self, record: Record, stage: Stage, lease_s: float) -> None:
         """Extend a group's lease to `lease_s` from now, even if it expired and nobody took it."""
@@ -316,7 +367,8 @@ class Ledger:
         )
         for _, lease_id in expired:
             if record := self.held_task(lease_id):
-                self.reissue(record, DropReason.LEASE_EXPIRED, failed=True)
+                # Who finished a member under the lease did not die of the task at once.
+                self.release(record, DropReason.LEASE_EXPIRED, failed=not record.has_progress)
             elif held := self.held_group(lease_id):
                 record, stage, entry = held
                 self.redeliver(
@@ -325,19 +377,18 @@ class Ledger:
 
     def is_stale(self, record: Record, max_staleness: int | None) -> bool:
         """Return whether the group's oldest sampled token lags too far behind the policy."""
-        if self.policy is None or record.group is None:
+        if self.policy is None:
             return False
         versions = [
             PolicyVersion(lineage=lineage, number=oldest)
-            for lineage, (oldest, _) in record.group.versions.items()
+            for lineage, (oldest, _) in record.versions.items()
         ]
         return is_stale(versions, current=self.policy, max_staleness=max_staleness)
 
-    def are_announced(self, group: GroupFacts) -> bool:
-        """Return whether its versions were announced; before the first announcement all count."""
+    def are_announced(self, versions: Mapping[str, tuple[int, int]]) -> bool:
+        """Return whether the versions were announced; before the first announcement all count."""
         return self.policy is None or all(
-            newest <= self.lineages.get(lineage, -1)
-            for lineage, (_, newest) in group.versions.items()
+            newest <= self.lineages.get(lineage, -1) for lineage, (_, newest) in versions.items()
         )
 
 

@@ -18,7 +18,8 @@ from dialoop.v1 import trajectory_pb2
 from dialoop.wire import policy_version_from_proto, policy_version_to_proto
 from google.protobuf.message import Message
 
-from dialoop_services.replay.leases import Kind
+from dialoop_services.replay.leases import Kind, parse_lease
+from dialoop_services.replay.memory_store.assembly import Assembly
 from dialoop_services.replay.memory_store.ledger import (
     KIND_OF_STAGE,
     GroupState,
@@ -27,7 +28,14 @@ from dialoop_services.replay.memory_store.ledger import (
     StagedGroup,
 )
 from dialoop_services.replay.refusals import refusal
-from dialoop_services.replay.store import Answer, GroupFacts, QueueLimits, group_facts
+from dialoop_services.replay.store import (
+    Answer,
+    QueueLimits,
+    group_facts,
+    group_head,
+    group_member,
+    member_facts,
+)
 
 
 class MemoryStore:
@@ -79,8 +87,10 @@ def _offer_tasks(ledger: Ledger, request: pb.OfferTasksRequest) -> pb.OfferTasks
         record = Record(
             task_id=task.task_id,
             purpose=Purpose(task.purpose),
-            num_trajectories=task.num_trajectories,
-            payload=task.SerializeToString(),
+            assembly=Assembly(
+                task.num_trajectories, task.min_trajectories, ledger.limits.max_attempts
+            ),
+            payload=group_head(task),
             order=ledger.next_order(),
         )
         ledger.records[task.task_id] = record
@@ -101,11 +111,13 @@ def _lease_tasks(ledger: Ledger, request: pb.LeaseTasksRequest) -> pb.LeaseTasks
             record = ledger.records[heapq.heappop(waiting)[1]]
             ledger.move(record, GroupState.LEASED)
             record.lease_id = ledger.new_lease(Kind.TASK, record.task_id, request.lease_s)
+            record.has_progress = False
             answer.leases.add(
                 lease_id=record.lease_id,
-                task=trajectory_pb2.Task.FromString(record.payload),
+                task=trajectory_pb2.Group.FromString(record.payload).task,
                 attempt=record.attempt,
                 expires_in_s=request.lease_s,
+                members=record.assembly.open_members,
             )
     if not answer.leases:
         if not ledger.offered[Purpose.TRAINING]:
@@ -118,59 +130,70 @@ def _lease_tasks(ledger: Ledger, request: pb.LeaseTasksRequest) -> pb.LeaseTasks
     return answer
 
 
+def _append_members(ledger: Ledger, request: pb.AppendMembersRequest) -> pb.AppendMembersResponse:
+    return pb.AppendMembersResponse(
+        outcomes=[_outcome(ledger, _append_member(ledger, item)) for item in request.items]
+    )
+
+
 def _append_groups(ledger: Ledger, request: pb.AppendGroupsRequest) -> pb.AppendGroupsResponse:
-    stage, answer = Stage(request.stage), pb.AppendGroupsResponse()
-    append = _append_scored if stage is Stage.SCORED else _append_played
-    for item in request.items:
-        refusal_reason = append(ledger, stage, item, group_facts(item.group))
-        if not refusal_reason:
-            answer.outcomes.add(status=pb.APPEND_STATUS_APPENDED)
-        elif refusal_reason == "DUPLICATE":
-            ledger.num_duplicates += 1
-            answer.outcomes.add(status=pb.APPEND_STATUS_DUPLICATE)
-        else:
-            ledger.num_rejected += 1
-            answer.outcomes.add(status=pb.APPEND_STATUS_REJECTED, reason=refusal_reason)
-    return answer
+    """Append scored groups; the servicer appends those that were played member by member."""
+    return pb.AppendGroupsResponse(
+        outcomes=[_outcome(ledger, _append_scored(ledger, item)) for item in request.items]
+    )
 
 
-def _append_played(ledger: Ledger, stage: Stage, item: pb.AppendItem, group: GroupFacts) -> str:
-    """Append a group that a collector played, and end its task lease.
+def _outcome(ledger: Ledger, refusal_reason: str) -> pb.AppendOutcome:
+    """Return the outcome of an append, and count it unless it was appended (no reason)."""
+    if not refusal_reason:
+        return pb.AppendOutcome(status=pb.APPEND_STATUS_APPENDED)
+    if refusal_reason == "DUPLICATE":
+        ledger.num_duplicates += 1
+        return pb.AppendOutcome(status=pb.APPEND_STATUS_DUPLICATE)
+    ledger.num_rejected += 1
+    return pb.AppendOutcome(status=pb.APPEND_STATUS_REJECTED, reason=refusal_reason)
 
-    Return an empty string, or why the group is not appended.
-    """
-    record = ledger.records.get(group.task_id)
-    purpose = Purpose.EVALUATION if stage is Stage.EVALUATION else Purpose.TRAINING
-    if record is None or record.purpose is not purpose:
-        return Reason.UNKNOWN_TASK
-    if record.group is not None and record.group.group_id == group.group_id:
-        return "DUPLICATE" if record.group.digest == group.digest else Reason.DIGEST_MISMATCH
-    is_attempt = f"{group.task_id}#{record.attempt}" == group.group_id
-    if ledger.held_task(item.lease_id) is not record or not is_attempt:
+
+def _append_member(ledger: Ledger, item: pb.MemberItem) -> str:
+    """Append a finished member; return an empty string, or why it is not appended."""
+    name = parse_lease(item.lease_id)
+    if name is None or name.kind is not Kind.TASK:
         return Reason.LEASE_LOST
-    if group.num_trajectories != record.num_trajectories:
+    record = ledger.records.get(name.task_id)
+    if record is None:
+        return Reason.UNKNOWN_TASK
+    facts, members = member_facts(item.trajectory), record.assembly.members
+    if not 0 <= item.member < len(members):
         return Reason.WRONG_SIZE
-    if not ledger.are_announced(group):
+    if finished := members[item.member].facts:
+        return "DUPLICATE" if finished.digest == facts.digest else Reason.DIGEST_MISMATCH
+    if record.lease_id != item.lease_id or record.state not in (
+        GroupState.LEASED,
+        GroupState.OFFERED,
+    ):
+        return Reason.LEASE_LOST
+    if not ledger.are_announced(facts.versions):
         return Reason.FUTURE_VERSION
-    ledger.deadlines.pop(record.lease_id, None)
-    record.lease_id, record.payload, record.group = "", b"", group
-    ledger.move(record, GroupState.UNSCORED if stage is Stage.UNSCORED else GroupState.SCORED)
-    ledger.add_entry(record, stage, item.group.SerializeToString())
-    ledger.count_played(record, item.num_discarded)
+    payload = group_member(item.trajectory)
+    if record.assembly.num_bytes + len(payload) > ledger.limits.max_lease_bytes:
+        return Reason.TOO_LARGE
+    ledger.count_wasted(record, item.num_discarded, DropReason.MEMBER_RETRIED)
+    ledger.finish_member(record, item.member, facts, payload)
     return ""
 
 
-def _append_scored(ledger: Ledger, stage: Stage, item: pb.AppendItem, group: GroupFacts) -> str:
+def _append_scored(ledger: Ledger, item: pb.AppendItem) -> str:
     """Append a group that a scorer scored; the scorer acknowledges its group lease afterwards.
 
     Return an empty string, or why the group is not appended.
     """
-    record = ledger.records.get(group.task_id)
+    group = group_facts(item.group)
+    record = ledger.records.get(group.group_id)
     if record is None or record.purpose is not Purpose.TRAINING:
         return Reason.UNKNOWN_TASK
-    if record.group is None or record.group.group_id != group.group_id:
+    if not record.digest:
         return Reason.LEASE_LOST
-    if record.group.digest != group.digest:
+    if record.digest != group.digest:
         return Reason.DIGEST_MISMATCH
     if record.is_scored:
         return "DUPLICATE"
@@ -180,7 +203,7 @@ def _append_scored(ledger: Ledger, stage: Stage, item: pb.AppendItem, group: Gro
         return Reason.LEASE_LOST
     record.is_scored = True
     ledger.move(record, GroupState.SCORED)
-    ledger.add_entry(record, stage, item.group.SerializeToString())
+    ledger.add_entry(record, Stage.SCORED, item.group.SerializeToString())
     if held[2].order in ledger.ready[Stage.UNSCORED]:
         # The lease had expired and nobody took the group over; nobody needs to score it now.
         ledger.remove_entry(record, Stage.UNSCORED)
@@ -190,10 +213,10 @@ def _append_scored(ledger: Ledger, stage: Stage, item: pb.AppendItem, group: Gro
 def _lease_groups(ledger: Ledger, request: pb.LeaseGroupsRequest) -> pb.LeaseGroupsResponse:
     stage = Stage(request.stage)
     max_staleness = request.max_staleness if request.HasField("max_staleness") else None
-    ready, chosen, room = ledger.ready[stage], list[Record](), ledger.limits.max_lease_bytes
+    ready, ready_now = ledger.ready[stage], list[Record]()
     for order in sorted(ready):
         record = ready[order]
-        if len(chosen) == request.max_groups:
+        if len(ready_now) == request.max_groups:
             break
         if not record.task_id.startswith(request.task_id_prefix):
             continue
@@ -202,17 +225,14 @@ def _lease_groups(ledger: Ledger, request: pb.LeaseGroupsRequest) -> pb.LeaseGro
             record.entries[stage].lease_id = ""
             ledger.drop(record, DropReason.STALE)
             continue
-        room -= len(record.entries[stage].payload)
-        if room < 0 and chosen:
-            break
-        chosen.append(record)
-    answer = pb.LeaseGroupsResponse(empty_reason=pb.EMPTY_REASON_NOT_EMPTY)
-    if len(chosen) < max(1, request.min_groups):
-        if room < 0:
-            raise refusal(Reason.TOO_LARGE)
-        too_few = pb.EMPTY_REASON_TOO_FEW if chosen else pb.EMPTY_REASON_NO_GROUPS
-        answer.empty_reason = too_few
-        chosen = []
+        ready_now.append(record)
+    answer = pb.LeaseGroupsResponse(empty_reason=pb.EMPTY_REASON_NOT_EMPTY, num_ready=len(ready))
+    if len(ready_now) < max(1, request.min_groups):
+        answer.empty_reason = pb.EMPTY_REASON_TOO_FEW if ready_now else pb.EMPTY_REASON_NO_GROUPS
+        return answer
+    fitting = ledger.fitting([record.entries[stage] for record in ready_now])
+    answer.is_cut = len(fitting) < len(ready_now)
+    chosen = ready_now[: len(fitting)]
     for record in chosen:
         entry = record.entries[stage]
         del ready[entry.order]
@@ -285,7 +305,11 @@ def _return_one(ledger: Ledger, item: pb.ReturnItem) -> tuple[bool, bool]:
     """Return whether the lease was returned, and whether its task or group was dropped for good."""
     if record := ledger.held_task(item.lease_id):
         ledger.count_wasted(record, item.num_trajectories, item.reason)
-        return True, ledger.reissue(record, item.reason, failed=item.failed)
+        was_dropped = ledger.release(
+            record, item.reason, failed=item.failed, members=item.failed_members
+        )
+        record.lease_id = ""
+        return True, was_dropped
     held = ledger.held_group(item.lease_id)
     if held is None or item.lease_id not in ledger.deadlines:
         return False, False
@@ -324,13 +348,13 @@ def _reopen_leases(ledger: Ledger, request: pb.ReopenLeasesRequest) -> pb.Reopen
         present = {entry.lease_id for _, _, entry in held}
         lost = [lease_id for lease_id in request.lease_ids if lease_id not in present]
         return pb.ReopenLeasesResponse(lost_lease_ids=lost)
-    if sum(len(entry.payload) for _, _, entry in held) > ledger.limits.max_lease_bytes:
-        raise refusal(Reason.TOO_LARGE)
-    for record, stage, entry in held:
+    fitting = ledger.fitting([entry for _, _, entry in held])
+    for record, stage, entry in held[: len(fitting)]:
         ledger.hold(record, stage, request.lease_s)
         entry.is_innocent = True
     return pb.ReopenLeasesResponse(
-        leases=[_group_lease(entry, request.lease_s) for _, _, entry in held]
+        leases=[_group_lease(entry, request.lease_s) for entry in fitting],
+        is_cut=len(fitting) < len(held),
     )
 
 
@@ -410,6 +434,7 @@ _TRANSITIONS: Mapping[type[Message], Callable[[Ledger, Any], Message]] = Mapping
     {
         pb.OfferTasksRequest: _offer_tasks,
         pb.LeaseTasksRequest: _lease_tasks,
+        pb.AppendMembersRequest: _append_members,
         pb.AppendGroupsRequest: _append_groups,
         pb.LeaseGroupsRequest: _lease_groups,
         pb.AcknowledgeRequest: _acknowledge,

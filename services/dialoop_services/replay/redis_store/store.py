@@ -29,7 +29,14 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from dialoop_services.replay.refusals import refusal
-from dialoop_services.replay.store import Answer, QueueLimits, group_facts
+from dialoop_services.replay.store import (
+    Answer,
+    QueueLimits,
+    group_facts,
+    group_head,
+    group_member,
+    member_facts,
+)
 
 _SCRIPTS = Path(__file__).parent / "scripts"
 # A script call blocks Redis while it copies its payloads, so larger requests take several calls.
@@ -122,7 +129,10 @@ class RedisStore:
             {name: value for name, value in reply.items() if value != {}}, answer()
         )
         for message, blob in zip(_payloads_of(response), blobs, strict=True):
-            message.ParseFromString(blob)
+            if isinstance(message, trajectory_pb2.Task):
+                message.CopyFrom(trajectory_pb2.Group.FromString(blob).task)
+            else:
+                message.ParseFromString(blob)
         return response
 
 
@@ -140,12 +150,16 @@ def _script_name(request: Message) -> str:
 def _fields(message: Message, payloads: list[bytes]) -> dict[str, Any]:
     """Return the message's fields by name.
 
-    Of a task or group return its facts, and append its bytes to `payloads`.
+    Of a task, trajectory or group return its facts, and append its bytes to `payloads`: a task is
+    the beginning of its serialised group, a trajectory more of it.
     """
     if isinstance(message, trajectory_pb2.Task):
-        payloads.append(message.SerializeToString())
-        names = ("task_id", "purpose", "num_trajectories")
+        payloads.append(group_head(message))
+        names = ("task_id", "purpose", "num_trajectories", "min_trajectories")
         return {name: getattr(message, name) for name in names}
+    if isinstance(message, trajectory_pb2.Trajectory):
+        payloads.append(group_member(message))
+        return asdict(member_facts(message))
     if isinstance(message, trajectory_pb2.Group):
         payloads.append(message.SerializeToString())
         return asdict(group_facts(message))
@@ -182,15 +196,17 @@ def _payloads_of(answer: Message) -> Iterator[Message]:
 
 
 def _parts(request: Any) -> list[Any]:
-    """Split an append into requests of at most `_MAX_CALL_BYTES` of groups, if it is larger."""
-    if not isinstance(request, pb.AppendGroupsRequest):
+    """Split an append into requests of at most `_MAX_CALL_BYTES`, if it is larger."""
+    if not isinstance(request, (pb.AppendMembersRequest, pb.AppendGroupsRequest)):
         return [request]
-    parts: list[pb.AppendGroupsRequest] = []
+    parts: list[Any] = []
     num_bytes = _MAX_CALL_BYTES
     for item in request.items:
         size = item.ByteSize()
         if num_bytes + size > _MAX_CALL_BYTES:
-            parts.append(pb.AppendGroupsRequest(run=request.run, stage=request.stage))
+            parts.append(type(request)(run=request.run))
+            if isinstance(request, pb.AppendGroupsRequest):
+                parts[-1].stage = request.stage
             num_bytes = 0
         parts[-1].items.append(item)
         num_bytes += size

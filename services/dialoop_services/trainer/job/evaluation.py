@@ -150,6 +150,7 @@ class Evaluator:
                     seed=ref.seed,
                     purpose=Purpose.EVALUATION,
                     num_trajectories=plan.num_trajectories,
+                    min_trajectories=1,
                     sampling=plan.sampling,
                 )
                 for ref in page.tasks

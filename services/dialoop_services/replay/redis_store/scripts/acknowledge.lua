@@ -11,7 +11,6 @@ local function acknowledge(item)
     consume(rec)
   else
     drop(rec, item.reason)
-    forget_task(rec)
   end
   if not entry.gone then remove_entry(rec, stage) end
   save(rec)

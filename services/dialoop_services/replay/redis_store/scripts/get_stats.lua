@@ -2,7 +2,8 @@ local FIELDS = {
   offered = 'num_tasks_offered', leased = 'num_groups_leased', unscored = 'num_groups_unscored',
   scored = 'num_groups_scored', training = 'num_groups_training', trained = 'num_groups_trained',
   consumed = 'num_groups_consumed', ['t:generated'] = 'num_trajectories_generated',
-  ['t:consumed'] = 'num_trajectories_consumed', ['t:live'] = 'num_trajectories_live'}
+  ['t:consumed'] = 'num_trajectories_consumed', ['t:live'] = 'num_trajectories_live',
+  ['t:waiting'] = 'num_trajectories_waiting', short = 'num_groups_closed_short'}
 
 local function empty() return {num_groups_dropped = {}, num_trajectories_dropped = {}} end
 local ledgers = {[TRAINING] = empty(), [EVALUATION] = empty()}

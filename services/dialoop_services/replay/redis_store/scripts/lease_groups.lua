@@ -10,33 +10,31 @@ local function is_stale(rec)
   return false
 end
 
-local chosen, room = {}, limits.max_lease_bytes
+local ready_now = {}
 for _, id in ipairs(redis.call('ZRANGE', ready, 0, -1)) do
-  if #chosen == call.max_groups then break end
+  if #ready_now == call.max_groups then break end
   if string.sub(id, 1, #call.task_id_prefix) == call.task_id_prefix then
     local rec = load(id)
     if is_stale(rec) then
       remove_entry(rec, stage)
       rec.e[stage].l = ''
       drop(rec, 'stale')
-      forget_task(rec)
       save(rec)
     else
-      room = room - rec.e[stage].b
-      if room < 0 and #chosen > 0 then break end
-      chosen[#chosen + 1] = rec
+      ready_now[#ready_now + 1] = rec
     end
   end
 end
 
-if #chosen < math.max(1, call.min_groups) then
-  if room < 0 then return refused('TOO_LARGE') end
-  local empty = #chosen > 0 and 'EMPTY_REASON_TOO_FEW' or 'EMPTY_REASON_NO_GROUPS'
+if #ready_now < math.max(1, call.min_groups) then
+  local empty = #ready_now > 0 and 'EMPTY_REASON_TOO_FEW' or 'EMPTY_REASON_NO_GROUPS'
   return {cjson.encode({empty_reason = empty, num_ready = redis.call('ZCARD', ready)})}
 end
 
 local leases, reply = {}, {''}
-for i, rec in ipairs(chosen) do
+local num_fitting = count_fitting(ready_now, function(rec) return rec.e[stage].b end)
+for i = 1, num_fitting do
+  local rec = ready_now[i]
   local entry = rec.e[stage]
   redis.call('ZREM', ready, rec.id)
   entry.l = new_lease(stage, rec.id)
@@ -53,5 +51,5 @@ for i, rec in ipairs(chosen) do
   reply[i + 1] = claimed[1][2][4]
 end
 reply[1] = cjson.encode({leases = leases, empty_reason = 'EMPTY_REASON_NOT_EMPTY',
-                         num_ready = redis.call('ZCARD', ready)})
+                         num_ready = redis.call('ZCARD', ready), is_cut = num_fitting < #ready_now})
 return reply

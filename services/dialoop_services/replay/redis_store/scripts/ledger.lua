@@ -3,8 +3,8 @@
 --
 -- KEYS[1]   "dialoop:{run}:", the prefix of all keys; its braces put them into one cluster slot
 -- ARGV[1]   now in ms, or "" for this server's clock
--- ARGV[2]   the request's fields as JSON, with `limits` (QueueLimits) and `store`; of a task or
---           group it has the facts (GroupFacts), and ARGV[3] and later have the raw bytes
+-- ARGV[2]   the request's fields as JSON, with `limits` (QueueLimits) and `store`; of a task,
+--           trajectory or group it has the facts, and ARGV[3] and later have the raw bytes
 --
 -- A script returns the response's fields as JSON, then its tasks or groups as raw bytes in order.
 -- If it refuses the request it returns {refused = reason, detail}.
@@ -12,14 +12,18 @@
 -- meta      hash: cursor, lineage, number, max_outstanding, order, token
 -- lineages  hash: lineage -> highest number announced
 -- counts    hash: "<purpose>:<state>", "<purpose>:dropped:<reason>", "<purpose>:t:...", ...
--- tasks     hash: task id -> serialised task, until its group is appended or dropped
+-- tasks     hash: task id -> beginning of its serialised group, with the task, until it closes
+-- members   hash: "<index>/<task id>" -> serialised group of this trajectory, until it closes; bytes
+--           of groups that follow each other are one group with the trajectories of all
 -- ledger    hash: task id -> record as JSON (below); small, and kept so that repeats are noticed
 -- offered:<purpose>  zset: task id by order       ready:<stage>  zset: task id by entry order
 -- deadlines          zset: lease id by deadline
 -- unscored, scored, evaluation, dead   streams: {g = group id, b = serialised group}
 --
--- Record: id, p(urpose), n(um trajectories), o(rder), s(tate), a(ttempt), f(ailures), l(ease),
---   g(roup id), d(igest), v = {lineage = {oldest, newest}}, sc(ored), dead = {...},
+-- Record: id, p(urpose), n(um trajectories), k (fewest trajectories), o(rder), s(tate), a(ttempt),
+--   l(ast lease), ok (a member was finished under it), m(embers' digests, '' until finished),
+--   f(ailures of each member), c(ount of finished members), b(ytes of them), d(igest of the closed
+--   group), v = {lineage = {oldest, newest}}, sc(ored), dead = {...},
 --   e = {stage = {o(rder), l(ease), w(orker), n(um deliveries), f(ailures), i(nnocent), b(ytes),
 --   gone}}
 local TRAINING, EVALUATION = 1, 2
@@ -45,7 +49,9 @@ end
 
 local function save(rec) redis.call('HSET', key('ledger'), rec.id, cjson.encode(rec)) end
 
-local function count(field, by) redis.call('HINCRBY', key('counts'), field, by) end
+local function count(field, by)
+  if by ~= 0 then redis.call('HINCRBY', key('counts'), field, by) end
+end
 local function counted(field) return tonumber(redis.call('HGET', key('counts'), field) or '0') end
 
 local function move(rec, state)
@@ -87,40 +93,17 @@ end
 
 local function push_task(rec) redis.call('ZADD', key('offered:' .. rec.p), rec.o, rec.id) end
 
-local function forget_task(rec)
-  redis.call('HDEL', key('tasks'), rec.id)
-  rec.v = nil
-end
-
 local function drop(rec, reason)
   move(rec, 'dropped')
   count(rec.p .. ':dropped:' .. reason, 1)
-  if rec.g ~= '' then
-    count(rec.p .. ':t:live', -rec.n)
-    count(rec.p .. ':t:dropped:' .. reason, rec.n)
-  end
+  count(rec.p .. ':t:live', -rec.c)
+  count(rec.p .. ':t:dropped:' .. reason, rec.c)
 end
 
 local function consume(rec)
   move(rec, 'consumed')
-  count(rec.p .. ':t:live', -rec.n)
-  count(rec.p .. ':t:consumed', rec.n)
-  forget_task(rec)
-end
-
-local function reissue(rec, reason, failed)
-  end_lease(rec.l)
-  rec.l = ''
-  if failed then rec.f = rec.f + 1 end
-  if rec.f >= limits.max_attempts then
-    drop(rec, reason)
-    forget_task(rec)
-    return true
-  end
-  rec.a = rec.a + 1
-  move(rec, 'offered')
-  push_task(rec)
-  return false
+  count(rec.p .. ':t:live', -rec.c)
+  count(rec.p .. ':t:consumed', rec.c)
 end
 
 local function entry_id(entry) return string.format('%.0f-0', entry.o) end
@@ -131,8 +114,75 @@ local function add_entry(rec, stage, payload)
     redis.call('XGROUP', 'CREATE', stream, WORKERS, '0', 'MKSTREAM')
   end
   rec.e[stage] = {o = order, l = '', n = 0, f = 0, b = #payload}
-  redis.call('XADD', stream, entry_id(rec.e[stage]), 'g', rec.g, 'b', payload)
+  redis.call('XADD', stream, entry_id(rec.e[stage]), 'g', rec.id, 'b', payload)
   redis.call('ZADD', key('ready:' .. stage), order, rec.id)
+end
+
+local function open_members(rec)
+  local open = {}
+  for i = 1, rec.n do
+    if rec.m[i] == '' and rec.f[i] < limits.max_attempts then open[#open + 1] = i - 1 end
+  end
+  return open
+end
+
+local function member_key(rec, i) return string.format('%d/', i) .. rec.id end
+
+-- Take the parts of a group whose members are all finished or given up; return its bytes and digest.
+local function assemble(rec)
+  local parts, digests = {redis.call('HGET', key('tasks'), rec.id)}, {}
+  for i = 1, rec.n do
+    if rec.m[i] ~= '' then
+      parts[#parts + 1] = redis.call('HGET', key('members'), member_key(rec, i - 1))
+      redis.call('HDEL', key('members'), member_key(rec, i - 1))
+      digests[#digests + 1] = rec.m[i]
+    end
+  end
+  redis.call('HDEL', key('tasks'), rec.id)
+  return table.concat(parts), table.concat(digests, ',')
+end
+
+-- Close the group if the rule says so (Assembly.closing), or drop it; return whether it ended.
+local function close(rec, reason)
+  if #open_members(rec) > 0 then return false end
+  if rec.s == 'offered' then redis.call('ZREM', key('offered:' .. rec.p), rec.id) end
+  end_lease(rec.l)
+  count(rec.p .. ':t:waiting', -rec.c)
+  local payload, digest = assemble(rec)
+  if rec.c < rec.n and (rec.k == 0 or rec.c < rec.k) then
+    drop(rec, reason)
+    return true
+  end
+  rec.d = digest
+  if rec.c < rec.n then count(rec.p .. ':short', 1) end
+  if rec.p == EVALUATION then
+    move(rec, 'scored')
+    add_entry(rec, 'evaluation', payload)
+  elseif next(rec.v) == nil then
+    drop(rec, 'no_trainable_token')
+  else
+    move(rec, 'unscored')
+    add_entry(rec, 'unscored', payload)
+  end
+  return true
+end
+
+-- End the task's lease and offer the task again for its open members; `members` failed, none: all.
+-- Return whether the group was dropped instead.
+local function release(rec, reason, failed, members)
+  end_lease(rec.l)
+  if failed then
+    local named = {}
+    for _, i in ipairs(members) do named[i] = true end
+    for _, i in ipairs(open_members(rec)) do
+      if #members == 0 or named[i] then rec.f[i + 1] = rec.f[i + 1] + 1 end
+    end
+  end
+  if close(rec, reason) then return rec.s == 'dropped' end
+  rec.a = rec.a + 1
+  move(rec, 'offered')
+  push_task(rec)
+  return false
 end
 
 local function remove_entry(rec, stage)
@@ -152,22 +202,22 @@ end
 local function uncount_dead(rec)
   rec.dead = nil
   count(rec.p .. ':dropped:dead_letter', -1)
-  count(rec.p .. ':t:dropped:dead_letter', -rec.n)
+  count(rec.p .. ':t:dropped:dead_letter', -rec.c)
 end
 
 -- Delete a dead letter; its group stays dropped, with dead_letter_forgotten as reason.
 local function forget_letter(item)
-  local rec = load(string.match(item[2][2], '^(.*)#%d+$'))
+  local rec = load(item[2][2])
   redis.call('XDEL', key('dead'), item[1])
   uncount_dead(rec)
   count(rec.p .. ':dropped:dead_letter_forgotten', 1)
-  count(rec.p .. ':t:dropped:dead_letter_forgotten', rec.n)
+  count(rec.p .. ':t:dropped:dead_letter_forgotten', rec.c)
   save(rec)
 end
 
 local function add_dead_letter(rec, stage, reason)
   local entry = rec.e[stage]
-  local id = redis.call('XADD', key('dead'), '*', 'g', rec.g, 'b', read(stage, entry_id(entry)))
+  local id = redis.call('XADD', key('dead'), '*', 'g', rec.id, 'b', read(stage, entry_id(entry)))
   rec.dead = {id = id, stage = stage, reason = reason, n = entry.n}
   remove_entry(rec, stage)
   entry.l = ''
@@ -200,7 +250,7 @@ end
 local function held_task(lease)
   local kind, id = parse_lease(lease)
   local rec = kind == 'task' and load(id)
-  return rec and rec.l == lease and rec or nil
+  return rec and rec.l == lease and rec.s == 'leased' and rec or nil
 end
 
 -- Return the group whose last lease this is, even if it expired or left since.
@@ -222,14 +272,43 @@ local function hold(rec, stage, lease_s)
   redis.call('ZADD', key('deadlines'), deadline(lease_s), entry.l)
 end
 
+-- Return how many of the first items fit one answer; the first one is sent whatever its size.
+local function count_fitting(items, bytes_of)
+  local room = limits.max_lease_bytes
+  for i, item in ipairs(items) do
+    room = room - bytes_of(item)
+    if room < 0 and i > 1 then return i - 1 end
+  end
+  return #items
+end
+
 local function is_ready(rec, stage)
   return redis.call('ZSCORE', key('ready:' .. stage), rec.id) and true or false
+end
+
+-- Append every item of the call, whose bytes begin at ARGV[3]; `append` returns why not, or ''.
+local function append_all(append)
+  local outcomes = {}
+  for i, item in ipairs(call.items) do
+    local reason = append(item, ARGV[2 + i])
+    if reason == '' then
+      outcomes[i] = {status = 'APPEND_STATUS_APPENDED'}
+    elseif reason == 'DUPLICATE' then
+      count('duplicates', 1)
+      outcomes[i] = {status = 'APPEND_STATUS_DUPLICATE'}
+    else
+      count('rejected', 1)
+      outcomes[i] = {status = 'APPEND_STATUS_REJECTED', reason = reason}
+    end
+  end
+  return {cjson.encode({outcomes = outcomes})}
 end
 
 for _, lease in ipairs(redis.call('ZRANGEBYSCORE', key('deadlines'), '-inf', now)) do
   local rec = held_task(lease)
   if rec then
-    reissue(rec, 'lease_expired', true)
+    -- Who finished a member under the lease did not die of the task at once.
+    release(rec, 'lease_expired', not rec.ok, {})
     save(rec)
   else
     local held, stage, entry = held_group(lease)

@@ -1,7 +1,7 @@
 local letters, reply = {}, {''}
 for i, item in ipairs(redis.call('XRANGE', key('dead'), '-', '+', 'COUNT', call.max_groups)) do
   local group = item[2][2]
-  local rec = load(string.match(group, '^(.*)#%d+$'))
+  local rec = load(group)
   letters[i] = {group_id = group, stage = 'STAGE_' .. string.upper(rec.dead.stage),
                 reason = rec.dead.reason, num_deliveries = rec.dead.n}
   reply[i + 1] = item[2][4]

@@ -1,9 +1,8 @@
 -- Requeue all groups, or none if one is not a dead letter.
 local records = {}
 for i, group in ipairs(call.group_ids) do
-  local id = string.match(group, '^(.*)#%d+$')
-  local rec = id and load(id)
-  if not rec or rec.g ~= group or not rec.dead then return refused('GROUP_NOT_FOUND', group) end
+  local rec = load(group)
+  if not rec or not rec.dead then return refused('GROUP_NOT_FOUND', group) end
   records[i] = rec
 end
 for _, rec in ipairs(records) do
@@ -11,7 +10,7 @@ for _, rec in ipairs(records) do
   local payload = read('dead', dead.id)
   redis.call('XDEL', key('dead'), dead.id)
   uncount_dead(rec)
-  count(rec.p .. ':t:live', rec.n)
+  count(rec.p .. ':t:live', rec.c)
   move(rec, dead.stage == 'unscored' and 'unscored' or 'scored')
   add_entry(rec, dead.stage, payload)
   save(rec)

@@ -7,7 +7,8 @@ local function give_back(item)
       count(rec.p .. ':t:generated', item.num_trajectories)
       count(rec.p .. ':t:dropped:' .. item.reason, item.num_trajectories)
     end
-    local dropped = reissue(rec, item.reason, item.failed)
+    local dropped = release(rec, item.reason, item.failed, item.failed_members)
+    rec.l = ''
     save(rec)
     return true, dropped
   end

@@ -1,0 +1,234 @@
+"""Any order of plays, deaths, failures and late answers: the members and the groups add up.
+
+The machine knows what it appended. The ledger in memory is the model that the Lua is compared with
+(tests/redis/test_replay_twins.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from dialoop.trajectory import Purpose, Stage
+from dialoop.v1 import replay_service_pb2 as pb
+from dialoop_services.replay.memory_store.store import MemoryStore
+from dialoop_services.replay.store import QueueLimits
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.support.replay_store_world import lease, return_
+from tests.support.samples.replay_samples import (
+    Clock,
+    announce,
+    append_member,
+    assert_adds_up,
+    lease_tasks,
+    make_task,
+    offer_tasks,
+    stats_of,
+)
+
+RUN = "run"
+CREDITS = 3
+MAX_ATTEMPTS = 2
+T = TypeVar("T")
+
+
+def result_of(call: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that never waits, as all of the memory store."""
+    try:
+        call.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("the memory store waited")
+
+
+@dataclass
+class Played:
+    """What the machine knows of one task."""
+
+    size: int
+    least: int
+    purpose: Purpose
+    finished: set[int] = field(default_factory=set)
+    failures: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def open(self) -> list[int]:
+        """The members that are to be played."""
+        gone = {m for m, number in self.failures.items() if number >= MAX_ATTEMPTS}
+        return [m for m in range(self.size) if m not in self.finished and m not in gone]
+
+    def fail(self, members: list[int]) -> None:
+        """Note a failed attempt at these."""
+        for member in members:
+            self.failures[member] = self.failures.get(member, 0) + 1
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        limits = QueueLimits(max_attempts=MAX_ATTEMPTS, max_deliveries=99, lease_s=60)
+        self.store = MemoryStore(limits, clock=self.clock)
+        self.tasks: dict[str, Played] = {}
+        self.leases: dict[str, pb.TaskLease] = {}
+        self.has_progress: set[str] = set()
+        self.past: list[pb.TaskLease] = []
+        self.closed: dict[str, int] = {}
+        result_of(announce(self.store, RUN, credits=CREDITS))
+
+    @rule(
+        size=st.integers(1, 4),
+        least=st.integers(0, 4),
+        purpose=st.sampled_from((Purpose.TRAINING, Purpose.TRAINING, Purpose.EVALUATION)),
+    )
+    def offer(self, size: int, least: int, purpose: Purpose) -> None:
+        name, least = f"t{len(self.tasks)}", min(least, size)
+        self.tasks[name] = Played(size, least, purpose)
+        task = make_task(name, num_trajectories=size, min_trajectories=least, purpose=purpose)
+        result_of(offer_tasks(self.store, RUN, [task, task]))
+
+    @rule(num=st.integers(1, 3))
+    def lease(self, num: int) -> None:
+        for held in result_of(lease_tasks(self.store, RUN, num)).leases:
+            assert list(held.members) == self.tasks[held.task.task_id].open
+            assert held.task.task_id not in {h.task.task_id for h in self.leases.values()}
+            self.leases[held.lease_id] = held
+            self.past.append(held)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), is_repeated=st.booleans())
+    def finish(self, data: st.DataObject, is_repeated: bool) -> None:
+        held = data.draw(st.sampled_from(list(self.leases.values())))
+        task = self.tasks[held.task.task_id]
+        member = data.draw(st.sampled_from(task.open))
+        for number in range(1 + is_repeated):
+            outcome = result_of(append_member(self.store, RUN, held.lease_id, member))
+            expected = pb.APPEND_STATUS_DUPLICATE if number else pb.APPEND_STATUS_APPENDED
+            assert outcome.status == expected
+        task.finished.add(member)
+        self.has_progress.add(held.lease_id)
+        self._forget_ended()
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), is_at_fault=st.booleans(), num_played=st.integers(0, 2))
+    def give_back(self, data: st.DataObject, is_at_fault: bool, num_played: int) -> None:
+        held = data.draw(st.sampled_from(list(self.leases.values())))
+        task = self.tasks[held.task.task_id]
+        members = data.draw(st.lists(st.sampled_from(task.open), unique=True))
+        if is_at_fault:
+            task.fail(members or task.open)
+        answer = result_of(
+            return_(
+                self.store,
+                RUN,
+                held.lease_id,
+                failed=is_at_fault,
+                played=num_played,
+                members=members if is_at_fault else (),
+            )
+        )
+        assert answer == (1, int(not task.open and not self._is_used(task)))
+        del self.leases[held.lease_id]
+
+    @rule()
+    def die(self) -> None:
+        """All collectors are killed, and their leases run out."""
+        self.clock.pass_s(61)
+        for held in self.leases.values():
+            task = self.tasks[held.task.task_id]
+            if held.lease_id not in self.has_progress:
+                task.fail(task.open)
+        self.leases.clear()
+
+    @precondition(lambda self: self.past)
+    @rule(data=st.data())
+    def append_late(self, data: st.DataObject) -> None:
+        """A collector that was taken for dead appends what it had finished."""
+        held = data.draw(st.sampled_from(self.past))
+        task = self.tasks[held.task.task_id]
+        member = data.draw(st.sampled_from(list(held.members)))
+        was_open = member in task.open
+        outcome = result_of(append_member(self.store, RUN, held.lease_id, member))
+        if outcome.status == pb.APPEND_STATUS_APPENDED:
+            assert member not in task.finished
+            task.finished.add(member)
+            self.has_progress |= {held.lease_id}
+        elif outcome.status == pb.APPEND_STATUS_DUPLICATE:
+            assert member in task.finished
+        else:
+            assert outcome.reason == "LEASE_LOST"
+            assert held.lease_id not in self.leases or not was_open
+        self._forget_ended()
+
+    @rule(stage=st.sampled_from((Stage.UNSCORED, Stage.EVALUATION)))
+    def read(self, stage: Stage) -> None:
+        """Every group that comes out was closed by the rule, once, with all that was finished."""
+        for held in result_of(lease(self.store, RUN, stage, num=9)).leases:
+            task, name = self.tasks[held.group.group_id], held.group.group_id
+            numbers = [t.trajectory_id for t in held.group.trajectories]
+            assert numbers == [f"{name}.{member}" for member in sorted(task.finished)]
+            assert not task.open
+            assert self._is_used(task)
+            assert name not in self.closed
+            self.closed[name] = len(numbers)
+            result_of(self._consume(held.lease_id))
+
+    @invariant()
+    def adds_up(self) -> None:
+        stats = result_of(stats_of(self.store, RUN))
+        assert_adds_up(stats, size=None)
+        for purpose, counts in (
+            (Purpose.TRAINING, stats.training),
+            (Purpose.EVALUATION, stats.evaluation),
+        ):
+            tasks = [task for task in self.tasks.values() if task.purpose is purpose]
+            waiting = sum(len(task.finished) for task in tasks if task.open)
+            assert counts.num_trajectories_waiting == waiting
+            short = sum(not t.open and self._is_used(t) and len(t.finished) < t.size for t in tasks)
+            assert counts.num_groups_closed_short == short
+            dropped = sum(not task.open and not self._is_used(task) for task in tasks)
+            assert sum(counts.num_groups_dropped.values()) == dropped + (
+                sum(self.tasks[name].purpose is purpose for name in self.closed)
+            )
+
+    def teardown(self) -> None:
+        """Whatever happened: the rest can be played, and then no task is open."""
+        self.die()
+        self.read(Stage.UNSCORED)  # which frees the credits
+        while leases := result_of(lease_tasks(self.store, RUN, 9)).leases:
+            for held in leases:
+                for member in held.members:
+                    result_of(append_member(self.store, RUN, held.lease_id, member))
+                    self.tasks[held.task.task_id].finished.add(member)
+            self.read(Stage.UNSCORED)
+            self.read(Stage.EVALUATION)
+        stats = result_of(stats_of(self.store, RUN))
+        assert_adds_up(stats, size=None)
+        for counts in (stats.training, stats.evaluation):
+            assert counts.num_tasks_offered == counts.num_groups_leased == 0
+            assert counts.num_trajectories_waiting == 0
+
+    def _forget_ended(self) -> None:
+        """The lease of a group that closed has ended."""
+        over = [key for key, held in self.leases.items() if not self.tasks[held.task.task_id].open]
+        for lease_id in over:
+            del self.leases[lease_id]
+
+    @staticmethod
+    def _is_used(task: Played) -> bool:
+        """Whether a group without open members is used, and not dropped."""
+        return len(task.finished) == task.size or 0 < task.least <= len(task.finished)
+
+    async def _consume(self, lease_id: str) -> None:
+        """End the group's way here: dropped, which every stage allows."""
+        item = pb.AcknowledgeItem(lease_id=lease_id, outcome=pb.OUTCOME_DROPPED, reason="read")
+        request = pb.AcknowledgeRequest(run=RUN, items=[item])
+        await self.store.apply(request, pb.AcknowledgeResponse)
+
+
+LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLedger = LedgerMachine.TestCase
