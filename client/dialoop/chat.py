@@ -92,15 +92,17 @@ class History(Sequence[Message]):
         chat_template: str | None = None,
         chat_template_name: str | None = None,
         registry: TemplateRegistry | None = None,
+        keep_default_system: bool = False,
     ) -> History:
         """Read a rendered conversation back through its template's parser.
 
-        Raises InvalidInput (NOT_PARSEABLE), PreconditionFailed (NO_PARSER).
+        Qwen's template writes a system message where there is none; it is left out unless
+        `keep_default_system`. Raises InvalidInput (NOT_PARSEABLE), PreconditionFailed (NO_PARSER).
         """
         from dialoop.templates.options import choose_template
 
         template = choose_template(tokenizer, chat_template, chat_template_name, registry)
-        return cls(template.parse(text))
+        return cls(template.parse(text, keep_default_system=keep_default_system))
 
     @classmethod
     def from_tokens(
@@ -111,12 +113,16 @@ class History(Sequence[Message]):
         chat_template: str | None = None,
         chat_template_name: str | None = None,
         registry: TemplateRegistry | None = None,
+        keep_default_system: bool = False,
     ) -> History:
         """Read token ids back; text that merely spells a special token opens and closes no turn."""
         from dialoop.templates.options import choose_template
 
         template = choose_template(tokenizer, chat_template, chat_template_name, registry)
-        return cls(template.parse_tokens(token_ids, tokenizer))
+        messages = template.parse_tokens(
+            token_ids, tokenizer, keep_default_system=keep_default_system
+        )
+        return cls(messages)
 
     def to_chats(self) -> list[dict[str, Any]]:
         """Return the chat-API dicts of the messages."""

@@ -193,6 +193,30 @@ def chat_for_template(message: Message, *, as_parts: bool = False) -> dict[str, 
     return chat
 
 
+def processor_chat(message: Message) -> dict[str, Any]:
+    """Return the dict that a multimodal processor of transformers reads: all contents as parts."""
+    content = message.content
+    parts = (ContentPart(type="text", text=content),) if isinstance(content, str) else content
+    chat = message_to_chat(message)
+    chat["content"] = [
+        {"type": "text", "text": part.text}
+        if part.type == "text"
+        else {"type": part.type, **({"url": part.url} if part.url else {"base64": _base64(part)})}
+        for part in parts
+    ]
+    return chat
+
+
+def _base64(part: ContentPart) -> str:
+    if part.data is None:
+        raise InvalidHistory(
+            f"A part of type {part.type} has neither a url nor data.",
+            reason=Reason.FIELD_MISSING,
+            remedy="Give url, or data as bytes.",
+        )
+    return base64.b64encode(part.data).decode()
+
+
 def tool_for_template(tool: ToolDefinition | Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a tool as chat templates and chat APIs know it."""
     if not isinstance(tool, ToolDefinition):
@@ -337,7 +361,8 @@ def _text_of_part(part: ContentPart, role: str) -> str:
     raise Unsupported(
         f"The {role} message has a part of type {part.type}.",
         reason=Reason.PARTS_UNSUPPORTED,
-        remedy="Send text: this renderer has no multimodal processor.",
+        remedy="Send text, or give apply_chat_template the model's processor (AutoProcessor) in "
+        "place of a tokenizer.",
     )
 
 

@@ -269,6 +269,7 @@ class Reason(_Named):
     NO_DEMONSTRATIONS = "NO_DEMONSTRATIONS", "The environment demonstrates nothing."
     NO_DEVICE_LOCK = "NO_DEVICE_LOCK", "The device's lock file cannot be locked."
     NO_INFERENCE = "NO_INFERENCE", "The environments have no inference service to sample from."
+    NO_EPISODE = "NO_EPISODE", "No tool of an episode is running."
     NO_PARSER = "NO_PARSER", "The chat template has no parser that reads its text back."
     NO_REDIS = "NO_REDIS", "There is no Redis to use or to start."
     NO_REFERENCE_MODEL = "NO_REFERENCE_MODEL", "The scorer has no reference model."

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -188,6 +189,10 @@ class Sequence:
                 mask[segment.start : segment.end] = True
         return mask
 
+    def prefix_hash(self, num_tokens: int | None = None) -> str:
+        """Return the name of the node that the first (or all) tokens reach in a tree of texts."""
+        return prefix_hash(self.token_ids[:num_tokens])
+
     def token_versions(self) -> tuple[PolicyVersion, ...]:
         """Return the policy version of each MODEL token, in order."""
         versions: list[PolicyVersion] = []
@@ -223,6 +228,15 @@ class Sequence:
         return Sequence(
             token_ids=self.token_ids[:end], segments=segments, fork_cause=self.fork_cause
         )
+
+
+def prefix_hash(token_ids: Iterable[int]) -> str:
+    """Return 32 hex digits that name a row of token ids; equal rows have equal names.
+
+    It is blake2b over the ids as little-endian int64, the same on every machine.
+    """
+    ids = np.asarray(list(token_ids), dtype="<i8")
+    return blake2b(ids.tobytes(), digest_size=16).hexdigest()
 
 
 def sequence_of(

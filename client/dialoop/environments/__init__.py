@@ -29,7 +29,7 @@ from dialoop.environments.environment import (
     Stateless,
     TakesQuestions,
 )
-from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData
+from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData, current_episode
 from dialoop.environments.loading import load_environment
 from dialoop.environments.modes import Answered, InputMode, RewardShape, Text, Tokens
 from dialoop.environments.rewards.functions import ExactResult, NamedReward, RewardFunction, Rewards
@@ -42,7 +42,14 @@ from dialoop.environments.stamps import (
     TemplateTransform,
     TokenizeTransform,
 )
-from dialoop.environments.standard import arithmetic, jsonl, tool_environment, tool_transforms
+from dialoop.environments.standard import (
+    arithmetic,
+    completion,
+    dataset_chat_env,
+    jsonl,
+    tool_environment,
+    tool_transforms,
+)
 from dialoop.environments.tasks.arithmetic_tasks import ArithmeticDemonstrations, ArithmeticTasks
 from dialoop.environments.tasks.choosing import TaskChoice, choose_task
 from dialoop.environments.tasks.data_loading import (
@@ -52,7 +59,7 @@ from dialoop.environments.tasks.data_loading import (
     Loaded,
 )
 from dialoop.environments.tasks.jsonl_tasks import JsonlTasks
-from dialoop.environments.tasks.row_tasks import RowTasks, dataset_chat_env
+from dialoop.environments.tasks.row_tasks import RowTasks
 from dialoop.environments.tasks.source import NoTasks, TaskPage, TaskRef, TaskSource, task_not_found
 from dialoop.environments.thinking import AddThinkingPrompt
 from dialoop.environments.tools.answer_tags import AnswerTagReward, tag_text
@@ -150,6 +157,8 @@ __all__ = [
     "XmlCalls",
     "arithmetic",
     "choose_task",
+    "completion",
+    "current_episode",
     "dataset_chat_env",
     "jsonl",
     "load_environment",

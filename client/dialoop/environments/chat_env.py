@@ -20,7 +20,7 @@ from dialoop.chat import ChatHistory, History, Message
 from dialoop.environments.environment import Demonstrate, Given
 from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData
 from dialoop.environments.modes import Answered, InputMode, RewardShape
-from dialoop.environments.rewards.functions import drop_non_finite
+from dialoop.environments.rewards.functions import Rewards, drop_non_finite
 from dialoop.environments.rewards.rescoring import episodes_of
 from dialoop.environments.tasks.data_loading import DataLoadingPrimer
 from dialoop.environments.tasks.source import NoTasks, TaskSource
@@ -58,6 +58,8 @@ class ChatEnv:
     input_mode: InputMode | str = InputMode.HISTORY
     # A tokenizer or a model directory; text and tokens mode need one.
     tokenizer: Tokenizer | Path | str | None = None
+    # Jinja source of the chat template in text and tokens mode; by default the tokenizer's own.
+    chat_template: str | None = None
     # Options of the chat template, such as {"enable_thinking": False}.
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     # Key of the question in the caller's data.
@@ -97,7 +99,7 @@ class ChatEnv:
             )
         set_ = object.__setattr__
         set_(self, "input_mode", mode)
-        set_(self, "_viewer", _viewer(self.name, mode, self.tokenizer, self.template_kwargs))
+        set_(self, "_viewer", _viewer(self, mode))
         set_(self, "_stops", traits.stop)
         if isinstance(self.tasks, NoTasks) and self.primer is not None:
             set_(self, "tasks", self.primer.tasks)
@@ -119,6 +121,15 @@ class ChatEnv:
     def primer(self) -> DataLoadingPrimer | None:
         """Return the transform that chooses a task when a reset names none, or None."""
         return next((t for t in self.transforms if isinstance(t, DataLoadingPrimer)), None)
+
+    def get_rubric(self) -> tuple[Any, ...]:
+        """Return the reward functions of its Rewards transforms, in their order."""
+        return tuple(
+            function
+            for transform in self.transforms
+            if isinstance(transform, Rewards)
+            for function in transform.functions
+        )
 
     def with_transforms(self, *transforms: Transform) -> ChatEnv:
         """Return the environment with more transforms after its own."""
@@ -396,25 +407,22 @@ def _require_shape(score: Score, transform: Transform, episode: Episode) -> Scor
     )
 
 
-def _viewer(
-    name: str,
-    mode: InputMode,
-    tokenizer: Tokenizer | Path | str | None,
-    template_kwargs: Mapping[str, Any],
-) -> Any:
+def _viewer(environment: ChatEnv, mode: InputMode) -> Any:
+    tokenizer = environment.tokenizer
     if mode is InputMode.HISTORY:
         return None
     from dialoop.environments.views import viewer_of
 
     if tokenizer is None:
         raise InvalidConfig(
-            f"Environment {name} has no tokenizer, but {mode.name.lower()} mode needs one.",
+            f"Environment {environment.name} has no tokenizer, but {mode.name.lower()} mode needs "
+            "one.",
             reason=Reason.TOKENIZER_MISSING,
             remedy="Give ChatEnv a tokenizer or the directory of a model.",
         )
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = Tokenizer.from_directory(tokenizer)
-    return viewer_of(mode, tokenizer, template_kwargs)
+    return viewer_of(mode, tokenizer, environment.template_kwargs, environment.chat_template)
 
 
 def _failure_of(

@@ -9,12 +9,16 @@ outcome.episode.done          # what the transforms decided
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.environments.modes import Text, Tokens
+from dialoop.errors import PreconditionFailed
+from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason, Failure, Owner, Reward
 
 if TYPE_CHECKING:
@@ -73,6 +77,34 @@ class Episode:
     def answer_text(self) -> str:
         """Return the text of the policy's last message; empty before the first."""
         return "" if self.answer is None else self.answer.text
+
+
+_CURRENT: ContextVar[Episode] = ContextVar("dialoop_episode")
+
+
+def current_episode() -> Episode:
+    """Return the episode whose tool is running; PreconditionFailed outside of a tool.
+
+    Its `state` holds what the transforms remember.
+    """
+    try:
+        return _CURRENT.get()
+    except LookupError:
+        raise PreconditionFailed(
+            "No tool of an episode is running here.",
+            reason=Reason.NO_EPISODE,
+            remedy="Ask within a tool that ToolUse or ToolCalls runs.",
+        ) from None
+
+
+@contextmanager
+def playing(episode: Episode) -> Iterator[None]:
+    """Make it the current episode, for the tools that run inside."""
+    token = _CURRENT.set(episode)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from dialoop.environments.environment import Environment
 from dialoop.environments.games import twenty_questions
-from dialoop.environments.standard import arithmetic, chat, jsonl
+from dialoop.environments.standard import arithmetic, chat, completion, jsonl
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
@@ -19,6 +19,7 @@ _REQUIRED = ("name", "version", "description", "tasks", "traits", "reset", "step
 BUILT_IN: Mapping[str, Callable[..., Environment]] = {
     "arithmetic": arithmetic,
     "chat": chat,
+    "completion": completion,
     "jsonl": jsonl,
     "twenty_questions": twenty_questions,
 }

@@ -1,8 +1,10 @@
-"""The usual environment in one call, and the built-in ones: arithmetic, jsonl and chat."""
+"""The usual environments in one call, and the built-in ones, such as arithmetic."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dialoop.environments.chat_env import ChatEnv
@@ -17,7 +19,9 @@ from dialoop.environments.environment import Demonstrate
 from dialoop.environments.rewards.functions import ExactResult, RewardCallable, Rewards
 from dialoop.environments.stamps import StepCounter
 from dialoop.environments.tasks.arithmetic_tasks import ArithmeticDemonstrations, ArithmeticTasks
+from dialoop.environments.tasks.data_loading import DataLoadingPrimer
 from dialoop.environments.tasks.jsonl_tasks import JsonlTasks
+from dialoop.environments.tasks.row_tasks import Collate, Rows, RowTasks, text_to_query
 from dialoop.environments.tasks.source import TaskSource
 from dialoop.environments.tools.answer_tags import AnswerTagReward
 from dialoop.environments.tools.calculator import Calculator
@@ -25,6 +29,10 @@ from dialoop.environments.tools.call_syntax import CallSyntax
 from dialoop.environments.tools.mcp_tools import McpTools
 from dialoop.environments.tools.text_tools import ToolCalls, ToolFunction
 from dialoop.environments.transform import Transform
+from dialoop.errors import InvalidConfig
+from dialoop.tokens.tokenizer import Tokenizer
+
+_RAW = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def tool_transforms(
@@ -148,6 +156,62 @@ def chat(  # noqa: PLR0913 - the options are the interface
         tokenizer=tokenizer,
         template_kwargs=template_kwargs or {},
     )
+
+
+def completion(
+    *,
+    tokenizer: Tokenizer | str | Path,
+    name: str = "completion",
+    input_mode: str = "text",
+    max_steps: int | None = None,
+    transforms: Sequence[Transform] = (),
+) -> ChatEnv:
+    """Return the built-in `completion` environment: raw text without turns or a chat template.
+
+    The next prompt is the prompt and what the policy wrote, as text or as tokens.
+    """
+    limit = () if max_steps is None else (StepCounter(max_steps),)
+    return ChatEnv(
+        name=name,
+        description="The caller's own text, continued.",
+        transforms=(*transforms, *limit),
+        input_mode=input_mode,
+        tokenizer=tokenizer,
+        chat_template=_RAW,
+    )
+
+
+def dataset_chat_env(  # noqa: PLR0913 - the options are the interface
+    dataset: TaskSource | Rows | Mapping[str, Rows],
+    *,
+    name: str = "dataset",
+    split: str = "",
+    shuffle: bool = True,
+    seed: int | None = None,
+    repeats: int = 1,
+    group_repeats: bool = False,
+    collate: Collate = text_to_query,
+    transforms: Sequence[Transform] = (),
+    max_steps: int | None = None,
+    **options: Any,
+) -> ChatEnv:
+    """Return a ChatEnv that loads its own questions; a reset without a task takes the next one.
+
+    The split is "train" by default, if there is one. Without `seed` the order is random. `options`
+    are those of ChatEnv.
+    """
+    tasks = dataset if isinstance(dataset, TaskSource) else RowTasks(dataset, collate=collate)
+    shuffle_seed = 0 if not shuffle else random.randrange(1, 2**31) if seed is None else seed
+    if shuffle and shuffle_seed == 0:
+        raise InvalidConfig(
+            "seed is 0, which keeps the shuffle_seed of the rows.",
+            remedy="Use another seed, or shuffle=False.",
+        )
+    primer = DataLoadingPrimer(
+        tasks, split=split, shuffle_seed=shuffle_seed, repeats=repeats, group_repeats=group_repeats
+    )
+    limit = () if max_steps is None else (StepCounter(max_steps),)
+    return ChatEnv(name=name, transforms=(primer, *transforms, *limit), **options)
 
 
 def jsonl(

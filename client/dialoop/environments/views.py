@@ -184,14 +184,21 @@ class _WithOptions:
 
 
 def viewer_of(
-    mode: InputMode, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any]
+    mode: InputMode,
+    tokenizer: Tokenizer,
+    template_kwargs: Mapping[str, Any],
+    chat_template: str | None = None,
 ) -> Viewer | None:
     """Return the viewer of a mode; None for messages, which need none."""
     if mode is InputMode.HISTORY:
         return None
     from dialoop.templates.chat_template import ChatTemplate
 
-    template = ChatTemplate.of(tokenizer)
+    template = (
+        ChatTemplate.of(tokenizer)
+        if chat_template is None
+        else ChatTemplate(chat_template).with_special_tokens_of(tokenizer)
+    )
     if template_kwargs:
         template = cast(ChatTemplate, _WithOptions(template, template_kwargs))
     kind = TextViewer if mode is InputMode.TEXT else TokensViewer

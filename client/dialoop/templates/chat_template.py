@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ from dialoop.errors import (
 )
 from dialoop.messages import chat_for_template, tool_for_template
 from dialoop.reasons import Reason
-from dialoop.templates.parsing import parse_tokens, parser_for
+from dialoop.templates.parsing import TurnParser, parse_tokens, parser_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -222,15 +222,27 @@ class ChatTemplate:
             self._is_parser_known = True
         return self._parser
 
-    def parse(self, text: str) -> tuple[Message, ...]:
-        """Read a rendered text as messages; PreconditionFailed (NO_PARSER) without a parser."""
-        return self._require_parser().parse(text, self._special_tokens)
+    def parse(self, text: str, *, keep_default_system: bool = False) -> tuple[Message, ...]:
+        """Read a rendered text as messages; PreconditionFailed (NO_PARSER) without a parser.
 
-    def parse_tokens(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[Message, ...]:
+        keep_default_system: keep the system message that the template writes by itself (Qwen's).
+        """
+        return self._require_parser(keep_default_system).parse(text, self._special_tokens)
+
+    def parse_tokens(
+        self,
+        token_ids: Sequence[int],
+        tokenizer: Tokenizer,
+        *,
+        keep_default_system: bool = False,
+    ) -> tuple[Message, ...]:
         """Read token ids as messages: only ids of special tokens open and close turns."""
-        return parse_tokens(self._require_parser(), token_ids, tokenizer, self._special_tokens)
+        parser = self._require_parser(keep_default_system)
+        return parse_tokens(parser, token_ids, tokenizer, self._special_tokens)
 
-    def _require_parser(self) -> Parser:
+    def _require_parser(self, keep_default_system: bool) -> Parser:
+        if keep_default_system and isinstance(self.parser, TurnParser):
+            return replace(self.parser, default_system=None)
         if self.parser is None:
             raise PreconditionFailed(
                 f"The chat template {self.name} has no parser to read it back.".replace("  ", " "),

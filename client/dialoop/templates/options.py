@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import numpy as np
 
 from dialoop.errors import InvalidInput
+from dialoop.messages import processor_chat
 from dialoop.reasons import Reason
 from dialoop.templates.chat_template import require_variables
 from dialoop.templates.masks import encode_conversations
@@ -136,6 +137,8 @@ def apply_to_histories(
             reason=Reason.BAD_OPTIONS,
             remedy="Give variables of the template in template_kwargs.",
         )
+    if hasattr(tokenizer, "image_processor"):
+        return _apply_processor(histories, tokenizer, options)
     for name, values in _VALUES.items():
         _require_one_of(name, options.get(name, values[0]), values)
     ours = as_tokenizer(tokenizer)
@@ -174,6 +177,26 @@ def apply_to_histories(
     if not as_dict:
         return [row.tolist() for row in columns["input_ids"]]
     return {name: [row.tolist() for row in rows] for name, rows in columns.items()}
+
+
+def _apply_processor(
+    histories: Iterable[Sequence[Message]], processor: Any, options: TemplateOptions
+) -> Any:
+    """Return what a multimodal processor of transformers makes of the conversations.
+
+    Text by default. With `return_dict` it adds pixel_values and whatever else the model reads.
+    """
+    ours = [name for name in ("registry", "include_eos", "chat_template_name") if name in options]
+    if ours:
+        raise InvalidInput(
+            f"A multimodal processor has no option '{ours[0]}'.",
+            reason=Reason.BAD_OPTIONS,
+            remedy="Leave it out, or give the processor's tokenizer for conversations of text.",
+        )
+    chats = [[processor_chat(message) for message in history] for history in histories]
+    rendering = {"tokenize": options.get("return_dict", False), **options}
+    extra: Any = rendering.pop("template_kwargs", {})
+    return processor.apply_chat_template(chats, **rendering, **extra)
 
 
 def _columns(

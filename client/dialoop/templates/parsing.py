@@ -130,7 +130,7 @@ class TurnParser:
         if self.tools_start and first.text.endswith(self.tools_end):
             content, marker, _ = first.text.rpartition(self.tools_start)
             first = replace(first, content=content) if marker else first
-        if first.text == self.default_system and first.is_complete:
+        if self.default_system and first.text == self.default_system and first.is_complete:
             return messages[1:]
         return [first, *messages[1:]]
 

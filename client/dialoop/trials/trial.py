@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -172,6 +172,28 @@ class TrialResult:
     def rewards(self) -> list[float | None]:
         """Return the reward of each final episode; None if the game or the agent failed."""
         return [None if t.final.failures else t.final.reward for t in self.trials]
+
+    def get_rubric(self) -> list[Callable[..., list[float | None]]]:
+        """Return the trials' reward functions: one, which looks the sessions' rewards up.
+
+        (reward,) = result.get_rubric()
+        reward(completions=result.final_completion_messages, session_ids=result.session_ids)
+        """
+        by_session = dict(zip(self.session_ids, self.rewards, strict=True))
+
+        def trial_reward(
+            completions: Sequence[Any], session_ids: Sequence[str], **_: Any
+        ) -> list[float | None]:
+            unknown = [session_id for session_id in session_ids if session_id not in by_session]
+            if unknown or len(completions) != len(session_ids):
+                raise InvalidInput(
+                    f"{len(completions)} completions came with {len(session_ids)} session ids, "
+                    f"{len(unknown)} of them unknown.",
+                    remedy="Give one session id of this result for each completion.",
+                )
+            return [by_session[session_id] for session_id in session_ids]
+
+        return [trial_reward]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

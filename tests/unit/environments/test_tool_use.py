@@ -21,12 +21,15 @@ from dialoop.environments import (
     NativeCalls,
     Outcome,
     TaskData,
+    ToolCalls,
     ToolInputError,
     ToolUse,
+    Transform,
     XmlCalls,
+    current_episode,
 )
 from dialoop.environments.tools.tool_use import EndWithoutCalls
-from dialoop.errors import InvalidConfig
+from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.trajectory import DoneReason, Owner
 from typing_extensions import TypedDict
 
@@ -249,10 +252,10 @@ def test_definitions_come_from_annotations():
     assert FunctionTool(Calculator()).definition.name == "Calculator"
 
 
-@pytest.mark.parametrize("bad", ["without_types", "variadic", "foreign"])
+@pytest.mark.parametrize("bad", ["positional", "variadic", "foreign"])
 def test_a_function_that_json_cannot_call_is_rejected(bad):
-    def without_types(a):
-        """No types."""
+    def positional(a: int, /) -> None:
+        """No name."""
 
     def variadic(*a: int) -> None:
         """Any number."""
@@ -260,10 +263,59 @@ def test_a_function_that_json_cannot_call_is_rejected(bad):
     def foreign(a: ChatEnv) -> None:
         """Not JSON."""
 
-    functions = {"without_types": without_types, "variadic": variadic, "foreign": foreign}
+    functions = {"positional": positional, "variadic": variadic, "foreign": foreign}
     with pytest.raises(InvalidConfig) as caught:
         ToolUse([functions[bad]])
     assert caught.value.reason == "TOOL_UNANNOTATED"
+
+
+async def test_parameters_without_types_and_further_arguments_are_taken():
+    def join(first, sep="-", **rest):
+        """Join anything."""
+        return sep.join(map(str, [first, *rest.values()]))
+
+    tool = FunctionTool(join)
+    schema = json.loads(tool.definition.parameters_json)
+    assert schema["required"] == ["first"]
+    assert schema["additionalProperties"] is True
+    answer = await tool.run({"first": 1, "sep": "+", "b": [2], "c": "x"}, timeout_s=5)
+    assert answer == "1+[2]+x"
+    with pytest.raises(ToolInputError, match="missing argument first"):
+        await tool.run({"b": 1}, timeout_s=5)
+
+
+async def test_a_tool_reads_the_state_of_its_episode():
+    def recall(name: str, episode: Episode) -> str:
+        """Say what the episode remembers."""
+        return f"{episode.state[name]} at step {episode.step_index}"
+
+    async def recall_later(name: str, episode: Episode) -> str:
+        """Say what the episode remembers."""
+        return recall(name, episode)
+
+    def recall_text(name: str) -> str:
+        return recall(name, current_episode())
+
+    class Remembers(Transform):
+        async def step(self, outcome):
+            return outcome.remember(colour="green")
+
+    call = "<request><recall_text>colour<call>"
+    calls = tuple(
+        ToolCall(name=name, arguments_json='{"name": "colour"}')
+        for name in ("recall", "recall_later")
+    )
+    asks = Message(role="assistant", content=call, tool_calls=calls)
+    tools = ToolUse([recall, recall_later])
+    environment = ChatEnv(name="e", transforms=(Remembers(), tools, ToolCalls([recall_text])))
+    opening = environment.reset(TaskData(key="k", question="q"), 0)
+    outcome = await environment.step(opening.episode, opening.history.respond(asks))
+    said = [m.text.removesuffix("<response>") for m in outcome.episode.history if m.role == "tool"]
+    assert said == ["green at step 1"] * 3
+    for definition in tools.traits.tool_definitions:
+        assert list(json.loads(definition.parameters_json)["properties"]) == ["name"]
+    with pytest.raises(PreconditionFailed, match="No tool"):
+        current_episode()
 
 
 class Size(enum.Enum):

@@ -19,6 +19,7 @@ from dialoop.environments import (
     KLReward,
     MaxLength,
     MaxTurns,
+    NamedReward,
     PolicyVersions,
     Rewards,
     RewardShape,
@@ -29,11 +30,13 @@ from dialoop.environments import (
     Tokens,
     Transform,
     dataset_chat_env,
+    load_environment,
     shape_rewards,
     tag_text,
 )
 from dialoop.errors import InvalidConfig, InvalidHistory, InvalidInput
 from dialoop.rollout import play
+from dialoop.sequences import Source, prefix_hash, sequence_of
 from dialoop.testing import InMemoryEnvironment, ScriptedPolicy, byte_tokenizer
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import DoneReason, Reward, Task
@@ -78,6 +81,73 @@ def test_text_and_tokens_that_contradict_themselves_are_rejected():
         Text(prompt="a", response="b", full="ac")
     with pytest.raises(InvalidHistory):
         Tokens(prompt=(1,), response=(2,), full=(2, 1))
+
+
+class Batches:
+    """What a torch DataLoader with its default collate_fn gives: a dict of lists per batch."""
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        yield {"query": ["a", "b"], "answer": ["1", "2"]}
+        yield {"query": ["c"], "answer": ["3"]}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        Batches(),
+        [[{"query": "a", "answer": "1"}, {"query": "b"}], [{"query": "c"}]],
+        [{"query": "a", "answer": "1"}, {"query": "b"}, {"query": "c"}],
+    ],
+)
+def test_a_primer_reads_a_data_loader_or_rows(data):
+    primer = DataLoadingPrimer(data)
+    assert [primer.next().task.question for _ in range(4)] == ["a", "b", "c", "a"]
+    assert primer.tasks.get("train", "0").answer == "1"
+
+
+@pytest.mark.parametrize("data", [iter([{"query": "a"}]), "rows", 3, [["a", "b"]]])
+def test_a_primer_refuses_what_has_no_end_or_no_rows(data):
+    with pytest.raises(InvalidConfig):
+        DataLoadingPrimer(data)
+
+
+@pytest.mark.parametrize("mode", ["text", "tokens"])
+async def test_a_completion_is_raw_text_that_goes_on(mode):
+    environment = load_environment(
+        "completion", {"tokenizer": BYTES, "input_mode": mode, "max_steps": 2}
+    )
+    task = TaskData(key="k", question="Once upon ")
+    opening = environment.reset(task, 0)
+    words = ("a time", ", long ago")
+    if mode == "text":
+        answers = [Text(response=word) for word in words]
+    else:
+        answers = [Tokens(response=BYTES.encode(word).ids) for word in words]
+    first, second = await play_steps(environment, *answers, task=task)
+    shown = (opening, first, second)
+    if mode == "text":
+        prompts = [one.text.prompt for one in shown]
+    else:
+        prompts = [BYTES.decode(one.tokens.prompt) for one in shown]
+    assert prompts == ["Once upon ", "Once upon a time", "Once upon a time, long ago"]
+    assert second.episode.truncated
+
+
+def test_a_hash_names_a_row_of_tokens_and_each_of_its_prefixes():
+    sequence = sequence_of([([5, 8, 2], {"source": Source.PROMPT})])
+    assert sequence.prefix_hash() == prefix_hash([5, 8, 2]) == prefix_hash(np.array([5, 8, 2]))
+    assert sequence.prefix_hash(2) == prefix_hash([5, 8])
+    assert len({prefix_hash(row) for row in ([], [5], [5, 8], [8, 5], [58])}) == 5
+    assert prefix_hash([5, 8, 2]) == "6566eb02e726b11fd0921051c171a6d3"
+
+
+def test_an_environments_rubric_is_its_reward_functions():
+    named = NamedReward(brief, name="short")
+    environment = env(Rewards([brief]), MaxTurns(1), Rewards([named]))
+    assert environment.get_rubric() == (brief, named)
 
 
 @pytest.mark.parametrize("answered", [Text(), Text(prompt="x"), Text(response="")])
@@ -165,7 +235,7 @@ def test_a_primer_needs_exactly_one_source():
     for arguments in (
         {},
         {"tasks": RowTasks(ROWS), "factory": lambda: RowTasks(ROWS)},
-        {"tasks": ROWS},
+        {"tasks": iter(ROWS)},
         {"tasks": RowTasks([])},
         {"tasks": RowTasks(ROWS), "repeats": 0},
     ):

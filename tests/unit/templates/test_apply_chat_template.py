@@ -9,6 +9,7 @@ from dialoop.errors import InvalidInput, Unsupported
 from dialoop.templates.chat_template import ChatTemplate
 from dialoop.templates.masks import encode_conversation
 from dialoop.templates.registry import TemplateRegistry, named_template
+from dialoop.testing import byte_tokenizer
 from dialoop.tokens.tokenizer import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -290,3 +291,35 @@ def test_the_registry_given_is_the_one_asked():
     assert read[0].role == text
     both = Histories.from_texts([text, text], registry=registry, chat_template_name="plain")
     assert both == Histories((read, read))
+
+
+class Processor:
+    """The part of a multimodal processor of transformers that is used."""
+
+    image_processor = object()
+
+    def apply_chat_template(self, chats, **options):
+        self.options = options
+        return chats
+
+
+def test_a_processor_renders_images_and_a_tokenizer_refuses_them_by_name():
+    parts = [
+        {"type": "text", "text": "What is this?"},
+        {"type": "image_url", "image_url": {"url": "https://x/y.png"}},
+        {"type": "image", "data": b"png"},
+    ]
+    history = History([{"role": "user", "content": parts}])
+    processor = Processor()
+    (chat,) = history.apply_chat_template(processor, add_generation_prompt=True)
+    assert chat["content"] == [
+        {"type": "text", "text": "What is this?"},
+        {"type": "image", "url": "https://x/y.png"},
+        {"type": "image", "base64": "cG5n"},
+    ]
+    assert processor.options == {"tokenize": False, "add_generation_prompt": True}
+    with pytest.raises(Unsupported, match="part of type image") as caught:
+        history.apply_chat_template(byte_tokenizer())
+    assert "AutoProcessor" in caught.value.remedy
+    with pytest.raises(InvalidInput, match="include_eos"):
+        history.apply_chat_template(processor, include_eos=True)

@@ -183,6 +183,16 @@ def test_qwen_s_own_system_message_spelled_out_renders_the_same_and_is_dropped_t
     assert History(template("qwen").parse(text)) == explicit[1:]
 
 
+def test_qwen_s_own_system_message_can_be_kept():
+    history = history_of(("user", "hi"), ("assistant", "hello"))
+    text = template("qwen").render(history, add_generation_prompt=False)
+    kept = History.from_text(text, chat_template_name="qwen", keep_default_system=True)
+    assert kept[0] == Message(role="system", content="You are a helpful assistant.")
+    assert kept[1:] == history
+    assert template("qwen").render(kept, add_generation_prompt=False) == text
+    assert History.from_text(text, chat_template_name="qwen") == history
+
+
 def test_a_slice_that_begins_with_the_response_reads_back_without_a_system_message():
     response = history_of(("assistant", "7"), ("tool", "8"))
     text = template("qwen").render(response, add_generation_prompt=False)

@@ -66,6 +66,16 @@ def _counting(messages: History) -> str:
     return str(int(messages[-1].text.rstrip("?")) + 1)
 
 
+async def test_a_trials_rubric_finds_rewards_by_session_id() -> None:
+    result = await run_trial(Count(), [{}, {"from": 5}], ScriptedAgent(["1", "2", "9"]))
+    (reward,) = result.get_rubric()
+    first, second = result.session_ids
+    messages = result.final_completion_messages
+    assert reward(completions=messages, session_ids=[second, first]) == [0.0, 2.0]
+    with pytest.raises(ValueError, match="1 of them unknown"):
+        reward(completions=messages, session_ids=[first, "?"])
+
+
 async def test_a_trial_joins_prompts_and_actions_and_masks_the_actions() -> None:
     result = await run_trial(
         Count(), [{}, {"from": 8}], ScriptedAgent(_counting), tokenizer=TOKENIZER

@@ -10,10 +10,12 @@ position, and its resets name their task.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from dialoop.environments.episode import TaskData
+from dialoop.environments.tasks.row_tasks import tasks_of
 from dialoop.environments.tasks.source import TaskRef, TaskSource
 from dialoop.environments.transform import Transform
 from dialoop.errors import InvalidConfig
@@ -106,7 +108,8 @@ class DataSource:
 class DataLoadingPrimer(Transform):
     """The transform that loads the next task for each reset that names none.
 
-    Pass either `tasks` or `factory`.
+    Pass either `tasks` or `factory`, a function that returns them. They are a TaskSource, rows, or
+    a torch DataLoader of rows, which is read once.
 
     With `group_repeats`, `batch(n)` returns n tasks with all their copies (n * repeats items);
     without it, n items.
@@ -114,9 +117,9 @@ class DataLoadingPrimer(Transform):
 
     def __init__(
         self,
-        tasks: TaskSource | None = None,
+        tasks: TaskSource | Any = None,
         *,
-        factory: Callable[[], TaskSource | Awaitable[TaskSource]] | None = None,
+        factory: Callable[[], Any] | None = None,
         split: str = "",
         shuffle_seed: int = 0,
         repeats: int = 1,
@@ -127,12 +130,7 @@ class DataLoadingPrimer(Transform):
                 "DataLoadingPrimer needs exactly one of tasks and factory.",
                 remedy="Give a TaskSource, or a function that makes one.",
             )
-        source = tasks if tasks is not None else call_now(factory) if factory is not None else None
-        if not isinstance(source, TaskSource):
-            raise InvalidConfig(
-                f"A {type(source).__name__} is not a TaskSource.",
-                remedy="Give a TaskSource, such as RowTasks(rows) or JsonlTasks(path).",
-            )
+        source = tasks_of(call_now(factory) if factory is not None else tasks)
         self.tasks: TaskSource = source
         self._repeats = repeats
         self._group_repeats = group_repeats

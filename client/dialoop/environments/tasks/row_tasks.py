@@ -1,22 +1,16 @@
-"""Tasks from rows in memory, such as those of a dataset, and a chat environment for them.
+"""Tasks from rows in memory, such as those of a dataset.
 
-RowTasks([{"query": "What is 3+4?", "answer": "7"}, ...])
-dataset_chat_env(rows, transforms=(EndOnTag(), AnswerTagReward()), max_steps=1)
+RowTasks([{"query": "What is 3+4?", "answer": "7"}]).get("train", "0").answer    # "7"
 """
 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.episode import TaskData
-from dialoop.environments.stamps import StepCounter
-from dialoop.environments.tasks.data_loading import DataLoadingPrimer
 from dialoop.environments.tasks.source import TaskSource, task_not_found
-from dialoop.environments.transform import Transform
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop.user_functions import call_now
@@ -65,37 +59,47 @@ class RowTasks(TaskSource):
         return self._tasks[split][key]
 
 
-def dataset_chat_env(  # noqa: PLR0913 - the options are the interface
-    dataset: TaskSource | Rows | Mapping[str, Rows],
-    *,
-    name: str = "dataset",
-    split: str = "",
-    shuffle: bool = True,
-    seed: int | None = None,
-    repeats: int = 1,
-    group_repeats: bool = False,
-    collate: Collate = text_to_query,
-    transforms: Sequence[Transform] = (),
-    max_steps: int | None = None,
-    **options: Any,
-) -> ChatEnv:
-    """Return a ChatEnv that loads its own questions; a reset without a task takes the next one.
+def tasks_of(data: TaskSource | Rows | Mapping[str, Rows]) -> TaskSource:
+    """Return a source of tasks: itself, or one of rows, or of the batches of a torch DataLoader.
 
-    The split is "train" by default, if there is one. Without `seed` the order is random. `options`
-    are those of ChatEnv.
+    A batch is a dict of lists, one value for each row. Raise InvalidConfig for data without an end,
+    or without rows.
     """
-    tasks = dataset if isinstance(dataset, TaskSource) else RowTasks(dataset, collate=collate)
-    shuffle_seed = 0 if not shuffle else random.randrange(1, 2**31) if seed is None else seed
-    if shuffle and shuffle_seed == 0:
+    if isinstance(data, TaskSource):
+        return data
+    if isinstance(data, (str, bytes)) or not isinstance(data, Iterable):
         raise InvalidConfig(
-            "seed is 0, which keeps the shuffle_seed of the rows.",
-            remedy="Use another seed, or shuffle=False.",
+            f"A {type(data).__name__} is not a source of tasks.",
+            reason=Reason.WRONG_TYPE,
+            remedy="Give a TaskSource, rows, or a DataLoader of rows.",
         )
-    primer = DataLoadingPrimer(
-        tasks, split=split, shuffle_seed=shuffle_seed, repeats=repeats, group_repeats=group_repeats
-    )
-    limit = () if max_steps is None else (StepCounter(max_steps),)
-    return ChatEnv(name=name, transforms=(primer, *transforms, *limit), **options)
+    if not hasattr(data, "__len__"):
+        raise InvalidConfig(
+            f"A {type(data).__name__} has no length, so it may have no end.",
+            reason=Reason.WRONG_TYPE,
+            remedy="Give a list of its rows, or a DataLoader of a map-style dataset.",
+        )
+    if isinstance(data, Mapping):
+        return RowTasks({split: _split_batches(rows) for split, rows in data.items()})
+    return RowTasks(_split_batches(data))
+
+
+def _split_batches(rows: Rows) -> list[Any]:
+    """Return the rows of batches; what is no batch stays as it is."""
+    unbatched: list[Any] = []
+    for item in rows:
+        columns = list(item.values()) if isinstance(item, Mapping) else []
+        lengths = {len(c) if isinstance(c, (list, tuple)) else -1 for c in columns}
+        if lengths and -1 not in lengths and len(lengths) == 1:
+            names = list(item)
+            unbatched += [
+                dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)
+            ]
+        elif isinstance(item, (list, tuple)):  # a collate_fn that keeps a list of rows
+            unbatched += item
+        else:
+            unbatched.append(item)
+    return unbatched
 
 
 def _tasks(split: str, rows: Rows, collate: Collate) -> dict[str, TaskData]:

@@ -16,6 +16,7 @@ from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 from typing_extensions import TypedDict
 
+from dialoop.environments.episode import Episode
 from dialoop.environments.tools.text_tools import ToolInputError
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
@@ -23,23 +24,35 @@ from dialoop.user_functions import name_of
 
 
 class Arguments:
-    """A function's parameters; InvalidConfig (TOOL_UNANNOTATED) if JSON cannot express one."""
+    """A function's parameters; InvalidConfig (TOOL_UNANNOTATED) if JSON cannot express one.
+
+    A parameter without a type takes any value, and `**options` takes further arguments. One of type
+    `Episode` gets the running episode; the policy does not see it.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         called = function if inspect.isroutine(function) else type(function).__call__
         hints = get_type_hints(called, include_extras=True)
         fields: dict[str, Any] = {}
+        self.episode_parameters: tuple[str, ...] = ()
+        takes_more = False
         for name, parameter in inspect.signature(function).parameters.items():
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                raise _unusable(function, f"takes *{name}")
-            if name not in hints:
-                raise _unusable(function, f"has no type on '{name}'")
-            is_required = parameter.default is parameter.empty
-            fields[name] = hints[name] if is_required else NotRequired[hints[name]]
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+                raise _unusable(function, f"takes '{name}' by position alone")
+            hint = hints.get(name, Any)
+            if parameter.kind is parameter.VAR_KEYWORD:
+                takes_more = True
+            elif hint is Episode:
+                self.episode_parameters += (name,)
+            else:
+                is_required = parameter.default is parameter.empty
+                fields[name] = hint if is_required else NotRequired[hint]
         # A TypedDict leaves absent arguments out, so that the function's own defaults hold.
         make: Any = TypedDict  # mypy cannot know the fields
         kind = make("Arguments", fields)
-        kind.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+        kind.__pydantic_config__ = ConfigDict(
+            extra="allow" if takes_more else "forbid", strict=True
+        )
         try:
             self._adapter = TypeAdapter(kind)
             plain_schema = self._adapter.json_schema(schema_generator=_PlainSchema)
@@ -50,7 +63,7 @@ class Arguments:
             "type": "object",
             "properties": plain_schema["properties"] if fields else {},
             "required": plain_schema.get("required", []),
-            "additionalProperties": False,
+            "additionalProperties": takes_more,
             **({"$defs": plain_schema["$defs"]} if "$defs" in plain_schema else {}),
         }
 
@@ -121,6 +134,6 @@ def _unusable(function: Callable[..., Any], why: str) -> InvalidConfig:
     return InvalidConfig(
         f"The tool {name_of(function)} {why}.",
         reason=Reason.TOOL_UNANNOTATED,
-        remedy="Annotate each parameter with a type that JSON can express: str, int, float, bool, "
-        "list, dict, Literal, None, an Enum, a dataclass, a TypedDict or a pydantic model.",
+        remedy="Let each parameter have a name, and a type that JSON can express: str, int, float, "
+        "bool, list, dict, Literal, None, an Enum, a dataclass, a TypedDict or a pydantic model.",
     )

@@ -1,7 +1,8 @@
 """Python functions as tools of chat models: a JSON schema from their annotations.
 
 A parameter may be a number, a text, a list, a dict, a Literal, an Enum, a dataclass, a TypedDict,
-a pydantic model, or a union of these.
+a pydantic model, or a union of these; without a type it takes any value. A parameter of type
+`Episode` gets the running episode, which the policy does not see.
 
 def search(query: str, limit: int = 3) -> str:
     '''Search the library.'''
@@ -21,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.chat import ToolDefinition
+from dialoop.environments.episode import current_episode
 from dialoop.environments.tools.text_tools import ToolInputError
 from dialoop.user_functions import call, name_of
 
@@ -93,7 +95,9 @@ class FunctionTool:
         """Check the arguments, call the function, and return the result as text."""
         check_arguments(arguments, self._arguments.schema)
         converted = self._arguments.convert(arguments)
-
+        if self._arguments.episode_parameters:
+            episode = current_episode()
+            converted |= dict.fromkeys(self._arguments.episode_parameters, episode)
         limit_s = timeout_s if self.timeout_s is None else self.timeout_s
         # An argument may have any name, so it must not meet those of `call`.
         function = partial(self.function, **converted)

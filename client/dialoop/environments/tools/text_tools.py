@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from dialoop.chat import Message
-from dialoop.environments.episode import Outcome
+from dialoop.environments.episode import Outcome, playing
 from dialoop.environments.tools.call_syntax import CallSyntax, parse_span
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
@@ -106,7 +106,8 @@ class ToolCalls(Transform):
         outcome = replace(outcome, num_tool_calls=outcome.num_tool_calls + 1)
         try:
             # str() is inside the `try` because it runs the tool's code too.
-            text = str(await call(tool, query, timeout_s=self.timeout_s))
+            with playing(outcome.episode):
+                text = str(await call(tool, query, timeout_s=self.timeout_s))
         except ToolInputError as error:
             text = f"Tool error: {error}"
         except Exception as error:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from dialoop.chat import Message
-from dialoop.environments.episode import Outcome
+from dialoop.environments.episode import Outcome, playing
 from dialoop.environments.tools.function_tools import ArgumentTool, FunctionTool
 from dialoop.environments.tools.text_tools import ToolInputError, cut
 from dialoop.environments.tools.tool_syntaxes import NativeCalls, ParsedCall, ToolSyntax
@@ -109,7 +109,8 @@ class ToolUse(Transform):
             return self._answer(outcome, parsed, problem, worked=False), False, None
         outcome = replace(outcome, num_tool_calls=outcome.num_tool_calls + 1)
         try:
-            text = str(await resolve(tool.run(parsed.arguments, timeout_s=self._timeout_s)))
+            with playing(outcome.episode):
+                text = str(await resolve(tool.run(parsed.arguments, timeout_s=self._timeout_s)))
         except ToolInputError as error:
             return self._answer(outcome, parsed, str(error), worked=False), False, None
         except Exception as error:
