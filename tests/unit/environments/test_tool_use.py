@@ -310,8 +310,10 @@ async def test_a_tool_reads_the_state_of_its_episode():
     environment = ChatEnv(name="e", transforms=(Remembers(), tools, ToolCalls([recall_text])))
     opening = environment.reset(TaskData(key="k", question="q"), 0)
     outcome = await environment.step(opening.episode, opening.history.respond(asks))
-    said = [m.text.removesuffix("<response>") for m in outcome.episode.history if m.role == "tool"]
-    assert said == ["green at step 1"] * 3
+    answers = [
+        m.text.removesuffix("<response>") for m in outcome.episode.history if m.role == "tool"
+    ]
+    assert answers == ["green at step 1"] * 3
     for definition in tools.traits.tool_definitions:
         assert list(json.loads(definition.parameters_json)["properties"]) == ["name"]
     with pytest.raises(PreconditionFailed, match="No tool"):

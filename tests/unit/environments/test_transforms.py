@@ -127,11 +127,11 @@ async def test_a_completion_is_raw_text_that_goes_on(mode):
     else:
         answers = [Tokens(response=BYTES.encode(word).ids) for word in words]
     first, second = await play_steps(environment, *answers, task=task)
-    shown = (opening, first, second)
+    outcomes = (opening, first, second)
     if mode == "text":
-        prompts = [one.text.prompt for one in shown]
+        prompts = [outcome.text.prompt for outcome in outcomes]
     else:
-        prompts = [BYTES.decode(one.tokens.prompt) for one in shown]
+        prompts = [BYTES.decode(outcome.tokens.prompt) for outcome in outcomes]
     assert prompts == ["Once upon ", "Once upon a time", "Once upon a time, long ago"]
     assert second.episode.truncated
 
