@@ -153,6 +153,8 @@ class Reason(_Named):
     CURSOR_MOVED = "CURSOR_MOVED", "Another collector offered that page."
     DATA_KEY_MISSING = "DATA_KEY_MISSING", "The reset's data lacks the key with the question."
     DATA_MISSING = "DATA_MISSING", "The reset brings no question."
+    DATA_PLANE_FAILED = "DATA_PLANE_FAILED", "A data plane of the user's own failed."
+    DATA_PLANE_NOT_FOUND = "DATA_PLANE_NOT_FOUND", "The data plane cannot be imported, or is none."
     DATA_PLANE_UNAVAILABLE = "DATA_PLANE_UNAVAILABLE", "The engine does not take weights that way."
     DATA_UNREADABLE = "DATA_UNREADABLE", "The path holds no data set that can be read."
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED", "The answer did not come in time."

@@ -26,6 +26,7 @@ from dialoop import BlockingDialoop, Message
 from dialoop.environments.environment import Given
 from dialoop.testing import ScriptedPolicy
 from dialoop_services.config.file import parse_config
+from dialoop_services.config.own_data_plane import load_data_plane
 from dialoop_services.learning.loss.loss_loading import load_loss
 from dialoop_services.learning.loss.losses import LossInputs
 from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
@@ -56,6 +57,7 @@ TESTED_HERE = frozenset(
         "agent",
         "capitals",
         "curl",
+        "data_plane",
         "estimator",
         "in_process",
         "loss",
@@ -312,6 +314,21 @@ def test_the_optimizer_of_the_docs_is_loaded_by_name_and_steps(
         weight.grad = torch.tensor([1.0])
         optimizer.step(1.0)
         assert weight.item() == pytest.approx(expected, abs=1e-5)
+
+
+async def test_the_data_plane_of_the_docs_moves_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_plane.py").write_text(snippet("data_plane"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("MY_FOLDER", str(tmp_path))
+    trainer, replica = (load_data_plane("my_plane:Folder") for _ in range(2))
+    assert trainer is not None
+    assert replica is not None
+    (tmp_path / "weights").write_bytes(b"abc")
+    address = await trainer.put(tmp_path / "weights", "main-7/model.safetensors")
+    await replica.get(address, tmp_path / "there")
+    assert (tmp_path / "there").read_bytes() == b"abc"
 
 
 def test_the_template_snippet_holds_as_printed() -> None:

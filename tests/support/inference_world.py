@@ -20,6 +20,7 @@ from dialoop.errors import (
 from dialoop.sequences import PolicyVersion
 from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_server
+from dialoop_services.config.own_data_plane import load_data_plane
 from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.replica.device_lease import DeviceLease
@@ -74,6 +75,7 @@ async def world(
     reads_root: bool = True,
     has_rest: bool = False,
     lease: DeviceLease | None = None,
+    data_plane: str = "chunks",
 ) -> AsyncIterator[World]:
     """A replica that may read `root`, or is on another host; with a REST door if asked."""
     root.mkdir(exist_ok=True)
@@ -87,7 +89,13 @@ async def world(
         await server.set_serving(serving, SERVICE)
 
     weights_root = root if reads_root else None
-    replica = Replica(engine, weights_root=weights_root, report=report, lease=lease)
+    replica = Replica(
+        engine,
+        weights_root=weights_root,
+        report=report,
+        lease=lease,
+        own_data_plane=load_data_plane(data_plane),
+    )
     await replica.load_latest()
     renderer = Renderer.of(model_dir)
     servicer = InferenceServicer(replica, renderer, num_parameters=7, max_new_tokens=20)

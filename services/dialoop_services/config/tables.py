@@ -21,7 +21,9 @@ from dialoop_services.config.losses import (
 )
 from dialoop_services.config.values import FilePath, NameOf, Section
 
-DataPlane = Literal["shared_memory", "chunks", "nccl", "ipc"]
+DATA_PLANES = ("shared_memory", "chunks", "nccl", "ipc")
+DataPlane = Annotated[str, AfterValidator(NameOf("data plane", DATA_PLANES, "module:Class"))]
+"""A built-in data plane, or the import path of one."""
 Dtype = Literal["float32", "bfloat16"]
 OPTIMIZERS = ("adamw", "muon")
 OptimizerName = Annotated[str, AfterValidator(NameOf("optimizer", OPTIMIZERS))]
@@ -141,7 +143,7 @@ class InferenceFields(Section):
     it. Empty: the trainer's `dtype`."""
     data_plane: DataPlane = "shared_memory"
     """How published weights reach the engine. "shared_memory", a file in memory; "chunks", bytes
-    over gRPC; "nccl" or "ipc", vLLM's own transfer (CUDA only)."""
+    over gRPC; "nccl" or "ipc", vLLM's own transfer (CUDA only); or your own as "module:Class"."""
     update_mode: UpdateMode = "recompute"
     """What a publish does to answers that are being sampled. "recompute" computes their keys and
     values anew, "keep_kv" keeps them, "wait" lets them end first."""

@@ -14,6 +14,7 @@ from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_t
 from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_server
 
 from dialoop_services.config.engines import ENGINES, facts_of_engine
+from dialoop_services.config.own_data_plane import load_data_plane
 from dialoop_services.inference.engine import (
     Engine,
     EngineOptions,
@@ -58,6 +59,7 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
             f"There is no model in {settings.model_dir}.",
             remedy="Set DIALOOP_INFERENCE_MODEL_DIR to a Hugging Face model directory.",
         )
+    own_data_plane = load_data_plane(settings.data_plane)
     renderer = Renderer.of(settings.model_dir)
     server = host.server
     async with lease_device(settings.device_lock) as lease, _engine(settings) as engine:
@@ -73,6 +75,7 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
             lease=lease,
             batches=RequestBatches(settings.batch_limits),
             time_limit=settings.time_limit,
+            own_data_plane=own_data_plane,
         )
         await replica.load_latest()
         _add_servicers(server, replica, renderer, settings)

@@ -15,6 +15,7 @@ from typing import Any
 from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
+from dialoop.user_functions import raised_at
 
 from dialoop_services.scorer.rewards import call_apart
 
@@ -51,7 +52,7 @@ class Estimator:
             raise self._error(f"took more than {_TIMEOUT_S:g} s") from error
         except Exception as error:
             log.exception("The advantage estimator %s failed.", self.path)
-            raise self._error(f"raised {type(error).__name__}") from error
+            raise self._error(f"raised {raised_at(error)}") from error
         if len(advantages) != len(rewards):
             raise self._error(f"gave {len(advantages)} advantages for {len(rewards)} rewards")
         if not all(map(math.isfinite, advantages)):

@@ -1,8 +1,8 @@
 """Check what a config names of the user's own code: environments, agents, rewards, the loss ...
 
 Environments, agents, rewards and the advantage estimator are imported, as the services import them.
-A loss, an optimiser and trackers are looked up in their source instead, since importing them may
-import torch, which takes seconds.
+A loss, an optimiser, a data plane and trackers are looked up in their source instead, since
+importing them may import torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dialoop.reasons import Reason
 from dialoop.text_environment.setups import load_text_setup
 
 from dialoop_services.config.losses import LOSSES, facts_of
-from dialoop_services.config.tables import OPTIMIZERS
+from dialoop_services.config.tables import DATA_PLANES, OPTIMIZERS
 from dialoop_services.config.values import did_you_mean
 from dialoop_services.scorer.estimator import load_estimator
 from dialoop_services.trainer.data.demonstration_files import numbered_demonstrations
@@ -54,6 +54,7 @@ class _Kind:
 
 _LOSS = _Kind("loss", Reason.UNKNOWN_LOSS, LOSSES)
 _OPTIMIZER = _Kind("optimiser", Reason.OPTIMIZER_NOT_FOUND, OPTIMIZERS)
+_DATA_PLANE = _Kind("data plane", Reason.DATA_PLANE_NOT_FOUND, DATA_PLANES)
 _TRACKER = _Kind("tracker", Reason.TRACKER_NOT_FOUND)
 
 
@@ -154,8 +155,12 @@ def check_functions(config: JobConfig) -> None:
 
 
 def check_sources(config: JobConfig) -> None:
-    """Raise InvalidConfig for an optimiser or tracker that its module does not have."""
-    names = [(_OPTIMIZER, config.train.optimizer), *((_TRACKER, n) for n in config.trackers.use)]
+    """Raise InvalidConfig for an optimiser, data plane or tracker that its module does not have."""
+    names = [
+        (_OPTIMIZER, config.train.optimizer),
+        (_DATA_PLANE, config.inference.data_plane),
+        *((_TRACKER, name) for name in config.trackers.use),
+    ]
     for kind, name in names:
         if name not in kind.built_in:
             _parameters_of(kind, name)

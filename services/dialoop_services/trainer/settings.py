@@ -18,7 +18,6 @@ from dialoop_services.config.job import (
 )
 from dialoop_services.config.settings import JobSettings, job_key
 from dialoop_services.config.tables import (
-    DataPlane,
     Dtype,
     EnvironmentSection,
     ModelSection,
@@ -84,7 +83,7 @@ class TrainerSettings(JobSettings, TrainFields):
     update_mode: UpdateMode = job_key("inference.update_mode")
     """What a publish does to answers that are being sampled. After "keep_kv" no single version
     explains such an answer exactly."""
-    data_plane: DataPlane = job_key("inference.data_plane")
+    data_plane: str = job_key("inference.data_plane")
     """How weights reach replicas: as a file, as bytes over gRPC, or by vLLM's own transfer."""
     inference_world_size: int = job_key("inference.tensor_parallel_size")
     """Number of devices of one replica, which nccl needs."""

@@ -13,11 +13,20 @@ import pytest
 import torch
 from dialoop.clients.inference import WeightsManifest
 from dialoop.clients.weights import TransferPhase, TransferStep
-from dialoop.errors import DataLost, DialoopError, InvalidConfig, InvalidInput, PreconditionFailed
+from dialoop.errors import (
+    DataLost,
+    DialoopError,
+    InvalidConfig,
+    InvalidInput,
+    PreconditionFailed,
+    Unavailable,
+)
 from dialoop.sequences import PolicyVersion
+from dialoop_services.config.own_data_plane import load_data_plane
 from dialoop_services.learning.model.tiny import make_tiny_model, tiny_config
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.publish import publisher as publisher_module
+from dialoop_services.trainer.publish.data_planes import weights_sender_of
 from dialoop_services.trainer.publish.publisher import Publisher
 from dialoop_services.trainer.settings import TrainerSettings
 
@@ -65,7 +74,8 @@ class Trainer:
         self.number += 1
         generator = torch.Generator().manual_seed(self.number)
         with torch.no_grad():
-            for parameter in self.learner.state.policy.parameters():
+            parameters = self.learner.state.policy.parameters()
+            for parameter in (p for p in parameters if p.requires_grad):
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 
     async def publish(self) -> Any:
@@ -202,3 +212,106 @@ def test_without_a_cuda_device_the_trainer_says_that_it_needs_one(plane, model_d
 
 def _memory() -> str | None:
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+OWN = """
+import os, shutil
+from pathlib import Path
+
+class Folder:
+    def __init__(self):
+        self._root = Path(os.environ["OWN_PLANE"])
+
+    def put(self, path, name):
+        shutil.copyfile(path, self._root / name.replace("/", "-"))
+        return name.replace("/", "-")
+
+    async def get(self, address, path):
+        if (self._root / "down").exists():
+            raise ConnectionError("a secret of the plane")
+        shutil.copyfile(self._root / address, path)
+
+class Silent(Folder):
+    async def get(self, address, path): pass
+
+class Nowhere(Folder):
+    def put(self, path, name): pass
+
+class OneSided:
+    def put(self, path, name): return name
+
+class Demanding:
+    def __init__(self, bucket): pass
+"""
+
+
+@pytest.fixture
+def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "own_planes.py").write_text(OWN)
+    (tmp_path / "plane").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("OWN_PLANE", str(tmp_path / "plane"))
+    return tmp_path / "plane"
+
+
+@pytest.mark.parametrize("settings", [{}, {"model": {"lora_rank": 2}}])
+async def test_policies_go_over_a_data_plane_of_ones_own(own_file, settings, model_dir, tmp_path):
+    name = "own_planes:Folder"
+    async with world(model_dir, tmp_path / "w", reads_root=False, data_plane=name) as w:
+        assert (await w.client.get_policy()).data_planes == ("chunks", name)
+        trainer = Trainer(w, model_dir, tmp_path / "run", data_plane=name, **settings)
+        for _ in range(2):
+            published = await trainer.publish()
+            assert published.num_replicas == 1
+            assert published.max_logprob_difference < 1e-4
+            if not settings:
+                await serves(w, trainer)
+        assert len(list(own_file.iterdir())) == 2
+
+
+async def test_a_file_that_does_not_come_or_is_another_changes_no_policy(
+    own_file, model_dir, tmp_path
+):
+    name = "own_planes:Folder"
+    async with world(model_dir, tmp_path / "w", reads_root=False, data_plane=name) as w:
+        announcement, data = Trainer(w, model_dir, tmp_path).manifest(tmp_path)
+        (own_file / "next").write_bytes(data)
+        addressed = replace(announcement, data_plane=name, path="next")
+        (own_file / "down").touch()
+        with pytest.raises(Unavailable, match=f"{name}: get raised ConnectionError") as caught:
+            await w.client.load_weights(addressed)
+        assert caught.value.reason == "DATA_PLANE_FAILED"
+        assert "secret" not in str(caught.value)
+        assert (await w.client.get_policy()).ready
+        (own_file / "down").unlink()
+        (own_file / "next").write_bytes(data[:-1] + b"x")
+        await assert_refused(w.client.load_weights(addressed), DataLost, "CHECKSUM_MISMATCH")
+        (own_file / "next").write_bytes(data)
+        await w.client.load_weights(addressed)
+        assert (await w.client.get_policy()).ready
+
+
+@pytest.mark.usefixtures("own_file")
+async def test_a_data_plane_that_brings_nothing_is_named(tmp_path):
+    for name, method, how in (("Silent", "get", "wrote no file"), ("Nowhere", "put", "no address")):
+        plane = load_data_plane(f"own_planes:{name}")
+        assert plane is not None
+        with pytest.raises(Unavailable, match=f"own_planes:{name}: {method} .*{how}"):
+            await (plane.get("a", tmp_path / "b") if method == "get" else plane.put(tmp_path, "a"))
+
+
+@pytest.mark.usefixtures("own_file")
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("no_such_module:P", "'no_such_module:P' cannot be loaded"),
+        ("own_planes:OneSided", r"has no get\(address, path\)"),
+        ("own_planes:Demanding", "cannot be made: TypeError: .*bucket"),
+    ],
+)
+def test_what_is_no_data_plane_is_refused_at_the_start(name, problem, model_dir, tmp_path):
+    settings = TrainerSettings(model_dir=model_dir, run_dir=tmp_path, data_plane=name)
+    with pytest.raises(InvalidConfig, match=problem) as caught:
+        weights_sender_of(settings)
+    assert caught.value.reason == "DATA_PLANE_NOT_FOUND"
+    assert caught.value.remedy

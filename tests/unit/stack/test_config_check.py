@@ -91,6 +91,8 @@ MISTAKES = {
         "Did you mean 'mine'?",
     ),
     "optimizer of torch": ('[train]\noptimizer = "torch.optim:NAdan"\n', "Did you mean 'nadam'?"),
+    "data plane": ('[inference]\ndata_plane = "chunk"\n', "did you mean 'chunks'?"),
+    "data plane of one's own": ('[inference]\ndata_plane = "checked_code:P"\n', "has no P"),
     "tracker of one's own": ('[trackers]\nuse = ["no_such:T"]\n', "no module no_such"),
     "tracker without a path": ('[trackers]\nuse = ["wandb"]\n', "it is no import path"),
     "lengths": (

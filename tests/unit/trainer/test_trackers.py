@@ -203,7 +203,11 @@ def test_a_tracker_of_ones_own_is_named_by_its_import_path(name: str, tmp_path: 
         ("own_trackers:Unfinished", "has no plain .* `close`", "TRACKER_NOT_FOUND"),
         ("own_trackers:Asynchronous", "async. method `log`", "TRACKER_NOT_FOUND"),
         ("own_trackers:nothing", r"cannot start a run \(TypeError\)", "TRACKER_REFUSED"),
-        ("own_trackers:refusing", r"cannot start a run \(PermissionError\)", "TRACKER_REFUSED"),
+        (
+            "own_trackers:refusing",
+            r"cannot start a run \(PermissionError at own_trackers.py, line 25\)",
+            "TRACKER_REFUSED",
+        ),
     ],
 )
 def test_what_is_no_tracker_is_refused_at_the_start(

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from dialoop.sequences import PolicyVersion
     from dialoop.trajectory import SamplingParams
 
+    from dialoop_services.config.own_data_plane import OwnDataPlane
     from dialoop_services.inference.engine import (
         Engine,
         LoadTimes,
@@ -79,6 +80,7 @@ class Replica(Sleeper):
         lease: DeviceLease | None = None,
         batches: RequestBatches | None = None,
         time_limit: TimeLimit | None = None,
+        own_data_plane: OwnDataPlane | None = None,
     ) -> None:
         super().__init__(engine, Publications(weights_root), lease or DeviceLease(), report)
         self._default_mode = self._last_mode = update_mode
@@ -92,7 +94,9 @@ class Replica(Sleeper):
         self._batches = batches or RequestBatches()
         self._time_limit = time_limit or TimeLimit()
         backend = engine.transfer_backend if isinstance(engine, SupportsTransfer) else ""
-        self._data_planes = DataPlanes(self._publications, transfer_backend=backend)
+        self._data_planes = DataPlanes(
+            self._publications, transfer_backend=backend, own=own_data_plane
+        )
         self.num_sampled_tokens = 0
         self.num_requests_running = 0
 

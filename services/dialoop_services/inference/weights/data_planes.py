@@ -1,15 +1,18 @@
 """The data planes, over which weights come to a replica: one interface for all.
 
-A file under the weights root (shared memory, a shared volume), chunks of a file over gRPC, or
-vLLM's own transfer between GPUs, whose control messages alone come through the service.
+A file under the weights root (shared memory, a shared volume), chunks of a file over gRPC, a file
+that a data plane of the user's own brings, or vLLM's own transfer between GPUs, whose control
+messages alone come through the service.
 """
 
 from __future__ import annotations
 
 import json
+import tempfile
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.clients.weights import Content, TransferStep, WeightsKind
@@ -21,10 +24,10 @@ from dialoop_services.inference.weights.publications import spool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
     from dialoop.clients.weights import WeightsManifest
 
+    from dialoop_services.config.own_data_plane import OwnDataPlane
     from dialoop_services.inference.weights.publications import Publications
 
 
@@ -54,7 +57,7 @@ class Arrived:
 class DataPlane(Protocol):
     """One way for weights to come to a replica."""
 
-    name: PlaneName
+    name: str
 
     def arriving(
         self, manifest: WeightsManifest, contents: AsyncIterator[Content]
@@ -95,6 +98,26 @@ class Chunks:
             yield Arrived(path=path)
 
 
+class OwnPlane:
+    """A file that a data plane of the user's own brings from the address in the manifest."""
+
+    def __init__(self, own: OwnDataPlane) -> None:
+        self.name = own.name
+        self._own = own
+
+    @asynccontextmanager
+    async def arriving(
+        self, manifest: WeightsManifest, contents: AsyncIterator[Content]
+    ) -> AsyncIterator[Arrived]:
+        """Yield the file, which is deleted afterwards."""
+        if await anext(contents, None) is not None:
+            raise _mismatch("The manifest names an address, and something followed it.")
+        with tempfile.TemporaryDirectory(prefix="dialoop-weights-") as folder:
+            path = Path(folder) / "model.safetensors"
+            await self._own.get(manifest.path, path)
+            yield Arrived(path=path)
+
+
 class Transfer:
     """A device-to-device transfer by the engine's own backend."""
 
@@ -114,12 +137,20 @@ class Transfer:
 class DataPlanes:
     """The data planes that this replica has."""
 
-    def __init__(self, publications: Publications, *, transfer_backend: str) -> None:
+    def __init__(
+        self,
+        publications: Publications,
+        *,
+        transfer_backend: str,
+        own: OwnDataPlane | None = None,
+    ) -> None:
         planes: list[DataPlane] = [Chunks()]
         if publications.has_root:
             planes.insert(0, SharedMemory(publications))
         if transfer_backend:
             planes.append(Transfer(PlaneName(transfer_backend)))
+        if own is not None:
+            planes.append(OwnPlane(own))
         self._planes = {plane.name: plane for plane in planes}
         self._publications = publications
 
@@ -139,9 +170,10 @@ class DataPlanes:
                 f"This replica takes no weights over {name}; it takes {', '.join(self._planes)}.",
                 reason=Reason.DATA_PLANE_UNAVAILABLE,
                 remedy="nccl and ipc need vLLM on a CUDA device and DIALOOP_INFERENCE_"
-                "DATA_PLANE; or publish over another data plane.",
+                "DATA_PLANE, and a data plane of your own needs that variable or the job file; or "
+                "publish over another data plane.",
             )
-        return self._planes[PlaneName(name)]
+        return self._planes[name]
 
 
 async def _bytes(contents: AsyncIterator[Content]) -> AsyncIterator[bytes]:

@@ -1,13 +1,14 @@
-"""Ways to send a policy's bytes to a replica: one interface, four implementations.
+"""Ways to send a policy's bytes to a replica: one interface, five implementations.
 
 | name | way | where |
 |---|---|---|
 | shared_memory | a safetensors file that the replica opens | one host, or a shared volume |
 | chunks | the file's bytes over gRPC | any two hosts |
+| module:Class | a class of the user's own moves the file | `config.own_data_plane` |
 | nccl, ipc | vLLM's own weight transfer, between GPUs | CUDA, see `vllm_transfer` |
 
 The trainer always writes the file under `policies/` first. Export, re-scoring and probes use that
-file. The first two ways also send a LoRA adapter alone.
+file. The first three ways also send a LoRA adapter alone.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.clients.weights import WeightsKind
 
+from dialoop_services.config.own_data_plane import load_data_plane
 from dialoop_services.runtime.durable import write_json
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from dialoop.clients.inference import InferenceClient, WeightsManifest
     from dialoop.sequences import PolicyVersion
 
+    from dialoop_services.config.own_data_plane import OwnDataPlane
     from dialoop_services.trainer.learner.learner_state import ExportedWeights
     from dialoop_services.trainer.settings import TrainerSettings
 
@@ -121,8 +124,42 @@ class ChunkSender:
         await replica.load_weights(manifest, _chunks(weights.path), deadline_s=deadline_s)
 
 
+class OwnSender:
+    """Puts each file on a data plane of the user's own, and sends the address."""
+
+    is_fetched = False
+
+    def __init__(self, own: OwnDataPlane) -> None:
+        self.name = own.name
+        self._own = own
+        self._address = ""
+
+    async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
+        """Put the file there once, for all replicas."""
+        self._address = await self._own.put(weights.path, _path(manifest, weights))
+
+    async def send(
+        self,
+        replica: InferenceClient,
+        manifest: WeightsManifest,
+        weights: ExportedWeights,
+        *,
+        deadline_s: float,
+    ) -> None:
+        """Send the address; the replica gets the file and checks the digest."""
+        addressed = replace(manifest, data_plane=self.name, path=self._address)
+        await replica.load_weights(addressed, deadline_s=deadline_s)
+
+
 def weights_sender_of(settings: TrainerSettings) -> WeightsSender:
-    """Return the configured sender; raise InvalidConfig (NEEDS_CUDA) if it lacks a device."""
+    """Return the configured sender.
+
+    Raise InvalidConfig: NEEDS_CUDA if it lacks a device, DATA_PLANE_NOT_FOUND for a data plane of
+    the user's own that is none.
+    """
+    own = load_data_plane(settings.data_plane)
+    if own is not None:
+        return OwnSender(own)
     if settings.data_plane == "chunks":
         return ChunkSender()
     if settings.data_plane == "shared_memory":
@@ -130,7 +167,8 @@ def weights_sender_of(settings: TrainerSettings) -> WeightsSender:
     # Imported here, because only this way needs vLLM.
     from dialoop_services.trainer.publish.vllm_transfer import VllmTransfer
 
-    return VllmTransfer(settings.data_plane, num_workers=settings.inference_world_size)
+    backend: Any = settings.data_plane
+    return VllmTransfer(backend, num_workers=settings.inference_world_size)
 
 
 def pointer_of(version: PolicyVersion, path: str, weights: ExportedWeights) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
+from dialoop.user_functions import raised_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -159,7 +160,7 @@ def _start(name: str, maker: Callable[[TrackedRun], Tracker], run: TrackedRun) -
     except Exception as error:
         log.exception("The tracker %s cannot start.", name)
         raise InvalidConfig(
-            f"The tracker {name} in [trackers] cannot start a run ({type(error).__name__}).",
+            f"The tracker {name} in [trackers] cannot start a run ({raised_at(error)}).",
             reason=Reason.TRACKER_REFUSED,
             remedy=f"Correct what the log shows, as by logging in, or leave {name} out.",
         ) from error
